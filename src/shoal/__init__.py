@@ -1,0 +1,1 @@
+"""Shoal: decentralized training on PyTorch."""

@@ -1,0 +1,34 @@
+"""What can go wrong between agents. Every error says which operation, which tensor, and which ranks.
+
+Three things can end an operation that was asked for correctly: an agent is gone (:class:`PeerLost`), an agent did not
+come in time (:class:`DeadlineExceeded`), or the agents asked for different things (:class:`Mismatch`). Each carries
+``ranks``, the agents that it is about, so that a program can react without parsing a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ShoalError(RuntimeError):
+    """Base of all errors that concern other agents. ``ranks`` is the sorted tuple of the ranks concerned."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks: tuple[int, ...] = tuple(sorted(set(ranks)))
+
+
+class PeerLost(ShoalError, ConnectionError):
+    """An agent died, or left with :func:`shoal.shutdown`, while it was still needed."""
+
+
+class DeadlineExceeded(ShoalError, TimeoutError):
+    """Agents did not take part before the deadline (``SHOAL_TIMEOUT``, 300 s by default)."""
+
+
+class Mismatch(ShoalError, ValueError):
+    """Agents disagree: on a shape, a dtype, an operation, a root, or on who sends to whom."""
+
+
+class NotInitialized(ShoalError, ValueError):
+    """An operation was called before :func:`shoal.init` or after :func:`shoal.shutdown`."""

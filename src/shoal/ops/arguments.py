@@ -1,0 +1,126 @@
+"""What every operation does with its arguments before it begins: names, dtypes, results, reading the payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..errors import Mismatch
+from ..runtime.agent import Agent
+from ..runtime.operation import Arrived, Steps
+from ..transport.wire import DTYPES, Message, Payload
+from .arithmetic import complete
+
+WEIGHABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def check_tensor(op: str, tensor: object, dtypes: tuple[torch.dtype, ...] = DTYPES) -> torch.Tensor:
+    """A dense tensor of a supported dtype."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{op} takes a torch.Tensor, not {type(tensor).__name__}; torch.as_tensor() makes one")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{op} takes dense tensors, not {tensor.layout}; use tensor.to_dense()")
+    if tensor.dtype not in dtypes:
+        hint = "; convert it with tensor.float()" if tensor.dtype in DTYPES else ""
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{op} takes {allowed}, not {str(tensor.dtype).removeprefix('torch.')}{hint}")
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def check_out(op: str, out: torch.Tensor | None, shape: Iterable[int], dtype: torch.dtype) -> None:
+    """``out`` must be able to hold the result."""
+    if out is None:
+        return
+    shape = tuple(shape)
+    if tuple(out.shape) != shape or out.dtype != dtype:
+        raise ValueError(
+            f"{op}: out has shape {list(out.shape)} and dtype {out.dtype}; the result has shape {list(shape)} and dtype "
+            f"{dtype}"
+        )
+    if out.requires_grad:
+        raise ValueError(f"{op}: out requires grad; pass out.detach() or out.data, since the result has no gradient")
+
+
+def channel_name(op: str, name: str | None) -> str:
+    """What an operation is matched by: the caller's name, or the order of unnamed calls of its kind."""
+    if name is None:
+        return f"~{op}"
+    if not isinstance(name, str) or not name or name.startswith("~") or len(name.encode()) > 1024:
+        raise ValueError(
+            f"{op}: name={name!r}; a name is a non-empty string of at most 1024 bytes not starting with '~'"
+        )
+    return name
+
+
+class Result:
+    """Where a result goes: ``out``, or memory from the pool. ``flat`` is what the sum is written to."""
+
+    def __init__(self, agent: Agent, out: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self._out = out
+        self._device = like.device
+        self._direct = out is not None and out.is_contiguous() and out.device.type == "cpu"
+        self._made = out if self._direct else agent.engine.pool.empty(shape, like.dtype)
+        assert self._made is not None
+        self.flat = self._made.detach().view(-1)
+
+    def finish(self) -> torch.Tensor:
+        assert self._made is not None
+        if self._out is None:
+            return self._made if self._device.type == "cpu" else self._made.to(self._device)
+        if not self._direct:
+            self._out.detach().copy_(self._made)
+        return self._out
+
+
+def payload(arrived: Arrived, source: int) -> Payload:
+    found = arrived[source].payload
+    assert found is not None, "every DATA message has a payload once it is matched"
+    return found
+
+
+def check_gatherable(op: str, tensor: object) -> torch.Tensor:
+    """A tensor with a dimension 0 to join along."""
+    checked = check_tensor(op, tensor)
+    if not checked.dim():
+        raise ValueError(f"{op} joins along dimension 0, and a 0-dimensional tensor has none; use tensor.view(1)")
+    return checked
+
+
+def joined(agent: Agent, op: str, like: torch.Tensor, parts: Sequence[tuple[int, Message]]) -> Steps[torch.Tensor]:
+    """The tensors of several agents, joined along dimension 0. They must agree in all other dimensions."""
+    rest = tuple(like.shape[1:])
+    for rank, message in parts:
+        if message.shape[1:] != rest or not message.shape:
+            raise Mismatch(
+                f"{op}: rank {rank} has a tensor of shape {list(message.shape)} and rank {agent.rank} one of shape "
+                f"{list(like.shape)}; only the first dimension may differ",
+                (rank, agent.rank),
+            )
+    payloads = [message.payload for _, message in parts if message.payload is not None]
+    yield from complete(payloads)
+    shape = (sum(message.shape[0] for _, message in parts), *rest)
+    result = Result(agent, None, like, shape)
+    at = 0
+    for one in payloads:
+        result.flat[at : at + one.data.numel()].copy_(one.data)
+        at += one.data.numel()
+    return result.finish()
+
+
+def as_ranks(op: str, argument: str, ranks: object, rank: int, size: int) -> tuple[int, ...]:
+    """Distinct ranks of other agents, in the order given."""
+    if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
+        raise TypeError(f"{op}: {argument} must be a list of ranks, not {ranks!r}")
+    found = list(ranks)
+    for one in found:
+        if isinstance(one, bool) or not isinstance(one, int):
+            raise TypeError(f"{op}: {argument} holds {one!r}, which is no rank")
+        if not 0 <= one < size or one == rank:
+            what = "this agent itself" if one == rank else f"not one of the {size} ranks"
+            raise ValueError(f"{op} on rank {rank}: {argument} names rank {one}, which is {what}")
+    if len(set(found)) != len(found):
+        raise ValueError(f"{op} on rank {rank}: {argument} names a rank twice: {found}")
+    return tuple(found)

@@ -1,0 +1,123 @@
+"""Sums over tensors of several agents, always in one order, so that every transport gives the same bits.
+
+The order is: this agent's own term, then the sources by ascending rank (reductions over all agents: by ascending rank).
+Every weighted term is one fused multiply-add (``torch.add(alpha=)``), in float32 for 16-bit tensors, whose sum is
+rounded once at the end. The sum goes block by block so that the running sum stays in the cache: each input is read once
+and the result written once. A block is summed as soon as it is there from everybody, so that summing overlaps receiving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+import torch
+
+from ..runtime.operation import MORE, Arrived
+from ..transport.wire import Payload
+
+BLOCK_BYTES = 1 << 18
+HALF = (torch.float16, torch.bfloat16)
+Waiting = Generator[str, Arrived, None]
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.Tensor.add_,
+    "average": torch.Tensor.add_,
+    "product": torch.Tensor.mul_,
+    "min": lambda total, term: torch.minimum(total, term, out=total),
+    "max": lambda total, term: torch.maximum(total, term, out=total),
+}
+REDUCTIONS = tuple(_REDUCE)
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat tensor with its complex numbers as pairs of real ones: weights are real, so each part sums by itself."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def weighted_sum(
+    out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[tuple[Payload, float]]
+) -> Waiting:
+    """``out = own_weight * own + sum of weight * payload``, all flat and of one dtype.
+
+    Yields :data:`MORE` whenever it has summed all that has come and not all has.
+    """
+    with torch.no_grad():
+        yield from _in_blocks(
+            out, own, [payload for payload, _ in terms], lambda o, x, ys: _weigh(o, x, own_weight, ys, terms)
+        )
+
+
+def _weigh(
+    out: torch.Tensor,
+    own: torch.Tensor,
+    own_weight: float,
+    blocks: Sequence[torch.Tensor],
+    terms: Sequence[tuple[Payload, float]],
+) -> None:
+    if out.dtype in HALF:
+        total = own.float().mul_(own_weight)
+        for block, (_, weight) in zip(blocks, terms, strict=True):
+            total.add_(block.float(), alpha=weight)
+        out.copy_(total)
+        return
+    torch.mul(own, own_weight, out=out)
+    for block, (_, weight) in zip(blocks, terms, strict=True):
+        out.add_(block, alpha=weight)
+
+
+def reduce(out: torch.Tensor, how: str, own: torch.Tensor, position: int, payloads: Sequence[Payload]) -> Waiting:
+    """``out`` becomes the sum, average, minimum, maximum or product over all agents in rank order.
+
+    ``own`` is this agent's tensor and comes after the first ``position`` payloads. 16-bit sums, averages and products
+    are taken in float32. Yields like :func:`weighted_sum`.
+    """
+    step = _REDUCE[how]
+    count = len(payloads) + 1
+
+    def combine(out: torch.Tensor, own: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
+        inputs = [*blocks[:position], own, *blocks[position:]]
+        wide = out.dtype in HALF
+        total = inputs[0].float() if wide else out.copy_(inputs[0])
+        for term in inputs[1:]:
+            step(total, term.float() if wide else term)
+        if how == "average":
+            total.div_(count)
+        if wide:
+            out.copy_(total)
+
+    with torch.no_grad():
+        if how in ("sum", "average"):
+            out, own = real(out), real(own)
+        yield from _in_blocks(out, own, payloads, combine)
+
+
+def _in_blocks(
+    out: torch.Tensor,
+    own: torch.Tensor,
+    payloads: Sequence[Payload],
+    combine: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], None],
+) -> Waiting:
+    """Combine block by block, as far as every payload has come, waiting for more in between."""
+    total = out.numel()
+    views = [real(p.data) if p.data.is_complex() and not out.is_complex() else p.data for p in payloads]
+    parts = [view.numel() // p.data.numel() if p.data.numel() else 1 for view, p in zip(views, payloads, strict=True)]
+    block = max(1, BLOCK_BYTES // out.element_size())
+    at = 0
+    while True:
+        here = min((p.available * k for p, k in zip(payloads, parts, strict=True)), default=total)
+        while at < total and (here >= total or here - at >= block):
+            end = min(at + block, total)
+            if (at, end) == (0, total):
+                combine(out, own, views)
+            else:
+                combine(out[at:end], own[at:end], [view[at:end] for view in views])
+            at = end
+        if at >= total:
+            return
+        yield MORE
+
+
+def complete(payloads: Sequence[Payload]) -> Waiting:
+    """Wait until all of every payload is here."""
+    while not all(payload.complete for payload in payloads):
+        yield MORE

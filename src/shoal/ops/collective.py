@@ -1,0 +1,332 @@
+"""Operations over all agents, or all of a machine, built on the same exchange and matched by name in any order.
+
+An all-reduce is a reduce-scatter and an all-gather: each agent receives its share of everybody's tensor, reduces it in
+rank order, and sends the result to all. Small tensors go to everybody at once, one hop instead of two; the order of the
+sum is the same, so every agent has the same bits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from ..runtime.agent import Agent, current
+from ..runtime.operation import Exchange, Handle, Operation, Send, Steps
+from ..transport.link import Published
+from ..transport.wire import DTYPES, Kind, Message, Payload
+from .arguments import (
+    WEIGHABLE,
+    Result,
+    channel_name,
+    check_gatherable,
+    check_out,
+    check_tensor,
+    joined,
+    payload,
+)
+from .arithmetic import REDUCTIONS, complete, reduce
+from .census import census
+
+DIRECT_BYTES = 1 << 13
+"""Tensors up to this size are sent to everybody whole."""
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool = True,
+    is_hierarchical_local: bool = False,
+    name: str | None = None,
+    *,
+    op: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """The sum, average, minimum, maximum or product over all agents, in rank order; the same bits on every agent.
+
+    Args:
+        tensor: Any supported dtype for sum, min, max and product (min and max not complex); floating or complex for
+            the average. Equal shape and dtype on all agents. It is not changed.
+        average: Average (True) or sum (False); ``op`` says the same and more.
+        is_hierarchical_local: Over the agents of this machine only.
+        name: What calls are matched by.
+        op: ``"average"``, ``"sum"``, ``"min"``, ``"max"`` or ``"product"``, in place of ``average``.
+        out: Takes the result; it may be ``tensor`` itself.
+        timeout: Seconds until the deadline.
+
+    Returns:
+        A tensor of the same shape and dtype (``out`` if given). It never requires grad.
+    """
+    return allreduce_nonblocking(tensor, average, is_hierarchical_local, name, op=op, out=out, timeout=timeout).wait()
+
+
+def allreduce_nonblocking(
+    tensor: torch.Tensor,
+    average: bool = True,
+    is_hierarchical_local: bool = False,
+    name: str | None = None,
+    *,
+    op: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Handle[torch.Tensor]:
+    """:func:`allreduce` without waiting."""
+    agent = current("allreduce")
+    how = op if op is not None else ("average" if average else "sum")
+    if how not in REDUCTIONS:
+        raise ValueError(f"allreduce: op={op!r}; it may be one of {', '.join(REDUCTIONS)}")
+    dtypes = WEIGHABLE if how == "average" else DTYPES
+    if how in ("min", "max"):
+        dtypes = tuple(dtype for dtype in DTYPES if not dtype.is_complex)
+    tensor = check_tensor(f"allreduce with op {how}", tensor, dtypes)
+    check_out("allreduce", out, tensor.shape, tensor.dtype)
+    group = agent.local_ranks if is_hierarchical_local else tuple(range(agent.size))
+
+    def steps(operation: Operation) -> Steps[torch.Tensor]:
+        return _allreduce(agent, operation, tensor, how, group, out)
+
+    kind = f"allreduce ({how}{', within the machine' if is_hierarchical_local else ''})"
+    return agent.engine.submit(kind, channel_name("allreduce", name), steps, timeout, name is not None)
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool = True,
+    is_hierarchical_local: bool = False,
+    name: str | None = None,
+    *,
+    op: str | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """:func:`allreduce` in place: ``tensor`` takes the result and is returned."""
+    return allreduce_nonblocking_(tensor, average, is_hierarchical_local, name, op=op, timeout=timeout).wait()
+
+
+def allreduce_nonblocking_(
+    tensor: torch.Tensor,
+    average: bool = True,
+    is_hierarchical_local: bool = False,
+    name: str | None = None,
+    *,
+    op: str | None = None,
+    timeout: float | None = None,
+) -> Handle[torch.Tensor]:
+    """:func:`allreduce_` without waiting; ``tensor`` must not be touched until then."""
+    out = tensor.detach()
+    return allreduce_nonblocking(tensor, average, is_hierarchical_local, name, op=op, out=out, timeout=timeout)
+
+
+def shares(total: int, count: int) -> list[tuple[int, int]]:
+    """``count`` nearly equal pieces of ``total`` elements, as (start, stop)."""
+    return [(total * i // count, total * (i + 1) // count) for i in range(count)]
+
+
+def shape_digest(shape: Sequence[int]) -> int:
+    """Lets agents that hold different pieces of a tensor find out that their tensors differ in shape."""
+    return zlib.crc32(repr(tuple(shape)).encode())
+
+
+def _allreduce(
+    agent: Agent, operation: Operation, tensor: torch.Tensor, how: str, group: Sequence[int], out: torch.Tensor | None
+) -> Steps[torch.Tensor]:
+    published = agent.engine.publish(operation, tensor)
+    shape, total = tuple(tensor.shape), published.data.numel()
+    others = [rank for rank in group if rank != agent.rank]
+    if total * tensor.element_size() <= DIRECT_BYTES or not others:
+        sends = [Send(rank, published, 0, total, shape) for rank in others]
+        arrived = yield Exchange(sends, others, tensor.dtype, shape)
+        result = Result(agent, out, tensor, shape)
+        payloads = [payload(arrived, rank) for rank in others]
+        yield from reduce(result.flat, how, published.data, group.index(agent.rank), payloads)
+        return result.finish()
+    mine = yield from reduce_scatter(agent, published, shape, how, group)
+    result = Result(agent, out, tensor, shape)
+    yield from allgather_shares(agent, operation, mine, result.flat, group)
+    return result.finish()
+
+
+def reduce_scatter(
+    agent: Agent, published: Published, shape: Sequence[int], how: str, group: Sequence[int]
+) -> Steps[torch.Tensor]:
+    """This agent's share of the reduction of what each agent of ``group`` published, flat."""
+    data = published.data
+    position = group.index(agent.rank)
+    cut = shares(data.numel(), len(group))
+    start, stop = cut[position]
+    sends = [
+        Send(rank, published, low, high, (high - low,))
+        for rank, (low, high) in zip(group, cut, strict=True)
+        if rank != agent.rank
+    ]
+    others = [send.destination for send in sends]
+    arrived = yield Exchange(
+        rotated(sends, agent), others, data.dtype, (stop - start,), digest=shape_digest(shape), digest_of="shape"
+    )
+    mine = agent.engine.pool.empty((stop - start,), data.dtype)
+    yield from reduce(mine, how, data[start:stop], position, [payload(arrived, rank) for rank in others])
+    return mine
+
+
+def allgather_shares(
+    agent: Agent, operation: Operation, mine: torch.Tensor, out: torch.Tensor, group: Sequence[int]
+) -> Steps[None]:
+    """Fill ``out`` (flat) with the shares of all agents of ``group``."""
+    cut = shares(out.numel(), len(group))
+    published = agent.engine.publish(operation, mine)
+    others = [rank for rank in group if rank != agent.rank]
+    sends = [Send(rank, published, 0, mine.numel(), tuple(mine.shape)) for rank in others]
+    arrived = yield Exchange(rotated(sends, agent), others, mine.dtype)
+    for rank, (start, stop) in zip(group, cut, strict=True):
+        if rank == agent.rank:
+            out[start:stop].copy_(mine)
+            continue
+        yield from complete([payload(arrived, rank)])
+        out[start:stop].copy_(payload(arrived, rank).data)
+
+
+def rotated(sends: Sequence[Send], agent: Agent) -> list[Send]:
+    """Serve rank + 1 first, then rank + 2, ...: so that not everybody sends to rank 0 first."""
+    return sorted(sends, key=lambda send: (send.destination - agent.rank) % agent.size)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """The tensor of ``root_rank``, on every agent.
+
+    It travels along a binomial tree: ``ceil(log2(n))`` steps, and each agent sends to as many others at most.
+
+    Args:
+        tensor: Any dtype. On the other agents it only says shape and dtype, which must be those of the root's.
+        root_rank: Whose tensor; the same on all agents.
+        name: What calls are matched by.
+        out: Takes the result; it may be ``tensor`` itself.
+        timeout: Seconds until the deadline.
+    """
+    return broadcast_nonblocking(tensor, root_rank, name, out=out, timeout=timeout).wait()
+
+
+def broadcast_nonblocking(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Handle[torch.Tensor]:
+    """:func:`broadcast` without waiting."""
+    agent = current("broadcast")
+    tensor = check_tensor("broadcast", tensor)
+    check_root("broadcast", root_rank, agent.size)
+    check_out("broadcast", out, tensor.shape, tensor.dtype)
+
+    def steps(operation: Operation) -> Steps[torch.Tensor]:
+        data = yield from spread(agent, operation, tensor, root_rank, tensor.dtype, tuple(tensor.shape))
+        result = Result(agent, out, tensor, tuple(tensor.shape))
+        result.flat.copy_(data)
+        return result.finish()
+
+    return agent.engine.submit("broadcast", channel_name("broadcast", name), steps, timeout, name is not None)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, *, timeout: float | None = None
+) -> torch.Tensor:
+    """:func:`broadcast` in place: ``tensor`` takes the result and is returned."""
+    return broadcast_nonblocking_(tensor, root_rank, name, timeout=timeout).wait()
+
+
+def broadcast_nonblocking_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, *, timeout: float | None = None
+) -> Handle[torch.Tensor]:
+    """:func:`broadcast_` without waiting; ``tensor`` must not be touched until then."""
+    return broadcast_nonblocking(tensor, root_rank, name, out=tensor.detach(), timeout=timeout)
+
+
+def check_root(op: str, root_rank: object, size: int) -> None:
+    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < size:
+        raise ValueError(f"{op}: root_rank={root_rank!r} is no rank; there are {size} agents, 0 to {size - 1}")
+
+
+def spread(
+    agent: Agent,
+    operation: Operation,
+    tensor: torch.Tensor | None,
+    root: int,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Steps[torch.Tensor]:
+    """The root's tensor, flat, from this agent's parent in a binomial tree, and passed on to its children.
+
+    Every parent waits until its children confirm, so that agents with different roots find out.
+    """
+    size = agent.size
+    relative = (agent.rank - root) % size
+    depth = relative.bit_count()
+    lowest = relative & -relative if relative else 1 << (size - 1).bit_length()
+    if relative:
+        parent = (relative - lowest + root) % size
+        arrived = yield Exchange([], [parent], dtype, shape, digest=root, digest_of="root rank", stage=depth)
+        yield from complete([payload(arrived, parent)])
+        shape = arrived[parent].shape
+        data = payload(arrived, parent).data.view(shape)
+    else:
+        assert tensor is not None
+        data, shape = tensor, tuple(tensor.shape)
+    published = agent.engine.publish(operation, data)
+    children = []
+    step = lowest >> 1
+    while step:
+        if relative + step < size:
+            children.append((relative + step + root) % size)
+        step >>= 1
+    sends = [Send(child, published, 0, published.data.numel(), shape) for child in children]
+    yield Exchange(sends, [], dtype, shape, checked=True, digest=root, digest_of="root rank", stage=depth + 1)
+    return published.data
+
+
+def allgather(tensor: torch.Tensor, name: str | None = None, *, timeout: float | None = None) -> torch.Tensor:
+    """The tensors of all agents, joined along dimension 0 in rank order.
+
+    Args:
+        tensor: Any dtype, at least one dimension. The first dimension may differ between agents, the others not.
+        name: What calls are matched by.
+        timeout: Seconds until the deadline.
+    """
+    return allgather_nonblocking(tensor, name, timeout=timeout).wait()
+
+
+def allgather_nonblocking(
+    tensor: torch.Tensor, name: str | None = None, *, timeout: float | None = None
+) -> Handle[torch.Tensor]:
+    """:func:`allgather` without waiting."""
+    agent = current("allgather")
+    tensor = check_gatherable("allgather", tensor)
+
+    def steps(operation: Operation) -> Steps[torch.Tensor]:
+        published = agent.engine.publish(operation, tensor)
+        shape, total = tuple(tensor.shape), published.data.numel()
+        others = [rank for rank in range(agent.size) if rank != agent.rank]
+        sends = rotated([Send(rank, published, 0, total, shape) for rank in others], agent)
+        arrived = yield Exchange(sends, others, tensor.dtype)
+        own = Message(Kind.DATA, dtype=tensor.dtype, shape=shape, payload=Payload(published.data, total))
+        parts = [(rank, own if rank == agent.rank else arrived[rank]) for rank in range(agent.size)]
+        return (yield from joined(agent, "allgather", tensor, parts))
+
+    return agent.engine.submit("allgather", channel_name("allgather", name), steps, timeout, name is not None)
+
+
+def barrier(name: str | None = None, *, timeout: float | None = None) -> None:
+    """Return when all agents have called it. ``ceil(log2(n))`` small messages for each agent."""
+    agent = current("barrier")
+
+    def steps(operation: Operation) -> Steps[None]:
+        yield from census(agent.engine, operation, ())
+
+    agent.engine.submit("barrier", channel_name("barrier", name), steps, timeout, name is not None).wait()

@@ -1,0 +1,163 @@
+"""Averaging between machines, with the fast links inside a machine doing the rest.
+
+``hierarchical_neighbor_allreduce`` computes ``W_machine kron (1/L) 11^T``: every agent of a machine ends with the weighted
+average of the machines' means. BlueFog lets one leader of each machine carry all of it; here every agent of a machine
+averages one share of the tensor and exchanges that share with its counterparts, so that no agent is a bottleneck and
+the machine's links to the outside are used by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ..runtime.agent import Agent, StaticTopology, current
+from ..runtime.operation import Exchange, Handle, Operation, Send, Steps
+from ..topology import Mixing
+from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload
+from .arithmetic import weighted_sum
+from .collective import allgather_shares, reduce_scatter, rotated, shape_digest
+
+
+def hierarchical_neighbor_allreduce(
+    tensor: torch.Tensor,
+    self_weight: float | str | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Mapping[int, float] | Iterable[int] | None = None,
+    *,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """The weighted average of this machine's mean and its neighbour machines' means (BlueFog paper, section V-B).
+
+    Without weights over the static machine topology (``set_machine_topology``); with all three weights over the
+    machines that they name. ``y = self_weight mean + sum src_machine_weights[m] s_m mean_m``, where ``mean`` is the
+    mean over the agents of a machine, and ``s_m`` what machine m gives as its ``dst_machine_weights`` for this one.
+
+    Args:
+        tensor: As for :func:`~shoal.neighbor_allreduce`; equal shape and dtype on all agents.
+        self_weight: Weight of this machine's mean; equal on all agents of a machine, as are the next two. A string
+            here is the ``name``.
+        src_machine_weights: ``{source machine: weight}``, by machine rank.
+        dst_machine_weights: ``{destination machine: weight}``, or a list for weights of 1.
+        enable_topo_check: Confirm on each edge that both sides know of it.
+        name: What calls are matched by.
+        out: Takes the result; it may be ``tensor`` itself.
+        timeout: Seconds until the deadline.
+
+    Returns:
+        A tensor of the same shape and dtype, equal on all agents of a machine.
+
+    Raises:
+        ValueError: The machines have different numbers of agents (the message lists them), no machine topology is
+            set, or the weights are incomplete.
+    """
+    return hierarchical_neighbor_allreduce_nonblocking(
+        tensor,
+        self_weight,
+        src_machine_weights,
+        dst_machine_weights,
+        enable_topo_check=enable_topo_check,
+        name=name,
+        out=out,
+        timeout=timeout,
+    ).wait()
+
+
+def hierarchical_neighbor_allreduce_nonblocking(
+    tensor: torch.Tensor,
+    self_weight: float | str | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Mapping[int, float] | Iterable[int] | None = None,
+    *,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Handle[torch.Tensor]:
+    """:func:`hierarchical_neighbor_allreduce` without waiting."""
+    op = "hierarchical_neighbor_allreduce"
+    agent = current(op)
+    if isinstance(self_weight, str):
+        if name is not None:
+            raise ValueError(f"{op}: the name is given twice, {self_weight!r} and {name!r}")
+        self_weight, name = None, self_weight
+    tensor = check_tensor(op, tensor, WEIGHABLE)
+    check_out(op, out, tensor.shape, tensor.dtype)
+    if not agent.machines.homogeneous:
+        raise ValueError(
+            f"{op} needs machines with equally many agents and consecutive ranks; the machines here have "
+            f"{list(agent.machines.sizes)} agents (rank by rank, machines {list(agent.machines.of)})"
+        )
+    mixing, static = _machine_mixing(op, agent, self_weight, src_machine_weights, dst_machine_weights)
+
+    def steps(operation: Operation) -> Steps[torch.Tensor]:
+        return _hierarchical(agent, operation, tensor, mixing, static, enable_topo_check, out)
+
+    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None)
+
+
+def _machine_mixing(
+    op: str,
+    agent: Agent,
+    self_weight: float | None,
+    sources: Mapping[int, float] | None,
+    destinations: Mapping[int, float] | Iterable[int] | None,
+) -> tuple[Mixing, StaticTopology | None]:
+    given = [weight is not None for weight in (self_weight, sources, destinations)]
+    if not any(given):
+        if agent.machine_topology is not None:
+            return agent.machine_topology.mixing, agent.machine_topology
+        if agent.machines.count == 1:
+            return Mixing(0, 1.0), None
+        raise ValueError(
+            f"{op}: no machine topology is set; call shoal.set_machine_topology(graph), or give the weights"
+        )
+    if self_weight is None or sources is None or destinations is None:
+        raise ValueError(f"{op}: give self_weight, src_machine_weights and dst_machine_weights, or none of the three")
+    return Mixing(agent.machine_rank, self_weight, sources, destinations, size=agent.machines.count), None
+
+
+def _hierarchical(
+    agent: Agent,
+    operation: Operation,
+    tensor: torch.Tensor,
+    mixing: Mixing,
+    static: StaticTopology | None,
+    checked: bool,
+    out: torch.Tensor | None,
+) -> Steps[torch.Tensor]:
+    engine, group = agent.engine, agent.local_ranks
+    shape = tuple(tensor.shape)
+    published = engine.publish(operation, tensor)
+    position = group.index(agent.rank)
+    mean = yield from reduce_scatter(agent, published, shape, "average", group)
+
+    def counterpart(machine: int) -> int:
+        return machine * len(group) + position
+
+    sources = {counterpart(machine): weight for machine, weight in mixing.sources.items()}
+    share = engine.publish(operation, mean)
+    sends = [
+        Send(counterpart(machine), share, 0, mean.numel(), tuple(mean.shape), scale)
+        for machine, scale in mixing.destinations.items()
+    ]
+    digest = shape_digest(shape) ^ (static.digest if static else 0)
+    arrived = yield Exchange(
+        rotated(sends, agent),
+        list(sources),
+        mean.dtype,
+        tuple(mean.shape),
+        checked=checked and static is None,
+        digest=digest,
+        digest_of="shape or machine topology",
+    )
+    mixed = engine.pool.empty((mean.numel(),), mean.dtype)
+    terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in sources.items()]
+    yield from weighted_sum(mixed, share.data, mixing.self_weight, terms)
+    result = Result(agent, out, tensor, shape)
+    yield from allgather_shares(agent, operation, mixed, result.flat, group)
+    return result.finish()

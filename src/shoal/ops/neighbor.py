@@ -1,0 +1,358 @@
+"""Partial averaging and gathering with neighbours: the operations that everything else in Shoal stands on.
+
+``neighbor_allreduce`` computes equation 10 of the BlueFog paper (arXiv:2111.04287),
+
+    x_i  <-  w_ii x_i + sum over sources j of r_ij s_ij x_j,
+
+where the receiver i gives the r_ij and the sender j the s_ij. How a round ends depends on who knows of an edge. On the
+static topology both sides do, and in push-pull both name each other: a message for each edge, and nothing else. In pure
+push only the sender knows, in pure pull only the receiver: a :func:`~shoal.ops.census.census` tells the other side.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Iterable, Mapping
+
+import torch
+
+from ..runtime.agent import Agent, StaticTopology, current
+from ..runtime.operation import NOTHING, Arrived, Exchange, Handle, Operation, Send, Steps
+from ..topology import Mixing
+from .arguments import (
+    WEIGHABLE,
+    Result,
+    as_ranks,
+    channel_name,
+    check_gatherable,
+    check_out,
+    check_tensor,
+    joined,
+    payload,
+)
+from .arithmetic import weighted_sum
+from .census import census
+
+Weights = Mapping[int, float]
+
+
+def neighbor_allreduce(
+    tensor: torch.Tensor,
+    self_weight: float | str | None = None,
+    src_weights: Weights | None = None,
+    dst_weights: Weights | Iterable[int] | None = None,
+    *,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """The weighted average of this agent's tensor and its neighbours'.
+
+    ========================================= =====================================================================
+    arguments                                 what is computed on agent i
+    ========================================= =====================================================================
+    none                                      the static topology: its weights, or uniform ones
+    ``self_weight, src_weights``              pull: ``self_weight x_i + sum src_weights[j] x_j``
+    ``self_weight, dst_weights``              push: ``self_weight x_i + sum over all j that push to i of s_ij x_j``
+    ``self_weight, src_weights, dst_weights`` push-pull: ``self_weight x_i + sum src_weights[j] s_ij x_j``
+    ========================================= =====================================================================
+
+    Sources and destinations may be any ranks, also beyond the static topology.
+
+    Messages for each agent: one for each edge; in push-pull a few bytes more that confirm it. In pure push and pure
+    pull a census comes first, ``ceil(log2(n))`` small messages. With ``enable_topo_check=False`` the caller vouches
+    for the edges: push-pull does not confirm, and pure push and pull stay within the static topology, where each
+    neighbour gets the tensor or a header that says "nothing this round", without a census.
+
+    Args:
+        tensor: float16, bfloat16, float32, float64 or complex, any shape, any strides; equal shape and dtype on all
+            agents of an edge. It is not changed. 16-bit sums are taken in float32.
+        self_weight: w_ii. A string here is the ``name``, as the BlueFog paper writes it.
+        src_weights: ``{source: r_ij}``.
+        dst_weights: ``{destination: s_ji}``, or a list of destinations for weights of 1.
+        enable_topo_check: Confirm on each edge that both sides know of it (see above).
+        name: What calls are matched by between agents. Unnamed calls match by their order.
+        out: Takes the result; it may be ``tensor`` itself.
+        timeout: Seconds until the deadline; ``SHOAL_TIMEOUT`` (300) if not given.
+
+    Returns:
+        A tensor of the same shape and dtype (``out`` if given). It never requires grad.
+
+    Raises:
+        TypeError, ValueError: The arguments are wrong; nothing has been sent.
+        Mismatch: Agents disagree on shape, dtype, operation, topology, or on who sends to whom.
+        PeerLost, DeadlineExceeded: Agents are gone, or did not come in time.
+    """
+    return neighbor_allreduce_nonblocking(
+        tensor,
+        self_weight,
+        src_weights,
+        dst_weights,
+        enable_topo_check=enable_topo_check,
+        name=name,
+        out=out,
+        timeout=timeout,
+    ).wait()
+
+
+def neighbor_allreduce_nonblocking(
+    tensor: torch.Tensor,
+    self_weight: float | str | None = None,
+    src_weights: Weights | None = None,
+    dst_weights: Weights | Iterable[int] | None = None,
+    *,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+) -> Handle[torch.Tensor]:
+    """:func:`neighbor_allreduce` without waiting: ``shoal.wait(handle)`` gives the result.
+
+    The tensor is copied now, so it may change before the wait. ``out`` must not be touched until then.
+    """
+    op = "neighbor_allreduce"
+    agent = current(op)
+    if isinstance(self_weight, str):
+        if name is not None:
+            raise ValueError(f"{op}: the name is given twice, {self_weight!r} and {name!r}")
+        self_weight, name = None, self_weight
+    tensor = check_tensor(op, tensor, WEIGHABLE)
+    check_out(op, out, tensor.shape, tensor.dtype)
+    mixing, form = _mixing(op, agent, self_weight, src_weights, dst_weights)
+    if form in ("push", "pull") and not enable_topo_check:
+        _check_within(op, agent, mixing, form)
+        form += " within"
+    static = agent.topology
+
+    def steps(operation: Operation) -> Steps[torch.Tensor]:
+        return _mix(agent, operation, tensor, mixing, form, enable_topo_check, static, out)
+
+    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None)
+
+
+def _mixing(
+    op: str,
+    agent: Agent,
+    self_weight: float | None,
+    src_weights: Weights | None,
+    dst_weights: Weights | Iterable[int] | None,
+) -> tuple[Mixing, str]:
+    """The round as this agent knows it, and which of the four forms it is."""
+    if self_weight is None and src_weights is None and dst_weights is None:
+        return agent.topology.mixing, "static"
+    if self_weight is None or (src_weights is None and dst_weights is None):
+        raise ValueError(
+            f"{op}: give self_weight together with src_weights (pull), dst_weights (push) or both, or none of the three "
+            f"(the static topology); got self_weight={self_weight}, src_weights={src_weights}, dst_weights={dst_weights}"
+        )
+    if src_weights is not None and not isinstance(src_weights, Mapping):
+        raise TypeError(f"{op}: src_weights must be a dict {{rank: weight}}, not {type(src_weights).__name__}")
+    if isinstance(dst_weights, str) or not isinstance(dst_weights, (Iterable, type(None))):
+        raise TypeError(f"{op}: dst_weights must be a dict {{rank: weight}} or a list of ranks, not {dst_weights!r}")
+    form = "pull" if dst_weights is None else "push" if src_weights is None else "push-pull"
+    mixing = Mixing(agent.rank, self_weight, src_weights or (), dst_weights or (), size=agent.size)
+    return mixing, form
+
+
+def _check_within(op: str, agent: Agent, mixing: Mixing, form: str) -> None:
+    static = agent.topology.mixing
+    allowed = static.destination_ranks if form == "push" else static.source_ranks
+    asked = mixing.destination_ranks if form == "push" else mixing.source_ranks
+    beyond = sorted(set(asked) - set(allowed))
+    if beyond:
+        raise ValueError(
+            f"{op} on rank {agent.rank}: ranks {beyond} are no {'out' if form == 'push' else 'in'}-neighbours in the "
+            "static topology, and with enable_topo_check=False a pure push or pull stays within it; leave the check "
+            "on, or give both src_weights and dst_weights"
+        )
+
+
+def _mix(
+    agent: Agent,
+    operation: Operation,
+    tensor: torch.Tensor,
+    mixing: Mixing,
+    form: str,
+    checked: bool,
+    static: StaticTopology,
+    out: torch.Tensor | None,
+) -> Steps[torch.Tensor]:
+    engine = agent.engine
+    published = engine.publish(operation, tensor)
+    shape, total = tuple(tensor.shape), published.data.numel()
+    sources = dict(mixing.sources)
+    destinations = dict(mixing.destinations)
+    nothing: list[int] = []
+    if form == "push":
+        found = yield from census(engine, operation, destinations)
+        sources = dict.fromkeys(found, 1.0)
+    elif form == "pull":
+        found = yield from census(engine, operation, sources)
+        destinations = dict.fromkeys(found, 1.0)
+    elif form == "push within":
+        sources = dict.fromkeys(static.mixing.source_ranks, 1.0)
+        nothing = [rank for rank in static.mixing.destination_ranks if rank not in destinations]
+    elif form == "pull within":
+        destinations = yield from _readers(agent, operation, static.mixing, sources)
+
+    sends = [Send(rank, published, 0, total, shape, destinations[rank]) for rank in _rotated(agent, destinations)]
+    sends += [Send(rank, published, 0, 0, (), NOTHING) for rank in nothing]
+    arrived = yield Exchange(
+        sends,
+        sorted(sources),
+        tensor.dtype,
+        shape,
+        checked=checked and form == "push-pull",
+        digest=static.digest ^ zlib.crc32(form.encode()) if form in ("static", "push within") else 0,
+        digest_of="topology, or form of the call",
+    )
+    result = Result(agent, out, tensor, shape)
+    terms = [
+        (payload(arrived, rank), sources[rank] * arrived[rank].scale)
+        for rank in sorted(sources)
+        if not arrived[rank].nothing
+    ]
+    yield from weighted_sum(result.flat, published.data, mixing.self_weight, terms)
+    return result.finish()
+
+
+def _readers(
+    agent: Agent, operation: Operation, static: Mixing, sources: Iterable[int]
+) -> Generator[Exchange, Arrived, dict[int, float]]:
+    """Tell each static in-neighbour whether this agent will read from it; learn which out-neighbours will read here."""
+    wanted = set(sources)
+    empty = agent.engine.publish(operation, torch.empty(0))
+    sends = [
+        Send(rank, empty, 0, 0, (0,), 1.0 if rank in wanted else NOTHING)
+        for rank in _rotated(agent, static.source_ranks)
+    ]
+    arrived = yield Exchange(sends, static.destination_ranks)
+    return {rank: 1.0 for rank in sorted(arrived) if not arrived[rank].nothing}
+
+
+def _rotated(agent: Agent, ranks: Iterable[int]) -> list[int]:
+    """rank + 1, rank + 2, ...: so that not everybody sends to rank 0 first."""
+    return sorted(ranks, key=lambda rank: (rank - agent.rank) % agent.size)
+
+
+def neighbor_allgather(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    *,
+    src_ranks: Iterable[int] | None = None,
+    dst_ranks: Iterable[int] | None = None,
+    enable_topo_check: bool = True,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """The tensors of this agent's in-neighbours, joined along dimension 0; its own is not among them.
+
+    Args:
+        tensor: Any dtype, at least one dimension. The first dimension may differ between agents, the others not.
+        name: What calls are matched by.
+        src_ranks: With ``dst_ranks``: the ranks to receive from, any ranks; the result is in the order given here.
+        dst_ranks: With ``src_ranks``: the ranks to send to.
+        enable_topo_check: Confirm on each edge that both sides know of it.
+        timeout: Seconds until the deadline.
+
+    Returns:
+        Shape ``[sum of the first dimensions, ...]``; in ascending order of rank on the static topology. Without any
+        source, ``[0, ...]``.
+    """
+    return neighbor_allgather_nonblocking(
+        tensor,
+        name,
+        src_ranks=src_ranks,
+        dst_ranks=dst_ranks,
+        enable_topo_check=enable_topo_check,
+        timeout=timeout,
+    ).wait()
+
+
+def neighbor_allgather_nonblocking(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    *,
+    src_ranks: Iterable[int] | None = None,
+    dst_ranks: Iterable[int] | None = None,
+    enable_topo_check: bool = True,
+    timeout: float | None = None,
+) -> Handle[torch.Tensor]:
+    """:func:`neighbor_allgather` without waiting."""
+    op = "neighbor_allgather"
+    agent = current(op)
+    tensor = check_gatherable(op, tensor)
+    if (src_ranks is None) != (dst_ranks is None):
+        raise ValueError(f"{op}: give both src_ranks and dst_ranks (any ranks), or neither (the static topology)")
+    static = agent.topology
+    if src_ranks is None or dst_ranks is None:
+        order, targets, digest, checked = (
+            static.mixing.source_ranks,
+            static.mixing.destination_ranks,
+            static.digest,
+            False,
+        )
+    else:
+        order = as_ranks(op, "src_ranks", src_ranks, agent.rank, agent.size)
+        targets = as_ranks(op, "dst_ranks", dst_ranks, agent.rank, agent.size)
+        digest, checked = 0, enable_topo_check
+
+    def steps(operation: Operation) -> Steps[torch.Tensor]:
+        engine = agent.engine
+        published = engine.publish(operation, tensor)
+        shape, total = tuple(tensor.shape), published.data.numel()
+        sends = [Send(rank, published, 0, total, shape) for rank in _rotated(agent, targets)]
+        arrived = yield Exchange(sends, sorted(order), tensor.dtype, checked=checked, digest=digest)
+        return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in order]))
+
+    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None)
+
+
+def pair_gossip(
+    tensor: torch.Tensor,
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+    *,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Average with one other agent; only the two take part.
+
+    Both agents of the pair call it with each other's rank. Calls are counted for each pair by itself.
+
+    Args:
+        tensor: As for :func:`neighbor_allreduce`.
+        target_rank: The other agent.
+        self_weight, pair_weight: ``self_weight x + pair_weight x_other``; the mean of the two if neither is given.
+        name: What calls are matched by.
+        timeout: Seconds until the deadline.
+    """
+    return pair_gossip_nonblocking(tensor, target_rank, self_weight, pair_weight, name, timeout=timeout).wait()
+
+
+def pair_gossip_nonblocking(
+    tensor: torch.Tensor,
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+    *,
+    timeout: float | None = None,
+) -> Handle[torch.Tensor]:
+    """:func:`pair_gossip` without waiting."""
+    op = "pair_gossip"
+    agent = current(op)
+    tensor = check_tensor(op, tensor, WEIGHABLE)
+    if (self_weight is None) != (pair_weight is None):
+        raise ValueError(f"{op}: give both self_weight and pair_weight, or neither (the mean)")
+    own, other = (0.5, 0.5) if self_weight is None or pair_weight is None else (self_weight, pair_weight)
+    mixing = Mixing(agent.rank, own, {target_rank: other}, [target_rank], size=agent.size)
+    low, high = sorted((agent.rank, int(target_rank)))
+    channel = f"{channel_name(op, name)} of ranks {low} and {high}"
+    static = agent.topology
+
+    def steps(operation: Operation) -> Steps[torch.Tensor]:
+        return _mix(agent, operation, tensor, mixing, "push-pull", False, static, None)
+
+    return agent.engine.submit(op, channel, steps, timeout, name is not None)

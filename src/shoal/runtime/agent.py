@@ -1,0 +1,195 @@
+"""Who am I: the agent that the caller is, its rank, its machine and its topology.
+
+In a process there is one agent; in a :class:`~shoal.Fleet` each thread is one. ``current()`` finds it, through a context
+variable, so that every public function is the same in both.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+import networkx as nx
+import numpy as np
+
+from ..errors import NotInitialized
+from ..topology import Mixing, classify, mixing_matrix, with_uniform_weights
+from ..topology.graphs import ExponentialTwoGraph
+from .engine import Engine
+from .launch import Launch
+from .rendezvous import Store
+
+log = logging.getLogger("shoal")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """How ranks are grouped into machines: ``of[rank]`` is a rank's machine."""
+
+    of: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return max(self.of) + 1
+
+    def ranks(self, machine: int) -> tuple[int, ...]:
+        return tuple(rank for rank, where in enumerate(self.of) if where == machine)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.of.count(machine) for machine in range(self.count))
+
+    @property
+    def homogeneous(self) -> bool:
+        """All machines have the same number of agents, and their ranks follow one another."""
+        size = self.sizes[0]
+        return all(where == rank // size for rank, where in enumerate(self.of)) and len(set(self.sizes)) == 1
+
+
+@dataclass(frozen=True)
+class StaticTopology:
+    """A graph that is set for all agents, and this agent's view of it."""
+
+    graph: nx.DiGraph
+    weighted: bool
+    mixing: Mixing
+    digest: int
+
+    @staticmethod
+    def of(graph: nx.DiGraph, weighted: bool, rank: int) -> StaticTopology:
+        edges = sorted((u, v, float(d.get("weight", 1.0)) if weighted else 0.0) for u, v, d in graph.edges(data=True))
+        digest = zlib.crc32(np.array(edges, dtype=np.float64).tobytes())
+        return StaticTopology(graph, weighted, Mixing.from_graph(graph, rank, weighted=weighted), digest)
+
+
+@dataclass
+class Agent:
+    """One agent of a running fleet."""
+
+    engine: Engine
+    machines: Machines
+    launch: Launch
+    topology: StaticTopology = field(init=False)
+    machine_topology: StaticTopology | None = None
+
+    def __post_init__(self) -> None:
+        self.topology = StaticTopology.of(ExponentialTwoGraph(self.size), False, self.rank)
+
+    @property
+    def rank(self) -> int:
+        return self.engine.rank
+
+    @property
+    def size(self) -> int:
+        return self.engine.size
+
+    @property
+    def machine_rank(self) -> int:
+        return self.machines.of[self.rank]
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks on this agent's machine, ascending."""
+        return self.machines.ranks(self.machine_rank)
+
+    def set_topology(self, graph: nx.DiGraph, weighted: bool) -> None:
+        check_graph(graph, self.size, "agents")
+        self.topology = StaticTopology.of(graph, weighted, self.rank)
+        if not weighted:
+            warn_about_dropped_weights(graph, self.rank)
+
+    def set_machine_topology(self, graph: nx.DiGraph, weighted: bool) -> None:
+        check_graph(graph, self.machines.count, "machines")
+        self.machine_topology = StaticTopology.of(graph, weighted, self.machine_rank)
+
+
+def check_graph(graph: object, size: int, of_what: str) -> None:
+    """A topology must be a directed graph whose nodes are 0 to size - 1."""
+    if not isinstance(graph, nx.DiGraph):
+        raise TypeError(
+            f"a topology must be a networkx.DiGraph, not {type(graph).__name__}; shoal.topology_util makes them, and "
+            "an undirected graph becomes one with graph.to_directed()"
+        )
+    if set(graph.nodes) != set(range(size)):
+        raise ValueError(
+            f"the topology has {graph.number_of_nodes()} nodes and there are {size} {of_what}; its nodes must be "
+            f"0 to {size - 1}"
+        )
+
+
+_warned = False
+
+
+def warn_about_dropped_weights(graph: nx.DiGraph, rank: int) -> None:
+    """Say once that uniform weights replace a graph's own where that biases the average."""
+    global _warned
+    carried = nx.get_edge_attributes(graph, "weight")
+    if _warned or rank != 0 or not carried:
+        return
+    uniform = with_uniform_weights(graph)
+    if classify(uniform).doubly or np.allclose(mixing_matrix(graph), mixing_matrix(uniform)):
+        return
+    _warned = True
+    log.warning(
+        "set_topology(is_weighted=False) replaces the weights that the graph carries by uniform ones, 1 / (in-degree "
+        "+ 1), which are not doubly stochastic on this graph: averages will lean to some agents. Pass is_weighted=True "
+        "to use the graph's own weights."
+    )
+
+
+@dataclass
+class Seat:
+    """What a process or a thread of a fleet has before it has an agent, and keeps after."""
+
+    launch: Launch | None = None
+    store: Store | None = None
+    transport: str = ""
+    agents_per_machine: int | None = None
+    timeout: float | None = None
+    agent: Agent | None = None
+    generation: int = 0
+
+
+_process_seat = Seat()
+_seat: contextvars.ContextVar[Seat] = contextvars.ContextVar("shoal_seat")
+
+
+def seat() -> Seat:
+    """The caller's seat: its thread's in a fleet, else the process's."""
+    return _seat.get(_process_seat)
+
+
+def process_seat() -> Seat:
+    return _process_seat
+
+
+def take_seat(one: Seat) -> None:
+    """Make the caller's context that of one agent of a fleet."""
+    _seat.set(one)
+
+
+def current(what: str = "this") -> Agent:
+    """The caller's agent. Raises :class:`~shoal.NotInitialized` where there is none."""
+    agent = _seat.get(_process_seat).agent
+    if agent is None:
+        raise NotInitialized(f"{what} needs an agent: call shoal.init() first (after shoal.shutdown(), again)")
+    return agent
+
+
+def bind(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function act for the caller's agent wherever it runs; for helper threads of an agent of a fleet."""
+    mine = seat()
+
+    def bound(*args: P.args, **kwargs: P.kwargs) -> T:
+        context = contextvars.copy_context()
+        context.run(take_seat, mine)
+        result: Any = context.run(function, *args, **kwargs)
+        return result  # type: ignore[no-any-return]
+
+    return bound

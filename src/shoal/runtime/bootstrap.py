@@ -1,0 +1,246 @@
+"""From a launched script to an agent that knows the others, and back.
+
+``init`` asks the environment who this is, finds the others through a store, and connects. The store serves ``init``
+only: afterwards every agent holds the addresses and the job's secret, and neither the store nor rank 0 is needed again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import networkx as nx
+
+from ..errors import DeadlineExceeded, Mismatch, ShoalError
+from ..transport.router import Endpoint, Place
+from .agent import Agent, Machines, Seat, process_seat, seat
+from .engine import Engine
+from .launch import Launch, detect
+from .rendezvous import Store, open_store
+
+log = logging.getLogger("shoal")
+DEFAULT_TIMEOUT = 300.0
+FAREWELL_SECONDS = 10.0
+"""How long ``shutdown`` waits for others to take what they still wait for, at most."""
+_lock = threading.Lock()
+on_start: list[Callable[[Agent], None]] = []
+"""Called with every new agent; how the timeline and others attach themselves."""
+on_stop: list[Callable[[Agent], None]] = []
+
+
+def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False) -> None:
+    """Become an agent: find the others and connect to them. All agents call it.
+
+    Who this is comes from the variables of torchrun, ``shoal run``, Open MPI, PMI or Slurm; with none of them it is a
+    world of one agent, in which every operation works. A ``torch.distributed`` that is already initialised is left as
+    it is. Called again, it only sets the topology.
+
+    Args:
+        topology_fn: Makes the static topology from the number of agents; the exponential graph if not given.
+        is_weighted: Use the weights of that graph's edges; else uniform ones.
+
+    Environment:
+        ``SHOAL_TIMEOUT``: seconds for every wait (300). ``SHOAL_TRANSPORT``: ``threads``, ``shared_memory`` or
+        ``network`` for all pairs. ``SHOAL_INTERFACE``: the interface or address to listen on between machines.
+        ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many. ``SHOAL_SECRET``: the job's secret;
+        made by rank 0 if unset. ``SHOAL_RENDEZVOUS``: ``host:port`` of the store.
+
+    Raises:
+        DeadlineExceeded: Agents did not come; the message names them.
+        ValueError: A variable makes no sense.
+    """
+    mine = seat()
+    if mine.agent is None:
+        mine.agent = _connect(mine)
+        for hook in on_start:
+            hook(mine.agent)
+    agent = mine.agent
+    if topology_fn is not None:
+        agent.set_topology(topology_fn(agent.size), is_weighted)
+    else:
+        agent.set_topology(_default_graph(agent.size), is_weighted)
+
+
+def _default_graph(size: int) -> nx.DiGraph:
+    from ..topology.graphs import ExponentialTwoGraph
+
+    return ExponentialTwoGraph(size)
+
+
+def shutdown() -> None:
+    """Say goodbye and free everything. ``init`` may be called again afterwards. Without an agent it does nothing.
+
+    It first lets other agents take what this one has sent and they still need, for up to ten seconds.
+    """
+    leave(seat())
+
+
+def leave(mine: Seat, farewell: str = "", died: bool = False) -> None:
+    """End a seat's agent. ``died`` tells the others that it did not leave in good order."""
+    agent, mine.agent = mine.agent, None
+    if agent is None:
+        return
+    for hook in on_stop:
+        hook(agent)
+    agent.engine.close(time.monotonic() + FAREWELL_SECONDS, farewell, died)
+
+
+def default_timeout() -> float:
+    """Seconds of ``SHOAL_TIMEOUT``."""
+    text = os.environ.get("SHOAL_TIMEOUT", "")
+    try:
+        timeout = float(text) if text else DEFAULT_TIMEOUT
+    except ValueError:
+        timeout = -1.0
+    if not timeout > 0:
+        raise ValueError(f"SHOAL_TIMEOUT={text!r}: it must be a positive number of seconds")
+    return timeout
+
+
+def _agents_per_machine(mine: Seat) -> int | None:
+    if mine.agents_per_machine is not None:
+        return mine.agents_per_machine
+    text = os.environ.get("SHOAL_AGENTS_PER_MACHINE", "")
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"SHOAL_AGENTS_PER_MACHINE={text!r}: it must be a positive integer")
+    return int(text)
+
+
+def _connect(mine: Seat) -> Agent:
+    launch = mine.launch or detect()
+    timeout = mine.timeout if mine.timeout is not None else default_timeout()
+    forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
+    per_machine = _agents_per_machine(mine)
+    deadline = time.monotonic() + timeout
+    mine.generation += 1
+    engine = Engine(launch.rank, launch.size, timeout)
+    try:
+        store = mine.store or open_store(launch, deadline)
+        with contextlib.closing(store) if mine.store is None else contextlib.nullcontext():
+            meeting = _Meeting(store, f"init/{mine.generation}", launch, deadline)
+            found = meeting.gather("place", {"place": asdict(engine.router.place), "per_machine": per_machine})
+            places = [Place(**one["place"]) for one in found]
+            _check_agreement(found, per_machine)
+            interface = os.environ.get("SHOAL_INTERFACE", "")
+            endpoint = engine.router.listen(places, forced, interface, launch.host or "127.0.0.1")
+            secret = os.environ.get("SHOAL_SECRET") or (secrets.token_hex(32) if launch.rank == 0 else "")
+            said = meeting.gather("endpoint", {"endpoint": asdict(endpoint), "secret": secret})
+            secret = os.environ.get("SHOAL_SECRET") or said[0]["secret"]
+            engine.router.meet([Endpoint(**one["endpoint"]) for one in said], secret.encode())
+            engine.start()
+            agent = Agent(engine, _machines(places, per_machine), launch)
+            _settle(agent, deadline)
+            # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
+        _settle(agent, deadline)
+    except BaseException:
+        engine.close(time.monotonic() + 1.0, died=True)
+        raise
+    return agent
+
+
+def _settle(agent: Agent, deadline: float) -> None:
+    """Everybody is here. It also opens each agent's link to rank + 1, so that news of a death reaches all."""
+    from ..ops.census import census
+
+    name = "~init"
+    rest = max(1.0, deadline - time.monotonic())
+    agent.engine.submit("init", name, lambda operation: census(agent.engine, operation, ()), rest, False).wait()
+
+
+class _Meeting:
+    """Everybody tells everybody something, through the store."""
+
+    def __init__(self, store: Store, prefix: str, launch: Launch, deadline: float) -> None:
+        self._store, self._prefix, self._launch, self._deadline = store, prefix, launch, deadline
+
+    def gather(self, key: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        key = f"{self._prefix}/{key}"
+        rank, size = self._launch.rank, self._launch.size
+        self._store.set(f"{key}/{rank}", json.dumps(mine).encode())
+        try:
+            if rank == 0:
+                parts = [self._store.get(f"{key}/{other}", self._deadline).decode() for other in range(size)]
+                self._store.set(f"{key}/all", f"[{','.join(parts)}]".encode())
+            found: list[dict[str, Any]] = json.loads(self._store.get(f"{key}/all", self._deadline))
+        except DeadlineExceeded:
+            missing = [other for other in range(size) if not self._has(f"{key}/{other}")]
+            who = f"ranks {missing} never came" if missing else "rank 0 did not answer"
+            raise DeadlineExceeded(
+                f"shoal.init() on rank {rank}: {who}. Check that all {size} agents were started and can reach "
+                f"{self._launch.host}:{self._launch.port}; SHOAL_TIMEOUT sets how long to wait",
+                missing or (0,),
+            ) from None
+        return found
+
+    def _has(self, key: str) -> bool:
+        try:
+            self._store.get(key, time.monotonic() + 0.2)
+        except (ShoalError, OSError, RuntimeError):
+            return False
+        return True
+
+
+def _check_agreement(found: list[dict[str, Any]], per_machine: int | None) -> None:
+    others = [rank for rank, one in enumerate(found) if one["per_machine"] != per_machine]
+    if others:
+        raise Mismatch(
+            f"SHOAL_AGENTS_PER_MACHINE is {per_machine} here and {found[others[0]]['per_machine']} on ranks {others}; "
+            "set it to one value for all agents",
+            others,
+        )
+
+
+def _machines(places: list[Place], per_machine: int | None) -> Machines:
+    if per_machine is not None:
+        return Machines(tuple(rank // per_machine for rank in range(len(places))))
+    known: dict[tuple[str, int, int], int] = {}
+    return Machines(tuple(known.setdefault(place.machine, len(known)) for place in places))
+
+
+_crash: list[str] = []
+
+
+def _note_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Remember what ends this process, so that the others hear of it instead of a polite goodbye."""
+    if process_seat().agent is not None:
+        text = f"{kind.__name__}: {error}".splitlines()[0]
+        _crash.append(f"its script ended with {text}"[:500])
+    _previous_hook(kind, error, trace)
+
+
+_previous_hook = sys.excepthook
+sys.excepthook = _note_crash
+
+
+def _at_exit() -> None:
+    try:
+        leave(process_seat(), _crash[0] if _crash else "its process ended", died=bool(_crash))
+    except Exception:
+        log.exception("leaving at the end of the process failed")
+
+
+atexit.register(_at_exit)
+
+
+def _in_child() -> None:
+    """A forked child is no agent; its copies of our sockets must not hide the end of this one."""
+    mine = process_seat()
+    agent, mine.agent = mine.agent, None
+    if agent is not None:
+        agent.engine.abandon_in_child()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,274 @@
+"""How this process was started: its rank, the size of its world, and where the agents first meet.
+
+Every launcher tells its processes in environment variables of its own. :func:`detect` reads those of torchrun (and
+``shoal run``, which sets the same), Open MPI, PMI (MPICH, Intel MPI) and Slurm, and answers with one value,
+:class:`Launch`. Without any of them a process is a world of one. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+
+# Below the range from which Linux takes the ports of outgoing connections (32768 to 60999), so that no client of
+# this machine sits on a derived port by accident.
+_FIRST_DERIVED_PORT = 20000
+_DERIVED_PORTS = 10000
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One agent's place in its job. ``host`` and ``port`` are None where none is needed (a world of one)."""
+
+    rank: int
+    size: int
+    #: "torchrun", "openmpi", "pmi", "slurm", "torch.distributed" (see :func:`current`) or "none".
+    launcher: str
+    host: str | None = None
+    port: int | None = None
+    #: The launcher itself serves a TCPStore at host:port, so that no agent has to host one.
+    store_is_served: bool = False
+    #: How often the launcher has restarted the job.
+    attempt: int = 0
+    #: The launcher's name for the job: the same in all its agents, and in no other job of this machine. Often empty.
+    job: str = ""
+
+
+def current(environ: Mapping[str, str] = os.environ) -> Launch:
+    """This process's place: that of ``torch.distributed`` if the script has initialised it, else :func:`detect`'s.
+
+    A process group comes first because it is what the script's author said; under ``multiprocessing.spawn`` it is the
+    only one who knows. Rank and size are those of the default group, and no address is needed: its store serves.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return detect(environ)
+    return Launch(
+        rank=distributed.get_rank(),
+        size=distributed.get_world_size(),
+        launcher="torch.distributed",
+        attempt=_Variables(environ).count("TORCHELASTIC_RESTART_COUNT", default=0),
+        job=environ.get("TORCHELASTIC_RUN_ID", ""),
+    )
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> Launch:
+    """Read the launcher's variables. An empty variable counts as unset.
+
+    The order is from the inside out, because launchers nest and the innermost one started this process:
+
+    1. torchrun and ``shoal run`` (``RANK``, ``WORLD_SIZE``): mpirun or srun often start one of them on every machine,
+       never the reverse. Setting these by hand is also how a user overrides everything else.
+    2. Open MPI (``OMPI_COMM_WORLD_RANK``): inside a Slurm job the allocation's variables are there too.
+    3. PMI (``PMI_RANK``): MPICH and Intel MPI start their daemons with srun, whose ``SLURM_PROCID`` is then the
+       daemon's, the same for all agents of a machine. ``srun --mpi=pmi2`` sets ``PMI_RANK`` as well; the two agree
+       then, and it is Slurm.
+    4. Slurm (``SLURM_PROCID`` inside a step). A batch script or a shell of salloc has ``SLURM_NTASKS``, and even
+       ``SLURM_PROCID=0``, but was not started by srun: only ``SLURM_STEP_ID`` tells. ``SLURM_STEP_NUM_TASKS`` is the
+       size, since an interactive step is one task with the ``SLURM_NTASKS`` of the whole allocation.
+    5. None of them: a world of one.
+
+    The address is ``SHOAL_RENDEZVOUS=host:port`` if set; else ``MASTER_ADDR`` and ``MASTER_PORT``; else, for Slurm, the
+    first host of the step and a port derived from the job and step (not ``SLURM_LAUNCH_NODE_IPADDR``, which is where
+    srun was typed: a login node has no rank 0); else, when all agents are on this machine, 127.0.0.1 and a port derived
+    from the job.
+
+    Raises:
+        ValueError: a variable is not a number or contradicts another one, or several machines take part and no address
+            is known. The message names the variable, its value, and what to set.
+    """
+    variables = _Variables(environ)
+    for launcher in (_torchrun, _openmpi, _pmi, _slurm):
+        launch = launcher(variables)
+        if launch is not None:
+            return launch
+    if variables.text("WORLD_SIZE") and variables.count("WORLD_SIZE") > 1:
+        raise ValueError(f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not: set both, or neither")
+    return Launch(0, 1, "none")
+
+
+def parse_address(text: str, source: str) -> tuple[str, int]:
+    """Split ``host:port`` (or ``[ipv6]:port``); ``source`` is the variable or option that an error names."""
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    if not colon or not host or (":" in host and not bracketed):
+        raise ValueError(f"{source}={text!r} is not host:port (an IPv6 address goes in brackets: [::1]:29400)")
+    return host, _port(port, source, text)
+
+
+def derived_port(job: str) -> int:
+    """A port in 20000..29999 that every agent of one job derives alike, and another job rarely."""
+    digest = hashlib.sha256(job.encode()).digest()
+    return _FIRST_DERIVED_PORT + int.from_bytes(digest[:8], "big") % _DERIVED_PORTS
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: ``node[003-007,9],gpu1`` begins with ``node003``."""
+    match = re.match(r"([^,\[\]]*)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?", nodelist)
+    host = "".join(part or "" for part in match.groups()) if match else ""
+    if not host:
+        raise ValueError(f"cannot read the Slurm node list {nodelist!r}: set SHOAL_RENDEZVOUS=host:port to rank 0's host")
+    return host
+
+
+class _Variables:
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def text(self, name: str) -> str:
+        return self._environ.get(name, "").strip()
+
+    def first(self, *names: str) -> str:
+        return next((self.text(name) for name in names if self.text(name)), "")
+
+    def count(self, name: str, default: int | None = None) -> int:
+        text = self.text(name)
+        if not text and default is not None:
+            return default
+        if not (text.isascii() and text.isdigit()):
+            raise ValueError(f"{name}={text!r} is not a whole number, zero or more")
+        return int(text)
+
+    def place(self, rank_name: str, size_name: str) -> tuple[int, int]:
+        rank = self.count(rank_name)
+        if not self.text(size_name):
+            raise ValueError(f"{rank_name}={rank} is set but {size_name} is not: set both, or neither")
+        size = self.count(size_name)
+        if rank >= size:
+            raise ValueError(f"{rank_name}={rank} must be less than {size_name}={size}: ranks are 0 to {size_name} - 1")
+        return rank, size
+
+
+def _torchrun(variables: _Variables) -> Launch | None:
+    if not variables.text("RANK"):
+        return None
+    rank, size = variables.place("RANK", "WORLD_SIZE")
+    host, port = _given_address(variables)
+    if size > 1 and (host is None or port is None):
+        missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
+        raise ValueError(
+            f"RANK={rank} and WORLD_SIZE={size} are set but {missing} is not: "
+            "set it to where rank 0 can be reached, or set SHOAL_RENDEZVOUS=host:port"
+        )
+    return Launch(
+        rank=rank,
+        size=size,
+        launcher="torchrun",
+        host=host,
+        port=port,
+        # With an address of the user's own nobody serves there yet.
+        store_is_served=(
+            variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True" and not variables.text("SHOAL_RENDEZVOUS")
+        ),
+        attempt=variables.count("TORCHELASTIC_RESTART_COUNT", default=0),
+        job=variables.text("TORCHELASTIC_RUN_ID"),
+    )
+
+
+def _openmpi(variables: _Variables) -> Launch | None:
+    if not variables.text("OMPI_COMM_WORLD_RANK"):
+        return None
+    rank, size = variables.place("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    job = variables.first("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    is_local = variables.count("OMPI_COMM_WORLD_LOCAL_SIZE", default=0) == size
+    host, port = _address(variables, size, LOOPBACK if is_local else None, job, "mpirun -x SHOAL_RENDEZVOUS=host:port")
+    return Launch(rank, size, "openmpi", host, port, job=job)
+
+
+def _pmi(variables: _Variables) -> Launch | None:
+    if not variables.text("PMI_RANK"):
+        return None
+    rank, size = variables.place("PMI_RANK", "PMI_SIZE")
+    if _is_slurm_step(variables) and (rank, size) == _slurm_place(variables):
+        return None
+    is_local = variables.count("MPI_LOCALNRANKS", default=0) == size
+    job = variables.text("PMI_JOBID")
+    if not job and is_local and size > 1:
+        job = _hydra_proxy()
+    host, port = _address(
+        variables, size, LOOPBACK if is_local else None, job, "mpiexec -genv SHOAL_RENDEZVOUS host:port"
+    )
+    return Launch(rank, size, "pmi", host, port, job=job)
+
+
+def _slurm(variables: _Variables) -> Launch | None:
+    if not _is_slurm_step(variables):
+        return None
+    rank, size = _slurm_place(variables)
+    job = f"{variables.first('SLURM_JOB_ID', 'SLURM_JOBID')}.{variables.first('SLURM_STEP_ID', 'SLURM_STEPID')}"
+    nodes = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    if variables.text("SLURM_STEP_NUM_NODES") == "1":
+        host: str | None = LOOPBACK
+    else:
+        host = first_host(nodes) if nodes else None
+    host, port = _address(variables, size, host, job, "export SHOAL_RENDEZVOUS=host:port")
+    return Launch(rank, size, "slurm", host, port, job=job)
+
+
+def _is_slurm_step(variables: _Variables) -> bool:
+    return bool(variables.text("SLURM_PROCID") and variables.first("SLURM_STEP_ID", "SLURM_STEPID"))
+
+
+def _slurm_place(variables: _Variables) -> tuple[int, int]:
+    size_name = "SLURM_STEP_NUM_TASKS" if variables.text("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    return variables.place("SLURM_PROCID", size_name)
+
+
+def _given_address(variables: _Variables) -> tuple[str | None, int | None]:
+    rendezvous = variables.text("SHOAL_RENDEZVOUS")
+    if rendezvous:
+        return parse_address(rendezvous, "SHOAL_RENDEZVOUS")
+    port = variables.text("MASTER_PORT")
+    return variables.text("MASTER_ADDR") or None, _port(port, "MASTER_PORT", port) if port else None
+
+
+def _address(
+    variables: _Variables, size: int, derived_host: str | None, job: str, how: str
+) -> tuple[str | None, int | None]:
+    if size == 1:
+        return None, None
+    host, port = _given_address(variables)
+    host = host or derived_host
+    if port is None and job:
+        port = derived_port(job)
+    if host is None or port is None:
+        what = "the host of rank 0" if host is None else "a port"
+        raise ValueError(
+            f"{size} agents, but {what} cannot be derived from the launcher's variables: set SHOAL_RENDEZVOUS=host:port "
+            f"to rank 0's host and a free port there ({how}), the same for every agent"
+        )
+    return host, port
+
+
+def _port(text: str, source: str, value: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise ValueError(f"{source}={value!r} has no port between 1 and 65535")
+    return int(text)
+
+
+def _hydra_proxy() -> str:
+    """Name the daemon that MPICH's and Intel MPI's launcher runs on each machine; they set no variable with a job id.
+
+    All agents of one job on one machine descend from one such process. A start time makes its pid unique.
+    """
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return ""
+        name = stat[stat.index("(") + 1 : stat.rindex(")")]
+        fields = stat[stat.rindex(")") + 2 :].split()
+        if "pmi_proxy" in name:
+            return f"{pid}.{fields[19]}"
+        pid = int(fields[1])
+    return ""

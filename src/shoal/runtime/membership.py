@@ -1,0 +1,52 @@
+"""Which agents are there. An epoch changes with every change, and nothing assumes that rank 0 is among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class View:
+    """The agents as this agent knows them at one epoch."""
+
+    epoch: int
+    alive: tuple[int, ...]
+    left: tuple[int, ...]
+    """Agents that said goodbye."""
+    died: dict[int, str]
+    """Agents that were lost without a word, each with how it showed."""
+
+
+class Membership:
+    """One agent's knowledge of the others. Changed by the engine under its lock; read by anybody."""
+
+    def __init__(self, size: int) -> None:
+        self.view = View(0, tuple(range(size)), (), {})
+        self._watchers: list[Callable[[View], None]] = []
+
+    def watch(self, watcher: Callable[[View], None]) -> None:
+        """Call ``watcher`` with the new view after every change. It must be quick and must not communicate."""
+        self._watchers.append(watcher)
+
+    def remove(self, rank: int, cause: str, died: bool) -> bool:
+        """Take an agent out; False if it was out already."""
+        old = self.view
+        if rank not in old.alive:
+            return False
+        alive = tuple(other for other in old.alive if other != rank)
+        if died:
+            self.view = View(old.epoch + 1, alive, old.left, {**old.died, rank: cause})
+        else:
+            self.view = View(old.epoch + 1, alive, (*old.left, rank), old.died)
+        for watcher in self._watchers:
+            watcher(self.view)
+        return True
+
+    def describe(self, rank: int) -> str:
+        """What became of an agent, for an error message."""
+        if rank in self.view.died:
+            return f"rank {rank} was lost ({self.view.died[rank]})"
+        if rank in self.view.left:
+            return f"rank {rank} has left with shoal.shutdown()"
+        return f"rank {rank} is there"

@@ -1,0 +1,212 @@
+"""What an operation is to the engine: a generator that yields exchanges, and the handle its caller holds.
+
+An operation such as ``neighbor_allreduce`` is written as a generator. It yields an :class:`Exchange` (what to send to
+whom, and from whom to receive), is resumed with the messages once all have come, computes, and yields the next exchange
+or returns its result. So an operation of several stages, such as an all-reduce, still reads from top to bottom, blocks
+nobody, and is matched, timed and failed by the engine like any other.
+
+Where a payload comes in pieces, as on a network, the operation may compute on what is there and yield :data:`MORE`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import torch
+
+from ..errors import DeadlineExceeded
+from ..transport.link import Published
+from ..transport.memory import Arena, Region
+from ..transport.wire import Message
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+T = TypeVar("T")
+
+MORE: Final = "more"
+"""Yielded by an operation that waits for more of the payloads it was given."""
+
+NOTHING: Final = float("nan")
+"""The scale of a message that says "nothing this round" to a neighbour that expects a word."""
+
+Arrived = dict[int, Message]
+"""The messages of one exchange, by source."""
+
+
+@dataclass(slots=True)
+class Send:
+    """One message of an exchange: elements ``start`` to ``stop`` of what was published, as a tensor of ``shape``."""
+
+    destination: int
+    published: Published
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    scale: float = 1.0
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One stage of an operation on this agent."""
+
+    sends: Sequence[Send]
+    sources: Sequence[int]
+    dtype: torch.dtype | None = None
+    """What every source must send; None: anything."""
+    shape: tuple[int, ...] | None = None
+    checked: bool = False
+    """End the operation only when every destination has confirmed that it expected this."""
+    digest: int = 0
+    """Must be equal on both sides of an edge: the topology, the root, or whatever else has to agree."""
+    digest_of: str = "topology"
+    stage: int | None = None
+    """Its number within the operation, where agents go through different numbers of stages; else they are counted."""
+
+
+Steps = Generator[Exchange | str, Arrived, T]
+"""An operation in the making: yields exchanges (or :data:`MORE`), is sent what arrived, returns the result."""
+
+
+class Lease:
+    """Counts who still needs a region: the operation itself, and every destination that has not answered."""
+
+    __slots__ = ("_arena", "_count", "_lock", "region")
+
+    def __init__(self, arena: Arena, region: Region) -> None:
+        self._arena = arena
+        self.region = region
+        self._count = 1
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        with self._lock:
+            self._count += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count:
+                return
+        self._arena.release(self.region)
+
+
+@dataclass(slots=True)
+class Stage:
+    """An exchange in progress."""
+
+    number: int
+    exchange: Exchange
+    missing: set[int]
+    arrived: Arrived
+    posted: bool = False
+    asked: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def complete(self) -> bool:
+        return self.posted and not self.missing
+
+
+class Operation:
+    """One call, from its submission to its result."""
+
+    __slots__ = (
+        "deadline",
+        "error",
+        "generator",
+        "handle",
+        "leases",
+        "name",
+        "next_stage",
+        "op",
+        "outcome",
+        "round",
+        "stage",
+        "stalled",
+        "started",
+        "timeout",
+        "unconfirmed",
+        "waiting_more",
+    )
+
+    def __init__(self, op: str, name: str, round_: int, timeout: float) -> None:
+        self.op = op
+        self.name = name
+        self.round = round_
+        self.timeout = timeout
+        self.started = time.monotonic()
+        self.deadline = self.started + timeout
+        self.generator: Steps[Any] | None = None
+        self.handle: Handle[Any] | None = None
+        self.stage: Stage | None = None
+        self.next_stage = 0
+        self.leases: list[Lease] = []
+        self.unconfirmed: dict[int, int] = {}  # token: destination
+        self.outcome: tuple[Any] | None = None  # the result, while destinations have still to confirm
+        self.waiting_more = False
+        self.stalled = False
+        self.error: BaseException | None = None
+
+    def __str__(self) -> str:
+        return describe(self.op, self.name, self.round)
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """The ranks that keep it from going on."""
+        missing = self.stage.missing if self.stage is not None else set()
+        return sorted(missing | set(self.unconfirmed.values()))
+
+
+def describe(op: str, name: str, round_: int) -> str:
+    """How an operation is called in messages to people."""
+    return f"{op} round {round_}" if name.startswith("~") else f"{op} {name!r} round {round_}"
+
+
+class Handle(Generic[T]):
+    """The promise of a result. Every ``_nonblocking`` operation returns one."""
+
+    __slots__ = ("_callbacks", "_engine", "_error", "_result", "done", "operation")
+
+    def __init__(self, engine: Engine, operation: Operation) -> None:
+        self._engine = engine
+        self.operation = operation
+        self.done = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Handle[T]], None]] = []
+
+    def poll(self) -> bool:
+        """True once the result, or an error, is there. Never blocks."""
+        return self.done
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The result; blocks until it is there.
+
+        Args:
+            timeout: Seconds to wait at most. The operation's own deadline holds in any case; reaching this one raises
+                :class:`~shoal.DeadlineExceeded` here and leaves the operation in flight.
+        """
+        if not self.done and not self._engine.drive_until(self, timeout):
+            missing = self.operation.waiting_for
+            raise DeadlineExceeded(
+                f"{self.operation} is not done after {timeout:g} s; it waits for ranks {missing} and goes on", missing
+            )
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def add_done_callback(self, callback: Callable[[Handle[T]], None]) -> None:
+        """Call ``callback(handle)`` when the operation ends, or now if it has.
+
+        It runs in the thread that drives the exchange and must be quick; what it raises is logged.
+        """
+        if not self._engine.add_callback(self, callback):
+            callback(self)
+
+    def __repr__(self) -> str:
+        return f"<Handle of {self.operation}: {'done' if self.done else 'in flight'}>"

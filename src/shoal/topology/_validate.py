@@ -1,0 +1,63 @@
+"""Checks that the modules of this package share: sizes, ranks, and graphs whose nodes are the ranks 0 to n - 1.
+
+Each returns the plain value that the caller goes on with, or raises with what was wrong, what was expected, and what to
+do. A wrong type is a ``TypeError``, a wrong value a ``ValueError``.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+import networkx as nx
+
+
+def as_int(value: object, name: str) -> int:
+    """The plain int in `value`; numpy integers are welcome, bool and float are not."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}. Pass a whole number.")
+    return int(value)
+
+
+def check_size(size: object, name: str = "size") -> int:
+    """A number of agents or machines, at least one."""
+    checked = as_int(size, name)
+    if checked < 1:
+        raise ValueError(f"{name} must be at least 1, got {checked}. Pass the number of agents it counts.")
+    return checked
+
+
+def check_rank(rank: object, size: int, name: str = "rank") -> int:
+    """A rank of a world of `size` agents."""
+    checked = as_int(rank, name)
+    if not 0 <= checked < size:
+        raise ValueError(f"{name} {checked} is out of range. With {size} agents, pass one of 0 to {size - 1}.")
+    return checked
+
+
+def as_digraph(graph: object) -> nx.DiGraph:
+    """`graph` as a directed graph over the ranks 0 to n - 1, in whatever order its nodes were added.
+
+    An undirected graph stands for both directions of each edge. A directed one is returned as it is, not copied.
+    """
+    if not isinstance(graph, nx.Graph):
+        raise TypeError(
+            f"a topology must be a networkx.DiGraph, got {type(graph).__name__}. "
+            "Build one with a function such as RingGraph(size), or with networkx.DiGraph."
+        )
+    if graph.is_multigraph():
+        raise TypeError(
+            f"a topology has one edge from a source to a destination, got a {type(graph).__name__}, which may have "
+            "several. Merge parallel edges and pass a networkx.DiGraph."
+        )
+    size = graph.number_of_nodes()
+    if size == 0:
+        raise ValueError("the graph has no nodes. Add one node for each agent, named 0 to n - 1.")
+    missing = next((rank for rank in range(size) if rank not in graph), None)
+    if missing is not None:
+        raise ValueError(
+            f"the graph has {size} nodes but none named {missing}: nodes must be the ranks 0 to {size - 1}. "
+            "Rename them with networkx.convert_node_labels_to_integers(graph, ordering='sorted')."
+        )
+    return graph if graph.is_directed() else graph.to_directed()

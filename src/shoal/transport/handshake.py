@@ -1,0 +1,68 @@
+"""How two agents make sure of each other when one connects: same version, same job, both know the job's secret.
+
+The accepting side speaks first, with a fresh nonce; the connecting side proves that it knows the secret without showing
+it, and then the accepting side proves the same. A recording of one handshake opens no other connection. The secret
+authenticates; it does not encrypt: across networks that others can read, run over a tunnel.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+
+from .wire import VERSION, ProtocolError
+
+MAGIC = b"SHOAL"
+_HELLO = struct.Struct(f"<{len(MAGIC)}sH16s")
+_ANSWER = struct.Struct("<II16s32s")
+HELLO_SIZE, ANSWER_SIZE, WELCOME_SIZE = _HELLO.size, _ANSWER.size, 32
+
+
+def _proof(secret: bytes, side: bytes, hello: bytes, nonce: bytes, source: int, destination: int) -> bytes:
+    text = b"|".join((side, hello, nonce, struct.pack("<II", source, destination)))
+    return hmac.digest(secret, text, "sha256")
+
+
+class Accepting:
+    """The side that listens."""
+
+    def __init__(self, secret: bytes, rank: int, size: int) -> None:
+        self._secret, self._rank, self._size = secret, rank, size
+        self.hello = _HELLO.pack(MAGIC, VERSION, os.urandom(16))
+
+    def check(self, answer: bytes) -> tuple[int, bytes]:
+        """The rank that connects, and the welcome to send it. Raises :class:`ProtocolError` for a stranger."""
+        if len(answer) != ANSWER_SIZE:
+            raise ProtocolError(f"an answer of {len(answer)} bytes")
+        source, destination, nonce, proof = _ANSWER.unpack(answer)
+        if not hmac.compare_digest(proof, _proof(self._secret, b"connect", self.hello, nonce, source, destination)):
+            raise ProtocolError("it does not know this job's secret")
+        if destination != self._rank or not 0 <= source < self._size or source == self._rank:
+            raise ProtocolError(f"rank {source} looks for rank {destination}; this is rank {self._rank}")
+        return source, _proof(self._secret, b"accept", self.hello, nonce, source, destination)
+
+
+class Connecting:
+    """The side that connects."""
+
+    def __init__(self, secret: bytes, source: int, destination: int) -> None:
+        self._secret, self._source, self._destination = secret, source, destination
+        self._expected = b""
+
+    def answer(self, hello: bytes) -> bytes:
+        if len(hello) != HELLO_SIZE:
+            raise ProtocolError(f"a greeting of {len(hello)} bytes")
+        magic, version, _ = _HELLO.unpack(hello)
+        if magic != MAGIC:
+            raise ProtocolError("it is no Shoal agent")
+        if version != VERSION:
+            raise ProtocolError(f"it speaks protocol {version} and this agent {VERSION}: install one version of Shoal")
+        nonce = os.urandom(16)
+        self._expected = _proof(self._secret, b"accept", hello, nonce, self._source, self._destination)
+        proof = _proof(self._secret, b"connect", hello, nonce, self._source, self._destination)
+        return _ANSWER.pack(self._source, self._destination, nonce, proof)
+
+    def check(self, welcome: bytes) -> None:
+        if not hmac.compare_digest(welcome, self._expected):
+            raise ProtocolError("it does not know this job's secret")

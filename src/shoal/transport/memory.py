@@ -1,0 +1,248 @@
+"""Memory that other processes can read where it lies, and memory that is used again.
+
+An :class:`Arena` hands out :class:`Region` objects from memory files (``memfd_create``). A memory file has no name, so
+nothing is left behind when its owner is killed, and nobody can open it who was not given its descriptor. It is sealed
+against shrinking (a reader would get SIGBUS) and its pages are reserved when it is made, so running out of memory is an
+exception here rather than a signal there.
+
+A :class:`ResultPool` hands out tensors over private memory and takes the memory back when the last tensor over it is
+gone: fresh pages cost more than the sum that is written to them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections import defaultdict
+
+import torch
+
+from .wire import ProtocolError
+
+ALIGNMENT = 64
+SMALL = 1 << 18
+"""Regions up to this many bytes share a memory file with others of their size; larger ones have one each."""
+SLAB = 1 << 22
+HUGE_PAGE = 1 << 21
+MADV_POPULATE_WRITE = 23
+F_ADD_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1, 2, 4
+
+
+def size_class(nbytes: int) -> int:
+    """The size that a request is rounded up to: at most a quarter more, so that near sizes share memory."""
+    if nbytes <= ALIGNMENT:
+        return ALIGNMENT
+    step = max(ALIGNMENT, 1 << ((nbytes - 1).bit_length() - 3))
+    return -(-nbytes // step) * step
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _populate(area: mmap.mmap, size: int) -> None:
+    """Back the whole area with pages now, huge ones where the kernel gives them."""
+    if size >= HUGE_PAGE:
+        area.madvise(mmap.MADV_HUGEPAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code in (errno.ENOMEM, errno.EFAULT):
+        raise MemoryError(f"the system cannot give {size:,} bytes of memory to Shoal's exchange buffers")
+    # A kernel before 5.14 does not know the call; its pages come when they are touched.
+
+
+class Segment:
+    """One memory file of this agent, mapped."""
+
+    def __init__(self, ident: int, size: int) -> None:
+        self.ident = ident
+        self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.fd = os.memfd_create("shoal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.size)
+            fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+            self.area = mmap.mmap(self.fd, self.size)
+            _populate(self.area, self.size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.data = torch.frombuffer(self.area, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give up the descriptor; the pages go when the last tensor over them is gone, here and at the readers."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Region:
+    """A piece of an arena. It does not change hands until every reader has said that it is done."""
+
+    __slots__ = ("data", "nbytes", "offset", "segment", "size")
+
+    def __init__(self, segment: Segment, offset: int, size: int) -> None:
+        self.segment = segment
+        self.offset = offset
+        self.size = size
+        self.nbytes = size
+        self.data = segment.data[offset : offset + size]
+
+    def as_tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first ``numel`` elements of the region as a flat tensor."""
+        self.nbytes = numel * dtype.itemsize
+        return self.data[: self.nbytes].view(dtype)
+
+
+class Arena:
+    """This agent's memory that others read. ``allocate`` and ``release`` may be called from any thread."""
+
+    def __init__(self, keep: int = 1 << 28) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[Region]] = defaultdict(list)
+        self._segments: dict[int, Segment] = {}
+        self._keep = keep
+        self._free_large = 0
+        self._next_ident = 1
+        self.retired: list[int] = []  # memory files that readers may forget; the router tells them
+        self.closed = False
+
+    def allocate(self, nbytes: int) -> Region:
+        size = size_class(nbytes)
+        with self._lock:
+            free = self._free[size]
+            if free:
+                region = free.pop()
+                if size > SMALL:
+                    self._free_large -= size
+                return region
+            if self.closed:
+                raise RuntimeError("the arena is closed")
+            self._trim(size)
+            segment = Segment(self._next_ident, size if size > SMALL else SLAB)
+            self._segments[segment.ident] = segment
+            self._next_ident += 1
+            if size > SMALL:
+                return Region(segment, 0, size)
+            regions = [Region(segment, offset, size) for offset in range(0, SLAB - size + 1, size)]
+            free.extend(regions[1:])
+            return regions[0]
+
+    def release(self, region: Region) -> None:
+        with self._lock:
+            if self.closed:
+                return
+            self._free[region.size].append(region)
+            if region.size > SMALL:
+                self._free_large += region.size
+
+    def _trim(self, wanted: int) -> None:
+        """Give back large regions that nobody uses before taking more, so that changing sizes do not pile up."""
+        for size, regions in list(self._free.items()):
+            if size <= SMALL:
+                continue
+            while regions and self._free_large + wanted > self._keep:
+                region = regions.pop()
+                self._free_large -= size
+                self.retired.append(region.segment.ident)
+                self._segments.pop(region.segment.ident).close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the arena holds, used or not."""
+        with self._lock:
+            return sum(segment.size for segment in self._segments.values())
+
+    def descriptors(self) -> list[int]:
+        return [segment.fd for segment in self._segments.values() if segment.fd >= 0]
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed = True
+            self._free.clear()
+            for segment in self._segments.values():
+                segment.close()
+            self._segments.clear()
+
+
+class PeerMemory:
+    """The memory files of one peer, mapped as their descriptors come."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, torch.Tensor] = {}
+
+    def add(self, ident: int, fd: int) -> None:
+        """Map a descriptor that came with a message, and close it."""
+        try:
+            seals = fcntl.fcntl(fd, 1034)  # F_GET_SEALS
+            if not seals & F_SEAL_SHRINK:
+                raise ProtocolError("shared memory that its owner could shrink")
+            size = os.fstat(fd).st_size
+            area = mmap.mmap(fd, size)
+        except (OSError, ValueError) as error:
+            raise ProtocolError(f"shared memory that cannot be mapped: {error}") from None
+        finally:
+            os.close(fd)
+        if size >= HUGE_PAGE:
+            area.madvise(mmap.MADV_HUGEPAGE)
+        self._segments[ident] = torch.frombuffer(area, dtype=torch.uint8)
+
+    def forget(self, ident: int) -> None:
+        self._segments.pop(ident, None)
+
+    def view(self, ident: int, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        segment = self._segments.get(ident)
+        if segment is None:
+            raise ProtocolError(f"a reference to memory {ident}, which was never shared")
+        if offset % ALIGNMENT or offset + nbytes > segment.numel():
+            raise ProtocolError(f"bytes {offset} to {offset + nbytes} of a memory file of {segment.numel()}")
+        return segment[offset : offset + nbytes].view(dtype)
+
+
+class ResultPool:
+    """Tensors over memory that is used again once the last tensor over it is gone."""
+
+    def __init__(self, keep: int = 1 << 28) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        self._free_bytes = 0
+        self._keep = keep
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous tensor. Small ones come from torch, whose allocator is good at them."""
+        numel = 1
+        for dim in shape:
+            numel *= dim
+        nbytes = numel * dtype.itemsize
+        if nbytes < SMALL:
+            return torch.empty(shape, dtype=dtype)
+        size = size_class(nbytes)
+        with self._lock:
+            blocks = self._free[size]
+            block = blocks.pop() if blocks else None
+            if block is not None:
+                self._free_bytes -= size
+        if block is None:
+            block = mmap.mmap(-1, size)
+            if size >= HUGE_PAGE:
+                block.madvise(mmap.MADV_HUGEPAGE)
+        # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
+        lease = (ctypes.c_char * nbytes).from_buffer(block)
+        weakref.finalize(lease, self._give_back, block, size).atexit = False
+        return torch.frombuffer(lease, dtype=dtype).view(shape)
+
+    def _give_back(self, block: mmap.mmap, size: int) -> None:
+        with self._lock:
+            if self._free_bytes + size <= self._keep:
+                self._free[size].append(block)
+                self._free_bytes += size
+
+    def clear(self) -> None:
+        with self._lock:
+            self._free.clear()
+            self._free_bytes = 0

@@ -1,0 +1,238 @@
+"""Agents on different machines: TCP, with large tensors in chunks so that summing overlaps receiving.
+
+Control messages and small tensors go first; the payloads of large ones follow chunk by chunk, in turn when there are
+several, so that a large tensor never blocks another name. A chunk is received straight into its place in memory.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from .handshake import Accepting, Connecting
+from .link import Published, Receiver
+from .memory import ResultPool
+from .poller import Poller
+from .sockets import Incoming, Outgoing
+from .wire import PREFIX, Kind, Message, Payload, ProtocolError, Where, decode, encode, frame_length
+
+INLINE_BYTES = 1 << 14
+CHUNK_BYTES = 1 << 18
+READ_BYTES = 1 << 16
+TURN_BYTES = 1 << 20
+"""How much is read from one connection before the others, and the sums, have their turn."""
+DEAD_HOST_SECONDS = 20
+
+
+def listen(interface: str) -> socket.socket:
+    """Listen on one address, at a port that the system picks."""
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.bind((interface, 0))
+    sock.listen(1024)
+    sock.setblocking(False)
+    return sock
+
+
+def start_connecting(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    tune(sock)
+    try:
+        sock.connect((host, port))
+    except BlockingIOError:
+        pass
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay for small messages; a host that vanished without a word is noticed after ``DEAD_HOST_SECONDS``."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_HOST_SECONDS // 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_HOST_SECONDS // 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_HOST_SECONDS * 1000)
+
+
+@dataclass(slots=True)
+class _Stream:
+    token: int
+    rest: memoryview
+    keep: Published
+
+
+class NetworkLink(Outgoing):
+    """To a process on another machine."""
+
+    transport = "network"
+
+    def __init__(
+        self, sock: socket.socket, peer: int, greeting: Connecting, poller: Poller, receiver: Receiver
+    ) -> None:
+        super().__init__(sock, peer, greeting, poller, receiver)
+        self._frames: list[bytes] = []
+        self._streams: deque[_Stream] = deque()
+        self._sending: deque[memoryview] = deque()
+
+    def post(self, message: Message, published: Published | None = None, start: int = 0, stop: int = 0) -> None:
+        if published is not None:
+            data = published.part(start, stop)
+            message.nbytes = data.numel() * data.element_size()
+            if message.nbytes <= INLINE_BYTES:
+                message.where = Where.INLINE
+                message.body = _bytes_of(data).tobytes()
+            else:
+                message.where = Where.STREAM
+                self._streams.append(_Stream(message.token, _bytes_of(data), published))
+        self._frames.append(encode(message))
+
+    def flush(self) -> None:
+        if not self.open:
+            return
+        try:
+            while self._fill():
+                sent = self.sock.sendmsg(self._sending)
+                while sent:
+                    first = self._sending[0]
+                    if sent < len(first):
+                        self._sending[0] = first[sent:]
+                        break
+                    sent -= len(first)
+                    self._sending.popleft()
+        except BlockingIOError:
+            self._want_write(True)
+            return
+        except OSError as error:
+            self.fail(f"sending to it failed: {error}")
+            return
+        self._want_write(False)
+
+    def _fill(self) -> bool:
+        """Put the next bytes in line: messages first, then one chunk of the stream whose turn it is."""
+        if self._sending:
+            return True
+        if self._frames:
+            self._sending.append(memoryview(b"".join(self._frames)))
+            self._frames.clear()
+            return True
+        if not self._streams:
+            return False
+        stream = self._streams.popleft()
+        chunk, stream.rest = stream.rest[:CHUNK_BYTES], stream.rest[CHUNK_BYTES:]
+        self._sending.append(memoryview(encode(Message(Kind.CHUNK, token=stream.token, nbytes=len(chunk)))))
+        self._sending.append(chunk)
+        if stream.rest:
+            self._streams.append(stream)
+        return True
+
+    @property
+    def idle(self) -> bool:
+        return not self._frames and not self._streams and not self._sending
+
+    def close(self) -> None:
+        super().close()
+        self._frames.clear()
+        self._streams.clear()
+        self._sending.clear()
+
+
+def _bytes_of(data: torch.Tensor) -> memoryview:
+    if not data.numel():
+        return memoryview(b"")
+    return memoryview(data.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class NetworkIncoming(Incoming):
+    """From a process on another machine."""
+
+    def __init__(
+        self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver, pool: ResultPool
+    ) -> None:
+        tune(sock)
+        super().__init__(sock, greeting, poller, receiver)
+        self._pool = pool
+        self._buffer = bytearray(READ_BYTES)
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        self._payloads: dict[int, tuple[Payload, memoryview, int]] = {}
+        self._chunk: tuple[int, int] | None = None  # (token, bytes still to come)
+
+    def read(self) -> None:
+        turn = 0
+        while turn < TURN_BYTES:
+            if self._chunk is not None:
+                turn += self._read_chunk(*self._chunk)
+                continue
+            nbytes = self.sock.recv_into(self._view[self._filled :])
+            if not nbytes:
+                raise ProtocolError("its end of the connection closed")
+            turn += nbytes
+            self._filled += nbytes
+            self._parse()
+
+    def _read_chunk(self, token: int, rest: int) -> int:
+        payload, memory, at = self._payloads[token]
+        nbytes = self.sock.recv_into(memory[at : at + rest])
+        if not nbytes:
+            raise ProtocolError("its end of the connection closed in the middle of a tensor")
+        self._advance(token, payload, memory, at + nbytes, rest - nbytes)
+        return nbytes
+
+    def _advance(self, token: int, payload: Payload, memory: memoryview, at: int, rest: int) -> None:
+        self._chunk = (token, rest) if rest else None
+        payload.available = at // payload.data.element_size()
+        if at == len(memory):
+            del self._payloads[token]
+        else:
+            self._payloads[token] = (payload, memory, at)
+        if not rest:
+            self._receiver.on_arrived(payload)
+
+    def _parse(self) -> None:
+        """Take the whole messages out of the buffer; the start of a chunk's bytes may lie behind its header."""
+        at = 0
+        while self._filled - at >= PREFIX and self._chunk is None:
+            length = frame_length(self._view[at:])
+            if length > READ_BYTES - PREFIX:
+                raise ProtocolError(f"a message of {length} bytes")
+            if self._filled - at < PREFIX + length:
+                break
+            message = decode(self._view[at + PREFIX : at + PREFIX + length])
+            at += PREFIX + length
+            if message.kind is Kind.CHUNK:
+                at += self._start_chunk(message, at)
+            else:
+                self._take(message)
+        rest = self._filled - at
+        if at:
+            self._view[:rest] = bytes(self._view[at : self._filled])
+        self._filled = rest
+
+    def _start_chunk(self, message: Message, at: int) -> int:
+        stream = self._payloads.get(message.token)
+        if stream is None or not 0 < message.nbytes <= len(stream[1]) - stream[2]:
+            raise ProtocolError("a chunk of a tensor that was not announced")
+        payload, memory, position = stream
+        here = min(message.nbytes, self._filled - at)
+        memory[position : position + here] = self._view[at : at + here]
+        self._advance(message.token, payload, memory, position + here, message.nbytes - here)
+        return here
+
+    def _take(self, message: Message) -> None:
+        if message.kind in (Kind.SEGMENT, Kind.FORGET) or message.where is Where.SHARED:
+            raise ProtocolError("shared memory across a network")
+        if message.where is Where.STREAM:
+            if not message.nbytes or message.token in self._payloads:
+                raise ProtocolError("a tensor announced twice, or without bytes")
+            data = self._pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
+            message.payload = Payload(data, 0)
+            self._payloads[message.token] = (message.payload, _bytes_of(data), 0)
+        self._receiver.on_message(self.peer, message)

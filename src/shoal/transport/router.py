@@ -1,0 +1,322 @@
+"""Which transport leads to which agent, and the links and listeners of one agent.
+
+Threads of one process talk through memory they share anyway; processes of one machine through shared memory; the rest
+through the network. "One machine" means one boot of one kernel, one network namespace and one user; it is about how
+bytes can move, and has nothing to do with ``SHOAL_AGENTS_PER_MACHINE``, which only groups ranks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import network, shared_memory
+from .handshake import Accepting, Connecting
+from .link import Link, Receiver
+from .memory import Arena, ResultPool
+from .poller import Poller
+from .sockets import GREETING_SECONDS, Incoming
+from .threads import Inbox, ThreadLink
+
+TRANSPORTS = ("threads", "shared_memory", "network")
+MAX_STRANGERS = 64
+"""Connections that have not proved themselves yet, at most."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an agent runs: what decides which transports can reach it."""
+
+    rank: int
+    host: str
+    boot: str
+    namespace: int
+    uid: int
+    process: str
+    pid: int
+    started: int
+
+    @property
+    def machine(self) -> tuple[str, int, int]:
+        return self.boot, self.namespace, self.uid
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an agent listens; empty where it does not."""
+
+    inbox: str = ""
+    unix: str = ""
+    host: str = ""
+    port: int = 0
+
+
+_process = ""
+
+
+def process_token() -> str:
+    """A name for this process that no other has; a forked child gets its own."""
+    global _process
+    if not _process.startswith(f"{os.getpid()}-"):
+        _process = f"{os.getpid()}-{uuid.uuid4().hex}"
+    return _process
+
+
+def process_start(pid: int) -> int:
+    """When a process of this machine started, in clock ticks since boot; 0 where that cannot be read."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def here(rank: int) -> Place:
+    """The place of the caller."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/net").stat().st_ino
+    pid = os.getpid()
+    return Place(rank, socket.gethostname(), boot, namespace, os.getuid(), process_token(), pid, process_start(pid))
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of an interface given by name, or the address itself when one is given."""
+    if "." in interface or ":" in interface:
+        return interface
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            answer = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+        except OSError as error:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise ValueError(
+                f"SHOAL_INTERFACE={interface!r} has no IPv4 address ({error.strerror}); this machine has: {names}"
+            ) from None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine that packets to ``host`` leave from."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, 9))
+        return str(sock.getsockname()[0])
+
+
+class Router:
+    """The links of one agent. Made before anybody is known; ``listen`` and then ``meet`` complete it."""
+
+    def __init__(self, rank: int, poller: Poller, receiver: Receiver, arena: Arena, pool: ResultPool) -> None:
+        self.rank = rank
+        self.place = here(rank)
+        self.poller = poller
+        self.arena = arena
+        self.links: dict[int, Link] = {}
+        self.incoming: dict[int, list[Incoming]] = {}
+        self.inbox = Inbox(poller)
+        self._receiver = receiver
+        self._pool = pool
+        self._secret = b""
+        self._places: list[Place] = []
+        self._endpoints: list[Endpoint] = []
+        self._kinds: list[str] = []
+        self._strangers: list[Incoming] = []
+        self._listeners: list[socket.socket] = []
+        self._pidfds: dict[int, int] = {}
+        self.rejected = 0
+
+    def choose(self, places: list[Place], forced: str = "") -> list[str]:
+        """The transport to each rank. ``forced`` (``SHOAL_TRANSPORT``) is used for all, or refused with the reason."""
+        if forced and forced not in TRANSPORTS:
+            raise ValueError(f"SHOAL_TRANSPORT={forced!r}; it may be one of {', '.join(TRANSPORTS)}")
+        mine = self.place
+        kinds = []
+        for place in places:
+            best = "network"
+            if place.machine == mine.machine:
+                best = "threads" if place.process == mine.process else "shared_memory"
+            if forced and TRANSPORTS.index(forced) < TRANSPORTS.index(best):
+                raise ValueError(
+                    f"SHOAL_TRANSPORT={forced} cannot reach rank {place.rank} on {place.host} from rank {mine.rank} on "
+                    f"{mine.host}: they share no {'process' if forced == 'threads' else 'machine'}; unset it, or use "
+                    f"{best}"
+                )
+            kinds.append(forced or best)
+        return kinds
+
+    def listen(self, places: list[Place], forced: str, interface: str, rendezvous: str) -> Endpoint:
+        """Open what this agent needs to be reached, and nothing more."""
+        self._places = places
+        self._kinds = self.choose(places, forced)
+        others = {kind for rank, kind in enumerate(self._kinds) if rank != self.rank}
+        unix, host, port = "", "", 0
+        if "shared_memory" in others:
+            unix = f"shoal-{uuid.uuid4().hex}"
+            self._listen(shared_memory.listen(unix), self._accept_local)
+        if "network" in others:
+            one_machine = len({place.machine for place in places}) == 1
+            if interface:
+                host = interface_address(interface)
+            else:
+                host = "127.0.0.1" if one_machine else address_towards(rendezvous)
+            sock = network.listen(host)
+            port = sock.getsockname()[1]
+            self._listen(sock, self._accept_remote)
+        return Endpoint(self.inbox.address, unix, host, port)
+
+    def _listen(self, sock: socket.socket, accept: Callable[[socket.socket], None]) -> None:
+        self._listeners.append(sock)
+        self.poller.add(sock.fileno(), lambda _: accept(sock))
+
+    def meet(self, endpoints: list[Endpoint], secret: bytes) -> None:
+        """Learn where everybody listens, and watch the processes of this machine."""
+        self._endpoints = endpoints
+        self._secret = secret
+        for place in self._places:
+            if place.machine == self.place.machine and place.process != self.place.process:
+                self._watch(place)
+
+    def _watch(self, place: Place) -> None:
+        """Be told when a process ends, also when a child of its keeps its sockets open."""
+        try:
+            fd = os.pidfd_open(place.pid)
+        except OSError:
+            return
+        if process_start(place.pid) != place.started:  # another process namespace, so another process
+            os.close(fd)
+            return
+        self._pidfds[place.rank] = fd
+        self.poller.add(fd, lambda _, rank=place.rank: self._on_process_end(rank))  # type: ignore[misc]
+
+    def _on_process_end(self, rank: int) -> None:
+        fd = self._pidfds.pop(rank)
+        self.poller.remove(fd)
+        os.close(fd)
+        for connection in list(self.incoming.get(rank, ())):  # what it said last comes before its end
+            connection.on_event()
+        self._receiver.on_closed(rank, "its process ended")
+
+    def transport_to(self, rank: int) -> str:
+        return self._kinds[rank]
+
+    def place_of(self, rank: int) -> Place:
+        return self._places[rank]
+
+    @property
+    def places(self) -> list[Place]:
+        return self._places
+
+    def link(self, peer: int) -> Link:
+        """The link to a peer, opened when it is first needed."""
+        link = self.links.get(peer)
+        if link is None:
+            link = self._open(peer)
+            self.links[peer] = link
+        return link
+
+    def _open(self, peer: int) -> Link:
+        kind, endpoint = self._kinds[peer], self._endpoints[peer]
+        if kind == "threads":
+            return ThreadLink(self.rank, self.inbox, peer, endpoint.inbox)
+        greeting = Connecting(self._secret, self.rank, peer)
+        if kind == "shared_memory":
+            sock = shared_memory.connect(endpoint.unix)
+            return shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, self._receiver)
+        sock = network.start_connecting(endpoint.host, endpoint.port)
+        return network.NetworkLink(sock, peer, greeting, self.poller, self._receiver)
+
+    def _accept_local(self, listener: socket.socket) -> None:
+        for sock in _accepted(listener):
+            self._admit(sock, lambda s, g: shared_memory.SharedMemoryIncoming(s, g, self.poller, self._receiver))
+
+    def _accept_remote(self, listener: socket.socket) -> None:
+        for sock in _accepted(listener):
+            self._admit(sock, lambda s, g: network.NetworkIncoming(s, g, self.poller, self._receiver, self._pool))
+
+    def _admit(self, sock: socket.socket, make: Callable[[socket.socket, Accepting], Incoming]) -> None:
+        self.forget_strangers(time.monotonic())
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._strangers.pop(0).close()
+        try:
+            connection = make(sock, Accepting(self._secret, self.rank, len(self._places)))
+        except OSError:
+            sock.close()
+            self.rejected += 1
+            return
+        connection.on_known = self._introduce
+        connection.on_end = self._forget
+        self._strangers.append(connection)
+
+    def _introduce(self, connection: Incoming) -> None:
+        """A stranger has proved to be an agent; move it to where that agent's connections are."""
+        self._strangers.remove(connection)
+        self.incoming.setdefault(connection.peer, []).append(connection)
+
+    def _forget(self, connection: Incoming) -> None:
+        if connection in self._strangers:
+            self._strangers.remove(connection)
+            self.rejected += 1
+        elif connection in self.incoming.get(connection.peer, ()):
+            self.incoming[connection.peer].remove(connection)
+
+    def forget_strangers(self, now: float) -> None:
+        for connection in [c for c in self._strangers if now - c.since > GREETING_SECONDS]:
+            connection.fail("it never said who it is")
+
+    def hears(self, rank: int) -> bool:
+        """A connection from this rank is open, so that its end would be noticed there."""
+        return bool(self.incoming.get(rank)) or self._kinds[rank] == "threads"
+
+    def retire_memory(self) -> None:
+        """Tell everybody which memory files of ours are gone."""
+        while self.arena.retired:
+            ident = self.arena.retired.pop()
+            for link in self.links.values():
+                if isinstance(link, shared_memory.SharedMemoryLink):
+                    link.forget(ident)
+
+    def drop(self, peer: int) -> None:
+        """Close what leads to and from a peer that is gone."""
+        link = self.links.pop(peer, None)
+        if link is not None:
+            link.close()
+        for connection in self.incoming.pop(peer, []):
+            connection.close()
+
+    def _connections(self) -> Iterable[Incoming]:
+        yield from self._strangers
+        for connections in self.incoming.values():
+            yield from connections
+
+    def close(self) -> None:
+        for link in list(self.links.values()):
+            link.close()
+        for connection in list(self._connections()):
+            connection.close()
+        for sock in self._listeners:
+            self.poller.remove(sock.fileno())
+            sock.close()
+        for fd in self._pidfds.values():
+            self.poller.remove(fd)
+            os.close(fd)
+        self.inbox.close()
+        self.links, self.incoming, self._strangers, self._listeners, self._pidfds = {}, {}, [], [], {}
+
+    def descriptors(self) -> list[int]:
+        """Every descriptor that a forked child must close, or this agent's end would not be noticed."""
+        socks = [getattr(link, "sock", None) for link in self.links.values()]
+        socks += [connection.sock for connection in self._connections()] + list(self._listeners)
+        return [sock.fileno() for sock in socks if sock is not None] + list(self._pidfds.values())
+
+
+def _accepted(listener: socket.socket) -> Iterable[socket.socket]:
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        yield sock

@@ -1,0 +1,207 @@
+"""Agents that are processes of one machine: headers over Unix sockets, numbers read where they lie.
+
+The usual way to move a tensor between processes copies it into a shared buffer and out of it again, once for each
+neighbour. Here a sender copies once into its own arena, whatever its degree, and each neighbour reads that memory while
+it sums: with d neighbours an agent writes its tensor once and its result once and reads d + 2 tensors, which is the
+least that a publishing copy allows. What goes through the socket is a header of about a hundred bytes, or the tensor
+itself where it is so small that a header and an acknowledgement cost more than its bytes.
+
+Rejected: named shared memory (``/dev/shm`` fills up, names clash and outlive a killed process); a ring buffer for each
+pair (memory and copies grow with the degree); ``process_vm_readv`` (needs ptrace rights in containers).
+
+The sockets are SOCK_SEQPACKET: a packet is whole or absent, also when its sender is killed, and descriptors of new
+memory files travel with it. Their names are abstract: nothing in the file system. The kernel tells the peer's uid, and
+another user's connection is closed unheard.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import socket
+import struct
+from collections import deque
+
+from .handshake import Accepting, Connecting
+from .link import Published, Receiver
+from .memory import PeerMemory
+from .poller import Poller
+from .sockets import Incoming, Outgoing
+from .wire import Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
+
+INLINE_BYTES = 1 << 14
+"""Payloads up to this size travel inside the packet."""
+PACKET_BYTES = 1 << 16
+"""Messages queued together share packets of up to this size; also the largest packet."""
+_CREDENTIALS = struct.Struct("3i")
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end, from the kernel."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def listen(name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.bind("\0" + name)
+    sock.listen(1024)
+    sock.setblocking(False)
+    return sock
+
+
+def connect(name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect("\0" + name)
+        if peer_credentials(sock)[1] != os.getuid():
+            raise PermissionError(f"the socket {name} belongs to another user")
+    except BaseException:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock
+
+
+class SharedMemoryLink(Outgoing):
+    """To a process of the same machine."""
+
+    transport = "shared memory"
+
+    def __init__(
+        self, sock: socket.socket, peer: int, greeting: Connecting, poller: Poller, receiver: Receiver
+    ) -> None:
+        super().__init__(sock, peer, greeting, poller, receiver)
+        self._frames: list[bytes] = []
+        self._size = 0
+        self._packets: deque[tuple[bytes, int]] = deque()
+        self._shared: set[int] = set()
+
+    def post(self, message: Message, published: Published | None = None, start: int = 0, stop: int = 0) -> None:
+        if published is not None:
+            self._place(message, published, start, stop)
+        frame = encode(message)
+        if self._size + len(frame) > PACKET_BYTES:
+            self._seal()
+        self._frames.append(frame)
+        self._size += len(frame)
+
+    def _place(self, message: Message, published: Published, start: int, stop: int) -> None:
+        data, region = published.part(start, stop), published.region
+        message.nbytes = data.numel() * data.element_size()
+        if region is None or message.nbytes <= INLINE_BYTES:
+            message.where = Where.INLINE
+            message.body = data.numpy(force=True).tobytes() if data.numel() else b""
+            return
+        if region.segment.ident not in self._shared:
+            self._share(region.segment.ident, region.segment.fd)
+        message.where = Where.SHARED
+        message.segment = region.segment.ident
+        message.offset = region.offset + start * data.element_size()
+
+    def _share(self, ident: int, fd: int) -> None:
+        self._seal()
+        self._packets.append((encode(Message(Kind.SEGMENT, segment=ident)), os.dup(fd)))
+        self._shared.add(ident)
+
+    def forget(self, ident: int) -> None:
+        """The peer may unmap a memory file of ours."""
+        if ident in self._shared:
+            self._shared.discard(ident)
+            self.post(Message(Kind.FORGET, segment=ident))
+
+    def _seal(self) -> None:
+        if self._frames:
+            self._packets.append((b"".join(self._frames), -1))
+            self._frames.clear()
+            self._size = 0
+
+    def flush(self) -> None:
+        if not self.open:
+            return
+        self._seal()
+        try:
+            while self._packets:
+                packet, fd = self._packets[0]
+                if fd >= 0:
+                    self.sock.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+                    os.close(fd)
+                else:
+                    self.sock.send(packet)
+                self._packets.popleft()
+        except BlockingIOError:
+            self._want_write(True)
+            return
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:  # too many descriptors on their way; the next event tries again
+                self._want_write(True)
+                return
+            self.fail(f"sending to it failed: {error}")
+            return
+        self._want_write(False)
+
+    @property
+    def idle(self) -> bool:
+        return not self._frames and not self._packets
+
+    def close(self) -> None:
+        super().close()
+        for _, fd in self._packets:
+            if fd >= 0:
+                os.close(fd)
+        self._packets.clear()
+
+
+class SharedMemoryIncoming(Incoming):
+    """From a process of the same machine."""
+
+    def __init__(self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver) -> None:
+        self.pid, uid = peer_credentials(sock)
+        if uid != os.getuid():
+            sock.close()
+            raise PermissionError(f"a process of user {uid} tried to connect")
+        super().__init__(sock, greeting, poller, receiver)
+        self.memory = PeerMemory()
+        self._buffer = bytearray(PACKET_BYTES + 8192)
+
+    def read(self) -> None:
+        for _ in range(64):
+            nbytes, ancillary, flags, _ = self.sock.recvmsg_into([self._buffer], 64, socket.MSG_CMSG_CLOEXEC)
+            descriptors = _descriptors(ancillary)
+            if not nbytes:
+                raise ProtocolError("its end of the connection closed")
+            try:
+                if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                    raise ProtocolError("a packet larger than any of ours")
+                for frame in frames(memoryview(self._buffer)[:nbytes]):
+                    self._take(decode(frame), descriptors)
+            finally:
+                for fd in descriptors:
+                    os.close(fd)
+
+    def _take(self, message: Message, descriptors: list[int]) -> None:
+        if message.kind is Kind.SEGMENT:
+            if not descriptors:
+                raise ProtocolError("shared memory without its descriptor")
+            self.memory.add(message.segment, descriptors.pop(0))
+            return
+        if message.kind is Kind.FORGET:
+            self.memory.forget(message.segment)
+            return
+        if message.where is Where.SHARED:
+            data = self.memory.view(message.segment, message.offset, message.nbytes, message.dtype)
+            message.payload = Payload(data, data.numel())
+        elif message.where is Where.STREAM:
+            raise ProtocolError("a payload in pieces on a Unix socket")
+        self._receiver.on_message(self.peer, message)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    found: list[int] = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds = array.array("i")
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+            found.extend(fds)
+    return found

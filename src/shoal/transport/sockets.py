@@ -1,0 +1,162 @@
+"""What the two kinds of socket connection share: who connects to whom, the handshake, and how an end shows.
+
+An :class:`Outgoing` connection only carries messages away; an :class:`Incoming` one only brings them. Subclasses say
+how messages become bytes on their kind of socket. Everything is non-blocking and driven by the agent's poll loop.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+from .handshake import ANSWER_SIZE, HELLO_SIZE, WELCOME_SIZE, Accepting, Connecting
+from .link import Receiver
+from .poller import READ, WRITE, Poller
+from .wire import ProtocolError
+
+GREETING_SECONDS = 10.0
+"""A connection that has not proved itself after this long is closed."""
+
+
+def hear(sock: socket.socket, nbytes: int) -> bytes:
+    """What has come of the next ``nbytes`` of a handshake."""
+    try:
+        data = sock.recv(nbytes)
+    except BlockingIOError:
+        return b""
+    if not data:
+        raise ProtocolError("it closed the connection during the handshake")
+    return data
+
+
+class Outgoing:
+    """The connecting side: handshake first, then whatever the subclass has queued."""
+
+    transport = ""
+
+    def __init__(
+        self, sock: socket.socket, peer: int, greeting: Connecting, poller: Poller, receiver: Receiver
+    ) -> None:
+        self.peer = peer
+        self.sock = sock
+        self.open = False
+        self._greeting = greeting
+        self._answered = False
+        self._heard = b""
+        self._poller = poller
+        self._receiver = receiver
+        self._events = READ
+        poller.add(sock.fileno(), self._on_event)
+
+    def _on_event(self, events: int) -> None:
+        try:
+            if self.open:
+                self._on_open_event(events)
+            else:
+                self._greet()
+        except (OSError, ProtocolError) as error:
+            self.fail(str(error) or repr(error))
+
+    def _greet(self) -> None:
+        expected = WELCOME_SIZE if self._answered else HELLO_SIZE
+        self._heard += hear(self.sock, expected - len(self._heard))
+        if len(self._heard) < expected:
+            return
+        heard, self._heard = self._heard, b""
+        if not self._answered:
+            self.sock.send(self._greeting.answer(heard))
+            self._answered = True
+            return
+        self._greeting.check(heard)
+        self.open = True
+        self.flush()
+
+    def _on_open_event(self, events: int) -> None:
+        if events & ~WRITE and not self._still_there():
+            raise ProtocolError("its end of the connection closed")
+        self.flush()
+
+    def _still_there(self) -> bool:
+        """The peer never sends here, so anything readable is an end."""
+        try:
+            return bool(self.sock.recv(1))
+        except BlockingIOError:
+            return True
+
+    def _want_write(self, wanted: bool) -> None:
+        events = READ | WRITE if wanted else READ
+        if events != self._events and self.sock.fileno() >= 0:
+            self._events = events
+            self._poller.modify(self.sock.fileno(), events)
+
+    def flush(self) -> None:
+        raise AssertionError("a kind of connection says how it sends")
+
+    def fail(self, cause: str) -> None:
+        if self.sock.fileno() >= 0:
+            self.close()
+            self._receiver.on_closed(self.peer, cause)
+
+    def close(self) -> None:
+        if self.sock.fileno() >= 0:
+            self._poller.remove(self.sock.fileno())
+            self.sock.close()
+
+
+class Incoming:
+    """The accepting side: it learns who connects, and then reads messages."""
+
+    def __init__(self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver) -> None:
+        self.sock = sock
+        self.peer = -1
+        self.since = time.monotonic()
+        self.on_end: Callable[[Incoming], None] = lambda _: None
+        self.on_known: Callable[[Incoming], None] = lambda _: None
+        self._greeting = greeting
+        self._heard = b""
+        self._poller = poller
+        self._receiver = receiver
+        sock.setblocking(False)
+        sock.send(greeting.hello)
+        poller.add(sock.fileno(), self.on_event)
+
+    def on_event(self, _events: int = 0) -> None:
+        """Something came, or the end of it."""
+        if self.sock.fileno() < 0:
+            return
+        try:
+            if self.peer >= 0:
+                self.read()
+            else:
+                self._greet()
+        except BlockingIOError:
+            return
+        except (OSError, ProtocolError, MemoryError, ValueError, OverflowError) as error:
+            self.fail(str(error) or repr(error))
+
+    def _greet(self) -> None:
+        self._heard += hear(self.sock, ANSWER_SIZE - len(self._heard))
+        if len(self._heard) < ANSWER_SIZE:
+            return
+        self.peer, welcome = self._greeting.check(self._heard)
+        self.on_known(self)
+        self.sock.send(welcome)
+
+    def read(self) -> None:
+        """Read what is there and hand it to the receiver. Raises when the connection ended or speaks nonsense."""
+        raise AssertionError("a kind of connection says how it reads")
+
+    def fail(self, cause: str) -> None:
+        """Close; the loss of a stranger is nobody's loss."""
+        if self.sock.fileno() < 0:
+            return
+        self.close()
+        self.on_end(self)
+        if self.peer >= 0:
+            self._receiver.on_closed(self.peer, cause)
+
+    def close(self) -> None:
+        if self.sock.fileno() >= 0:
+            self._poller.remove(self.sock.fileno())
+            self.sock.close()

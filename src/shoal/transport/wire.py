@@ -1,0 +1,244 @@
+"""What agents say to each other: the messages, and their form as bytes.
+
+A :class:`Message` is handed over as an object between threads and as bytes between processes. Nothing in it is
+executable and nothing is unpickled: fixed fields, a name, a shape, and raw numbers. :func:`decode` trusts nobody: a
+length, a code or an offset that cannot be is a :class:`ProtocolError`, which ends the connection and not the process.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+
+VERSION = 1
+"""Raised whenever the bytes below change their meaning; agents of two versions refuse each other when they connect."""
+
+
+class Kind(IntEnum):
+    """What a message is for."""
+
+    DATA = 1  # a tensor of a round; its payload is inline, in shared memory, or follows in chunks
+    CHUNK = 2  # part of the payload of an earlier DATA (network only)
+    DONE = 3  # the receiver has read the payload named by the token and needs it no more
+    REFUSE = 4  # the receiver will not take the DATA named by the token, and says why
+    ASK = 5  # "I wait for your part of this round: will it come?"
+    DENY = 6  # the answer to ASK when it will not
+    NOTICE = 7  # an agent died or left; passed on from neighbour to neighbour
+    SEGMENT = 8  # a piece of shared memory, its descriptor attached
+    FORGET = 9  # a piece of shared memory that will not be referred to again
+
+
+class Where(IntEnum):
+    """Where the payload of a DATA message is."""
+
+    NOWHERE = 0
+    INLINE = 1
+    SHARED = 2
+    STREAM = 3
+
+
+class ProtocolError(Exception):
+    """The bytes that came are no message of ours."""
+
+
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+_DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+WANTS_REPLY = 1
+"""Flag of a DATA message: answer DONE, also where no memory has to be given back."""
+DIED = 2
+"""Flag of a NOTICE: the agent died (else it left in good order)."""
+
+
+@dataclass(slots=True)
+class Payload:
+    """The numbers of one message as the receiver sees them: ``data`` is flat; its first ``available`` elements came."""
+
+    data: torch.Tensor
+    available: int
+    owner: object = None  # what must live as long as the memory
+
+    @property
+    def complete(self) -> bool:
+        return self.available == self.data.numel()
+
+
+@dataclass(slots=True)
+class Message:
+    """One message on one directed edge. Which fields mean something depends on ``kind``."""
+
+    kind: Kind
+    op: str = ""
+    name: str = ""
+    round: int = 0
+    stage: int = 0
+    token: int = 0
+    flags: int = 0
+    digest: int = 0
+    scale: float = 1.0
+    dtype: torch.dtype = torch.uint8
+    shape: tuple[int, ...] = ()
+    payload: Payload | None = None
+    text: str = ""
+    # Where the bytes are, for links between processes.
+    where: Where = Where.NOWHERE
+    segment: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    body: bytes | memoryview = field(default=b"", repr=False)
+
+    @property
+    def nothing(self) -> bool:
+        """It says "nothing this round": a header whose scale is no number."""
+        return self.scale != self.scale
+
+
+# kind, where, dtype, ndim, flags, stage, length of op, of name, of body; digest, segment, round, token, offset, nbytes,
+# scale.
+_HEADER = struct.Struct("<BBBBHHHHIIIQQQQd")
+_LENGTH = struct.Struct("<I")
+MAX_DIMENSIONS = 64
+MAX_NAME = 4096
+MAX_BODY = 1 << 20
+PREFIX = _LENGTH.size
+
+
+def encode(message: Message) -> bytes:
+    """The message as one frame: its length (4 bytes), the fixed fields, shape, operation, name and body."""
+    op, name = message.op.encode(), message.name.encode()
+    body = message.text.encode() if message.text else message.body
+    shape = message.shape
+    head = _HEADER.pack(
+        message.kind,
+        message.where,
+        _DTYPE_CODE[message.dtype],
+        len(shape),
+        message.flags,
+        message.stage,
+        len(op),
+        len(name),
+        len(body),
+        message.digest,
+        message.segment,
+        message.round,
+        message.token,
+        message.offset,
+        message.nbytes,
+        message.scale,
+    )
+    dims = struct.pack(f"<{len(shape)}q", *shape) if shape else b""
+    length = len(head) + len(dims) + len(op) + len(name) + len(body)
+    return b"".join((_LENGTH.pack(length), head, dims, op, name, body))
+
+
+def frame_length(buffer: memoryview) -> int:
+    """Bytes of the frame that starts here, without its 4-byte length prefix."""
+    length: int = _LENGTH.unpack_from(buffer)[0]
+    if not _HEADER.size <= length <= _HEADER.size + 8 * MAX_DIMENSIONS + 2 * MAX_NAME + MAX_BODY:
+        raise ProtocolError(f"a frame of {length} bytes")
+    return length
+
+
+def decode(frame: memoryview) -> Message:
+    """The message in one frame (without the length prefix). An inline body is copied, so the buffer may be reused."""
+    if len(frame) < _HEADER.size:
+        raise ProtocolError(f"a frame of {len(frame)} bytes")
+    (
+        kind,
+        where,
+        code,
+        ndim,
+        flags,
+        stage,
+        n_op,
+        n_name,
+        n_body,
+        digest,
+        segment,
+        round_,
+        token,
+        offset,
+        nbytes,
+        scale,
+    ) = _HEADER.unpack_from(frame)
+    at = _HEADER.size
+    if ndim > MAX_DIMENSIONS or n_name > MAX_NAME or at + 8 * ndim + n_op + n_name + n_body != len(frame):
+        raise ProtocolError("the parts of a frame do not add up to its length")
+    if code >= len(DTYPES):
+        raise ProtocolError(f"dtype code {code}")
+    shape = struct.unpack_from(f"<{ndim}q", frame, at) if ndim else ()
+    at += 8 * ndim
+    try:
+        op = str(frame[at : at + n_op], "utf-8")
+        at += n_op
+        name = str(frame[at : at + n_name], "utf-8")
+        at += n_name
+        known_kind, known_where = _KINDS[kind], _WHERE[where]
+        inline = known_kind is Kind.DATA
+        text = "" if inline else str(frame[at : at + n_body], "utf-8")
+    except (UnicodeDecodeError, KeyError) as error:
+        raise ProtocolError(f"a field cannot be read: {error!r}") from None
+    message = Message(
+        known_kind, op, name, round_, stage, token, flags, digest, scale, DTYPES[code], shape, None, text, known_where,
+        segment, offset, nbytes,
+    )  # fmt: skip
+    if known_kind is Kind.DATA:
+        _check_extent(message, n_body)
+        if known_where is Where.INLINE:
+            message.payload = inline_payload(message.dtype, bytearray(frame[at:]))
+    return message
+
+
+def _check_extent(message: Message, n_body: int) -> None:
+    """The payload must be exactly what dtype and shape say."""
+    numel = 1
+    for dim in message.shape:
+        if dim < 0:
+            raise ProtocolError(f"shape {message.shape}")
+        numel *= dim
+    expected = numel * message.dtype.itemsize
+    if message.nbytes != expected or (message.where is Where.INLINE and n_body != expected):
+        raise ProtocolError(f"{message.nbytes} bytes for a {message.dtype} tensor of shape {message.shape}")
+
+
+def inline_payload(dtype: torch.dtype, body: bytearray) -> Payload:
+    """A payload over bytes that came inside the message."""
+    if not body:
+        return Payload(torch.empty(0, dtype=dtype), 0)
+    data = torch.frombuffer(body, dtype=dtype)
+    return Payload(data, data.numel())
+
+
+def frames(packet: memoryview) -> Iterator[memoryview]:
+    """Split a packet, which holds whole frames, into its frames."""
+    at, end = 0, len(packet)
+    while at < end:
+        if end - at < PREFIX:
+            raise ProtocolError("a packet that ends inside a frame")
+        length = frame_length(packet[at:])
+        at += PREFIX
+        if end - at < length:
+            raise ProtocolError("a packet that ends inside a frame")
+        yield packet[at : at + length]
+        at += length
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+_WHERE = {int(where): where for where in Where}
