@@ -197,7 +197,7 @@ def _mix(
         destinations = yield from _readers(agent, operation, static.mixing, sources)
 
     sends = [Send(rank, published, 0, total, shape, destinations[rank]) for rank in _rotated(agent, destinations)]
-    sends += [Send(rank, published, 0, 0, (), NOTHING) for rank in nothing]
+    sends += [Send(rank, published, 0, 0, (0,), NOTHING) for rank in nothing]
     arrived = yield Exchange(
         sends,
         sorted(sources),

@@ -135,5 +135,7 @@ class _Run:
         rank, error = self._failure
         busy = [other for other, thread in enumerate(self._threads) if thread.is_alive()]
         if busy:
-            log.warning("agents %s of the fleet are still in their own code; a thread cannot be ended from outside", busy)
+            log.warning(
+                "agents %s of the fleet are still in their own code; a thread cannot be ended from outside", busy
+            )
         raise error

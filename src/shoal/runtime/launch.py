@@ -29,7 +29,7 @@ class Launch:
 
     rank: int
     size: int
-    #: "torchrun", "openmpi", "pmi", "slurm", "torch.distributed" (see :func:`current`) or "none".
+    #: "torchrun", "openmpi", "pmi", "slurm" or "none"; "torch.distributed" (see :func:`current`); "fleet" for threads.
     launcher: str
     host: str | None = None
     port: int | None = None
@@ -45,17 +45,22 @@ def current(environ: Mapping[str, str] = os.environ) -> Launch:
     """This process's place: that of ``torch.distributed`` if the script has initialised it, else :func:`detect`'s.
 
     A process group comes first because it is what the script's author said; under ``multiprocessing.spawn`` it is the
-    only one who knows. Rank and size are those of the default group, and no address is needed: its store serves.
+    only one who knows. Rank and size are those of the default group. Its store serves, so the address may be unknown;
+    if it is known, ``host`` tells which interface leads to the others.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return detect(environ)
+    variables = _Variables(environ)
+    host, port = _given_address(variables)
     return Launch(
         rank=distributed.get_rank(),
         size=distributed.get_world_size(),
         launcher="torch.distributed",
-        attempt=_Variables(environ).count("TORCHELASTIC_RESTART_COUNT", default=0),
-        job=environ.get("TORCHELASTIC_RUN_ID", ""),
+        host=host,
+        port=port,
+        attempt=variables.count("TORCHELASTIC_RESTART_COUNT", default=0),
+        job=variables.text("TORCHELASTIC_RUN_ID"),
     )
 
 
@@ -116,7 +121,9 @@ def first_host(nodelist: str) -> str:
     match = re.match(r"([^,\[\]]*)(?:\[(\w+)[^\]]*\]([^,\[\]]*))?", nodelist)
     host = "".join(part or "" for part in match.groups()) if match else ""
     if not host:
-        raise ValueError(f"cannot read the Slurm node list {nodelist!r}: set SHOAL_RENDEZVOUS=host:port to rank 0's host")
+        raise ValueError(
+            f"cannot read the Slurm node list {nodelist!r}: set SHOAL_RENDEZVOUS=host:port to rank 0's host"
+        )
     return host
 
 
@@ -243,8 +250,8 @@ def _address(
     if host is None or port is None:
         what = "the host of rank 0" if host is None else "a port"
         raise ValueError(
-            f"{size} agents, but {what} cannot be derived from the launcher's variables: set SHOAL_RENDEZVOUS=host:port "
-            f"to rank 0's host and a free port there ({how}), the same for every agent"
+            f"{size} agents, but {what} cannot be derived from the launcher's variables: set "
+            f"SHOAL_RENDEZVOUS=host:port to rank 0's host and a free port there ({how}), the same for every agent"
         )
     return host, port
 

@@ -199,7 +199,7 @@ class PeerMemory:
         segment = self._segments.get(ident)
         if segment is None:
             raise ProtocolError(f"a reference to memory {ident}, which was never shared")
-        if offset % ALIGNMENT or offset + nbytes > segment.numel():
+        if offset % dtype.itemsize or offset + nbytes > segment.numel():
             raise ProtocolError(f"bytes {offset} to {offset + nbytes} of a memory file of {segment.numel()}")
         return segment[offset : offset + nbytes].view(dtype)
 

@@ -1,0 +1,154 @@
+"""What an agent can ask about itself and the others, and the topologies it sets."""
+
+from __future__ import annotations
+
+import logging
+
+import networkx as nx
+import torch
+
+from ..topology.graphs import ExponentialTwoGraph
+from .agent import current, seat
+from .events import Events
+from .membership import View
+
+log = logging.getLogger("shoal")
+
+
+def size() -> int:
+    """The number of agents."""
+    return current("size()").size
+
+
+def rank() -> int:
+    """This agent's rank, 0 to size() - 1."""
+    return current("rank()").rank
+
+
+def local_size() -> int:
+    """The number of agents on this agent's machine."""
+    return len(current("local_size()").local_ranks)
+
+
+def local_rank() -> int:
+    """This agent's position among the agents of its machine."""
+    agent = current("local_rank()")
+    return agent.local_ranks.index(agent.rank)
+
+
+def machine_size() -> int:
+    """The number of machines."""
+    return current("machine_size()").machines.count
+
+
+def machine_rank() -> int:
+    """The number of this agent's machine."""
+    return current("machine_rank()").machine_rank
+
+
+def is_homogeneous() -> bool:
+    """Whether all machines have equally many agents, with consecutive ranks."""
+    return current("is_homogeneous()").machines.homogeneous
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init` has been called, and :func:`shutdown` not since."""
+    return seat().agent is not None
+
+
+def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) -> bool:
+    """Set the static topology. All agents call it, with equal graphs; the next operation finds out if they differ.
+
+    Args:
+        topology: Nodes 0 to size() - 1; edge (j, i) lets j send to i, and its ``weight`` is W[i, j], what i multiplies
+            x_j by. The exponential graph if not given.
+        is_weighted: Use those weights; else each agent weighs itself and its in-neighbours by 1 / (in-degree + 1). If
+            that drops weights and is not doubly stochastic (star, grid), a warning says so once.
+
+    Returns:
+        True; False (and an error in the log) before :func:`init`.
+
+    Raises:
+        TypeError: It is no ``networkx.DiGraph``.
+        ValueError: Its nodes are not 0 to size() - 1.
+    """
+    agent = seat().agent
+    if agent is None:
+        log.error("set_topology() before shoal.init() does nothing")
+        return False
+    agent.set_topology(ExponentialTwoGraph(agent.size) if topology is None else topology, is_weighted)
+    return True
+
+
+def set_machine_topology(topology: nx.DiGraph, is_weighted: bool = False) -> bool:
+    """Set the static topology of machines, for :func:`hierarchical_neighbor_allreduce`. As :func:`set_topology`."""
+    agent = seat().agent
+    if agent is None:
+        log.error("set_machine_topology() before shoal.init() does nothing")
+        return False
+    agent.set_machine_topology(topology, is_weighted)
+    return True
+
+
+def load_topology() -> nx.DiGraph:
+    """The static topology, as it was set."""
+    return current("load_topology()").topology.graph
+
+
+def load_machine_topology() -> nx.DiGraph | None:
+    """The machine topology, as it was set; None if it was not."""
+    static = current("load_machine_topology()").machine_topology
+    return static.graph if static else None
+
+
+def is_topo_weighted() -> bool:
+    """Whether the weights of the static topology's edges are used."""
+    return current("is_topo_weighted()").topology.weighted
+
+
+def is_machine_topo_weighted() -> bool:
+    """Whether the weights of the machine topology's edges are used."""
+    static = current("is_machine_topo_weighted()").machine_topology
+    return static.weighted if static else False
+
+
+def in_neighbor_ranks() -> list[int]:
+    """The ranks that send to this agent on the static topology, ascending."""
+    return list(current("in_neighbor_ranks()").topology.mixing.source_ranks)
+
+
+def out_neighbor_ranks() -> list[int]:
+    """The ranks that this agent sends to on the static topology, ascending."""
+    return list(current("out_neighbor_ranks()").topology.mixing.destination_ranks)
+
+
+def in_neighbor_machine_ranks() -> list[int]:
+    """The machines that send to this agent's machine on the machine topology; empty if none is set."""
+    static = current("in_neighbor_machine_ranks()").machine_topology
+    return list(static.mixing.source_ranks) if static else []
+
+
+def out_neighbor_machine_ranks() -> list[int]:
+    """The machines that this agent's machine sends to on the machine topology; empty if none is set."""
+    static = current("out_neighbor_machine_ranks()").machine_topology
+    return list(static.mixing.destination_ranks) if static else []
+
+
+def membership() -> View:
+    """Which agents are alive, which have left and which were lost, at this epoch."""
+    return current("membership()").engine.membership.view
+
+
+def events() -> Events:
+    """This agent's events; ``events().subscribe(listener)`` tells what the engine does."""
+    return current("events()").engine.events
+
+
+def bytes_sent() -> int:
+    """Bytes of tensors that this agent has sent to others since :func:`init`, headers not counted."""
+    return current("bytes_sent()").engine.bytes_sent
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An uninitialised tensor over memory that Shoal uses again once the tensor is gone; good as ``out=``."""
+    return current("empty()").engine.pool.empty(tuple(shape), dtype)

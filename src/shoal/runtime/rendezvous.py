@@ -1,0 +1,375 @@
+"""Where agents that know only their rank find each other: a small store of keys and values, used by ``init`` alone.
+
+:func:`open_store` picks the store for a launch: the one of a ``torch.distributed`` that the script has initialised,
+the one that torchrun or ``shoal run`` serves, or one that rank 0 hosts until it closes it. Afterwards every agent holds
+what it needs, and neither the store nor rank 0 is needed again.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import itertools
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from ..errors import DeadlineExceeded, PeerLost
+from .launch import LOOPBACK, Launch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as NativeStore
+
+T = TypeVar("T")
+
+_FIRST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.02
+# A server of a moment ago (the script's own process group, an earlier attempt) may need a little to leave its port.
+_PORT_PATIENCE = 3.0
+# After the deadline of ``open_store``, one message to a live server still gets this long.
+_LEAST_PATIENCE = 5.0
+_BACKLOG = 4096
+_HOSTED = "hosted"
+
+_generations = itertools.count(1)
+
+
+class Store(Protocol):
+    """Keys and values that all agents of a job see. Every wait ends at its deadline and gives way to Ctrl-C."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Make ``value`` what every later ``get`` of ``key`` returns."""
+
+    def get(self, key: str, deadline: float) -> bytes:
+        """Wait until somebody has set ``key``, at most until ``time.monotonic()`` is ``deadline``.
+
+        Raises:
+            DeadlineExceeded: nobody had; the message names the key.
+        """
+
+    def add(self, key: str, amount: int) -> int:
+        """Add ``amount`` to the counter ``key``, which starts at zero, and return its new value."""
+
+    def close(self) -> None:
+        """Let go of the store; a second call does nothing. If this agent hosts it, its port is free afterwards."""
+
+
+class ThreadStore:
+    """The store of agents that are threads of one process, who share one object. ``close`` does nothing."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, deadline: float) -> bytes:
+        with self._changed:
+            while key not in self._values:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise DeadlineExceeded(f"nobody set the key {key!r} in time")
+                self._changed.wait(min(remaining, threading.TIMEOUT_MAX))
+            return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+            self._changed.notify_all()
+            return total
+
+    def close(self) -> None:
+        """Other threads may still use the store."""
+
+
+class TcpStore:
+    """The store of agents that are processes: a store of ``torch.distributed``, our keys behind a prefix.
+
+    torch's calls neither give way to Ctrl-C nor end in time when a server accepts and never answers (measured on torch
+    2.13: the constructor of ``TCPStore`` then hangs for good, whatever its timeout). So one thread of our own makes
+    them, and the caller waits for it with a deadline. A key is polled with ``check``, because ``wait`` writes warnings
+    to stderr each time it times out.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], NativeStore],
+        *,
+        prefix: str,
+        name: str,
+        server_ranks: tuple[int, ...],
+        deadline: float,
+    ) -> None:
+        self._prefix = prefix
+        self._name = name
+        self._server_ranks = server_ranks
+        self._deadline = deadline
+        self._native: NativeStore | None = None
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve_calls, name="shoal-rendezvous", daemon=True)
+        self._thread.start()
+        try:
+            self._call(lambda: self._adopt(connect()), f"connect to {name}")
+        except BaseException:
+            self.close()
+            raise
+
+    def set(self, key: str, value: bytes) -> None:
+        self._call(lambda: self._store.set(self._prefix + key, cast(str, value)), f"set {key!r} in {self._name}")
+
+    def get(self, key: str, deadline: float) -> bytes:
+        pause = _FIRST_PAUSE
+        what = f"get {key!r} from {self._name}"
+        while not self._call(lambda: self._store.check([self._prefix + key]), what, deadline):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise DeadlineExceeded(f"nobody set the key {key!r} in {self._name} in time")
+            time.sleep(min(pause, remaining))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return self._call(lambda: self._store.get(self._prefix + key), what, deadline)
+
+    def add(self, key: str, amount: int) -> int:
+        what = f"add to {key!r} in {self._name}"
+        return self._call(lambda: int(self._store.add(self._prefix + key, amount)), what)
+
+    def close(self) -> None:
+        self._calls.put(None)
+        # Longer only if the server has stopped answering; then the thread is beyond help, and it is a daemon.
+        self._thread.join(1.0)
+
+    @property
+    def _store(self) -> NativeStore:
+        if self._native is None:
+            raise RuntimeError(f"{self._name} is closed")
+        return self._native
+
+    def _adopt(self, native: NativeStore) -> None:
+        self._native = native
+
+    def _call(self, function: Callable[[], T], what: str, deadline: float | None = None) -> T:
+        if not self._thread.is_alive():
+            raise RuntimeError(f"cannot {what}: it is closed")
+        if deadline is None:
+            deadline = max(self._deadline, time.monotonic() + _LEAST_PATIENCE)
+        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._calls.put((function, answer))
+        try:
+            result, error = answer.get(timeout=min(max(deadline - time.monotonic(), 0.1), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            raise DeadlineExceeded(f"could not {what} in time: no answer", self._server_ranks) from None
+        if error is not None:
+            raise self._explained(error, what) from error
+        return cast(T, result)
+
+    def _explained(self, error: BaseException, what: str) -> BaseException:
+        import torch.distributed
+
+        if isinstance(error, torch.distributed.DistNetworkError):
+            return PeerLost(f"could not {what}: its server is gone ({error})", self._server_ranks)
+        return RuntimeError(f"could not {what}: {error}")
+
+    def _serve_calls(self) -> None:
+        while True:
+            call = self._calls.get()
+            if call is None:
+                # The only reference: torch's server ends, and frees its port, when its object does.
+                self._native = None
+                return
+            function, answer = call
+            try:
+                answer.put((function(), None))
+            except BaseException as error:
+                # A traceback would keep the frames alive, and with them the store whose port must become free.
+                answer.put((None, error.with_traceback(None)))
+
+
+def open_store(launch: Launch, deadline: float) -> Store:
+    """Open the store of this job; all agents call it, equally often.
+
+    A world of one gets a :class:`ThreadStore` and opens no port. A process group that the script has initialised lends
+    its store and stays as it was. Else the store is at ``launch.host`` and ``launch.port``: served by the launcher, or
+    hosted there by rank 0 until rank 0 calls ``close``, which it may do when every agent has finished with the store.
+
+    Args:
+        deadline: when to give up connecting, in seconds of ``time.monotonic()``.
+
+    Raises:
+        DeadlineExceeded: nobody answered at host:port; ``ranks`` is ``(0,)`` if rank 0 should have hosted it there.
+        OSError: rank 0 cannot listen on the port.
+        ValueError: the launch contradicts the process group, or has no address.
+    """
+    generation = next(_generations)
+    prefix = f"shoal/{launch.job}/{launch.attempt}/{generation}/"
+    lent = _store_of_process_group(launch)
+    if launch.size == 1:
+        return ThreadStore()
+    if lent is not None:
+        name = "the store of torch.distributed"
+        return TcpStore(lambda: lent, prefix=prefix, name=name, server_ranks=(), deadline=deadline)
+    if launch.host is None or launch.port is None:
+        raise ValueError(f"{launch.size} agents, but no address to meet at: set SHOAL_RENDEZVOUS=host:port")
+    host, port = launch.host, launch.port
+    name = f"the rendezvous store at {host}:{port}"
+    client = partial(_client, host, port, deadline)
+    if launch.store_is_served:
+        _await_server(launch, deadline)
+        return TcpStore(client, prefix=prefix, name=name, server_ranks=(), deadline=deadline)
+    if launch.rank > 0:
+        return _store_of_rank_0(
+            launch, partial(TcpStore, client, prefix=prefix, name=name, server_ranks=(0,)), deadline
+        )
+    server = partial(_server, _listen_patiently(host, port, deadline), deadline)
+    store = TcpStore(server, prefix=prefix, name=name, server_ranks=(0,), deadline=deadline)
+    store.set(_HOSTED, b"")
+    return store
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen on ``port`` of the loopback interface if ``host`` is one of its names, else of every interface.
+
+    Port 0 takes a free one. ``host`` is how others reach this machine; it need not resolve here.
+    """
+    if _is_loopback(host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((_loopback_address(host), port), family=family, backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def serve(descriptor: int) -> None:
+    """Serve a store on an inherited listening socket until this process is ended: a launcher's helper process."""
+    store = _server(socket.socket(fileno=descriptor), time.monotonic() + threading.TIMEOUT_MAX)
+    try:
+        while True:
+            signal.pause()
+    finally:
+        del store
+
+
+def _store_of_process_group(launch: Launch) -> NativeStore | None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    if (rank, size) != (launch.rank, launch.size):
+        raise ValueError(
+            f"torch.distributed is initialised as rank {rank} of {size}, but the launch ({launch.launcher}) says rank "
+            f"{launch.rank} of {launch.size}: let launch.current() decide, or initialise them alike"
+        )
+    return cast("NativeStore", distributed.distributed_c10d._get_default_store())
+
+
+def _store_of_rank_0(launch: Launch, connect: Callable[..., TcpStore], deadline: float) -> TcpStore:
+    """Connect to the store that rank 0 hosts for this very ``init``.
+
+    Its port may have had an owner a moment ago: a process group that the script has just destroyed, or our own store of
+    the ``init`` before. Whoever is let in by that one loses the connection soon, and tries again.
+    """
+    while True:
+        _await_server(launch, deadline)
+        try:
+            store = connect(deadline=deadline)
+        except PeerLost:
+            continue
+        try:
+            store.get(_HOSTED, deadline)
+            return store
+        except PeerLost:
+            store.close()
+        except DeadlineExceeded:
+            store.close()
+            raise DeadlineExceeded(
+                f"rank {launch.rank}: what answers at {launch.host}:{launch.port} is not the rendezvous store of this "
+                "job, or rank 0 has not come; SHOAL_RENDEZVOUS=host:port chooses another address",
+                (0,),
+            ) from None
+        except BaseException:
+            store.close()
+            raise
+
+
+def _await_server(launch: Launch, deadline: float) -> None:
+    """Wait until something listens. torch's own attempts cannot be interrupted and print a page for every failure."""
+    host, port = cast(str, launch.host), cast(int, launch.port)
+    pause = 0.01
+    while True:
+        try:
+            with socket.create_connection(
+                (host, port), timeout=max(0.1, min(2.0, deadline - time.monotonic()))
+            ) as link:
+                # Linux may connect a socket to itself when nobody listens on a port of the ephemeral range.
+                if link.getsockname() != link.getpeername():
+                    return
+            problem = "connection refused"
+        except OSError as error:
+            problem = str(error)
+        if time.monotonic() >= deadline:
+            server = "the launcher serves" if launch.store_is_served else "rank 0 hosts"
+            raise DeadlineExceeded(
+                f"rank {launch.rank} could not reach the rendezvous store that {server} at {host}:{port} ({problem}). "
+                f"Check that it still runs, that {host} is its machine, and that no firewall closes the port; "
+                "SHOAL_RENDEZVOUS=host:port chooses another",
+                () if launch.store_is_served else (0,),
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+
+
+def _listen_patiently(host: str, port: int, deadline: float) -> socket.socket:
+    give_up = min(deadline, time.monotonic() + _PORT_PATIENCE)
+    while True:
+        try:
+            return listen(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= give_up:
+                raise OSError(
+                    error.errno,
+                    f"rank 0 cannot host the rendezvous store at {host}:{port} ({error.strerror}): choose another "
+                    "address with SHOAL_RENDEZVOUS=host:port, the same for every agent",
+                ) from None
+        time.sleep(0.05)
+
+
+def _server(listener: socket.socket, deadline: float) -> NativeStore:
+    address, port = listener.getsockname()[:2]
+    if not ipaddress.ip_address(address).is_loopback:
+        # It reaches itself by the short way, whether or not its public name resolves here.
+        address = LOOPBACK
+    return _tcp_store(address, port, deadline, is_master=True, master_listen_fd=listener.detach())
+
+
+def _client(host: str, port: int, deadline: float) -> NativeStore:
+    return _tcp_store(host, port, deadline, is_master=False)
+
+
+def _tcp_store(host: str, port: int, deadline: float, **options: Any) -> NativeStore:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    # torch counts milliseconds in 32 bits.
+    timeout = timedelta(seconds=min(max(1.0, deadline - time.monotonic()), 1e6))
+    return cast("NativeStore", TCPStore(host, port, timeout=timeout, wait_for_workers=False, **options))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _loopback_address(host: str) -> str:
+    return LOOPBACK if host == "localhost" else host
