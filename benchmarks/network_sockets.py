@@ -5,12 +5,11 @@ and between two network namespaces joined by a 1 Gbit/s wire (with Gloo beside t
 its peer was killed; how a background thread gets on while the main thread computes; and the peak of memory.
 
     pip install pyzmq
-    sudo python benchmarks/network_sockets.py                # two minutes; the wire needs root, ip and tc
+    sudo python benchmarks/network_sockets.py                # about two minutes; the wire needs root, ip and tc
     python benchmarks/network_sockets.py --only loopback     # or wire, death, busy, memory; several are allowed
-    python benchmarks/network_sockets.py --only busy --sweep # other chunks and buffers, and a socket for each direction
-    sudo python benchmarks/network_sockets.py --only wire --congestion reno
+    python benchmarks/network_sockets.py --only wire --sockets 2 --chunk 256
 
-Figures are medians; in brackets is the ratio to plain TCP. The machine should be quiet: the load average is printed.
+Figures are medians; in brackets is the ratio to plain TCP. The machine must be quiet: the load average is printed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import os
 import select
 import signal
 import socket
-import statistics
 import struct
 import subprocess
 import sys
@@ -41,37 +39,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-Figures = dict[str, dict[str, float]]  # what was measured: {link: median}
+Links = dict[str, Any]
+Measure = Callable[[Any], float]
+Figures = dict[str, dict[str, float]]  # {what was measured: {link: median}}
 
 KIB, MIB = 1 << 10, 1 << 20
 HEADER = struct.Struct("<4sIQ16s")  # magic, round, payload bytes, name: what a transport needs to match a message
 BLOCK = 256 * KIB  # bytes summed at a time, so that the running sum stays in the cache
-TIMEOUT = 60.0  # seconds
-WIRE = 25 * MIB
-SIZES = {"8 B": (8, 300), "4 KiB": (4 * KIB, 300), "1 MiB": (MIB, 20), "25 MiB": (WIRE, 1)}  # bytes, timed together
+TIMEOUT = 300.0  # seconds for one part
+SIZES = {"8 B": (8, 300), "4 KiB": (4 * KIB, 300), "1 MiB": (MIB, 20), "25 MiB": (25 * MIB, 1)}  # bytes, timed together
 # 1448 payload bytes a segment behind 66 bytes of Ethernet, IP and TCP (with timestamps), at 1e9 bits a second.
-WIRE_SECONDS = WIRE * 8 / 1e9 * 1514 / 1448
-
-
-@dataclass(frozen=True)
-class Tuning:
-    chunk: int  # TCP: the most bytes of one system call; ZeroMQ: the bytes of one message
-    buffer: int = 0  # SO_SNDBUF and SO_RCVBUF; 0 leaves them to the kernel's autotuning
-    sockets: int = 1  # TCP: 2 gives each direction its own connection
-
-
-TUNED = {"tcp": Tuning(MIB), "zmq": Tuning(MIB)}
-SWEEP = {
-    "tcp": Tuning(MIB),
-    **{f"tcp {kib}K": Tuning(kib * KIB) for kib in (64, 256, 512)},
-    **{f"tcp buffers {mib}M": Tuning(MIB, buffer=mib * MIB) for mib in (1, 4)},
-    "tcp two sockets": Tuning(MIB, sockets=2),
-    "zmq": Tuning(MIB),
-    **{f"zmq {kib}K": Tuning(kib * KIB) for kib in (256, 4096)},
-    "zmq buffers 4M": Tuning(MIB, buffer=4 * MIB),
-}
+WIRE_SECONDS = 25 * MIB * 8 / 1e9 * 1514 / 1448
 
 
 @dataclass(frozen=True)
@@ -87,30 +66,13 @@ class Place:
         self.line.send(value)
         return self.line.recv()
 
-    def connection(self, tuning: Tuning) -> socket.socket:
-        """Rank 0 accepts, rank 1 connects. Buffer sizes are set before, for the handshake settles the window scale."""
-        with socket.socket() as first:
-            if tuning.buffer:
-                first.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, tuning.buffer)
-                first.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, tuning.buffer)
-            if self.rank == 0:
-                first.bind((self.host, 0))
-                first.listen()
-                self.swap(first.getsockname()[1])
-                sock, _ = first.accept()
-            else:
-                first.connect((self.host, self.swap()))
-                sock = first.dup()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setblocking(False)
-        return sock
-
 
 class Buffers:
     """One agent's float32 vectors of a round, and the views of them that every round needs again."""
 
-    def __init__(self, nbytes: int, value: float) -> None:
-        self.x = torch.full((nbytes // 4,), value)
+    def __init__(self, nbytes: int, rank: int) -> None:
+        ramp = torch.arange(nbytes // 4) % 1000
+        self.x, self.average = (ramp + 2 * rank).float(), (ramp + 1).float()
         self.received, self.out = torch.zeros_like(self.x), torch.zeros_like(self.x)
         self.outgoing, self.incoming = (memoryview(t.numpy().data).cast("B") for t in (self.x, self.received))
         self.blocks = list(zip(*(torch.split(t, BLOCK // 4) for t in (self.x, self.received, self.out)), strict=True))
@@ -124,41 +86,49 @@ def average(x: torch.Tensor, received: torch.Tensor, out: torch.Tensor) -> None:
 class TcpLink:
     """One epoll loop; bytes land in the buffer that they are summed from, and the sum follows the arriving prefix."""
 
-    def __init__(self, place: Place, tuning: Tuning) -> None:
-        first = place.connection(tuning)
+    def __init__(self, place: Place, chunk: int, buffer: int, sockets: int) -> None:
+        first = self._connection(place, buffer)
         # A duplicate descriptor lets one connection be polled for reading and for writing on their own.
-        second = first.dup() if tuning.sockets == 1 else place.connection(tuning)
+        second = first.dup() if sockets == 1 else self._connection(place, buffer)
         self._out, self._in = (first, second) if place.rank == 0 else (second, first)
-        self._chunk = tuning.chunk
-        self._round = 0
+        self._chunk = chunk
         self._header_in = memoryview(bytearray(HEADER.size))
         self._epoll = select.epoll()
         self._epoll.register(self._in, select.EPOLLIN)
         self._epoll.register(self._out, 0)
 
     def exchange(self, b: Buffers) -> None:
-        header = HEADER.pack(b"test", self._round, len(b.outgoing), b"")
-        self._round += 1
         total = HEADER.size + len(b.outgoing)
         got = summed = 0
-        sent = self._out.sendmsg([header, b.outgoing[: self._chunk]])
-        if sent < total:
-            self._epoll.modify(self._out, select.EPOLLOUT)
+        sent = self._out.sendmsg([HEADER.pack(b"test", 0, len(b.outgoing), b""), b.outgoing[: self._chunk]])
+        self._epoll.modify(self._out, select.EPOLLOUT) if sent < total else None
         while sent < total or got < total:
-            events = self._epoll.poll(TIMEOUT)
-            if not events:
-                raise TimeoutError("the peer is silent")
-            for fd, _ in events:
+            for fd, _ in self._epoll.poll():
                 if fd == self._out.fileno():
                     start = sent - HEADER.size
                     sent += self._out.send(b.outgoing[start : start + self._chunk])
-                    if sent == total:
-                        self._epoll.modify(self._out, 0)
+                    self._epoll.modify(self._out, 0) if sent == total else None
                 elif got < total:  # else it is the next round's, and waits in the kernel
                     got += self._receive(b.incoming, got)
                     while summed < len(b.blocks) and got - HEADER.size >= min((summed + 1) * BLOCK, len(b.incoming)):
                         average(*b.blocks[summed])
                         summed += 1
+
+    @staticmethod
+    def _connection(place: Place, buffer: int) -> socket.socket:
+        sock = socket.socket()
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF) if buffer else ():  # before the window scale is settled
+            sock.setsockopt(socket.SOL_SOCKET, option, buffer)
+        if place.rank == 0:
+            sock.bind((place.host, 0))
+            sock.listen()
+            place.swap(sock.getsockname()[1])
+            sock = sock.accept()[0]
+        else:
+            sock.connect((place.host, place.swap()))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+        return sock
 
     def _receive(self, payload: memoryview, got: int) -> int:
         start = got - HEADER.size
@@ -174,22 +144,18 @@ class TcpLink:
 class ZmqLink:
     """A PAIR socket and one I/O thread; a long payload is cut into messages, so that summing overlaps receiving."""
 
-    def __init__(self, place: Place, tuning: Tuning) -> None:
+    def __init__(self, place: Place, chunk: int, buffer: int) -> None:
         self._socket = zmq.Context(io_threads=1).socket(zmq.PAIR)
         self._socket.set_hwm(0)
-        self._socket.rcvtimeo = int(TIMEOUT * 1000)
-        if tuning.buffer:
-            self._socket.sndbuf = self._socket.rcvbuf = tuning.buffer
+        self._socket.sndbuf = self._socket.rcvbuf = buffer or -1
         if place.rank == 0:
             place.swap(self._socket.bind_to_random_port(f"tcp://{place.host}"))
         else:
             self._socket.connect(f"tcp://{place.host}:{place.swap()}")
-        self._chunk = tuning.chunk
-        self._round = 0
+        self._chunk = chunk
 
     def exchange(self, b: Buffers) -> None:
-        header = HEADER.pack(b"test", self._round, len(b.outgoing), b"")
-        self._round += 1
+        header = HEADER.pack(b"test", 0, len(b.outgoing), b"")
         if len(b.outgoing) <= 64 * KIB:  # up to here one message and a copy are faster
             self._socket.send(header + b.outgoing)
             b.incoming[:] = self._socket.recv()[HEADER.size :]
@@ -214,21 +180,18 @@ class GlooLink:
         self._peer = 1 - place.rank
 
     def exchange(self, b: Buffers) -> None:
-        receive, send = dist.irecv(b.received, self._peer), dist.isend(b.x, self._peer)
-        assert receive is not None and send is not None
-        receive.wait()
-        send.wait()
+        works = dist.irecv(b.received, self._peer), dist.isend(b.x, self._peer)
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
         average(b.x, b.received, b.out)
 
 
-def compare(links: dict[str, Any], measure: Callable[[Any], float], repeats: int, warm: int = 2) -> dict[str, float]:
-    """The median of what `measure` returns for each link, the links taken in turn."""
-    values: dict[str, list[float]] = {name: [] for name in links}
-    for repeat, (name, link) in itertools.product(range(-warm, repeats), links.items()):
-        value = measure(link)
-        if repeat >= 0:
-            values[name].append(value)
-    return {name: statistics.median(v) for name, v in values.items()}
+def compare(links: Links, measure: Measure, repeats: int, percentile: int = 50) -> dict[str, float]:
+    """The median, or another percentile, of what `measure` returns for each link, the links taken in turn."""
+    for link in links.values():
+        measure(link)
+    rounds = [{name: measure(link) for name, link in links.items()} for _ in range(repeats)]
+    return {name: sorted(values[name] for values in rounds)[repeats * percentile // 100] for name in links}
 
 
 def exchange_seconds(place: Place, b: Buffers, count: int, link: Any) -> float:
@@ -239,25 +202,13 @@ def exchange_seconds(place: Place, b: Buffers, count: int, link: Any) -> float:
     for _ in range(count):
         link.exchange(b)
     seconds = (time.perf_counter() - start) / count
-    assert bool((b.out == 2.0).all()), link
+    assert torch.equal(b.out, b.average), link
     return float(max(seconds, place.swap(seconds)))
 
 
-def measure_exchanges(place: Place, links: dict[str, Any], sizes: list[str], repeats: int) -> Figures:
-    figures = {}
-    for size in sizes:
-        nbytes, count = SIZES[size]
-        b = Buffers(nbytes, 1.0 + 2.0 * place.rank)
-        timed = partial(exchange_seconds, place, b, count)
-        figures[f"average {size} both ways"] = compare(links, timed, repeats)
-    return figures
-
-
 def compute_in_torch(stop: threading.Event) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512))
-    batch = torch.randn(64, 512)
+    model, batch = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(3)]), torch.randn(64, 512)
     while not stop.is_set():
-        model.zero_grad()
         model(batch).square().mean().backward()
 
 
@@ -266,11 +217,7 @@ def compute_in_python(stop: threading.Event) -> None:
         sum(i * i for i in range(1000))
 
 
-LOADS: dict[str, Callable[[threading.Event], object]] = {
-    "idle": threading.Event.wait,
-    "in torch": compute_in_torch,
-    "in Python": compute_in_python,
-}
+LOADS: dict[str, Any] = {"idle": threading.Event.wait, "in torch": compute_in_torch, "in Python": compute_in_python}
 
 
 def beside(load: str, work: Callable[[], Any]) -> Any:
@@ -283,42 +230,36 @@ def beside(load: str, work: Callable[[], Any]) -> Any:
         return result.result()
 
 
-def measure_busy(place: Place, links: dict[str, Any], repeats: int) -> Figures:
+def measure_busy(place: Place, links: Links, repeats: int) -> Figures:
     """Rank 0's main thread computes, while its background thread averages with rank 1, which has nothing else to do."""
-    figures: Figures = {}
-    short, long = (Buffers(n, 1.0 + 2.0 * place.rank) for n in (8, WIRE))
-    for load in LOADS:
-        mine = load if place.rank == 0 else "idle"
-        latencies: dict[str, list[float]] = {name: [] for name in links}
-        for name in [*links] * repeats:
-            one = partial(exchange_seconds, place, short, 1, links[name])
-            latencies[name] += beside(mine, lambda one=one: [one() for _ in range(15)])  # type: ignore[misc]
-        quantiles = {name: statistics.quantiles(v, n=100) for name, v in latencies.items()}
-        figures[f"average 8 B, p50, main thread {load}"] = {name: q[49] for name, q in quantiles.items()}
-        figures[f"average 8 B, p99, main thread {load}"] = {name: q[98] for name, q in quantiles.items()}
-        timed = partial(exchange_seconds, place, long, 1)
-        figures[f"average 25 MiB, main thread {load}"] = beside(mine, partial(compare, links, timed, repeats))
+    figures = {}
+    short, long = (partial(exchange_seconds, place, Buffers(n, place.rank), 1) for n in (8, 25 * MIB))
+    cases = {"8 B, median": (short, 99, 50), "8 B, p99": (short, 200, 99), "25 MiB": (long, repeats, 50)}
+    for load, (what, case) in itertools.product(LOADS, cases.items()):
+        result = beside(load if place.rank == 0 else "idle", partial(compare, links, *case))
+        figures[f"average {what}, main thread {load}"] = result
     return figures
 
 
 def peak_growth(place: Place, b: Buffers, delay: float, link: Any) -> float:
-    """Bytes that rank 0's peak lies above its buffers, when it begins `delay` seconds after rank 1."""
+    """Bytes that rank 0's memory grows by at its peak, when it begins `delay` seconds after rank 1."""
+    status = Path("/proc/self/status")
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    kib = [int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])]
+    before = int(status.read_text().split("VmRSS:")[1].split()[0])
     place.swap()
     time.sleep(delay if place.rank == 0 else 0.0)
     link.exchange(b)
     place.swap()
-    kib.append(int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]))
-    return float(kib[1] - kib[0]) * KIB
+    return float(int(status.read_text().split("VmHWM:")[1].split()[0]) - before) * KIB
 
 
-def measure_memory(place: Place, links: dict[str, Any]) -> Figures:
-    b = Buffers(100_000_000, 1.0)
-    links["zmq, one message"] = ZmqLink(place, Tuning(len(b.outgoing)))
-    delays = {"at once": 0.0, "0.5 s late": 0.5}
-    return {f"growth, 100 MB read {k}": compare(links, partial(peak_growth, place, b, d), 3) for k, d in delays.items()}
+def measure_memory(place: Place, links: Links) -> Figures:
+    """Each case once: what the allocator keeps of the first time would hide the growth of the second."""
+    b = Buffers(100_000_000, place.rank)
+    links["zmq, one message"] = ZmqLink(place, len(b.outgoing), 0)
+    cases = {"100 MB, read at once": 0.0, "100 MB, read 0.5 s late": 0.5}
+    return {what: {k: peak_growth(place, b, late, link) for k, link in links.items()} for what, late in cases.items()}
 
 
 def worker(place: Place, namespace: str, part: str, store: str, options: argparse.Namespace, results: Any) -> None:
@@ -327,36 +268,41 @@ def worker(place: Place, namespace: str, part: str, store: str, options: argpars
             ctypes.CDLL(None).setns(file.fileno(), 0)
     os.environ["GLOO_SOCKET_IFNAME"] = "veth0" if namespace else "lo"
     torch.set_num_threads(1)
-    tunings = SWEEP if options.sweep else TUNED
-    links: dict[str, Any] = {k: (TcpLink if k.startswith("tcp") else ZmqLink)(place, t) for k, t in tunings.items()}
+    figures: Figures = {}
+    links: Links = {
+        "tcp": TcpLink(place, options.chunk * KIB, options.buffer * KIB, options.sockets),
+        "zmq": ZmqLink(place, options.chunk * KIB, options.buffer * KIB),
+    }
     if part == "memory":
         figures = measure_memory(place, links)
     elif part == "busy":
         figures = measure_busy(place, links, options.repeats)
     else:
         links["gloo"] = GlooLink(place, store)
-        figures = measure_exchanges(place, links, ["25 MiB"] if part == "wire" else [*SIZES], options.repeats)
+        for size, (nbytes, count) in SIZES.items():
+            if part == "loopback" or size == "25 MiB":
+                timed = partial(exchange_seconds, place, Buffers(nbytes, place.rank), count)
+                figures[f"average {size} both ways"] = compare(links, timed, options.repeats)
+    if place.rank == 0:
+        results.send(figures)
     place.swap()
-    results.send(figures)
     os._exit(0)  # ZeroMQ's contexts and Gloo's threads need no farewell here
 
 
 def run_pair(part: str, host: str, namespaces: list[str], options: argparse.Namespace) -> Figures:
-    """Two workers, each in its namespace ("" is ours), and rank 0's figures."""
+    """Rank 0's figures, of two workers, each in its namespace ("" is ours)."""
     spawn = multiprocessing.get_context("spawn")
-    lines, (result, results) = spawn.Pipe(), spawn.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as store:
-        workers = [
-            spawn.Process(
-                target=worker, args=(Place(i, host, lines[i]), namespaces[i], part, f"{store}/store", options, results)
-            )
-            for i in range(2)
-        ]
+    lines, (result, results), workers = spawn.Pipe(), spawn.Pipe(duplex=False), []
+    with tempfile.TemporaryDirectory() as folder:
         try:
-            for process in workers:
-                process.start()
-            for end in (*lines, results):
-                end.close()  # so that a worker's death is the end of the file, for us and for the other
+            for line, rank in zip(lines, (0, 1), strict=True):
+                arguments = (Place(rank, host, line), namespaces[rank], part, f"{folder}/store", options, results)
+                workers.append(spawn.Process(target=worker, args=arguments, daemon=True))
+                workers[rank].start()
+                line.close()
+            results.close()  # so that the workers' death is the end of the file
+            if not result.poll(TIMEOUT):
+                raise TimeoutError(f"{part} took more than {TIMEOUT} s")
             return dict(result.recv())
         finally:
             for process in workers:
@@ -365,99 +311,81 @@ def run_pair(part: str, host: str, namespaces: list[str], options: argparse.Name
 
 
 @contextmanager
-def wire(congestion: str | None) -> Iterator[list[str]]:
+def wire() -> Iterator[list[str]]:
     """Two namespaces joined by a veth of 1 Gbit/s each way, at 10.77.0.1 and 10.77.0.2; deleted on the way out."""
-    names = [f"shoal{os.getpid()}{end}" for end in "ab"]
-    lines = [f"ip netns add {name}" for name in names]
-    lines.append(f"ip link add veth0 netns {names[0]} type veth peer name veth0 netns {names[1]}")
-    for i, name in enumerate(names, start=1):
-        lines.append(f"ip -n {name} addr add 10.77.0.{i}/24 dev veth0")
-        lines.append(f"ip -n {name} link set veth0 up")
-        lines.append(f"tc -n {name} qdisc add dev veth0 root tbf rate 1gbit burst 128kb latency 50ms")
-        if congestion:
-            lines.append(f"ip netns exec {name} sysctl -qw net.ipv4.tcp_congestion_control={congestion}")
+    a, b = names = [f"shoal{os.getpid()}{end}" for end in "ab"]
+    setup = [f"ip netns add {name}" for name in names]
+    setup += [f"ip link add veth0 netns {a} type veth peer name veth0 netns {b}"]
+    for name, address in ((a, "10.77.0.1/24"), (b, "10.77.0.2/24")):
+        setup += [f"ip -n {name} addr add {address} dev veth0", f"ip -n {name} link set veth0 up"]
+        setup += [f"tc -n {name} qdisc add dev veth0 root tbf rate 1gbit burst 128kb latency 50ms"]
     try:
-        for line in lines:
-            subprocess.run(line.split(), check=True)
+        subprocess.run(["sh", "-ec", "\n".join(setup)], check=True)
         yield names
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False, stderr=subprocess.DEVNULL)
 
 
-def victim(kind: str, port: int) -> None:
+def victim(port: int, zmq_port: int) -> None:
     ballast = torch.ones(25_000_000)  # a training process has memory to give back before its sockets close
-    with zmq.Context() as context, socket.socket() as sock, context.socket(zmq.PAIR) as peer:
-        if kind == "tcp":
-            sock.connect(("127.0.0.1", port))
-            sock.sendall(b"ready")
-        else:
-            peer.connect(f"tcp://127.0.0.1:{port}")
-            peer.send(b"ready")
-        signal.pause()
+    sock, peer = socket.create_connection(("127.0.0.1", port)), zmq.Context().socket(zmq.PAIR)
+    peer.connect(f"tcp://127.0.0.1:{zmq_port}")
+    sock.sendall(b"ready")
+    peer.send(b"ready")
+    signal.pause()
     del ballast
 
 
 def noticed_after(kind: str) -> float:
-    """Seconds from SIGKILL of a peer until its socket says so: the end of the stream, or ZeroMQ's monitor."""
+    """Seconds from the SIGKILL of a peer until the survivor's socket says so."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as pair, socket.create_server(("127.0.0.1", 0)) as listener:
-        pair.linger = 0
         monitor = pair.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        port = listener.getsockname()[1] if kind == "tcp" else pair.bind_to_random_port("tcp://127.0.0.1")
-        process = multiprocessing.get_context("fork").Process(target=victim, args=(kind, port))
+        ports = listener.getsockname()[1], pair.bind_to_random_port("tcp://127.0.0.1")
+        process = multiprocessing.get_context("fork").Process(target=victim, args=ports, daemon=True)
         process.start()
-        try:
-            sock = listener.accept()[0] if kind == "tcp" else None
-            assert (sock.recv(5) if sock else pair.recv()) == b"ready"
-            time.sleep(0.2)
+        with listener.accept()[0] as sock:
+            assert sock.recv(5) == pair.recv() == b"ready"
+            waits = {
+                "tcp": partial(sock.recv, 1),
+                "zmq, its monitor": monitor.recv_multipart,
+                "zmq, 2 s of poll": partial(pair.poll, 2000),
+            }
             start = time.perf_counter()
             process.kill()
-            if sock:
-                assert sock.recv(1) == b""
-            elif kind == "zmq, monitored":
-                recv_monitor_message(monitor)
-            else:
-                pair.poll(2000)
-            return time.perf_counter() - start
-        finally:
-            process.kill()
-            process.join()
-            pair.disable_monitor()
-
-
-def show(part: str, figures: Figures) -> None:
-    for what, values in figures.items():
-        print(f"{part:8} {what}")
-        for name, value in values.items():
-            amount = (
-                f"{value / 1e6:9.1f} MB"
-                if part == "memory"
-                else f"{value * 1e3:9.3f} ms  ({value / values['tcp']:.2f})"
-            )
-            print(f"{'':10}{name:18}{amount}", flush=True)
+            waits[kind]()
+            seconds = time.perf_counter() - start
+        process.join()
+        pair.disable_monitor()
+        return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ["loopback", "wire", "death", "busy", "memory"]
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--chunk", type=int, default=1024, help="KiB of one system call (TCP) or message (ZeroMQ)")
+    parser.add_argument("--buffer", type=int, default=0, help="KiB of SO_SNDBUF and SO_RCVBUF (0: autotuning)")
+    parser.add_argument("--sockets", type=int, default=1, choices=(1, 2), help="TCP: 2 is one for each direction")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--congestion", help="TCP congestion control on the wire (default: the machine's)")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go on a kill, too
     print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
     for part in options.only:
         if part == "death":
-            kinds = {kind: kind for kind in ("tcp", "zmq, monitored", "zmq, gave up")}
-            figures = {"SIGKILL noticed after": compare(kinds, noticed_after, options.repeats, warm=1)}
+            kinds = {kind: kind for kind in ("tcp", "zmq, its monitor", "zmq, 2 s of poll")}
+            figures = {"SIGKILL noticed after": compare(kinds, noticed_after, options.repeats)}
         elif part == "wire":
-            with wire(options.congestion) as namespaces:
+            with wire() as namespaces:
                 figures = run_pair(part, "10.77.0.1", namespaces, options)
             next(iter(figures.values()))["the wire's own"] = WIRE_SECONDS
         else:
             figures = run_pair(part, "127.0.0.1", ["", ""], options)
-        show(part, figures)
+        for what, values in figures.items():
+            print(f"{part:9} {what}")
+            for name, v in values.items():
+                amount = f"{v / 1e6:9.1f} MB" if part == "memory" else f"{v * 1e3:9.3f} ms ({v / values['tcp']:.2f})"
+                print(f"{'':10}{name:18}{amount}", flush=True)
     print(f"load average {os.getloadavg()[0]:.2f}")
 
 

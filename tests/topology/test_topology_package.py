@@ -73,7 +73,7 @@ def test_the_examples_of_the_page_print_what_they_say():
     example = doctest.DocTestParser().get_doctest("\n".join(kept), {}, PAGE.name, str(PAGE), 0)
     assert len(example.examples) >= 10
     failures: list[str] = []
-    runner = doctest.DocTestRunner()
+    runner = doctest.DocTestRunner(verbose=False)  # it would read pytest's own -v otherwise
     runner.run(example, out=failures.append)
     assert not failures, "".join(failures)
 

@@ -37,8 +37,8 @@ def check_out(op: str, out: torch.Tensor | None, shape: Iterable[int], dtype: to
     shape = tuple(shape)
     if tuple(out.shape) != shape or out.dtype != dtype:
         raise ValueError(
-            f"{op}: out has shape {list(out.shape)} and dtype {out.dtype}; the result has shape {list(shape)} and dtype "
-            f"{dtype}"
+            f"{op}: out has shape {list(out.shape)} and dtype {out.dtype}; the result has shape {list(shape)} and "
+            f"dtype {dtype}"
         )
     if out.requires_grad:
         raise ValueError(f"{op}: out requires grad; pass out.detach() or out.data, since the result has no gradient")

@@ -2,8 +2,9 @@
 
 The order is: this agent's own term, then the sources by ascending rank (reductions over all agents: by ascending rank).
 Every weighted term is one fused multiply-add (``torch.add(alpha=)``), in float32 for 16-bit tensors, whose sum is
-rounded once at the end. The sum goes block by block so that the running sum stays in the cache: each input is read once
-and the result written once. A block is summed as soon as it is there from everybody, so that summing overlaps receiving.
+rounded once at the end. The sum goes block by block so that the running sum stays in the cache: each input is read
+once and the result written once. A block is summed as soon as it is there from everybody, so that summing overlaps
+receiving.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Averaging between machines, with the fast links inside a machine doing the rest.
 
-``hierarchical_neighbor_allreduce`` computes ``W_machine kron (1/L) 11^T``: every agent of a machine ends with the weighted
-average of the machines' means. BlueFog lets one leader of each machine carry all of it; here every agent of a machine
-averages one share of the tensor and exchanges that share with its counterparts, so that no agent is a bottleneck and
-the machine's links to the outside are used by all.
+``hierarchical_neighbor_allreduce`` computes ``W_machine kron (1/L) 11^T``: every agent of a machine ends with the
+weighted average of the machines' means. BlueFog lets one leader of each machine carry all of it; here every
+agent of a machine averages one share of the tensor and exchanges that share with its counterparts, so that no agent is
+a bottleneck and the machine's links to the outside are used by all.
 """
 
 from __future__ import annotations

@@ -143,8 +143,9 @@ def _mixing(
         return agent.topology.mixing, "static"
     if self_weight is None or (src_weights is None and dst_weights is None):
         raise ValueError(
-            f"{op}: give self_weight together with src_weights (pull), dst_weights (push) or both, or none of the three "
-            f"(the static topology); got self_weight={self_weight}, src_weights={src_weights}, dst_weights={dst_weights}"
+            f"{op}: give self_weight together with src_weights (pull), dst_weights (push) or both, or none of the "
+            f"three (the static topology); got self_weight={self_weight}, src_weights={src_weights}, "
+            f"dst_weights={dst_weights}"
         )
     if src_weights is not None and not isinstance(src_weights, Mapping):
         raise TypeError(f"{op}: src_weights must be a dict {{rank: weight}}, not {type(src_weights).__name__}")

@@ -1,7 +1,7 @@
 """Who am I: the agent that the caller is, its rank, its machine and its topology.
 
-In a process there is one agent; in a :class:`~shoal.Fleet` each thread is one. ``current()`` finds it, through a context
-variable, so that every public function is the same in both.
+In a process there is one agent; in a :class:`~shoal.Fleet` each thread is one. ``current()`` finds it, through a
+context variable, so that every public function is the same in both.
 """
 
 from __future__ import annotations

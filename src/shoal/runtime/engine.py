@@ -359,7 +359,7 @@ class Engine:
         for number, source in self._asks.pop(key, ()):
             self._deny(source, operation.op, operation.name, operation.round, number)
         self._send_deferred(channel)
-        handle = operation.handle
+        handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
         assert handle is not None
         handle._result, handle._error, handle.done = result, error, True
         if handle._callbacks:
@@ -373,7 +373,7 @@ class Engine:
 
     def _fail(self, operation: Operation, error: BaseException) -> None:
         """End an operation from outside. Its generator is closed by whoever runs it, or here if nobody does."""
-        if operation.error is None and not (operation.handle and operation.handle.done):
+        if operation.handle is not None:
             self._settle(operation, None, error)
             self._close_generator(operation)
 
@@ -499,7 +499,7 @@ class Engine:
     def _on_refuse(self, source: int, message: Message) -> None:
         error = Mismatch(message.text, (source, self.rank))
         entry = self._tokens.get(message.token)
-        if entry is not None and not (entry[1].handle and entry[1].handle.done):
+        if entry is not None and entry[1].handle is not None:
             self._fail(entry[1], error)
         else:
             self._refused = error

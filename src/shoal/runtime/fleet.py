@@ -132,10 +132,10 @@ class _Run:
             thread.join(max(0.0, limit - time.monotonic()))
         if self._failure is None:
             return self._results
-        rank, error = self._failure
+        failure = self._failure[1]
         busy = [other for other, thread in enumerate(self._threads) if thread.is_alive()]
         if busy:
             log.warning(
                 "agents %s of the fleet are still in their own code; a thread cannot be ended from outside", busy
             )
-        raise error
+        raise failure

@@ -120,7 +120,7 @@ class TcpStore:
         self._thread = threading.Thread(target=self._serve_calls, name="shoal-rendezvous", daemon=True)
         self._thread.start()
         try:
-            self._call(lambda: self._adopt(connect()), f"connect to {name}")
+            self._call(lambda: self._adopt(connect()), f"connect to {name}", deadline)
         except BaseException:
             self.close()
             raise
@@ -279,25 +279,23 @@ def _store_of_rank_0(launch: Launch, connect: Callable[..., TcpStore], deadline:
     """
     while True:
         _await_server(launch, deadline)
+        store = None
         try:
             store = connect(deadline=deadline)
-        except PeerLost:
-            continue
-        try:
             store.get(_HOSTED, deadline)
             return store
-        except PeerLost:
-            store.close()
-        except DeadlineExceeded:
-            store.close()
+        except BaseException as error:
+            if store is not None:
+                store.close()
+            if isinstance(error, PeerLost) and time.monotonic() < deadline:
+                continue
+            if not isinstance(error, DeadlineExceeded):
+                raise
             raise DeadlineExceeded(
                 f"rank {launch.rank}: what answers at {launch.host}:{launch.port} is not the rendezvous store of this "
                 "job, or rank 0 has not come; SHOAL_RENDEZVOUS=host:port chooses another address",
                 (0,),
             ) from None
-        except BaseException:
-            store.close()
-            raise
 
 
 def _await_server(launch: Launch, deadline: float) -> None:

@@ -1,0 +1,53 @@
+"""The command ``shoal``: one module for each subcommand, imported only when it is asked for.
+
+A subcommand is a line in ``COMMANDS`` and a module with ``add_arguments(parser)`` and ``run(args)``, whose result is the
+exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+COMMANDS = {
+    "run": ("shoal.cli.run", "start the agents of a job on this machine"),
+}
+
+
+class Command(Protocol):
+    """What the module of a subcommand provides."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``shoal`` with these arguments (those of the process if None) and return its exit status."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and arguments[0] in COMMANDS:
+        return _run(arguments[0], arguments[1:])
+    overview = argparse.ArgumentParser(prog="shoal", description="Decentralized training on PyTorch.")
+    overview.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = overview.add_subparsers(title="commands", metavar="COMMAND")
+    for name, (_, summary) in COMMANDS.items():
+        commands.add_parser(name, help=summary)
+    args = overview.parse_args(arguments)
+    if not args.version:
+        overview.print_help()
+        return 2
+    from shoal._version import __version__
+
+    print(f"shoal {__version__}")
+    return 0
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    module_name, summary = COMMANDS[name]
+    command = cast(Command, importlib.import_module(module_name))
+    parser = argparse.ArgumentParser(prog=f"shoal {name}", description=f"{summary[0].upper()}{summary[1:]}.")
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))

@@ -1,0 +1,172 @@
+"""What the agents print, on one terminal or in one log: whole lines, each with the rank of who said it.
+
+A line is written when it is complete, so that lines of different agents never mix. What an agent has not finished yet,
+a prompt or a progress bar that redraws itself with a carriage return, is a *state*: on a terminal the lowest rank's state
+stays on the bottom line, below the lines; in a file one is kept every ten seconds. Everything is bytes: what agents print
+is not decoded, and need not be text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+STDOUT = 1
+STDERR = 2
+
+REDRAW_SECONDS = 0.1
+_STATE_IN_FILE_SECONDS = 10.0
+_KEPT_LINES = 10
+_LONGEST_LINE = 1 << 16
+_BREAK = re.compile(rb"\r*\n|\r+(?=[^\r\n])")
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+_ERASE = b"\r\x1b[K"
+
+
+@dataclass
+class _Stream:
+    tail: bytes = b""
+    state: bytes = b""
+    state_written: float = field(default_factory=time.monotonic)
+
+
+class AgentOutput:
+    """Writes what agents print on their ``STDOUT`` and ``STDERR`` to this process's own, prefixed by rank."""
+
+    def __init__(self, out: int = STDOUT, err: int = STDERR) -> None:
+        self._descriptors = {STDOUT: out, STDERR: err}
+        self._is_terminal = {stream: os.isatty(fd) for stream, fd in self._descriptors.items()}
+        self._streams: dict[tuple[int, int], _Stream] = {}
+        self._last_lines: dict[int, deque[bytes]] = {}
+        self._broken: set[int] = set()
+        self._shown = b""
+        self._redraw_at: float | None = None
+
+    def feed(self, rank: int, stream: int, data: bytes) -> bool:
+        """Take what ``rank`` printed; False if our own ``stream`` is closed and nobody will ever read it."""
+        source = self._streams.setdefault((rank, stream), _Stream())
+        text = source.tail + data
+        lines = []
+        start = 0
+        for found in _BREAK.finditer(text):
+            piece = text[start : found.start()]
+            start = found.end()
+            if found.group().endswith(b"\n"):
+                lines.append(piece)
+                source.state = b""
+            elif piece:
+                source.state = piece
+        source.tail = text[start:]
+        while len(source.tail) > _LONGEST_LINE:
+            cut = _character_boundary(source.tail, _LONGEST_LINE)
+            lines.append(source.tail[:cut])
+            source.tail = source.tail[cut:]
+        if self._is_terminal[stream]:
+            self._plan_redraw()
+        elif source.state and time.monotonic() - source.state_written >= _STATE_IN_FILE_SECONDS:
+            source.state_written = time.monotonic()
+            lines.append(source.state)
+            source.state = b""
+        self._write_lines(rank, stream, lines)
+        return stream not in self._broken
+
+    def end(self, rank: int, stream: int) -> None:
+        """``rank`` prints nothing more: write what it left without a newline."""
+        source = self._streams.pop((rank, stream), None)
+        rest = source.tail.rstrip(b"\r") if source else b""
+        if rest:
+            self._write_lines(rank, stream, [rest])
+        self._plan_redraw()
+
+    def say(self, text: str) -> None:
+        """Write a message of the launcher's own to stderr."""
+        self._write(STDERR, f"{text}\n".encode(errors="backslashreplace"))
+
+    def last_lines(self, rank: int) -> list[bytes]:
+        """The last lines that ``rank`` wrote to stderr, without their newlines."""
+        return list(self._last_lines.get(rank, ()))
+
+    def next_redraw(self) -> float | None:
+        """When to call ``redraw``, in ``time.monotonic()``; None if there is nothing to draw."""
+        return self._redraw_at
+
+    def redraw(self) -> None:
+        """Bring the bottom line of the terminal up to date, if it is time."""
+        if self._redraw_at is None or time.monotonic() < self._redraw_at:
+            return
+        self._redraw_at = None
+        stream, state = self._current_state()
+        if state != self._shown:
+            self._write(stream, state)
+            self._shown = state
+
+    def close(self) -> None:
+        """Take the state off the bottom line."""
+        self._write(STDERR, b"")
+
+    def _plan_redraw(self) -> None:
+        if self._redraw_at is None and any(self._is_terminal.values()):
+            self._redraw_at = time.monotonic() + REDRAW_SECONDS
+
+    def _current_state(self) -> tuple[int, bytes]:
+        for (rank, stream), source in sorted(self._streams.items()):
+            state = source.tail.rstrip(b"\r") or source.state
+            if state and self._is_terminal[stream]:
+                return stream, self._prefix(rank, stream) + self._fitting(stream, state, len(f"[{rank}] "))
+        return STDERR, b""
+
+    def _fitting(self, stream: int, state: bytes, used: int) -> bytes:
+        try:
+            columns = os.get_terminal_size(self._descriptors[stream]).columns
+        except OSError:
+            columns = 0
+        # A state that wraps could not be erased; a terminal of unknown width (0) gets 80 columns.
+        return state.decode(errors="replace")[: max(0, (columns or 80) - used - 1)].encode()
+
+    def _prefix(self, rank: int, stream: int) -> bytes:
+        if not self._is_terminal[stream] or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+            return b"[%d] " % rank
+        return b"\x1b[%dm[%d]\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
+
+    def _write_lines(self, rank: int, stream: int, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        if stream == STDERR:
+            self._last_lines.setdefault(rank, deque(maxlen=_KEPT_LINES)).extend(lines)
+        prefix = self._prefix(rank, stream)
+        self._write(stream, b"".join(prefix + line + b"\n" for line in lines))
+
+    def _write(self, stream: int, data: bytes) -> None:
+        if self._shown and self._is_terminal[stream]:
+            self._shown = b""
+            self._plan_redraw()
+            data = _ERASE + data
+        if not data or stream in self._broken:
+            return
+        try:
+            _write_all(self._descriptors[stream], data)
+        except OSError:
+            # Nobody reads any more (``shoal run ... | head``, or a terminal that was closed).
+            self._broken.add(stream)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:
+            # Somebody who shares the terminal has made it non-blocking.
+            select.select([], [descriptor], [])
+
+
+def _character_boundary(data: bytes, limit: int) -> int:
+    """The last position up to ``limit`` that does not cut a UTF-8 character, or ``limit`` if this is no UTF-8."""
+    for cut in range(limit, limit - 4, -1):
+        if data[cut] & 0xC0 != 0x80:
+            return cut
+    return limit

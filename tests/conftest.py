@@ -1,0 +1,27 @@
+"""Fixtures of the contract suite: every test that takes ``transport`` runs over threads, shared memory and TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+from support.leftovers import nothing_is_left
+from support.transport_counts import TRANSPORTS
+
+import shoal
+
+pytest_plugins = ["support.transport_counts", "pytester"]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.transport(name)) for name in TRANSPORTS])
+def transport(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of a transport. The test leaves no thread and no descriptor behind, or fails."""
+    with nothing_is_left():
+        yield request.param
+
+
+@pytest.fixture
+def fleet(transport: str) -> Callable[..., shoal.Fleet]:
+    """Makes fleets over the transport; a wait that should not be there ends after 20 s instead of 300."""
+    return partial(shoal.Fleet, transport=transport, timeout=20.0)

@@ -1,0 +1,1 @@
+"""What the tests share: a reference in plain tensors, sample tensors, and ways to run fleets and to look at them."""

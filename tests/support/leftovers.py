@@ -1,0 +1,47 @@
+"""What a test leaves behind: threads and descriptors of this process, compared before and after."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    """Whether the condition came true in time."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def descriptors() -> dict[str, str]:
+    """The open descriptors of this process, and what each is."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found[entry.name] = os.readlink(entry)  # noqa: PTH115 - what a socket or a memfd "links" to is no path
+        except FileNotFoundError:
+            continue  # the one that lists the directory
+    return found
+
+
+@contextmanager
+def nothing_is_left() -> Iterator[None]:
+    """No more threads and no other descriptors after the block than before it."""
+    threads, opened = set(threading.enumerate()), set(descriptors().items())
+    yield
+    # A thread that has done its work may still be on its way out of the interpreter.
+    assert wait_until(lambda: set(threading.enumerate()) <= threads), f"threads left: {threading.enumerate()}"
+    left = set(descriptors().items()) - opened
+    assert not left, f"descriptors left: {sorted(left)}"
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is backed by pages now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -1,0 +1,98 @@
+"""What the operations must compute, in plain tensors, to the last bit.
+
+A weighted sum is taken in one order: the agent's own term, then the sources by ascending rank, each one fused
+multiply-add with the product r s taken in double precision; in float32 for 16-bit tensors and rounded once at the end;
+for complex tensors on the real and imaginary parts. A reduction goes over all agents by ascending rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import networkx as nx
+import torch
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, in the order of its elements."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal dtype, equal shape and equal bytes; so a NaN equals the same NaN, and 0.0 is not -0.0."""
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
+
+
+def weighted(
+    own: torch.Tensor, self_weight: float, terms: Mapping[int, tuple[float, torch.Tensor]]
+) -> torch.Tensor:
+    """``self_weight own + sum of weight x``, where ``terms`` is {source: (weight, x)}."""
+    own = own.detach().resolve_conj().resolve_neg().contiguous()
+    flat = _wide(own) * float(self_weight)
+    for source in sorted(terms):
+        weight, tensor = terms[source]
+        flat = torch.add(flat, _wide(tensor.detach().resolve_conj().resolve_neg().contiguous()), alpha=float(weight))
+    if own.is_complex():
+        return torch.view_as_complex(flat)
+    return flat.to(own.dtype)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def averaged_over(
+    graph: nx.DiGraph, inputs: Sequence[torch.Tensor], *, is_weighted: bool
+) -> list[torch.Tensor]:
+    """What a round over a static graph gives each agent; edge (j, i) carries W[i, j]."""
+    results = []
+    for rank, own in enumerate(inputs):
+        sources = sorted(set(graph.predecessors(rank)) - {rank})
+        if is_weighted:
+            self_weight = graph.edges[rank, rank].get("weight", 1.0) if graph.has_edge(rank, rank) else 0.0
+            terms = {j: (graph.edges[j, rank].get("weight", 1.0), inputs[j]) for j in sources}
+        else:
+            self_weight = 1.0 / (len(sources) + 1)
+            terms = {j: (self_weight, inputs[j]) for j in sources}
+        results.append(weighted(own, self_weight, terms))
+    return results
+
+
+def reduced(how: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The reduction over all inputs, by ascending rank."""
+    dtype = inputs[0].dtype
+    wide = [one.float() if dtype in HALF else one for one in inputs]
+    total = wide[0].clone()
+    for term in wide[1:]:
+        if how in ("sum", "average"):
+            total = total + term
+        elif how == "product":
+            total = total * term
+        else:
+            total = torch.minimum(total, term) if how == "min" else torch.maximum(total, term)
+    if how == "average":
+        parts = torch.view_as_real(total) / len(inputs) if dtype.is_complex else total / len(inputs)
+        total = torch.view_as_complex(parts) if dtype.is_complex else parts
+    return total.to(dtype)
+
+
+def push_pull(
+    inputs: Sequence[torch.Tensor],
+    self_weights: Sequence[float],
+    receive: Sequence[Mapping[int, float]],
+    send: Sequence[Mapping[int, float]],
+) -> list[torch.Tensor]:
+    """Equation 10 of the BlueFog paper: ``receive[i]`` is {source j: r_ij} and ``send[j]`` is {destination i: s_ij}."""
+    return [
+        weighted(own, self_weights[i], {j: (float(r) * float(send[j][i]), inputs[j]) for j, r in receive[i].items()})
+        for i, own in enumerate(inputs)
+    ]
+
+
+def incoming(send: Sequence[Iterable[int]]) -> list[list[int]]:
+    """Who sends to each agent, given whom each sends to."""
+    return [sorted(j for j, destinations in enumerate(send) if i in destinations) for i in range(len(send))]
