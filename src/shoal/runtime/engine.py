@@ -11,10 +11,7 @@ sides raise. An agent that has waited a moment for a message asks the sender whe
 will not send denies it (DENY): that finds a disagreement in milliseconds that would otherwise end in the deadline, and
 costs nothing in a round where everybody comes.
 
-One thread at a time drives: it polls the sockets and resumes the operations whose messages have come. A caller that
-waits takes the wheel itself, so that a small blocking operation involves no other thread; otherwise the progress thread
-has it, so that nonblocking operations go on while the caller computes. After a caller has driven, the progress thread
-stays away for ``LINGER`` seconds, since the next call is probably near.
+Who drives is in ``wheel.py``.
 
 Rejected: asyncio (a callback costs more than a small operation has), a thread for each operation, and doing all in the
 progress thread (two thread switches for each blocking call, under one interpreter lock).
@@ -25,7 +22,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -41,13 +37,12 @@ from ..transport.router import Router
 from ..transport.wire import DIED, WANTS_REPLY, Kind, Message, Payload
 from .events import Events
 from .membership import Membership
-from .operation import MORE, Arrived, Exchange, Handle, Lease, Operation, Send, Stage, Steps, describe
+from .operation import MORE, Arrived, Exchange, Handle, Lease, Operation, Stage, Steps, describe
+from .wheel import Wheel
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
 
-LINGER = 0.002
-"""Seconds for which the progress thread leaves the wheel to callers after one has driven."""
 ASK_AFTER = 0.02
 """Seconds without a message after which its sender is asked whether it will come."""
 STALL_AFTER = 30.0
@@ -81,12 +76,13 @@ class Engine:
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self.lock = threading.RLock()
         self.events = Events()
         self.membership = Membership(size)
         self.arena = Arena()
         self.pool = ResultPool()
         self.poller = Poller()
+        self.wheel = Wheel(self, self.poller, f"shoal-{rank}")
+        self.lock = self.wheel.lock
         self.router = Router(rank, self.poller, self, self.arena, self.pool)
         self.bytes_sent = 0
         self._channels: dict[str, Channel] = {}
@@ -101,20 +97,14 @@ class Engine:
         self._token = itertools.count(1)
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self._ended: ShoalError | None = None  # why no operation is possible any more
-        self._next_check = float("inf")
-        self._driver = 0
-        self._waiters = 0
-        self._last_driven = 0.0
-        self._turn = threading.Condition(self.lock)
-        self._progress_turn = threading.Condition(self.lock)
+        self.next_check = float("inf")
         self._closing = False
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._progress, name=f"shoal-{rank}", daemon=True)
 
     # Submitting
 
     def start(self) -> None:
-        self._thread.start()
+        self.wheel.start()
 
     def submit(
         self,
@@ -155,12 +145,9 @@ class Engine:
         operation.generator = steps(operation)
         self._resume(operation, None)
         with self.lock:
-            if not self._driver:
-                self._progress_turn.notify()
-            elif self._driver != threading.get_ident():
-                self.poller.wake()
-        if handle.done:
-            self._run_callbacks()
+            self.wheel.submitted()
+        if self._callbacks:
+            self.after()
         return handle
 
     def _check_open(self, op: str) -> None:
@@ -245,7 +232,7 @@ class Engine:
         if stage.complete:
             self._ready.append(operation)
         else:
-            self._next_check = min(self._next_check, time.monotonic() + ASK_AFTER)
+            self.next_check = min(self.next_check, time.monotonic() + ASK_AFTER)
 
     @staticmethod
     def _partners(exchange: Exchange) -> set[int]:
@@ -365,8 +352,7 @@ class Engine:
         if handle._callbacks:
             self._callbacks.extend((callback, handle) for callback in handle._callbacks)
             handle._callbacks = []
-        if self._waiters:
-            self._turn.notify_all()
+        self.wheel.notify()
         if self.events:
             kind, detail = ("finished", "") if error is None else ("failed", f"{type(error).__name__}: {error}")
             self.events.emit(kind, operation.op, operation.name, operation.round, detail=detail)
@@ -542,12 +528,12 @@ class Engine:
 
     def on_closed(self, peer: int, cause: str) -> None:
         """A connection ended without a goodbye. Give the goodbye a moment if it may still be under way."""
-        if peer not in self.membership.view.alive or self._closing:
+        if peer not in self.membership.view.alive:
             self.router.drop(peer)
             return
         if peer not in self._suspects:
             self._suspects[peer] = (time.monotonic() + (0.0 if self.router.hears(peer) else LEAVE_GRACE), cause)
-        self._next_check = min(self._next_check, self._suspects[peer][0])
+        self.next_check = min(self.next_check, self._suspects[peer][0])
 
     def _on_gone(self, rank: int, cause: str, died: bool, told_by: int) -> None:
         """An agent died or left; tell the neighbours, and end what cannot be completed without it."""
@@ -596,7 +582,7 @@ class Engine:
 
     # Time
 
-    def _check(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Whatever is due: suspects, questions, stall reports, deadlines. Sets when to come back."""
         following = float("inf")
         for rank, (due, cause) in list(self._suspects.items()):
@@ -630,7 +616,7 @@ class Engine:
                     )
                 else:
                     following = min(following, operation.started + STALL_AFTER)
-        self._next_check = following
+        self.next_check = following
 
     def _deadline_error(self, operation: Operation) -> DeadlineExceeded:
         waiting, stage = operation.waiting_for, operation.stage
@@ -650,46 +636,24 @@ class Engine:
 
     # Driving
 
-    def drive_until(self, handle: Handle[Any], timeout: float | None = None) -> bool:
+    def wait_for(self, handle: Handle[Any], timeout: float | None = None) -> bool:
         """Wait until an operation has ended, driving if nobody else does. False when ``timeout`` came first."""
-        started = time.perf_counter_ns() if self.events else 0
-        limit = time.monotonic() + timeout if timeout is not None else float("inf")
-        me = threading.get_ident()
-        if self._driver == me:
+        if self.wheel.mine:
             raise RuntimeError(
                 f"waiting for {handle.operation} inside a callback or listener of Shoal would never end: start "
                 "operations there, and wait for them elsewhere"
             )
-        with self.lock:
-            self._waiters += 1
-            try:
-                while not handle.done and self._driver:
-                    self.poller.wake()
-                    rest = min(limit - time.monotonic(), 60.0)
-                    if rest <= 0:
-                        return False
-                    self._turn.wait(rest)
-                if handle.done:
-                    return True
-                self._driver = me
-            finally:
-                self._waiters -= 1
-        try:
-            self._drive(lambda: handle.done, limit)
-        finally:
-            with self.lock:
-                self._driver = 0
-                self._last_driven = time.monotonic()
-                if self._waiters:
-                    self._turn.notify_all()
-            self._run_callbacks()
+        started = time.perf_counter_ns() if self.events else 0
+        done = self.wheel.drive_until(
+            lambda: handle.done, time.monotonic() + timeout if timeout is not None else float("inf")
+        )
         if started:
             operation = handle.operation
             self.events.emit("waited", operation.op, operation.name, operation.round, started)
-        return handle.done
+        return done
 
-    def _drive(self, done: Callable[[], bool], limit: float) -> None:
-        poller, ready = self.poller, self._ready
+    def advance(self) -> None:
+        ready = self._ready
         while True:
             while ready:
                 operation = ready.popleft()
@@ -697,62 +661,37 @@ class Engine:
                 if stage is not None and operation.error is None:
                     self._resume(operation, stage.arrived)
             with self.lock:
-                self._flush()
-            if ready:
-                continue
-            if done():
+                if self.arena.retired:
+                    self.router.retire_memory()
+                while self._dirty:
+                    self._dirty.pop().flush()
+            if not ready:
                 return
-            now = time.monotonic()
-            if now >= limit:
-                return
-            due = poller.poll(max(0.0, min(self._next_check, limit, now + 60.0) - now))
-            with self.lock:
-                try:
-                    for callback, events in due:
-                        callback(events)
-                    self.router.inbox.drain(self)
-                except Exception:  # a fault of ours; an agent that no longer hears must not look as if it did
-                    log.exception("rank %d: the exchange failed", self.rank)
-                    self._broken("an internal error ended the exchange; its log says which")
-                except BaseException:
-                    self._broken("it was interrupted while it handled messages")
-                    raise
-                if time.monotonic() >= self._next_check:
-                    self._check(time.monotonic())
-            if self._callbacks:
-                self._run_callbacks()
 
-    def _broken(self, cause: str) -> None:
+    def handle(self, due: list[tuple[Callable[[int], None], int]]) -> None:
+        try:
+            for callback, events in due:
+                callback(events)
+            self.router.inbox.drain(self)
+        except Exception:  # a fault of ours; an agent that no longer hears must not look as if it did
+            log.exception("rank %d: the exchange failed", self.rank)
+            self._break("an internal error ended the exchange; its log says which")
+        except BaseException:
+            self._break("it was interrupted while it handled messages")
+            raise
+
+    def after(self) -> None:
+        while self._callbacks:
+            callback, handle = self._callbacks.popleft()
+            try:
+                callback(handle)
+            except Exception:
+                log.exception("a callback of %s failed", handle.operation)
+
+    def _break(self, cause: str) -> None:
         self._ended = self._ended or ShoalError(f"rank {self.rank}: {cause}; shut down and start again", (self.rank,))
         for operation in self._in_flight():
             self._fail(operation, self._ended)
-
-    def _flush(self) -> None:
-        if self.arena.retired:
-            self.router.retire_memory()
-        while self._dirty:
-            self._dirty.pop().flush()
-
-    def _progress(self) -> None:
-        """The progress thread: drives whenever no caller does."""
-        torch.set_num_threads(1)
-        me = threading.get_ident()
-        while True:
-            with self.lock:
-                while not self._closing and (self._driver or self._waiters or self._lingering()):
-                    self._progress_turn.wait(LINGER if not self._driver else 1.0)
-                if self._closing:
-                    return
-                self._driver = me
-            try:
-                self._drive(lambda: bool(self._waiters) or self._closing, float("inf"))
-            finally:
-                with self.lock:
-                    self._driver = 0
-                    self._turn.notify_all()
-
-    def _lingering(self) -> bool:
-        return time.monotonic() - self._last_driven < LINGER and not self._dirty and not self._ready
 
     def add_callback(self, handle: Handle[Any], callback: Callable[[Handle[Any]], None]) -> bool:
         with self.lock:
@@ -761,68 +700,41 @@ class Engine:
             handle._callbacks.append(callback)
             return True
 
-    def _run_callbacks(self) -> None:
-        while self._callbacks:
-            callback, handle = self._callbacks.popleft()
-            try:
-                callback(handle)
-            except Exception:
-                log.exception("a callback of %s failed", handle.operation)
-
     # The end
 
     def close(self, deadline: float, farewell: str = "", died: bool = False) -> None:
         """Say goodbye, give others what they still wait for, and free everything."""
+        if self.wheel.mine:
+            raise RuntimeError("shoal.shutdown() cannot be called from a callback of Shoal")
+        gone = NotInitialized("this agent has shut down while the operation was in flight; wait for its handle first")
         with self.lock:
             if self._closing:
                 return
-            if self._driver == threading.get_ident():
-                raise RuntimeError("shoal.shutdown() cannot be called from a callback of Shoal")
-            gone = NotInitialized(
-                "this agent has shut down while the operation was in flight; wait for its handle first"
-            )
             for operation in self._in_flight():
-                if operation.stage is None or operation.stage.posted:
+                if died or operation.stage is None or operation.stage.posted:
                     self._fail(operation, gone)
-        if not died:
-            self._drive_while(lambda: bool(self._tokens or self._in_flight()), deadline)
-        with self.lock:
-            self._closing_notice(farewell, died)
-        self._drive_while(lambda: not all(link.idle for link in self.router.links.values()), deadline)
-        with self.lock:
             self._closing = True
+        self._drain(lambda: not self._tokens and not self._in_flight(), deadline)
+        with self.lock:
+            notice = farewell or "it called shoal.shutdown()"
+            for peer in list(self.router.links):
+                self._say(peer, Message(Kind.NOTICE, token=self.rank, flags=DIED if died else 0, text=notice))
+        self._drain(lambda: all(link.idle for link in self.router.links.values()), deadline)
+        with self.lock:
             for operation in self._in_flight():
                 self._fail(operation, gone)
-            self._progress_turn.notify_all()
-            self._turn.notify_all()
-            self.poller.wake()
-        self._thread.join()
-        with self.lock:
-            self.router.close()
-            self.arena.close()
-            self.pool.clear()
-            self.poller.close()
+        self.wheel.stop()
+        self.after()
+        self.router.close()
+        self.arena.close()
+        self.pool.clear()
+        self.poller.close()
 
-    def _closing_notice(self, farewell: str, died: bool) -> None:
-        notice = farewell or "it called shoal.shutdown()"
-        for peer in list(self.router.links):
-            self._say(peer, Message(Kind.NOTICE, token=self.rank, flags=DIED if died else 0, text=notice))
-
-    def _drive_while(self, busy: Callable[[], bool], deadline: float) -> None:
-        while busy() and self._ended is None and time.monotonic() < deadline:
-            with self.lock:
-                if self._driver:
-                    self.poller.wake()
-                    self._waiters += 1
-                    self._turn.wait(0.01)
-                    self._waiters -= 1
-                    continue
-                self._driver = threading.get_ident()
-            try:
-                self._drive(lambda: not busy(), min(deadline, time.monotonic() + 0.05))
-            finally:
-                with self.lock:
-                    self._driver = 0
+    def _drain(self, drained: Callable[[], bool], deadline: float) -> None:
+        """Drive until the others have what they need, unless this agent's exchange has failed."""
+        if not self.wheel.started:
+            return
+        self.wheel.drive_until(lambda: drained() or self._ended is not None, deadline)
 
     def abandon_in_child(self) -> None:
         """In a forked child: close what would keep this agent's end from being noticed. Touches no lock."""
@@ -831,6 +743,3 @@ class Engine:
                 os.close(fd)
             except OSError:
                 pass
-
-
-__all__ = ["Engine", "Send"]

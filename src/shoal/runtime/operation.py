@@ -191,7 +191,7 @@ class Handle(Generic[T]):
             timeout: Seconds to wait at most. The operation's own deadline holds in any case; reaching this one raises
                 :class:`~shoal.DeadlineExceeded` here and leaves the operation in flight.
         """
-        if not self.done and not self._engine.drive_until(self, timeout):
+        if not self.done and not self._engine.wait_for(self, timeout):
             missing = self.operation.waiting_for
             raise DeadlineExceeded(
                 f"{self.operation} is not done after {timeout:g} s; it waits for ranks {missing} and goes on", missing

@@ -1,0 +1,348 @@
+"""Starts the agents of one machine, minds them to their end, and leaves nothing behind.
+
+Everything happens in the main thread, in one loop over the agents' pipes and a wake-up pipe through which signals and
+deaths arrive. No thread is needed, and must not be: the kernel ends an agent together with the *thread* that forked it.
+
+Each agent leads a session of its own, as under torchrun. So a Ctrl-C reaches the launcher alone, which passes it on
+exactly once; and what an agent leaves behind (the workers of a data loader) is its process group and can be found.
+Unlike a process group in the background, a session may still read the terminal, which a debugger in rank 0 does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any
+
+from .agent_output import STDERR, STDOUT, AgentOutput
+
+_PR_SET_PDEATHSIG = 1
+_CHUNK = 1 << 16
+# A pipe holds 64 KiB unless somebody enlarges it, at most to this.
+_MOST_IN_PIPE = 1 << 20
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# A terminal sends these to a whole process group, ``kill`` sends the others to one process.
+_GROUP_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one agent ended. ``code`` is its exit code, or minus the number of the signal that killed it."""
+
+    rank: int
+    pid: int
+    code: int
+    seconds: float
+
+    @property
+    def exit_status(self) -> int:
+        """The status that a shell would give: 128 + n for signal n."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def __str__(self) -> str:
+        how = f"exited with code {self.code}" if self.code >= 0 else f"was killed by {_signal_name(-self.code)}"
+        return f"rank {self.rank} (pid {self.pid}) {how} after {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class _Agent:
+    rank: int
+    process: subprocess.Popen[bytes]
+    started: float
+
+
+class AgentProcesses:
+    """The agents of this machine, as a context: on leaving it every one is gone, whatever happened.
+
+    Args:
+        output: where their output goes; None lets them write to the launcher's own stdout and stderr.
+        survive: let the others go on when one fails, instead of ending them.
+        grace: seconds between asking an agent to end and the next, harder step.
+    """
+
+    def __init__(self, output: AgentOutput | None, *, survive: bool, grace: float) -> None:
+        self._output = output
+        self._survive = survive
+        self._grace = grace
+        self._living: list[_Agent] = []
+        self._outcomes: list[Outcome] = []
+        self._first_failure: Outcome | None = None
+        self._helpers: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._pipes: dict[int, tuple[int, int]] = {}
+        # What follows if the agents do not end by themselves: when, and which signal. Not None once they are to end.
+        self._steps: list[tuple[float, signal.Signals]] | None = None
+        self._requested: signal.Signals | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wakeups = os.pipe()
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> AgentProcesses:
+        receiver, sender = self._wakeups
+        os.set_blocking(receiver, False)
+        os.set_blocking(sender, False)
+        self._selector.register(receiver, selectors.EVENT_READ, self._read_signals)
+        previous = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+        self._exits.callback(signal.set_wakeup_fd, previous)
+        for signum in (*_FORWARDED, signal.SIGCHLD, signal.SIGTSTP):
+            old = signal.getsignal(signum)
+            # What nohup, or a shell that starts a job in the background, has chosen to ignore stays ignored.
+            if old is signal.SIG_IGN and signum != signal.SIGCHLD:
+                continue
+            signal.signal(signum, _noted)
+            self._exits.callback(signal.signal, signum, signal.SIG_DFL if old is None else old)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._exits:
+            for agent in self._living:
+                _kill_group(agent.process)
+            for process in (*(agent.process for agent in self._living), *(process for _, process in self._helpers)):
+                process.kill()
+                process.wait()
+            for descriptor in list(self._pipes):
+                self._close_pipe(descriptor)
+            self._selector.close()
+            if self._output is not None:
+                self._output.close()
+        for descriptor in self._wakeups:
+            os.close(descriptor)
+
+    def start(self, rank: int, command: Sequence[str], environ: Mapping[str, str], *, keeps_stdin: bool) -> None:
+        """Start one agent. It is killed with the launcher, however that ends."""
+        pipe = subprocess.PIPE if self._output is not None else None
+        stdin = None if keeps_stdin else subprocess.DEVNULL
+        process = _start(command, env=environ, stdin=stdin, stdout=pipe, stderr=pipe)
+        self._living.append(_Agent(rank, process, time.monotonic()))
+        for stream, file in ((STDOUT, process.stdout), (STDERR, process.stderr)):
+            if file is None:
+                continue
+            # The pipe is read with os.read alone, and closed by descriptor: a file object would buffer.
+            descriptor = os.dup(file.fileno())
+            file.close()
+            os.set_blocking(descriptor, False)
+            self._pipes[descriptor] = (rank, stream)
+            self._selector.register(descriptor, selectors.EVENT_READ, partial(self._read_pipe, descriptor))
+
+    def start_helper(self, name: str, command: Sequence[str], descriptor: int) -> None:
+        """Start a process that serves the agents with an inherited descriptor, and ends with the last of them."""
+        process = _start(command, stdin=subprocess.DEVNULL, pass_fds=(descriptor,))
+        self._helpers.append((name, process))
+
+    def mind(self) -> int:
+        """Wait for the end of all agents; return the exit status of the job (see docs/launching.md)."""
+        while self._living:
+            for key, _ in self._selector.select(self._patience()):
+                key.data()
+            self._take_due_step()
+            self._reap()
+            if self._output is not None:
+                self._output.redraw()
+        self._drain(list(self._pipes))
+        return self._status()
+
+    def say(self, text: str) -> None:
+        """Tell the user something, on stderr."""
+        if self._output is not None:
+            self._output.say(f"shoal run: {text}")
+            return
+        with contextlib.suppress(OSError):
+            print(f"shoal run: {text}", file=sys.stderr, flush=True)
+
+    def _status(self) -> int:
+        lost = [outcome for outcome in sorted(self._outcomes, key=lambda one: one.rank) if outcome.code != 0]
+        if self._requested is not None:
+            return 128 + self._requested if lost else 0
+        if not lost:
+            return 0
+        if self._survive:
+            finished = len(self._outcomes) - len(lost)
+            self.say(f"{finished} of {len(self._outcomes)} agents finished; lost: {'; '.join(map(str, lost))}")
+            if finished:
+                return 0
+        return self._first_failure.exit_status if self._first_failure is not None else 1
+
+    def _patience(self) -> float | None:
+        due = [self._steps[0][0]] if self._steps else []
+        redraw = self._output.next_redraw() if self._output is not None else None
+        if redraw is not None:
+            due.append(redraw)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _read_signals(self) -> None:
+        for number in os.read(self._wakeups[0], 4096):
+            if number == signal.SIGTSTP:
+                self._suspend()
+            elif number != signal.SIGCHLD:
+                self._obey(signal.Signals(number))
+
+    def _obey(self, signum: signal.Signals) -> None:
+        if signum == signal.SIGINT and self._steps is not None:
+            self.say("interrupted again: killing the agents")
+            self._signal_agents(signal.SIGKILL)
+            return
+        if signum in (signal.SIGINT, signal.SIGTERM) and self._steps is None:
+            self._requested = signum
+            again = " (Ctrl-C again kills them)" if signum == signal.SIGINT else ""
+            self.say(f"{_signal_name(signum)}: passed on, waiting for {self._count(len(self._living))} to end{again}")
+            self._end(signum)
+            return
+        self._signal_agents(signum)
+
+    def _end(self, first: signal.Signals) -> None:
+        harder = [signal.SIGTERM, signal.SIGKILL] if first == signal.SIGINT else [signal.SIGKILL]
+        now = time.monotonic()
+        self._steps = [(now + self._grace * (1 + i), signum) for i, signum in enumerate(harder)]
+        self._signal_agents(first)
+
+    def _take_due_step(self) -> None:
+        if not self._steps or time.monotonic() < self._steps[0][0]:
+            return
+        _, signum = self._steps.pop(0)
+        self.say(f"{self._count(len(self._living))} still there: sending {_signal_name(signum)}")
+        self._signal_agents(signum)
+
+    def _signal_agents(self, signum: signal.Signals) -> None:
+        for agent in self._living:
+            if signum == signal.SIGKILL:
+                _kill_group(agent.process)
+            elif signum in _GROUP_SIGNALS:
+                os.killpg(agent.process.pid, signum)
+            else:
+                os.kill(agent.process.pid, signum)
+
+    def _suspend(self) -> None:
+        """Ctrl-Z: the agents stop and go on with the launcher."""
+        for agent in self._living:
+            os.killpg(agent.process.pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for agent in self._living:
+            os.killpg(agent.process.pid, signal.SIGCONT)
+
+    def _reap(self) -> None:
+        ended = [(agent, code) for agent in self._living if (code := _exit_code(agent.process)) is not None]
+        for agent, code in ended:
+            if code != 0 or self._steps is not None:
+                # Before the agent is reaped, while its pid still stands for its group and nothing else.
+                _kill_group(agent.process)
+            self._drain([fd for fd, (rank, _) in self._pipes.items() if rank == agent.rank])
+            agent.process.wait()
+            self._living.remove(agent)
+        outcomes = [
+            Outcome(agent.rank, agent.process.pid, code, time.monotonic() - agent.started) for agent, code in ended
+        ]
+        # Of those seen in one glance, one that was killed did not fail because of another one's failure.
+        for outcome in sorted(outcomes, key=lambda one: (one.code >= 0, one.rank)):
+            self._outcomes.append(outcome)
+            if outcome.code != 0 and self._steps is None:
+                self._take_failure(outcome)
+        for name, process in self._helpers:
+            if self._living and process.returncode is None and process.poll() is not None:
+                self.say(f"{name} has ended (code {process.returncode}): agents can no longer find each other")
+
+    def _take_failure(self, outcome: Outcome) -> None:
+        self._first_failure = self._first_failure or outcome
+        others = len(self._living)
+        if others:
+            then = f"; {self._count(others)} {'goes' if others == 1 else 'go'} on" if self._survive else ""
+            then = then or f"; ending {self._count(others)}"
+        else:
+            then = ""
+        self.say(f"{outcome}{then}")
+        lines = self._output.last_lines(outcome.rank) if self._output is not None else []
+        if lines and len(self._outcomes) + others > 1:
+            text = "\n".join(f"    {line.decode(errors='backslashreplace')}" for line in lines)
+            self.say(f"the last lines of rank {outcome.rank} on stderr:\n{text}")
+        if not self._survive:
+            self._end(signal.SIGTERM)
+
+    def _count(self, agents: int) -> str:
+        return "1 agent" if agents == 1 else f"{agents} agents"
+
+    def _read_pipe(self, descriptor: int) -> bool:
+        """Pass on what is there, up to a chunk; False if there is nothing, or never will be again."""
+        if descriptor not in self._pipes or self._output is None:
+            return False
+        rank, stream = self._pipes[descriptor]
+        try:
+            data = os.read(descriptor, _CHUNK)
+        except BlockingIOError:
+            return False
+        if data and self._output.feed(rank, stream, data):
+            return True
+        # At the end of the pipe; or our own stdout is closed, and then the agent shall find its own closed too.
+        self._output.end(rank, stream)
+        self._close_pipe(descriptor)
+        return False
+
+    def _drain(self, descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            # Bounded, because a process that outlives the agent may hold the pipe and go on writing.
+            for _ in range(_MOST_IN_PIPE // _CHUNK):
+                if not self._read_pipe(descriptor):
+                    break
+
+    def _close_pipe(self, descriptor: int) -> None:
+        rank, stream = self._pipes.pop(descriptor)
+        if self._output is not None:
+            self._output.end(rank, stream)
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+
+
+def _noted(signum: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor says it all; but without a handler Python would not write to it."""
+
+
+def _start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    bind = _death_with(os.getpid())
+    return subprocess.Popen(command, start_new_session=True, preexec_fn=bind, **options)
+
+
+def _death_with(parent: int) -> Callable[[], None]:
+    """Make what the child calls between fork and exec, with everything looked up before the fork.
+
+    SIGKILL and not SIGTERM: when the launcher has been killed, nobody is left to insist.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    arguments = [ctypes.c_ulong(value) for value in (_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)]
+
+    def bind() -> None:
+        prctl(*arguments)
+        if os.getppid() != parent:
+            # The launcher died before the call, so its death will not be announced.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return bind
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """How an agent that is not yet reaped ended, as ``Popen.returncode`` has it; None if it lives."""
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

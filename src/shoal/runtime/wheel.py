@@ -1,0 +1,162 @@
+"""Who drives the exchange of an agent: one thread at a time polls the sockets and resumes what can go on.
+
+A caller that waits takes the wheel itself, so that a small blocking operation involves no other thread. Otherwise the
+progress thread has it, so that nonblocking operations go on while the caller computes. The progress thread steps aside
+for a moment whenever a caller submits or drives, since the next call is probably near: a burst of submissions leaves in
+few packets, and two threads do not pass the interpreter lock back and forth for each of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ..transport.poller import Poller
+
+AFTER_DRIVING = 0.002
+"""Seconds for which the progress thread leaves the wheel after a caller has driven."""
+AFTER_SUBMITTING = 0.0005
+"""Seconds for which it leaves it after a caller has submitted."""
+FOREVER = float("inf")
+
+
+class Vehicle(Protocol):
+    """What is driven."""
+
+    next_check: float
+    """``time.monotonic()`` at which ``check`` is due."""
+
+    def advance(self) -> None:
+        """Resume all operations that can go on, and hand what they send to the sockets. Without the lock."""
+
+    def handle(self, due: list[tuple[Callable[[int], None], int]]) -> None:
+        """Take what came. With the lock."""
+
+    def check(self, now: float) -> None:
+        """Look at the clock. With the lock."""
+
+    def after(self) -> None:
+        """Call back whoever asked for it. Without the lock."""
+
+
+class Wheel:
+    """Turn-taking between the callers and the progress thread. ``lock`` guards the tables of the vehicle too."""
+
+    def __init__(self, vehicle: Vehicle, poller: Poller, name: str) -> None:
+        self.lock = threading.RLock()
+        self.waiters = 0
+        self._vehicle = vehicle
+        self._poller = poller
+        self._driver = 0
+        self._keep_away = 0.0
+        self._aside = False
+        self._closing = False
+        self._turn = threading.Condition(self.lock)
+        self._progress_turn = threading.Condition(self.lock)
+        self._thread = threading.Thread(target=self._progress, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self.lock:
+            self._closing = True
+            self._progress_turn.notify_all()
+            self._turn.notify_all()
+            self._poller.wake()
+        if self.started:
+            self._thread.join()
+
+    @property
+    def started(self) -> bool:
+        return self._thread.ident is not None
+
+    @property
+    def mine(self) -> bool:
+        """The calling thread is driving right now."""
+        return self._driver == threading.get_ident()
+
+    def submitted(self) -> None:
+        """Something new is to be driven, soon. With the lock."""
+        if self._driver == 0:
+            self._keep_away = max(self._keep_away, time.monotonic() + AFTER_SUBMITTING)
+        elif self._driver == self._thread.ident:
+            self._keep_away = max(self._keep_away, time.monotonic() + AFTER_SUBMITTING)
+            if not self._aside:
+                self._aside = True
+                self._poller.wake()
+        elif self._driver != threading.get_ident():
+            self._poller.wake()
+
+    def notify(self) -> None:
+        """Something ended that a waiting thread may wait for. With the lock."""
+        if self.waiters:
+            self._turn.notify_all()
+
+    def drive_until(self, done: Callable[[], bool], limit: float = FOREVER) -> bool:
+        """Drive, or let others drive, until ``done()`` or the time ``limit``. Not for a thread that drives already."""
+        with self.lock:
+            self.waiters += 1
+            try:
+                while not done() and self._driver:
+                    rest = min(limit - time.monotonic(), 60.0)
+                    if rest <= 0:
+                        return False
+                    self._poller.wake()
+                    self._turn.wait(rest)
+                if done():
+                    return True
+                self._driver = threading.get_ident()
+            finally:
+                self.waiters -= 1
+        try:
+            self._drive(done, limit)
+        finally:
+            with self.lock:
+                self._driver = 0
+                self._keep_away = time.monotonic() + AFTER_DRIVING
+                self.notify()
+            self._vehicle.after()
+        return done()
+
+    def _drive(self, done: Callable[[], bool], limit: float) -> None:
+        vehicle, poller = self._vehicle, self._poller
+        while True:
+            vehicle.advance()
+            if done():
+                return
+            now = time.monotonic()
+            if now >= limit:
+                return
+            due = poller.poll(max(0.0, min(vehicle.next_check, limit, now + 60.0) - now))
+            with self.lock:
+                vehicle.handle(due)
+                now = time.monotonic()
+                if now >= vehicle.next_check:
+                    vehicle.check(now)
+            vehicle.after()
+
+    def _progress(self) -> None:
+        torch.set_num_threads(1)
+        me = threading.get_ident()
+        while True:
+            with self.lock:
+                self._aside = False
+                while not self._closing:
+                    away = self._keep_away - time.monotonic()
+                    if not self._driver and not self.waiters and away <= 0:
+                        break
+                    self._progress_turn.wait(max(away, AFTER_SUBMITTING) if not self._driver else AFTER_DRIVING)
+                if self._closing:
+                    return
+                self._driver = me
+            try:
+                self._drive(lambda: bool(self.waiters) or self._closing or self._aside, FOREVER)
+            finally:
+                with self.lock:
+                    self._driver = 0
+                    self._turn.notify_all()
