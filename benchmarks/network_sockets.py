@@ -206,18 +206,24 @@ def exchange_seconds(place: Place, b: Buffers, count: int, link: Any) -> float:
     return float(max(seconds, place.swap(seconds)))
 
 
-def compute_in_torch(stop: threading.Event) -> None:
+def measure_exchanges(place: Place, links: Links, repeats: int, part: str) -> Figures:
+    figures = {}
+    for size, (nbytes, count) in SIZES.items():
+        if part == "loopback" or size == "25 MiB":
+            timed = partial(exchange_seconds, place, Buffers(nbytes, place.rank), count)
+            figures[f"average {size} both ways"] = compare(links, timed, repeats)
+    return figures
+
+
+def compute(load: str, stop: threading.Event) -> None:
     model, batch = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(3)]), torch.randn(64, 512)
     while not stop.is_set():
-        model(batch).square().mean().backward()
-
-
-def compute_in_python(stop: threading.Event) -> None:
-    while not stop.is_set():
-        sum(i * i for i in range(1000))
-
-
-LOADS: dict[str, Any] = {"idle": threading.Event.wait, "in torch": compute_in_torch, "in Python": compute_in_python}
+        if load == "idle":
+            stop.wait()
+        elif load == "in torch":
+            model(batch).square().mean().backward()
+        else:
+            sum(i * i for i in range(1000))
 
 
 def beside(load: str, work: Callable[[], Any]) -> Any:
@@ -226,7 +232,7 @@ def beside(load: str, work: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1) as background:
         result = background.submit(work)
         result.add_done_callback(lambda _: stop.set())
-        LOADS[load](stop)
+        compute(load, stop)
         return result.result()
 
 
@@ -235,7 +241,7 @@ def measure_busy(place: Place, links: Links, repeats: int) -> Figures:
     figures = {}
     short, long = (partial(exchange_seconds, place, Buffers(n, place.rank), 1) for n in (8, 25 * MIB))
     cases = {"8 B, median": (short, 99, 50), "8 B, p99": (short, 200, 99), "25 MiB": (long, repeats, 50)}
-    for load, (what, case) in itertools.product(LOADS, cases.items()):
+    for load, (what, case) in itertools.product(("idle", "in torch", "in Python"), cases.items()):
         result = beside(load if place.rank == 0 else "idle", partial(compare, links, *case))
         figures[f"average {what}, main thread {load}"] = result
     return figures
@@ -265,10 +271,9 @@ def measure_memory(place: Place, links: Links) -> Figures:
 def worker(place: Place, namespace: str, part: str, store: str, options: argparse.Namespace, results: Any) -> None:
     if namespace:
         with Path(f"/run/netns/{namespace}").open() as file:
-            ctypes.CDLL(None).setns(file.fileno(), 0)
+            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0, "setns needs root"
     os.environ["GLOO_SOCKET_IFNAME"] = "veth0" if namespace else "lo"
     torch.set_num_threads(1)
-    figures: Figures = {}
     links: Links = {
         "tcp": TcpLink(place, options.chunk * KIB, options.buffer * KIB, options.sockets),
         "zmq": ZmqLink(place, options.chunk * KIB, options.buffer * KIB),
@@ -278,11 +283,7 @@ def worker(place: Place, namespace: str, part: str, store: str, options: argpars
     elif part == "busy":
         figures = measure_busy(place, links, options.repeats)
     else:
-        links["gloo"] = GlooLink(place, store)
-        for size, (nbytes, count) in SIZES.items():
-            if part == "loopback" or size == "25 MiB":
-                timed = partial(exchange_seconds, place, Buffers(nbytes, place.rank), count)
-                figures[f"average {size} both ways"] = compare(links, timed, options.repeats)
+        figures = measure_exchanges(place, links | {"gloo": GlooLink(place, store)}, options.repeats, part)
     if place.rank == 0:
         results.send(figures)
     place.swap()
@@ -327,37 +328,37 @@ def wire() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], check=False, stderr=subprocess.DEVNULL)
 
 
-def victim(port: int, zmq_port: int) -> None:
-    ballast = torch.ones(25_000_000)  # a training process has memory to give back before its sockets close
-    sock, peer = socket.create_connection(("127.0.0.1", port)), zmq.Context().socket(zmq.PAIR)
-    peer.connect(f"tcp://127.0.0.1:{zmq_port}")
-    sock.sendall(b"ready")
-    peer.send(b"ready")
-    signal.pause()
-    del ballast
-
-
-def noticed_after(kind: str) -> float:
+def noticed_after(way: str) -> float:
     """Seconds from the SIGKILL of a peer until the survivor's socket says so."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as pair, socket.create_server(("127.0.0.1", 0)) as listener:
         monitor = pair.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        ports = listener.getsockname()[1], pair.bind_to_random_port("tcp://127.0.0.1")
-        process = multiprocessing.get_context("fork").Process(target=victim, args=ports, daemon=True)
-        process.start()
+        addresses = listener.getsockname(), f"tcp://127.0.0.1:{pair.bind_to_random_port('tcp://127.0.0.1')}"
+        victim = multiprocessing.get_context("fork").Process(target=wait_for_death, args=addresses, daemon=True)
+        victim.start()
         with listener.accept()[0] as sock:
             assert sock.recv(5) == pair.recv() == b"ready"
-            waits = {
-                "tcp": partial(sock.recv, 1),
-                "zmq, its monitor": monitor.recv_multipart,
-                "zmq, 2 s of poll": partial(pair.poll, 2000),
-            }
             start = time.perf_counter()
-            process.kill()
-            waits[kind]()
+            victim.kill()
+            if way == "tcp":
+                sock.recv(1)
+            elif way == "zmq, its monitor":
+                monitor.recv_multipart()
+            else:
+                pair.poll(2000)
             seconds = time.perf_counter() - start
-        process.join()
+        victim.join()
         pair.disable_monitor()
         return seconds
+
+
+def wait_for_death(address: tuple[str, int], zmq_address: str) -> None:
+    ballast = torch.ones(25_000_000)  # a training process has memory to give back before its sockets close
+    sock, pair = socket.create_connection(address), zmq.Context().socket(zmq.PAIR)
+    pair.connect(zmq_address)
+    sock.sendall(b"ready")
+    pair.send(b"ready")
+    signal.pause()
+    del ballast
 
 
 def main() -> None:
@@ -373,8 +374,8 @@ def main() -> None:
     print(f"load average {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
     for part in options.only:
         if part == "death":
-            kinds = {kind: kind for kind in ("tcp", "zmq, its monitor", "zmq, 2 s of poll")}
-            figures = {"SIGKILL noticed after": compare(kinds, noticed_after, options.repeats)}
+            ways = {way: way for way in ("tcp", "zmq, its monitor", "zmq, 2 s of poll")}
+            figures = {"SIGKILL noticed after": compare(ways, noticed_after, options.repeats)}
         elif part == "wire":
             with wire() as namespaces:
                 figures = run_pair(part, "10.77.0.1", namespaces, options)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from support.leftovers import nothing_is_left
-from support.transport_counts import TRANSPORTS
 
 import shoal
+from support import TRANSPORTS
+from support.leftovers import nothing_is_left
 
 pytest_plugins = ["support.transport_counts", "pytester"]
 

@@ -25,9 +25,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
 
 
-def weighted(
-    own: torch.Tensor, self_weight: float, terms: Mapping[int, tuple[float, torch.Tensor]]
-) -> torch.Tensor:
+def weighted(own: torch.Tensor, self_weight: float, terms: Mapping[int, tuple[float, torch.Tensor]]) -> torch.Tensor:
     """``self_weight own + sum of weight x``, where ``terms`` is {source: (weight, x)}."""
     own = own.detach().resolve_conj().resolve_neg().contiguous()
     flat = _wide(own) * float(self_weight)
@@ -45,9 +43,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def averaged_over(
-    graph: nx.DiGraph, inputs: Sequence[torch.Tensor], *, is_weighted: bool
-) -> list[torch.Tensor]:
+def averaged_over(graph: nx.DiGraph, inputs: Sequence[torch.Tensor], *, is_weighted: bool) -> list[torch.Tensor]:
     """What a round over a static graph gives each agent; edge (j, i) carries W[i, j]."""
     results = []
     for rank, own in enumerate(inputs):

@@ -11,7 +11,8 @@ from collections.abc import Generator
 
 import pytest
 
-TRANSPORTS = ("threads", "shared_memory", "network")
+from . import TRANSPORTS
+
 _counts = pytest.StashKey[Counter[str]]()
 
 

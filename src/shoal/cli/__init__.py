@@ -1,7 +1,7 @@
 """The command ``shoal``: one module for each subcommand, imported only when it is asked for.
 
-A subcommand is a line in ``COMMANDS`` and a module with ``add_arguments(parser)`` and ``run(args)``, whose result is the
-exit status.
+A subcommand is a line in ``COMMANDS`` and a module with ``add_arguments(parser)`` and ``run(args)``, whose result is
+the exit status.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What the agents print, on one terminal or in one log: whole lines, each with the rank of who said it.
 
 A line is written when it is complete, so that lines of different agents never mix. What an agent has not finished yet,
-a prompt or a progress bar that redraws itself with a carriage return, is a *state*: on a terminal the lowest rank's state
-stays on the bottom line, below the lines; in a file one is kept every ten seconds. Everything is bytes: what agents print
-is not decoded, and need not be text.
+a prompt or a progress bar that redraws itself with a carriage return, is a *state*: on a terminal the lowest rank's
+state stays on the bottom line, below the lines; in a file one of a progress bar's is kept every ten seconds. Everything
+is bytes: what agents print is not decoded, and need not be text.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class AgentProcesses:
         if signum in (signal.SIGINT, signal.SIGTERM) and self._steps is None:
             self._requested = signum
             again = " (Ctrl-C again kills them)" if signum == signal.SIGINT else ""
-            self.say(f"{_signal_name(signum)}: passed on, waiting for {self._count(len(self._living))} to end{again}")
+            self.say(f"{_signal_name(signum)}: passed on, waiting for {_count(len(self._living))} to end{again}")
             self._end(signum)
             return
         self._signal_agents(signum)
@@ -211,7 +211,7 @@ class AgentProcesses:
         if not self._steps or time.monotonic() < self._steps[0][0]:
             return
         _, signum = self._steps.pop(0)
-        self.say(f"{self._count(len(self._living))} still there: sending {_signal_name(signum)}")
+        self.say(f"{_count(len(self._living))} still there: sending {_signal_name(signum)}")
         self._signal_agents(signum)
 
     def _signal_agents(self, signum: signal.Signals) -> None:
@@ -255,21 +255,14 @@ class AgentProcesses:
     def _take_failure(self, outcome: Outcome) -> None:
         self._first_failure = self._first_failure or outcome
         others = len(self._living)
-        if others:
-            then = f"; {self._count(others)} {'goes' if others == 1 else 'go'} on" if self._survive else ""
-            then = then or f"; ending {self._count(others)}"
-        else:
-            then = ""
-        self.say(f"{outcome}{then}")
+        then = "letting the rest go on" if self._survive else "ending the rest"
+        self.say(f"{outcome}; {then} ({_count(others)})" if others else str(outcome))
         lines = self._output.last_lines(outcome.rank) if self._output is not None else []
-        if lines and len(self._outcomes) + others > 1:
+        if lines:
             text = "\n".join(f"    {line.decode(errors='backslashreplace')}" for line in lines)
             self.say(f"the last lines of rank {outcome.rank} on stderr:\n{text}")
         if not self._survive:
             self._end(signal.SIGTERM)
-
-    def _count(self, agents: int) -> str:
-        return "1 agent" if agents == 1 else f"{agents} agents"
 
     def _read_pipe(self, descriptor: int) -> bool:
         """Pass on what is there, up to a chunk; False if there is nothing, or never will be again."""
@@ -283,7 +276,6 @@ class AgentProcesses:
         if data and self._output.feed(rank, stream, data):
             return True
         # At the end of the pipe; or our own stdout is closed, and then the agent shall find its own closed too.
-        self._output.end(rank, stream)
         self._close_pipe(descriptor)
         return False
 
@@ -339,6 +331,10 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _count(agents: int) -> str:
+    return "1 agent" if agents == 1 else f"{agents} agents"
 
 
 def _signal_name(number: int) -> str:

@@ -30,14 +30,14 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
-from ..transport.link import Link, Published
+from ..transport.link import Lease, Link, Published
 from ..transport.memory import Arena, ResultPool
 from ..transport.poller import Poller
 from ..transport.router import Router
 from ..transport.wire import DIED, WANTS_REPLY, Kind, Message, Payload
 from .events import Events
 from .membership import Membership
-from .operation import MORE, Arrived, Exchange, Handle, Lease, Operation, Stage, Steps, describe
+from .operation import MORE, Arrived, Exchange, Handle, Operation, Send, Stage, Steps, describe
 from .wheel import Wheel
 
 log = logging.getLogger("shoal")
@@ -90,7 +90,7 @@ class Engine:
         self._early: dict[tuple[str, int], dict[tuple[int, int], Message]] = {}
         self._asks: dict[tuple[str, int], set[tuple[int, int]]] = {}
         self._tombstones: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._suspects: dict[int, tuple[float, str]] = {}
+        self._suspects: dict[int, tuple[float, str, bool]] = {}
         self._ready: deque[Operation] = deque()
         self._dirty: set[Link] = set()
         self._callbacks: deque[tuple[Callable[[Handle[Any]], None], Handle[Any]]] = deque()
@@ -163,13 +163,13 @@ class Engine:
         """Copy a tensor to where other agents can read it, flat, until they all have and the operation has ended."""
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes <= PUBLISH_BYTES and tensor.device.type == "cpu":
-            return Published(tensor.detach().contiguous().view(-1).clone())
+            return Published(tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format))
         region = self.arena.allocate(nbytes)
         lease = Lease(self.arena, region)
         operation.leases.append(lease)
         data = region.as_tensor(tensor.dtype, tensor.numel())
         data.view(tensor.shape).copy_(tensor.detach())
-        return Published(data, region)
+        return Published(data, region, lease)
 
     # The life of an operation
 
@@ -206,9 +206,13 @@ class Engine:
         stage = Stage(number, exchange, set(exchange.sources), {})
         operation.stage = stage
         operation.next_stage = number + 1
-        gone = [rank for rank in self._partners(exchange) if rank not in self.membership.view.alive]
-        if gone or self._ended is not None:
-            self._fail(operation, self._ended or self._lost_error(operation, gone))
+        if self.membership.view.epoch:
+            gone = [rank for rank in self._partners(exchange) if rank not in self.membership.view.alive]
+            if gone:
+                self._fail(operation, self._ended or self._lost_error(operation, gone))
+                return
+        if self._ended is not None:
+            self._fail(operation, self._ended)
             return
         channel = self._channels[operation.name]
         key = (operation.name, operation.round)
@@ -247,10 +251,15 @@ class Engine:
     def _post(self, channel: Channel, operation: Operation, stage: Stage) -> None:
         exchange = stage.exchange
         listening = bool(self.events)
+        often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
+        message: Message | None = None
+        last: Send | None = None
         for send in exchange.sends:
             published = send.published
-            reply = published.region is not None or exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
+            reply = often or published.region is not None
             token = next(self._token)
+            same = last is not None and (last.published, last.start, last.stop) == (published, send.start, send.stop)
+            nbytes = (send.stop - send.start) * published.data.element_size()
             message = Message(
                 Kind.DATA,
                 operation.op,
@@ -263,13 +272,14 @@ class Engine:
                 send.scale,
                 published.data.dtype,
                 send.shape,
+                nbytes=nbytes,
+                tail=message.tail if same and message is not None else b"",
             )
+            last = send
             if reply:
-                lease = None
-                if published.region is not None:
-                    lease = next(one for one in operation.leases if one.region is published.region)
-                    lease.hold()
-                self._tokens[token] = (send.destination, operation, lease)
+                if published.lease is not None:
+                    published.lease.hold()
+                self._tokens[token] = (send.destination, operation, published.lease)
                 channel.unacknowledged[operation.round] = channel.unacknowledged.get(operation.round, 0) + 1
                 if exchange.checked:
                     operation.unconfirmed[token] = send.destination
@@ -277,7 +287,6 @@ class Engine:
             if link is None:
                 return
             link.post(message, published, send.start, send.stop)
-            nbytes = (send.stop - send.start) * published.data.element_size()
             self.bytes_sent += nbytes
             if listening:
                 self.events.emit("sent", operation.op, operation.name, operation.round, 0, send.destination, nbytes)
@@ -399,7 +408,7 @@ class Engine:
         elif kind is Kind.DENY:
             self._on_deny(source, message)
         elif kind is Kind.NOTICE:
-            self._on_gone(message.token, message.text, bool(message.flags & DIED), source)
+            self._on_notice(source, message)
 
     def _on_data(self, source: int, message: Message) -> None:
         if self.events:
@@ -526,14 +535,25 @@ class Engine:
 
     # Agents that are gone
 
-    def on_closed(self, peer: int, cause: str) -> None:
-        """A connection ended without a goodbye. Give the goodbye a moment if it may still be under way."""
+    def on_closed(self, peer: int, cause: str, final: bool = False) -> None:
+        """An agent seems to be gone. Unless nothing of it can still come, give its goodbye a moment to arrive."""
         if peer not in self.membership.view.alive:
             self.router.drop(peer)
             return
-        if peer not in self._suspects:
-            self._suspects[peer] = (time.monotonic() + (0.0 if self.router.hears(peer) else LEAVE_GRACE), cause)
-        self.next_check = min(self.next_check, self._suspects[peer][0])
+        due = time.monotonic() + (0.0 if final else LEAVE_GRACE)
+        if peer not in self._suspects or due < self._suspects[peer][0]:
+            self._suspects[peer] = (due, cause, True)
+        self.next_check = min(self.next_check, due)
+
+    def _on_notice(self, source: int, message: Message) -> None:
+        """An agent says that it leaves, or passes on that another is gone."""
+        rank, died = message.token, bool(message.flags & DIED)
+        if died or source == rank:
+            self._on_gone(rank, message.text, died, source)
+        elif rank in self.membership.view.alive and rank not in self._suspects and not self.router.hears(rank):
+            # What it sent to us may be on its way still; where we hear it, its own goodbye comes after that.
+            self._suspects[rank] = (time.monotonic() + LEAVE_GRACE, message.text, False)
+            self.next_check = min(self.next_check, self._suspects[rank][0])
 
     def _on_gone(self, rank: int, cause: str, died: bool, told_by: int) -> None:
         """An agent died or left; tell the neighbours, and end what cannot be completed without it."""
@@ -585,9 +605,9 @@ class Engine:
     def check(self, now: float) -> None:
         """Whatever is due: suspects, questions, stall reports, deadlines. Sets when to come back."""
         following = float("inf")
-        for rank, (due, cause) in list(self._suspects.items()):
+        for rank, (due, cause, died) in list(self._suspects.items()):
             if now >= due:
-                self._on_gone(rank, cause, True, self.rank)
+                self._on_gone(rank, cause, died, self.rank)
             else:
                 following = min(following, due)
         for operation in self._in_flight():

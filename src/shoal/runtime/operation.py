@@ -10,7 +10,6 @@ Where a payload comes in pieces, as on a network, the operation may compute on w
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import torch
 
 from ..errors import DeadlineExceeded
-from ..transport.link import Published
-from ..transport.memory import Arena, Region
+from ..transport.link import Lease, Published
 from ..transport.wire import Message
 
 if TYPE_CHECKING:
@@ -70,29 +68,6 @@ class Exchange:
 
 Steps = Generator[Exchange | str, Arrived, T]
 """An operation in the making: yields exchanges (or :data:`MORE`), is sent what arrived, returns the result."""
-
-
-class Lease:
-    """Counts who still needs a region: the operation itself, and every destination that has not answered."""
-
-    __slots__ = ("_arena", "_count", "_lock", "region")
-
-    def __init__(self, arena: Arena, region: Region) -> None:
-        self._arena = arena
-        self.region = region
-        self._count = 1
-        self._lock = threading.Lock()
-
-    def hold(self) -> None:
-        with self._lock:
-            self._count += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count:
-                return
-        self._arena.release(self.region)
 
 
 @dataclass(slots=True)

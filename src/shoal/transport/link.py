@@ -6,24 +6,59 @@ agree on who connects to whom, and the order of messages is kept in each directi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
 from typing import Protocol
 
 import torch
 
-from .memory import Region
+from .memory import Arena, Region
 from .wire import Message, Payload
 
 
-@dataclass(frozen=True)
 class Published:
     """A tensor copied to where others can read it: flat and contiguous, in a region of the arena when it is large."""
 
-    data: torch.Tensor
-    region: Region | None = None
+    __slots__ = ("_bytes", "data", "lease", "region")
+
+    def __init__(self, data: torch.Tensor, region: Region | None = None, lease: Lease | None = None) -> None:
+        self.data = data
+        self.region = region
+        self.lease = lease
+        self._bytes: memoryview | None = None
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        return self.data[start:stop] if (start, stop) != (0, self.data.numel()) else self.data
+        return self.data[start:stop] if stop - start != self.data.numel() else self.data
+
+    def bytes(self, start: int, stop: int) -> memoryview:
+        """Elements ``start`` to ``stop`` as bytes, where they lie."""
+        if self._bytes is None:
+            flat = self.data.view(torch.uint8) if self.data.numel() else torch.empty(0, dtype=torch.uint8)
+            self._bytes = memoryview(flat.numpy())  # type: ignore[arg-type]
+        size = self.data.element_size()
+        return self._bytes[start * size : stop * size]
+
+
+class Lease:
+    """Counts who still needs a region: the operation itself, and every destination that has not answered."""
+
+    __slots__ = ("_arena", "_count", "_lock", "region")
+
+    def __init__(self, arena: Arena, region: Region) -> None:
+        self._arena = arena
+        self.region = region
+        self._count = 1
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        with self._lock:
+            self._count += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count:
+                return
+        self._arena.release(self.region)
 
 
 class Receiver(Protocol):
@@ -34,8 +69,11 @@ class Receiver(Protocol):
     def on_arrived(self, payload: Payload) -> None:
         """More of a payload that comes in pieces is here."""
 
-    def on_closed(self, peer: int, cause: str) -> None:
-        """The peer's end of a connection closed without a word; ``cause`` says how it showed."""
+    def on_closed(self, peer: int, cause: str, final: bool = False) -> None:
+        """The peer seems to be gone; ``cause`` says how it showed.
+
+        ``final``: nothing that it said before can still come, as at the end of what it sends to us.
+        """
 
 
 class Link(Protocol):

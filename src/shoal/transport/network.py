@@ -19,7 +19,6 @@ from .poller import Poller
 from .sockets import Incoming, Outgoing
 from .wire import PREFIX, Kind, Message, Payload, ProtocolError, Where, decode, encode, frame_length
 
-INLINE_BYTES = 1 << 14
 CHUNK_BYTES = 1 << 18
 READ_BYTES = 1 << 16
 TURN_BYTES = 1 << 20
@@ -84,14 +83,15 @@ class NetworkLink(Outgoing):
 
     def post(self, message: Message, published: Published | None = None, start: int = 0, stop: int = 0) -> None:
         if published is not None:
-            data = published.part(start, stop)
-            message.nbytes = data.numel() * data.element_size()
-            if message.nbytes <= INLINE_BYTES:
+            if published.region is None:
                 message.where = Where.INLINE
-                message.body = _bytes_of(data).tobytes()
-            else:
+                if not message.tail:
+                    message.body = published.bytes(start, stop)
+            elif stop > start:
                 message.where = Where.STREAM
-                self._streams.append(_Stream(message.token, _bytes_of(data), published))
+                self._streams.append(_Stream(message.token, published.bytes(start, stop), published))
+            else:
+                message.where = Where.INLINE
         self._frames.append(encode(message))
 
     def flush(self) -> None:

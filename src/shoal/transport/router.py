@@ -58,15 +58,15 @@ class Endpoint:
     port: int = 0
 
 
-_process = ""
+_process = uuid.uuid4().hex
 
 
-def process_token() -> str:
-    """A name for this process that no other has; a forked child gets its own."""
+def _name_process() -> None:
     global _process
-    if not _process.startswith(f"{os.getpid()}-"):
-        _process = f"{os.getpid()}-{uuid.uuid4().hex}"
-    return _process
+    _process = uuid.uuid4().hex
+
+
+os.register_at_fork(after_in_child=_name_process)
 
 
 def process_start(pid: int) -> int:
@@ -82,7 +82,7 @@ def here(rank: int) -> Place:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/net").stat().st_ino
     pid = os.getpid()
-    return Place(rank, socket.gethostname(), boot, namespace, os.getuid(), process_token(), pid, process_start(pid))
+    return Place(rank, socket.gethostname(), boot, namespace, os.getuid(), _process, pid, process_start(pid))
 
 
 def interface_address(interface: str) -> str:
@@ -196,8 +196,6 @@ class Router:
         fd = self._pidfds.pop(rank)
         self.poller.remove(fd)
         os.close(fd)
-        for connection in list(self.incoming.get(rank, ())):  # what it said last comes before its end
-            connection.on_event()
         self._receiver.on_closed(rank, "its process ended")
 
     def transport_to(self, rank: int) -> str:
@@ -268,8 +266,8 @@ class Router:
             connection.fail("it never said who it is")
 
     def hears(self, rank: int) -> bool:
-        """A connection from this rank is open, so that its end would be noticed there."""
-        return bool(self.incoming.get(rank)) or self._kinds[rank] == "threads"
+        """A connection from this rank is open, so that its goodbye or its end will be noticed there."""
+        return bool(self.incoming.get(rank))
 
     def retire_memory(self) -> None:
         """Tell everybody which memory files of ours are gone."""

@@ -30,8 +30,6 @@ from .poller import Poller
 from .sockets import Incoming, Outgoing
 from .wire import Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
 
-INLINE_BYTES = 1 << 14
-"""Payloads up to this size travel inside the packet."""
 PACKET_BYTES = 1 << 16
 """Messages queued together share packets of up to this size; also the largest packet."""
 _CREDENTIALS = struct.Struct("3i")
@@ -88,17 +86,17 @@ class SharedMemoryLink(Outgoing):
         self._size += len(frame)
 
     def _place(self, message: Message, published: Published, start: int, stop: int) -> None:
-        data, region = published.part(start, stop), published.region
-        message.nbytes = data.numel() * data.element_size()
-        if region is None or message.nbytes <= INLINE_BYTES:
+        region = published.region
+        if region is None:
             message.where = Where.INLINE
-            message.body = data.numpy(force=True).tobytes() if data.numel() else b""
+            if not message.tail:
+                message.body = published.bytes(start, stop)
             return
         if region.segment.ident not in self._shared:
             self._share(region.segment.ident, region.segment.fd)
         message.where = Where.SHARED
         message.segment = region.segment.ident
-        message.offset = region.offset + start * data.element_size()
+        message.offset = region.offset + start * published.data.element_size()
 
     def _share(self, ident: int, fd: int) -> None:
         self._seal()

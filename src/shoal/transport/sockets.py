@@ -154,7 +154,7 @@ class Incoming:
         self.close()
         self.on_end(self)
         if self.peer >= 0:
-            self._receiver.on_closed(self.peer, cause)
+            self._receiver.on_closed(self.peer, cause, True)
 
     def close(self) -> None:
         if self.sock.fileno() >= 0:

@@ -40,7 +40,7 @@ class Inbox:
         while self._messages:
             source, item = self._messages.popleft()
             if isinstance(item, str):
-                receiver.on_closed(source, item)
+                receiver.on_closed(source, item, True)
             else:
                 receiver.on_message(source, item)
 

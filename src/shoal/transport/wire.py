@@ -103,6 +103,8 @@ class Message:
     offset: int = 0
     nbytes: int = 0
     body: bytes | memoryview = field(default=b"", repr=False)
+    tail: bytes = field(default=b"", repr=False)
+    """The encoded variable part, once it has been encoded: the same for all destinations of one tensor."""
 
     @property
     def nothing(self) -> bool:
@@ -114,6 +116,7 @@ class Message:
 # scale.
 _HEADER = struct.Struct("<BBBBHHHHIIIQQQQd")
 _LENGTH = struct.Struct("<I")
+_PREFIXED = struct.Struct("<I" + _HEADER.format[1:])
 MAX_DIMENSIONS = 64
 MAX_NAME = 4096
 MAX_BODY = 1 << 20
@@ -123,9 +126,14 @@ PREFIX = _LENGTH.size
 def encode(message: Message) -> bytes:
     """The message as one frame: its length (4 bytes), the fixed fields, shape, operation, name and body."""
     op, name = message.op.encode(), message.name.encode()
-    body = message.text.encode() if message.text else message.body
     shape = message.shape
-    head = _HEADER.pack(
+    tail = message.tail
+    if not tail:
+        body = message.text.encode() if message.text else message.body
+        dims = struct.pack(f"<{len(shape)}q", *shape) if shape else b""
+        tail = message.tail = b"".join((dims, op, name, body))
+    head = _PREFIXED.pack(
+        _HEADER.size + len(tail),
         message.kind,
         message.where,
         _DTYPE_CODE[message.dtype],
@@ -134,7 +142,7 @@ def encode(message: Message) -> bytes:
         message.stage,
         len(op),
         len(name),
-        len(body),
+        len(tail) - 8 * len(shape) - len(op) - len(name),
         message.digest,
         message.segment,
         message.round,
@@ -143,9 +151,7 @@ def encode(message: Message) -> bytes:
         message.nbytes,
         message.scale,
     )
-    dims = struct.pack(f"<{len(shape)}q", *shape) if shape else b""
-    length = len(head) + len(dims) + len(op) + len(name) + len(body)
-    return b"".join((_LENGTH.pack(length), head, dims, op, name, body))
+    return head + tail
 
 
 def frame_length(buffer: memoryview) -> int:

@@ -1,0 +1,498 @@
+"""``shoal run`` with real processes: what agents find, how a job ends, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+TIMEOUT = 40
+Script = Callable[[str], Path]
+Job = subprocess.Popen[bytes]
+
+PRELUDE = """
+import os, signal, sys, time
+from pathlib import Path
+rank = int(os.environ["RANK"])
+here = Path(__file__).parent
+def mark(name):
+    (here / f"{name}.part{rank}").write_text(str(os.getpid()))
+    (here / f"{name}.part{rank}").rename(here / f"{name}.{rank}")
+def wait_for(*names):
+    while not all((here / name).exists() for name in names):
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    def write(body: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(PRELUDE + body)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def begin(*arguments: object, **options: object) -> Job:
+        command = [sys.executable, "-m", "shoal", "run", *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        jobs.append(subprocess.Popen(command, **(pipes | options)))  # type: ignore[call-overload]
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.kill()
+        job.communicate()
+
+
+def shoal_run(*arguments: object, environ: dict[str, str] | None = None, **options: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr."""
+    command = [sys.executable, "-m", "shoal", "run", *map(str, arguments)]
+    clean = {name: text for name, text in os.environ.items() if not name.startswith(("SHOAL_", "OMP_"))}
+    done = subprocess.run(
+        command, env=clean | (environ or {}), capture_output=True, text=True, timeout=TIMEOUT, **options
+    )  # type: ignore[call-overload]
+    return done.returncode, done.stdout, done.stderr
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def marks(directory: Path, name: str) -> dict[int, int]:
+    """The pids that agents have written with ``mark(name)``, by rank."""
+    found = directory.glob(f"{name}.[0-9]*")
+    return {int(path.suffix[1:]): int(path.read_text()) for path in found}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat[stat.rindex(")") + 2] != "Z"
+
+
+def descendants(pid: int) -> set[int]:
+    found = {int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()}
+    return found | {below for child in found for below in descendants(child)}
+
+
+def test_agents_find_the_variables_that_torchrun_sets(script: Script) -> None:
+    path = script("import json; print(json.dumps(dict(os.environ)))")
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", path]
+    clean = {name: text for name, text in os.environ.items() if not name.startswith(("SHOAL_", "OMP_"))}
+    torchrun = subprocess.run(run, env=clean, capture_output=True, text=True, timeout=TIMEOUT)
+    reference = {found["RANK"]: found for found in map(json.loads, torchrun.stdout.splitlines())}
+    status, out, _ = shoal_run("-n", 2, "--no-prefix", path)
+    ours = {found["RANK"]: found for found in map(json.loads, out.splitlines())}
+    assert (status, sorted(ours)) == (0, ["0", "1"])
+    # Logs of errors are torchrun's own; the others differ by job.
+    own = {"TORCHELASTIC_ERROR_FILE"}
+    by_job = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    for rank in ("0", "1"):
+        theirs = {name: text for name, text in reference[rank].items() if clean.get(name) != text}
+        assert theirs.keys() - ours[rank].keys() <= own
+        assert theirs.keys() >= by_job | {"LOCAL_RANK", "GROUP_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE"}
+        same = theirs.keys() - own - by_job
+        assert {name: ours[rank][name] for name in same} == {name: theirs[name] for name in same}
+        assert ours[rank]["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_init_process_group_works_as_under_torchrun(script: Script) -> None:
+    path = script(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([1.0 + rank])\n"
+        "dist.all_reduce(total)\n"
+        "print(total.item(), flush=True)\n"
+        "dist.destroy_process_group()\n"
+    )
+    status, out, err = shoal_run("-n", 2, path)
+    assert (status, sorted(out.splitlines())) == (0, ["[0] 3.0", "[1] 3.0"]), err
+
+
+def test_two_launchers_make_one_job(script: Script, start: Callable[..., Job]) -> None:
+    path = script(
+        "from datetime import timedelta\n"
+        "import torch.distributed as dist\n"
+        "store = dist.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']), is_master=False)\n"
+        "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE TORCHELASTIC_RUN_ID'\n"
+        "store.set(str(rank), 'here')\n"
+        "store.wait([str(other) for other in range(2)], timedelta(seconds=30))\n"
+        "store.add('left', 1)\n"
+        "print(*(os.environ[name] for name in names.split()), os.environ.get('SHOAL_SECRET'))\n"
+        "while rank == 0 and store.add('left', 0) < 2: time.sleep(0.01)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    common = ("-n", 1, "--nnodes", 2, "--rendezvous", address)
+    environ = {name: text for name, text in os.environ.items() if name != "SHOAL_SECRET"}
+    second = start(*common, "--node-rank", 1, path, env=environ)
+    # Set by accident in one shell, it must not reach the agents: rank 0 would host a store where the launcher does.
+    first = start(*common, "--node-rank", 0, path, env=environ | {"SHOAL_RENDEZVOUS": "127.0.0.1:1"})
+    outputs = [job.communicate(timeout=TIMEOUT) for job in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), outputs
+    assert outputs[0][0].decode() == f"0 2 0 1 0 2 {address} None\n"
+    assert outputs[1][0].decode() == f"1 2 0 1 1 2 {address} None\n"
+
+
+def test_a_job_on_one_machine_has_a_secret_of_its_own_unless_one_is_given(script: Script) -> None:
+    path = script("print(os.environ['SHOAL_SECRET'])")
+    secrets = [shoal_run("-n", 2, "--no-prefix", path)[1].split() for _ in range(2)]
+    assert secrets[0][0] == secrets[0][1] != secrets[1][0]
+    assert re.fullmatch("[0-9a-f]{64}", secrets[0][0])
+    assert shoal_run("-n", 1, path, environ={"SHOAL_SECRET": "given"})[1] == "given\n"
+
+
+def test_the_first_failure_ends_the_others_and_its_code_is_the_jobs(script: Script, tmp_path: Path) -> None:
+    path = script("""
+mark("up")
+wait_for("up.0", "up.1", "up.2")
+if rank == 1:
+    print("why it failed", file=sys.stderr)
+    sys.exit(7)
+time.sleep(60)
+""")
+    status, _, err = shoal_run("-n", 3, path)
+    assert status == 7
+    pid = marks(tmp_path, "up")[1]
+    assert re.search(
+        rf"shoal run: rank 1 \(pid {pid}\) exited with code 7 after [\d.]+ s; ending the rest \(2 agents\)", err
+    )
+    assert "the last lines of rank 1 on stderr:\n    why it failed\n" in err
+    assert "[1] why it failed\n" in err
+
+
+def test_a_killed_agent_gives_128_plus_its_signal(script: Script) -> None:
+    status, _, err = shoal_run("-n", 2, script("if rank: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"))
+    assert status == 128 + signal.SIGKILL
+    assert re.search(r"rank 1 \(pid \d+\) was killed by SIGKILL after", err)
+
+
+def test_an_agent_that_will_not_end_is_killed_after_the_grace_with_all_that_it_started(
+    script: Script, tmp_path: Path
+) -> None:
+    path = script("""
+import subprocess
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+(here / f"worker.{rank}").write_text(str(worker.pid))
+mark("up")
+wait_for("up.0", "up.1")
+if rank == 0:
+    sys.exit(1)
+time.sleep(60)
+""")
+    started = time.monotonic()
+    status, _, err = shoal_run("-n", 2, "--grace", 0.3, path)
+    assert status == 1
+    assert "1 agent still there: sending SIGKILL" in err
+    assert time.monotonic() - started < 15
+    left = {**marks(tmp_path, "up"), **{rank + 2: pid for rank, pid in marks(tmp_path, "worker").items()}}
+    assert len(left) == 4
+    wait_until(lambda: not any(map(is_running, left.values())))
+
+
+def test_with_on_failure_continue_the_survivors_finish_and_the_lost_are_listed(script: Script, tmp_path: Path) -> None:
+    path = script("""
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSEGV)
+if rank == 2:
+    sys.exit(4)
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+time.sleep(0.5)
+mark("lived on")
+""")
+    status, _, err = shoal_run("-n", 3, "--on-failure", "continue", path)
+    assert (status, list(marks(tmp_path, "lived on"))) == (0, [0])
+    assert "letting the rest go on" in err
+    summary = err.splitlines()[-1]
+    assert re.fullmatch(
+        r"shoal run: 1 of 3 agents finished; lost: "
+        r"rank 1 \(pid \d+\) was killed by SIGSEGV after .* s; rank 2 \(pid \d+\) exited with code 4 after .* s",
+        summary,
+    )
+
+
+def test_with_on_failure_continue_a_job_that_nobody_finishes_has_failed(script: Script) -> None:
+    path = script("time.sleep(0.5 * (1 - rank)); sys.exit(5 + rank)")
+    status, _, err = shoal_run("-n", 2, "--on-failure", "continue", path)
+    assert status == 6
+    assert "0 of 2 agents finished" in err
+
+
+def test_killing_the_launcher_leaves_no_orphan(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
+    job = start("-n", 2, script("mark('up'); signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"))
+    wait_until(lambda: len(marks(tmp_path, "up")) == 2)
+    everyone = descendants(job.pid)
+    assert everyone > set(marks(tmp_path, "up").values())
+    job.kill()
+    wait_until(lambda: not any(map(is_running, everyone)))
+
+
+@pytest.mark.parametrize(
+    ("signum", "action", "status"),
+    [
+        (signal.SIGTERM, "lambda *_: (mark('got'), sys.exit(0))", 0),
+        (signal.SIGTERM, "signal.SIG_DFL", 128 + signal.SIGTERM),
+        (signal.SIGHUP, "lambda *_: (mark('got'), sys.exit(0))", 0),
+        (signal.SIGUSR1, "lambda *_: mark('got')", 0),
+        (signal.SIGUSR2, "lambda *_: mark('got')", 0),
+    ],
+)
+def test_signals_are_passed_on_to_all_agents(
+    script: Script, start: Callable[..., Job], tmp_path: Path, signum: signal.Signals, action: str, status: int
+) -> None:
+    job = start(
+        "-n",
+        2,
+        script(f"""
+signal.signal({int(signum)}, {action})
+mark("up")
+wait_for("got.0", "got.1")
+"""),
+    )
+    wait_until(lambda: len(marks(tmp_path, "up")) == 2)
+    job.send_signal(signum)
+    assert job.wait(TIMEOUT) == status
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
+    path = script("mark('up'); wait_for('go')")
+    job = start("-n", 2, path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN) and None)
+    wait_until(lambda: len(marks(tmp_path, "up")) == 2)
+    job.send_signal(signal.SIGHUP)
+    (tmp_path / "go").touch()
+    assert job.wait(TIMEOUT) == 0
+
+
+def on_a_terminal(*arguments: object) -> list[str]:
+    """The command line that runs ``shoal run`` as the foreground job of a terminal, whose keys come from stdin."""
+    run = [sys.executable, "-m", "shoal", "run", *map(str, arguments)]
+    code = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn({run!r})))"
+    return [sys.executable, "-c", code]
+
+
+def test_ctrl_c_reaches_each_agent_once_and_gives_130(script: Script, tmp_path: Path) -> None:
+    path = script("""
+interrupts = 0
+def count(*_):
+    global interrupts
+    interrupts += 1
+signal.signal(signal.SIGINT, count)
+mark("up")
+while not interrupts:
+    time.sleep(0.01)
+time.sleep(0.3)
+print("interrupts:", interrupts, flush=True)
+sys.exit(9)
+""")
+    with subprocess.Popen(on_a_terminal("-n", 2, path), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as terminal:
+        assert terminal.stdin is not None
+        wait_until(lambda: len(marks(tmp_path, "up")) == 2)
+        terminal.stdin.write(b"\x03")
+        terminal.stdin.flush()
+        assert terminal.stdout is not None
+        shown = terminal.stdout.read()
+        assert terminal.wait(TIMEOUT) == 130
+    assert shown.count(b"interrupts: 1") == 2
+
+
+def test_a_second_ctrl_c_kills_at_once(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
+    path = script("signal.signal(signal.SIGINT, lambda *_: mark('got')); mark('up'); wait_for('never')")
+    job = start("-n", 2, "--grace", 30, path)
+    wait_until(lambda: len(marks(tmp_path, "up")) == 2)
+    job.send_signal(signal.SIGINT)
+    wait_until(lambda: len(marks(tmp_path, "got")) == 2)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(10) == 130
+    wait_until(lambda: not any(map(is_running, marks(tmp_path, "up").values())))
+
+
+def test_after_ctrl_c_the_signals_grow_harder(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
+    path = script("""
+signal.signal(signal.SIGINT, lambda *_: mark("interrupted"))
+signal.signal(signal.SIGTERM, lambda *_: mark("terminated"))
+mark("up")
+wait_for("never")
+""")
+    job = start("-n", 2, "--grace", 0.3, path)
+    wait_until(lambda: len(marks(tmp_path, "up")) == 2)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=TIMEOUT)
+    assert job.returncode == 130
+    assert (len(marks(tmp_path, "interrupted")), len(marks(tmp_path, "terminated"))) == (2, 2)
+    assert err.index(b"2 agents still there: sending SIGTERM") < err.index(b"2 agents still there: sending SIGKILL")
+
+
+def test_agents_stop_and_go_on_with_the_launcher(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
+    job = start("-n", 2, script("mark('up'); wait_for('go')"))
+    wait_until(lambda: len(marks(tmp_path, "up")) == 2)
+    states = lambda: {  # noqa: E731
+        Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] for pid in (job.pid, *marks(tmp_path, "up").values())
+    }
+    job.send_signal(signal.SIGTSTP)
+    wait_until(lambda: states() == {"T"})
+    job.send_signal(signal.SIGCONT)
+    wait_until(lambda: "T" not in states())
+    (tmp_path / "go").touch()
+    assert job.wait(TIMEOUT) == 0
+
+
+def test_lines_are_whole_marked_by_rank_and_byte_for_byte(script: Script, start: Callable[..., Job]) -> None:
+    path = script("""
+for i in range(200):
+    for piece in (b"line ", b"%d " % i, bytes(set(range(256)) - {10, 13}), b"\\n"):
+        os.write(1, piece)
+os.write(2, "não\\n".encode("latin-1"))
+os.write(1, b"no newline")
+""")
+    job = start("-n", 2, path)
+    out, err = job.communicate(timeout=TIMEOUT)
+    assert job.returncode == 0
+    junk = bytes(set(range(256)) - {10, 13})
+    for rank in (0, 1):
+        own = [line for line in out.split(b"\n") if line.startswith(b"[%d] " % rank)]
+        assert own == [b"[%d] line %d %s" % (rank, i, junk) for i in range(200)] + [b"[%d] no newline" % rank]
+    assert out.count(b"\n") == 402
+    assert b"[0] n\xe3o\n" in err
+    assert b"[1] n\xe3o\n" in err
+
+
+def test_one_agent_has_the_launchers_own_input_and_output(script: Script, start: Callable[..., Job]) -> None:
+    job = start("-n", 1, script("sys.stdout.write(input().upper())"), stdin=subprocess.PIPE)
+    assert job.communicate(b"as it is\n", timeout=TIMEOUT) == (b"AS IT IS", b"")
+
+
+def test_only_rank_0_reads_the_input(script: Script, start: Callable[..., Job]) -> None:
+    job = start("-n", 2, script("print(repr(sys.stdin.read()))"), stdin=subprocess.PIPE)
+    out, _ = job.communicate(b"for rank 0", timeout=TIMEOUT)
+    assert sorted(out.splitlines()) == [b"[0] 'for rank 0'", b"[1] ''"]
+
+
+def test_a_process_left_behind_by_a_finished_agent_does_not_hold_the_job(
+    script: Script, start: Callable[..., Job], tmp_path: Path
+) -> None:
+    path = script("""
+import subprocess
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+(here / f"helper.{rank}").write_text(str(helper.pid))
+print("done")
+""")
+    job = start("-n", 2, path)
+    try:
+        out, _ = job.communicate(timeout=15)
+        assert (job.returncode, sorted(out.splitlines())) == (0, [b"[0] done", b"[1] done"])
+        assert all(map(is_running, marks(tmp_path, "helper").values()))
+    finally:
+        for pid in marks(tmp_path, "helper").values():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_reader_that_goes_away_ends_the_job(script: Script, start: Callable[..., Job]) -> None:
+    job = start("-n", 2, script("while True: print('y')"))
+    assert job.stdout is not None
+    job.stdout.readline()
+    job.stdout.close()
+    assert job.wait(TIMEOUT) == 1
+
+
+def test_the_scripts_arguments_are_its_own(script: Script, tmp_path: Path) -> None:
+    script("print(sys.argv[1:])")
+    arguments = ["-n", "9", "--help", "--", "-m", "--on-failure", "x y"]
+    assert shoal_run("-n", 1, tmp_path / "script.py", *arguments)[:2] == (0, f"{arguments}\n")
+    assert shoal_run("-n", 1, "-m", "script", *arguments, cwd=tmp_path)[:2] == (0, f"{arguments}\n")
+    assert shoal_run("-n", 1, "--", tmp_path / "script.py", "-n")[:2] == (0, "['-n']\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("-n 0 {script}", "-n 0: at least one agent"),
+        ("-n two {script}", "invalid int value: 'two'"),
+        ("{script}", "required: -n"),
+        ("-n 2", "required: script"),
+        ("-n 2 no/such/file.py", "there is no script 'no/such/file.py'"),
+        ("-n 2 --nnodes 2 {script}", "--nnodes needs --rendezvous HOST:PORT"),
+        ("-n 2 --nnodes 0 {script}", "--nnodes 0"),
+        ("-n 2 --nnodes 2 --node-rank 2 --rendezvous a:1 {script}", "--node-rank 2 must be 0 to 1"),
+        ("-n 2 --rendezvous nowhere {script}", "--rendezvous='nowhere' is not host:port"),
+        ("-n 2 --on-failure ignore {script}", "invalid choice: 'ignore'"),
+        ("-n 2 --grace -1 {script}", "--grace -1.0: seconds"),
+        ("-n 2 --rank 3 {script}", "unrecognized arguments: --rank"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    script: Script, capfd: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    from shoal.cli import main
+
+    path = script("raise AssertionError('must not run')")
+    try:
+        status = main(["run", *arguments.format(script=path).split()])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    assert status == 2
+    assert message in capfd.readouterr().err
+
+
+def test_a_rendezvous_port_that_is_taken_is_an_error(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
+    from shoal.cli import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["run", "-n", "2", "--rendezvous", address, str(script(""))]) == 1
+    assert f"cannot listen on {address}: Address already in use" in capfd.readouterr().err
+
+
+def test_the_overview_lists_the_commands(capfd: pytest.CaptureFixture[str]) -> None:
+    from shoal.cli import main
+
+    assert main([]) == 2
+    assert re.search(r"^ +run +start the agents", capfd.readouterr().out, re.MULTILINE)
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out == f"shoal {shoal.__version__}\n"
+    with pytest.raises(SystemExit, match="2"):
+        main(["swim"])
+    assert "invalid choice: 'swim'" in capfd.readouterr().err
+
+
+def test_the_launcher_needs_no_torch() -> None:
+    # The package itself is left out: what it imports is not the launcher's doing.
+    code = f"""
+import sys, types
+sys.modules["shoal"] = package = types.ModuleType("shoal")
+package.__path__ = {list(shoal.__path__)}
+from shoal.cli import main
+try:
+    main(["run", "--help"])
+except SystemExit as stop:
+    assert not stop.code
+    sys.exit("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT)
+    assert (done.returncode, done.stdout.split()[:3]) == (0, ["usage:", "shoal", "run"])

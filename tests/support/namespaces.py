@@ -1,0 +1,123 @@
+"""Several machines on one: network namespaces joined by a bridge, so that agents meet a real network between them.
+
+A namespace has its own interfaces, addresses and ports, and another one is reached over an Ethernet bridge only. The
+bridge lies in a namespace of its own: no firewall, route or address of the host plays a part, and any number of test
+runs may do this at the same time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+INTERFACE = "eth0"
+_PREFIX = "shoal-test"
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One machine of the network: its namespace, its one address, and the bridge's end of its cable."""
+
+    name: str
+    address: str
+    switch: str
+    port: str
+
+    @property
+    def path(self) -> str:
+        return f"/run/netns/{self.name}"
+
+    def plug(self, plugged: bool) -> None:
+        """Pull the cable out at the bridge, or put it back."""
+        _ip("-n", self.switch, "link", "set", self.port, "up" if plugged else "down")
+
+    def set_link(self, up: bool) -> None:
+        """Set the machine's own interface up or down."""
+        _ip("-n", self.name, "link", "set", INTERFACE, "up" if up else "down")
+
+
+def require_namespaces() -> None:
+    """Skip the test where network namespaces cannot be made; fail it in CI, which must not leave it out."""
+    if os.geteuid() != 0:
+        reason = "network namespaces need root"
+    elif shutil.which("ip") is None:
+        reason = "network namespaces need the program ip (Debian: iproute2)"
+    else:
+        return
+    if os.environ.get("CI"):
+        pytest.fail(f"{reason}; CI must provide it")
+    pytest.skip(reason)
+
+
+@contextmanager
+def network_namespaces(count: int) -> Iterator[list[Namespace]]:
+    """``count`` machines with addresses 10.77.0.1, 10.77.0.2, ... on one Ethernet."""
+    require_namespaces()
+    _remove_leftovers()
+    mine = f"{_PREFIX}-{os.getpid()}-{_start_of(os.getpid())}-{next(_numbers)}"
+    switch = f"{mine}-switch"
+    machines = [Namespace(f"{mine}-{k}", f"10.77.0.{k + 1}", switch, f"port{k}") for k in range(count)]
+    try:
+        _ip("netns", "add", switch)
+        _batch(switch, ["link add bridge0 type bridge", "link set bridge0 up"])
+        for machine in machines:
+            _connect(machine)
+        yield machines
+    finally:
+        for name in [*(machine.name for machine in machines), switch]:
+            _delete(name)
+
+
+def _connect(machine: Namespace) -> None:
+    _ip("netns", "add", machine.name)
+    _batch(
+        machine.switch,
+        [
+            f"link add {machine.port} type veth peer name {INTERFACE} netns {machine.name}",
+            f"link set {machine.port} master bridge0 up",
+        ],
+    )
+    _batch(
+        machine.name, ["link set lo up", f"address add {machine.address}/24 dev {INTERFACE}", f"link set {INTERFACE} up"]
+    )
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def _batch(name: str, commands: list[str]) -> None:
+    subprocess.run(["ip", "-n", name, "-batch", "-"], input="\n".join(commands), check=True, text=True)
+
+
+def _delete(name: str) -> None:
+    if Path("/run/netns", name).exists():
+        _ip("netns", "delete", name)
+
+
+def _start_of(pid: int) -> str:
+    """When a process started; with its pid, a name that no later process has. Empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _remove_leftovers() -> None:
+    """What a killed test run could not remove."""
+    folder = Path("/run/netns")
+    for entry in folder.iterdir() if folder.exists() else ():
+        if not entry.name.startswith(_PREFIX):
+            continue
+        pid, start = entry.name.removeprefix(f"{_PREFIX}-").split("-")[:2]
+        if _start_of(int(pid)) != start:
+            _delete(entry.name)

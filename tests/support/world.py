@@ -1,0 +1,363 @@
+"""Real agents in real processes, told what to do by a test, and looked at closely when they end.
+
+A :class:`World` is a set of agent processes that stay up and call the functions that a test names, so that many tests
+share one start. Closing it shuts every agent down and asserts that each process ends by itself and that nothing of it
+is left: no descriptor, thread, shared memory, child process, or name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import shoal
+from shoal.runtime.agent import current
+
+from .agent_main import PACKET_BYTES, Dying, Outcome, Request, Spawn, left_over
+from .namespaces import Namespace
+
+PATIENCE = 30.0
+"""Seconds after which an agent that has not answered is taken for hung."""
+_LAUNCH_PREFIXES = ("SHOAL_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_")
+_LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+_PORTS = range(10000, 20000)  # below those that the system gives to outgoing connections
+
+
+def plain_environment() -> dict[str, str]:
+    """This process's environment without anything that a launcher or a user of Shoal sets."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_LAUNCH_PREFIXES) and name not in _LAUNCH_NAMES
+    }
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that nobody else gets meanwhile, and that rank 0 may nevertheless listen on.
+
+    Linux lets several sockets with SO_REUSEADDR be bound to one port as long as at most one of them listens.
+    """
+    while True:
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port = random.choice(_PORTS)
+        try:
+            with socket.socket() as probe:  # without the option it succeeds only if nobody holds the port
+                probe.bind(("", port))
+            holder.bind(("127.0.0.1", port))
+        except OSError:
+            holder.close()
+            continue
+        with holder:
+            yield port
+        return
+
+
+class Template:
+    """The process that has imported torch and shoal and forks agents."""
+
+    def __init__(self) -> None:
+        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = plain_environment() | {
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONWARNINGS": "always::ResourceWarning",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from support.agent_main import main; main()", str(other.fileno())],
+            env=environment,
+            pass_fds=[other.fileno()],
+            start_new_session=True,  # Ctrl-C at the terminal is for the test run
+        )
+        other.close()
+
+    def spawn(self, spawn: Spawn) -> tuple[int, Connection[Any, Any]]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        pid: int = self._ask("spawn", spawn, theirs.fileno())
+        theirs.close()
+        return pid, Connection(ours.detach())
+
+    def reap(self, pid: int) -> int:
+        """The exit code of an agent that has ended; minus the signal that killed it."""
+        code: int = self._ask("reap", pid)
+        return code
+
+    def orphans(self) -> list[tuple[int, str]]:
+        """Processes that dead agents have left running: (pid, command)."""
+        found: list[tuple[int, str]] = self._ask("orphans", None)
+        return found
+
+    def _ask(self, request: str, argument: object, descriptor: int = -1) -> Any:
+        socket.send_fds(self._control, [pickle.dumps((request, argument))], [descriptor] if descriptor >= 0 else [])
+        data = self._control.recv(PACKET_BYTES)
+        assert data, "the template of the agents has ended; its stderr says why"
+        return pickle.loads(data)
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait(10.0)
+
+
+@functools.cache
+def template() -> Template:
+    """The one template of this test run."""
+    made = Template()
+    atexit.register(made.close)
+    return made
+
+
+class Member:
+    """One agent of a world, as the test sees it."""
+
+    def __init__(self, rank: int, spawn: Spawn) -> None:
+        self.rank = rank
+        self.log = Path(spawn.log)
+        self.pid, self._connection = template().spawn(spawn)
+        self._pidfd = os.pidfd_open(self.pid)
+        self.exit_code: int | None = None
+        self.died_at = 0.0
+
+    def send(self, request: Request | None) -> None:
+        # An agent that is dead already is found when its answer is awaited.
+        with contextlib.suppress(BrokenPipeError):
+            self._connection.send(request)
+
+    def outcome(self, patience: float) -> Outcome:
+        """The answer to what was sent, or that the agent died. Raises when neither comes in time."""
+        limit = time.monotonic() + patience
+        while self.exit_code is None:
+            if not select.select([self._connection, self._pidfd], [], [], max(0.0, limit - time.monotonic()))[0]:
+                raise AssertionError(f"rank {self.rank} does not answer after {patience:g} s\n{self._stacks()}")
+            # What it said last is there before its end is.
+            ended = bool(select.select([self._pidfd], [], [], 0)[0])
+            if self._connection.poll():
+                try:
+                    answer = self._connection.recv()
+                except (EOFError, ConnectionResetError):
+                    continue
+                if isinstance(answer, Outcome):
+                    return answer
+                assert isinstance(answer, Dying)
+                self.died_at = answer.at
+            elif ended:
+                self.died_at = self.died_at or time.monotonic()
+                self.exit_code = template().reap(self.pid)
+        return Outcome(self.rank, None, "Died", f"exit code {self.exit_code}", ended=self.died_at)
+
+    def _stacks(self) -> str:
+        """What each of its threads is doing, and the rest of its log."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return self.log.read_text()
+
+    def kill(self, how: int) -> None:
+        if self.exit_code is None:
+            os.kill(self.pid, how)
+
+    def close(self) -> None:
+        self._connection.close()
+        os.close(self._pidfd)
+
+
+class Pending:
+    """A call that one agent is busy with."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def outcome(self, patience: float = PATIENCE) -> Outcome:
+        return self._member.outcome(patience)
+
+
+class World:
+    """``size`` agents, each a process; after :func:`shoal.init` unless ``init`` is False.
+
+    Args:
+        size: How many.
+        environment: Variables besides those that say who each is.
+        namespaces: Machines to deal the agents out to, in blocks of consecutive ranks.
+        timeout: ``SHOAL_TIMEOUT``: above the seconds in which a fault must be noticed, below those of the test.
+        init: Make them agents.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        environment: Mapping[str, str] | None = None,
+        namespaces: Sequence[Namespace] = (),
+        timeout: float = 20.0,
+        init: bool = True,
+    ) -> None:
+        self.size = size
+        self._initialised = init
+        self._resources = contextlib.ExitStack()
+        self._shared_before = _shared_memory_files()
+        self._names: set[str] = set()
+        self.members: list[Member] = []
+        folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="shoal-world-"))
+        if namespaces:
+            host, port = namespaces[0].address, 29400
+        else:
+            host, port = "127.0.0.1", self._resources.enter_context(reserved_port())
+        common = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "SHOAL_TIMEOUT": str(timeout)}
+        common |= {"WORLD_SIZE": str(size), **(environment or {})}
+        try:
+            for rank in range(size):
+                own = plain_environment() | common | {"RANK": str(rank)}
+                where = namespaces[rank * len(namespaces) // size].path if namespaces else ""
+                self.members.append(Member(rank, Spawn(own, sys.path, f"{folder}/{rank}.log", where)))
+            if init:
+                self._names = {name for name in self.results(_begin) if name}
+        except BaseException:
+            self.destroy()
+            raise
+
+    # Telling agents what to do
+
+    def run_on(self, rank: int, function: Callable[..., object], *args: object, caught: bool = True) -> Pending:
+        """Have one agent call a function of a module. With ``caught=False`` an exception ends its process."""
+        self.members[rank].send(Request(pickle.dumps((function, args)), caught))
+        return Pending(self.members[rank])
+
+    def run(
+        self, function: Callable[..., object], *args: object, on: Iterable[int] | None = None, patience: float = PATIENCE
+    ) -> list[Outcome]:
+        """Have all agents (or those of ``on``) call a function at the same time; what came of it, by rank."""
+        ranks = list(range(self.size) if on is None else on)
+        pending = [self.run_on(rank, function, *args) for rank in ranks]
+        return [one.outcome(patience) for one in pending]
+
+    def results(
+        self, function: Callable[..., object], *args: object, on: Iterable[int] | None = None, patience: float = PATIENCE
+    ) -> list[Any]:
+        """The values that the agents returned; raises if one did not."""
+        outcomes = self.run(function, *args, on=on, patience=patience)
+        failed = [one for one in outcomes if one.error]
+        assert not failed, "\n".join(f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in failed)
+        return [one.value for one in outcomes]
+
+    def kill(self, rank: int, how: int = signal.SIGKILL) -> float:
+        """Send a signal; returns ``time.monotonic()`` of that moment."""
+        self.members[rank].kill(how)
+        return time.monotonic()
+
+    @property
+    def alive(self) -> list[int]:
+        """The ranks whose end the test has not seen."""
+        return [member.rank for member in self.members if member.exit_code is None]
+
+    def is_sound(self) -> bool:
+        """Whether all agents are there and in step."""
+        try:
+            outcomes = self.run(_in_step, patience=10.0)
+        except AssertionError:
+            return False
+        return all(not one.error for one in outcomes)
+
+    # The end
+
+    def close(self, *, within: float = 5.0) -> None:
+        """Shut every agent down and let its process end; assert that this works and that nothing is left.
+
+        Args:
+            within: Seconds that one shutdown may take.
+        """
+        complaints = []
+        try:
+            for one in self.run(_end, on=self.alive):
+                if one.error:
+                    complaints.append(f"rank {one.rank} did not shut down: {one.error} {one.message}\n{one.trace}")
+                elif one.value:
+                    complaints.append(f"rank {one.rank} kept {', '.join(one.value)}")
+                if one.seconds > within:
+                    complaints.append(f"rank {one.rank} needed {one.seconds:.1f} s to shut down")
+            for member in self.members:
+                if member.exit_code is None:
+                    member.send(None)
+                    ended = member.outcome(10.0)
+                    if member.exit_code:
+                        complaints.append(f"rank {member.rank} ended with {ended.message}")
+                complaints += _noise(member)
+            complaints += [f"process left: {pid} {command}" for pid, command in template().orphans()]
+            complaints += [f"socket left: @{name}" for name in self._names & _abstract_names()]
+            complaints += [f"file left: {name}" for name in sorted(_shared_memory_files() - self._shared_before)]
+        finally:
+            self.destroy()
+        assert not complaints, "\n".join(complaints)
+
+    def destroy(self) -> None:
+        """End everything at once, without any check."""
+        for member in self.members:
+            if member.exit_code is None:
+                member.kill(signal.SIGKILL)
+                member.outcome(10.0)
+            member.close()
+        self.members = []
+        for pid, _ in template().orphans():
+            os.kill(pid, signal.SIGKILL)
+        self._resources.close()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.destroy()
+
+
+def _noise(member: Member) -> list[str]:
+    """Lines of its output that tell of something that was not closed, or of an exception that had nowhere to go."""
+    signs = ("ResourceWarning", "Exception ignored", "internal error", "failed; its later failures")
+    lines = member.log.read_text().splitlines()
+    return [f"rank {member.rank} wrote: {line}" for line in lines if any(sign in line for sign in signs)]
+
+
+def _abstract_names() -> set[str]:
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return {line.rpartition("@")[2] for line in lines if "@shoal-" in line}
+
+
+def _shared_memory_files() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir() if "shoal" in entry.name or "torch" in entry.name}
+
+
+def _begin() -> str:
+    """Become an agent; the name of the Unix socket that it listens on, if it does."""
+    shoal.init()
+    agent = current()
+    return agent.engine.router._endpoints[agent.rank].unix
+
+
+def _in_step() -> None:
+    shoal.barrier(timeout=5.0)
+    shoal.set_topology()
+
+
+def _end() -> list[str]:
+    shoal.shutdown()
+    return left_over()
