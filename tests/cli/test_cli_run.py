@@ -21,6 +21,17 @@ TIMEOUT = 40
 Script = Callable[[str], Path]
 Job = subprocess.Popen[bytes]
 
+# The launcher without the package around it, whose import of torch would be most of these tests' time; the first test
+# runs the command itself.
+LAUNCHER = f"""
+import sys, types
+sys.modules["shoal"] = package = types.ModuleType("shoal")
+package.__path__ = {list(shoal.__path__)}
+from shoal.cli import main
+sys.exit(main(["run", *sys.argv[1:]]))
+"""
+RUN = [sys.executable, "-W", "error", "-c", LAUNCHER]
+
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -50,7 +61,7 @@ def start() -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def begin(*arguments: object, **options: object) -> Job:
-        command = [sys.executable, "-m", "shoal", "run", *map(str, arguments)]
+        command = [*RUN, *map(str, arguments)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         jobs.append(subprocess.Popen(command, **(pipes | options)))  # type: ignore[call-overload]
         return jobs[-1]
@@ -63,7 +74,7 @@ def start() -> Iterator[Callable[..., Job]]:
 
 def shoal_run(*arguments: object, environ: dict[str, str] | None = None, **options: object) -> tuple[int, str, str]:
     """Exit status, stdout and stderr."""
-    command = [sys.executable, "-m", "shoal", "run", *map(str, arguments)]
+    command = [*RUN, *map(str, arguments)]
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("SHOAL_", "OMP_"))}
     done = subprocess.run(
         command, env=clean | (environ or {}), capture_output=True, text=True, timeout=TIMEOUT, **options
@@ -97,6 +108,12 @@ def descendants(pid: int) -> set[int]:
     return found | {below for child in found for below in descendants(child)}
 
 
+def test_the_command_runs_a_script_in_agents(script: Script) -> None:
+    run = [sys.executable, "-m", "shoal", "run", "-n", "2", script("print(os.environ['WORLD_SIZE'])")]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 2", "[1] 2"])
+
+
 def test_agents_find_the_variables_that_torchrun_sets(script: Script) -> None:
     path = script("import json; print(json.dumps(dict(os.environ)))")
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", path]
@@ -106,8 +123,8 @@ def test_agents_find_the_variables_that_torchrun_sets(script: Script) -> None:
     status, out, _ = shoal_run("-n", 2, "--no-prefix", path)
     ours = {found["RANK"]: found for found in map(json.loads, out.splitlines())}
     assert (status, sorted(ours)) == (0, ["0", "1"])
-    # Logs of errors are torchrun's own; the others differ by job.
-    own = {"TORCHELASTIC_ERROR_FILE"}
+    # Its error log and its own signals concern torchrun alone; the others differ by job.
+    own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
     by_job = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
     for rank in ("0", "1"):
         theirs = {name: text for name, text in reference[rank].items() if clean.get(name) != text}
@@ -219,11 +236,6 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGSEGV)
 if rank == 2:
     sys.exit(4)
-def is_gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
 time.sleep(0.5)
 mark("lived on")
 """)
@@ -292,7 +304,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored(script: Script, start: Callab
 
 def on_a_terminal(*arguments: object) -> list[str]:
     """The command line that runs ``shoal run`` as the foreground job of a terminal, whose keys come from stdin."""
-    run = [sys.executable, "-m", "shoal", "run", *map(str, arguments)]
+    run = [*RUN, *map(str, arguments)]
     code = f"import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn({run!r})))"
     return [sys.executable, "-c", code]
 
@@ -482,17 +494,9 @@ def test_the_overview_lists_the_commands(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_launcher_needs_no_torch() -> None:
-    # The package itself is left out: what it imports is not the launcher's doing.
-    code = f"""
-import sys, types
-sys.modules["shoal"] = package = types.ModuleType("shoal")
-package.__path__ = {list(shoal.__path__)}
-from shoal.cli import main
-try:
-    main(["run", "--help"])
-except SystemExit as stop:
-    assert not stop.code
-    sys.exit("torch" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT)
-    assert (done.returncode, done.stdout.split()[:3]) == (0, ["usage:", "shoal", "run"])
+    code = LAUNCHER.replace(
+        "sys.exit(main", "import atexit; atexit.register(lambda: print('torch' in sys.modules)); (main"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.stdout.split()[:3] == ["usage:", "shoal", "run"]
+    assert done.stdout.split()[-1] == "False"

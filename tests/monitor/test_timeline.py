@@ -72,9 +72,8 @@ def average(rounds=3, name="weights", numel=50_000):
     return shoal.bytes_sent()
 
 
-@pytest.mark.parametrize("transport", ["threads", "shared_memory", "network"])
-def test_every_agent_writes_valid_json_whose_bars_nest(traces, transport):
-    shoal.Fleet(3, transport=transport).run(average)
+def test_every_agent_writes_valid_json_whose_bars_nest(traces, fleet):
+    fleet(3).run(average)
     for rank in range(3):
         events = load(traces, rank)
         assert {e["pid"] for e in events} == {rank}

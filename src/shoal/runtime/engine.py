@@ -47,7 +47,7 @@ ASK_AFTER = 0.02
 """Seconds without a message after which its sender is asked whether it will come."""
 STALL_AFTER = 30.0
 """Seconds after which a report says who is missing."""
-LEAVE_GRACE = 0.2
+LEAVE_GRACE = 0.5
 """Seconds in which a goodbye may still arrive from a process that ended."""
 PUBLISH_BYTES = 1 << 14
 """Tensors larger than this are published in shared memory."""
@@ -550,10 +550,11 @@ class Engine:
         rank, died = message.token, bool(message.flags & DIED)
         if died or source == rank:
             self._on_gone(rank, message.text, died, source)
-        elif rank in self.membership.view.alive and rank not in self._suspects and not self.router.hears(rank):
+        elif rank in self.membership.view.alive and not self.router.hears(rank):
             # What it sent to us may be on its way still; where we hear it, its own goodbye comes after that.
-            self._suspects[rank] = (time.monotonic() + LEAVE_GRACE, message.text, False)
-            self.next_check = min(self.next_check, self._suspects[rank][0])
+            due = self._suspects[rank][0] if rank in self._suspects else time.monotonic() + LEAVE_GRACE
+            self._suspects[rank] = (due, message.text, False)
+            self.next_check = min(self.next_check, due)
 
     def _on_gone(self, rank: int, cause: str, died: bool, told_by: int) -> None:
         """An agent died or left; tell the neighbours, and end what cannot be completed without it."""

@@ -1,0 +1,32 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each sets itself up in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test soak lint docs bench clean
+
+demo: $(STAMP)
+	$(BIN)/shoal run -n 4 examples/train_digits.py --picture out/digits.png
+
+test: $(STAMP)
+	$(BIN)/pytest -m "not soak" $(TESTS)
+
+soak: $(STAMP)
+	$(BIN)/pytest -m soak --timeout 1800
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/shoal bench
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) out build dist

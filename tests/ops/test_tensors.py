@@ -1,0 +1,271 @@
+"""What goes in and what comes out: strides, views, gradients, out=, NaN and infinity, whatever the operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.reference import averaged_over, bits, reduced, same_bits, weighted
+from support.samples import WEIGHABLE, sample, samples
+
+import shoal
+
+Fleets = Callable[..., shoal.Fleet]
+View = Callable[[torch.Tensor], torch.Tensor]
+
+# Each takes a tensor [40, 300] (48 KB and so more than travels inside a message) or [4, 6].
+VIEWS: dict[str, View] = {
+    "transposed": lambda t: t.t(),
+    "every second column": lambda t: t[:, ::2],
+    "a slice with an offset": lambda t: t[1:, 2:],
+    "expanded": lambda t: t[:, :1].expand(-1, t.shape[1]),
+    "expanded from one element": lambda t: t[0, 0].expand(t.shape),
+    "flipped": lambda t: t.flip(0),
+    "a diagonal": lambda t: t.diagonal(),
+    "channels last": lambda t: t.view(1, 2, -1, t.shape[1]).to(memory_format=torch.channels_last),
+    "empty slice": lambda t: t[:, 3:3],
+}
+AVERAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "neighbor_allreduce": shoal.neighbor_allreduce,
+    "hierarchical_neighbor_allreduce": shoal.hierarchical_neighbor_allreduce,
+    "allreduce": shoal.allreduce,
+    "pair_gossip": lambda x: shoal.pair_gossip(x, 1 - shoal.rank()),
+}
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (40, 300)], ids=["inline", "region"])
+def test_any_strides_give_what_a_contiguous_copy_gives(fleet: Fleets, shape: tuple[int, ...]) -> None:
+    def run() -> None:
+        x = sample(shoal.rank(), shape)
+        for average in AVERAGES.values():
+            for name, view in VIEWS.items():
+                given = view(x.clone())
+                before = given.clone()
+                result = average(given)
+                assert same_bits(result, average(before.contiguous())), name
+                assert same_bits(given, before), name
+                assert result.shape == given.shape
+
+    fleet(2).run(run)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (40, 300)], ids=["inline", "region"])
+def test_gathers_and_broadcasts_take_any_strides(fleet: Fleets, shape: tuple[int, ...]) -> None:
+    def run() -> None:
+        x = sample(shoal.rank(), shape)
+        for name, view in VIEWS.items():
+            other = view(sample(1 - shoal.rank(), shape))
+            both = [view(sample(rank, shape)) for rank in range(2)]
+            assert same_bits(shoal.neighbor_allgather(view(x)), other), name
+            assert same_bits(shoal.allgather(view(x)), torch.cat(both)), name
+            assert same_bits(shoal.broadcast(view(x), 1), both[1]), name
+
+    fleet(2).run(run)
+
+
+@pytest.mark.parametrize("numel", [5, 5000])
+def test_conjugate_and_negative_views_count_as_the_numbers_they_show(fleet: Fleets, numel: int) -> None:
+    """``x.conj()`` and its imaginary part are views whose memory holds other numbers than they show."""
+
+    def run() -> list[torch.Tensor]:
+        x = sample(shoal.rank(), (numel,), torch.complex64)
+        conjugate, negative = x.conj(), x.conj().imag
+        assert conjugate.is_conj()
+        assert negative.is_neg()
+        return [
+            shoal.neighbor_allreduce(conjugate),
+            shoal.neighbor_allreduce(negative),
+            shoal.allreduce(negative, op="min"),
+            shoal.broadcast(conjugate, 1),
+            shoal.allgather(conjugate),
+        ]
+
+    inputs = samples(2, (numel,), torch.complex64)
+    conjugates = [x.conj().resolve_conj() for x in inputs]
+    negatives = [-x.imag for x in inputs]
+    for rank, found in enumerate(fleet(2).run(run)):
+        other = 1 - rank
+        expected = [
+            weighted(conjugates[rank], 0.5, {other: (0.5, conjugates[other])}),
+            weighted(negatives[rank], 0.5, {other: (0.5, negatives[other])}),
+            torch.minimum(*negatives),
+            conjugates[1],
+            torch.cat(conjugates),
+        ]
+        assert all(map(same_bits, found, expected))
+
+
+def test_no_result_requires_grad_and_no_graph_is_recorded(fleet: Fleets) -> None:
+    def run() -> None:
+        leaf = sample(shoal.rank(), (2, 3)).requires_grad_()
+        for x in (leaf, leaf * 2, torch.nn.Parameter(leaf.detach().clone())):
+            before = x.detach().clone()
+            results = [average(x) for average in AVERAGES.values()]
+            results += [shoal.allgather(x), shoal.neighbor_allgather(x), shoal.broadcast(x, 0)]
+            for result in results:
+                assert not result.requires_grad
+                assert result.grad_fn is None
+            assert x.requires_grad
+            assert same_bits(x, before)
+
+    fleet(2).run(run)
+
+
+def test_an_operation_on_a_leaf_that_requires_grad_can_be_written_in_place(fleet: Fleets) -> None:
+    def run() -> float:
+        parameter = torch.nn.Parameter(torch.tensor([float(shoal.rank())]))
+        shoal.allreduce_(parameter.detach())
+        assert parameter.requires_grad
+        return parameter.item()
+
+    assert fleet(2).run(run) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("numel", [0, 7, 4097, 70_000])
+def test_out_takes_the_result_and_is_returned(fleet: Fleets, size: int, numel: int) -> None:
+    def run() -> None:
+        x = sample(shoal.rank(), (numel,))
+        calls: list[Callable[..., torch.Tensor]] = [
+            shoal.neighbor_allreduce,
+            shoal.hierarchical_neighbor_allreduce,
+            shoal.allreduce,
+            lambda x, out=None: shoal.broadcast(x, size - 1, out=out),
+        ]
+        for call in calls:
+            expected = call(x)
+            out = torch.full_like(x, 9.0)
+            assert call(x, out=out) is out
+            assert same_bits(out, expected)
+            itself = x.clone()
+            assert call(itself, out=itself) is itself
+            assert same_bits(itself, expected)
+            wide = torch.full((2 * numel,), 9.0)
+            strided = wide[::2]
+            assert call(x, out=strided) is strided
+            assert same_bits(strided, expected)
+            assert torch.equal(wide[1::2], torch.full((numel,), 9.0))
+
+    fleet(size).run(run)
+
+
+def test_out_may_overlap_the_input_in_part(fleet: Fleets) -> None:
+    """The input is copied when the call begins, so where the result lands cannot matter."""
+
+    def run() -> None:
+        memory = sample(shoal.rank(), (30_001,))
+        expected = shoal.neighbor_allreduce(memory[:-1].clone())
+        shoal.neighbor_allreduce(memory[:-1], out=memory[1:])
+        assert same_bits(memory[1:], expected)
+
+    fleet(2).run(run)
+
+
+def test_the_result_is_memory_of_its_own(fleet: Fleets) -> None:
+    """Writing into a result changes neither another agent's result nor the input."""
+
+    def run() -> tuple[float, float]:
+        x = torch.ones(10_000)
+        results = [average(x) for average in AVERAGES.values()]
+        results += [shoal.broadcast(x, 0), shoal.allgather(x), shoal.neighbor_allgather(x)]
+        shoal.barrier()
+        for result in results:
+            result.fill_(100.0 * (shoal.rank() + 1))
+        shoal.barrier()
+        return x.sum().item(), {result[0].item() for result in results} == {100.0 * (shoal.rank() + 1)}
+
+    assert fleet(2).run(run) == [(10_000.0, True)] * 2
+
+
+def test_the_input_may_change_as_soon_as_a_nonblocking_call_returns(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        results = []
+        for numel in (3, 50_000):
+            x = torch.full((numel,), float(shoal.rank()))
+            handles = [
+                shoal.neighbor_allreduce_nonblocking(x),
+                shoal.allreduce_nonblocking(x),
+                shoal.allgather_nonblocking(x),
+                shoal.broadcast_nonblocking(x, 1),
+            ]
+            x.fill_(1000.0)
+            results += [handle.wait().mean().item() for handle in handles]
+        return results
+
+    assert fleet(2).run(run) == [[0.5, 0.5, 0.5, 1.0] * 2] * 2
+
+
+@pytest.mark.parametrize("dtype", WEIGHABLE, ids=str)
+@pytest.mark.parametrize("numel", [9, 9001])
+def test_nan_and_infinity_pass_through_unharmed(fleet: Fleets, dtype: torch.dtype, numel: int) -> None:
+    """Where one agent has NaN or infinity the result has what arithmetic says, and everywhere else it is clean."""
+    special = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0]
+
+    def given(rank: int) -> torch.Tensor:
+        x = sample(rank, (numel,), dtype)
+        if rank == 1:
+            x[: len(special)] = torch.tensor(special).to(dtype)
+        if rank == 2:
+            x[2] = torch.tensor(float("inf")).to(dtype)
+        return x
+
+    def run() -> list[torch.Tensor]:
+        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        x = given(shoal.rank())
+        return [shoal.neighbor_allreduce(x), shoal.allreduce(x, average=False), shoal.broadcast(x, 1)]
+
+    inputs = [given(rank) for rank in range(3)]
+    averages = averaged_over(shoal.FullyConnectedGraph(3), inputs, is_weighted=False)
+    total = reduced("sum", inputs)
+    for rank, (average, sums, copy) in enumerate(fleet(3).run(run)):
+        assert _same_numbers(average, averages[rank])
+        assert _same_numbers(sums, total)
+        assert same_bits(copy, inputs[1])
+        assert bool(average[len(special) :].isfinite().all())
+
+
+def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal to the bit, except that one NaN is as good as another: which of two NaNs survives a sum is the CPU's."""
+    one, other = (torch.view_as_real(x) if x.is_complex() else x for x in (one, other))
+    clean = ~other.isnan()
+    return torch.equal(one.isnan(), ~clean) and torch.equal(bits(one[clean]), bits(other[clean]))
+
+
+def test_an_infinite_complex_number_does_not_spoil_its_other_part(fleet: Fleets) -> None:
+    """Weights are real, so each part is summed by itself; a complex product with w + 0i would make inf * 0 = NaN."""
+
+    def run() -> torch.Tensor:
+        return shoal.neighbor_allreduce(torch.tensor([complex(float("inf"), 1.0)]))
+
+    for result in fleet(2).run(run):
+        assert torch.equal(torch.view_as_real(result), torch.tensor([[float("inf"), 1.0]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bit_sums_are_rounded_once(fleet: Fleets, dtype: torch.dtype) -> None:
+    """4096 + 1 + 1 + 1 + 1 summed in 16 bits stays 4096 (or loses more); in float32 it is 4100, and then rounded."""
+
+    def run() -> list[float]:
+        x = torch.tensor([4096.0 if shoal.rank() == 0 else 1.0], dtype=dtype)
+        others = {rank: 1.0 for rank in range(5) if rank != shoal.rank()}
+        mixed = shoal.neighbor_allreduce(x, 1.0, others, others)
+        return [mixed.item(), shoal.allreduce(x, average=False).item()]
+
+    assert fleet(5).run(run) == [[torch.tensor(4100.0).to(dtype).item()] * 2] * 5
+
+
+def test_sixteen_bit_averages_do_not_overflow_on_the_way(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        x = torch.full((5,), 60_000.0, dtype=torch.float16)
+        return [shoal.allreduce(x)[0].item(), shoal.neighbor_allreduce(x)[0].item()]
+
+    expected = torch.tensor(60_000.0, dtype=torch.float16).item()
+    assert fleet(4).run(run) == [[expected, expected]] * 4
+
+
+def test_more_dimensions_than_anybody_needs_are_kept(fleet: Fleets) -> None:
+    def run() -> torch.Size:
+        return shoal.neighbor_allreduce(torch.ones([1] * 40 + [2])).shape
+
+    assert fleet(2).run(run) == [torch.Size([1] * 40 + [2])] * 2
