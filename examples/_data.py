@@ -12,7 +12,9 @@ from torch import Tensor
 try:
     from sklearn.datasets import load_digits
 except ImportError:
-    raise SystemExit("the digits come with scikit-learn, which is not installed. Run: pip install 'shoal[demo]'") from None
+    raise SystemExit(
+        "the digits come with scikit-learn, which is not installed. Run: pip install 'shoal[demo]'"
+    ) from None
 
 LABELS = 10
 

@@ -61,31 +61,29 @@ def train(algorithm: str, args: argparse.Namespace, digits: _data.Digits, report
     shoal.broadcast_(weights, root_rank=0)
     steps = -(-digits.total // (size * BATCH))  # in an epoch, all agents together see as many images as there are
     optimizer = torch.optim.SGD(parameters, lr=args.lr, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps, eta_min=args.lr / 20)
     batches = digits.shards[rank].batches(BATCH, seed=args.seed * size + rank)
     peers = rounds(args.topology)
 
-    run, seconds, sent = report.start(algorithm), [], 0
+    run, seconds, sent = Run(algorithm), [], 0
     for _ in range(args.epochs):
         began, sent_before = time.perf_counter(), shoal.bytes_sent()
         for _ in range(steps):
             images, labels = next(batches)
             optimizer.zero_grad()
             loss = digits.weight(rank) * cross_entropy(model(images), labels)
-            if algorithm == "awc":  # average while the gradient is computed, then add the local step
+            if algorithm == "awc":  # adapt with combine: average while the gradient is computed, then add the step
                 averaging = shoal.neighbor_allreduce_nonblocking(weights, **next(peers))
-                loss.backward()
+            loss.backward()
+            if algorithm == "awc":
                 weights.copy_(averaging.wait())
-                optimizer.step()
-            elif algorithm == "atc":  # the local step first, then average its result
-                loss.backward()
-                optimizer.step()
+            if algorithm == "allreduce":
+                gradients = [p.grad for p in parameters]
+                mean = shoal.allreduce(parameters_to_vector(gradients))
+                vector_to_parameters(mean, gradients)
+            optimizer.step()
+            if algorithm == "atc":  # adapt, then combine: the local step first, then average its result
                 shoal.neighbor_allreduce(weights, **next(peers), out=weights)
-            else:  # average the gradients of all agents, so that they take the same step
-                loss.backward()
-                gradient = parameters_to_vector([p.grad for p in parameters])
-                vector_to_parameters(shoal.allreduce(gradient, out=gradient), [p.grad for p in parameters])
-                optimizer.step()
             scheduler.step()
         seconds.append((time.perf_counter() - began) / steps)
         sent += shoal.bytes_sent() - sent_before
@@ -119,7 +117,7 @@ def main(args: argparse.Namespace) -> list[Run]:
     shoal.init(TOPOLOGIES[args.topology], is_weighted=True)
     digits = _data.load(shoal.size(), args.alpha, args.seed)
     with Report(args, digits, shoal.load_topology(), quiet=shoal.rank() != 0) as report:
-        algorithms = [args.algorithm] if args.no_baseline else dict.fromkeys([args.algorithm, "allreduce"])
+        algorithms = [args.algorithm] if args.no_baselines else dict.fromkeys([args.algorithm, "allreduce", "alone"])
         runs = [train(algorithm, args, digits, report) for algorithm in algorithms]
     report.finish(runs)
     return runs
@@ -130,10 +128,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topology", choices=TOPOLOGIES, default="one-peer", help="who averages with whom")
     parser.add_argument("--algorithm", choices=["atc", "awc", "allreduce"], default="atc", help="when they average")
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=0.05, help="learning rate at the start; it falls to 0 as a cosine")
+    parser.add_argument(
+        "--lr", type=float, default=0.05, help="learning rate at the start; it falls to a 20th, as a cosine"
+    )
     parser.add_argument("--alpha", type=float, default=0.5, help="how alike the shards are (Dirichlet parameter)")
     parser.add_argument("--seed", type=int, default=1, help="of the shards, the first weights and the batches")
-    parser.add_argument("--no-baseline", action="store_true", help="leave out the comparison with all-reduce")
+    parser.add_argument("--no-baselines", action="store_true", help="leave out all-reduce, and training alone")
     parser.add_argument("--picture", default="out/digits.png", help="where to write the picture")
     return parser.parse_args(arguments)
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import networkx as nx
 import pytest
 import torch
-from support.reference import incoming, same_bits
-from support.samples import ALL_DTYPES, bluefog_graphs, random_digraph, sample, shapes
 
 import shoal
+from support.reference import incoming, same_bits
+from support.samples import ALL_DTYPES, bluefog_graphs, random_digraph, sample, shapes
 
 Fleets = Callable[..., shoal.Fleet]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.reference import averaged_over, bits, reduced, same_bits, weighted
-from support.samples import WEIGHABLE, sample, samples
 
 import shoal
+from support.reference import averaged_over, bits, reduced, same_bits, weighted
+from support.samples import WEIGHABLE, sample, samples
 
 Fleets = Callable[..., shoal.Fleet]
 View = Callable[[torch.Tensor], torch.Tensor]

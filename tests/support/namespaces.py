@@ -87,7 +87,8 @@ def _connect(machine: Namespace) -> None:
         ],
     )
     _batch(
-        machine.name, ["link set lo up", f"address add {machine.address}/24 dev {INTERFACE}", f"link set {INTERFACE} up"]
+        machine.name,
+        ["link set lo up", f"address add {machine.address}/24 dev {INTERFACE}", f"link set {INTERFACE} up"],
     )
 
 

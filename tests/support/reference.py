@@ -17,7 +17,8 @@ HALF = (torch.float16, torch.bfloat16)
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, in the order of its elements."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -61,7 +62,8 @@ def averaged_over(graph: nx.DiGraph, inputs: Sequence[torch.Tensor], *, is_weigh
 def reduced(how: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """The reduction over all inputs, by ascending rank."""
     dtype = inputs[0].dtype
-    wide = [one.float() if dtype in HALF else one for one in inputs]
+    in_parts = dtype.is_complex and how in ("sum", "average")
+    wide = [torch.view_as_real(one) if in_parts else one.float() if dtype in HALF else one for one in inputs]
     total = wide[0].clone()
     for term in wide[1:]:
         if how in ("sum", "average"):
@@ -71,9 +73,8 @@ def reduced(how: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         else:
             total = torch.minimum(total, term) if how == "min" else torch.maximum(total, term)
     if how == "average":
-        parts = torch.view_as_real(total) / len(inputs) if dtype.is_complex else total / len(inputs)
-        total = torch.view_as_complex(parts) if dtype.is_complex else parts
-    return total.to(dtype)
+        total = total / len(inputs)
+    return torch.view_as_complex(total) if in_parts else total.to(dtype)
 
 
 def push_pull(

@@ -241,7 +241,11 @@ class World:
         return Pending(self.members[rank])
 
     def run(
-        self, function: Callable[..., object], *args: object, on: Iterable[int] | None = None, patience: float = PATIENCE
+        self,
+        function: Callable[..., object],
+        *args: object,
+        on: Iterable[int] | None = None,
+        patience: float = PATIENCE,
     ) -> list[Outcome]:
         """Have all agents (or those of ``on``) call a function at the same time; what came of it, by rank."""
         ranks = list(range(self.size) if on is None else on)
@@ -249,7 +253,11 @@ class World:
         return [one.outcome(patience) for one in pending]
 
     def results(
-        self, function: Callable[..., object], *args: object, on: Iterable[int] | None = None, patience: float = PATIENCE
+        self,
+        function: Callable[..., object],
+        *args: object,
+        on: Iterable[int] | None = None,
+        patience: float = PATIENCE,
     ) -> list[Any]:
         """The values that the agents returned; raises if one did not."""
         outcomes = self.run(function, *args, on=on, patience=patience)

@@ -60,16 +60,14 @@ class Result:
 
     def __init__(self, agent: Agent, out: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]) -> None:
         self._out = out
-        self._device = like.device
-        self._direct = out is not None and out.is_contiguous() and out.device.type == "cpu"
-        self._made = out if self._direct else agent.engine.pool.empty(shape, like.dtype)
-        assert self._made is not None
+        self._on_cpu, self._device = like.is_cpu, like.device
+        self._direct = out is not None and out.is_contiguous() and out.is_cpu
+        self._made = out if out is not None and self._direct else agent.engine.pool.empty(shape, like.dtype)
         self.flat = self._made.detach().view(-1)
 
     def finish(self) -> torch.Tensor:
-        assert self._made is not None
         if self._out is None:
-            return self._made if self._device.type == "cpu" else self._made.to(self._device)
+            return self._made if self._on_cpu else self._made.to(self._device)
         if not self._direct:
             self._out.detach().copy_(self._made)
         return self._out

@@ -11,7 +11,6 @@ push only the sender knows, in pure pull only the receiver: a :func:`~shoal.ops.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Generator, Iterable, Mapping
 
 import torch
@@ -34,6 +33,8 @@ from .arithmetic import weighted_sum
 from .census import census
 
 Weights = Mapping[int, float]
+_FORMS = {"static": 0, "push within": 1}
+"""The forms whose edges are those of the static topology, which both sides must then agree on."""
 
 
 def neighbor_allreduce(
@@ -182,8 +183,7 @@ def _mix(
     engine = agent.engine
     published = engine.publish(operation, tensor)
     shape, total = tuple(tensor.shape), published.data.numel()
-    sources = dict(mixing.sources)
-    destinations = dict(mixing.destinations)
+    sources, destinations = mixing.sources, mixing.destinations
     nothing: list[int] = []
     if form == "push":
         found = yield from census(engine, operation, destinations)
@@ -201,17 +201,17 @@ def _mix(
     sends += [Send(rank, published, 0, 0, (0,), NOTHING) for rank in nothing]
     arrived = yield Exchange(
         sends,
-        sorted(sources),
+        list(sources),
         tensor.dtype,
         shape,
         checked=checked and form == "push-pull",
-        digest=static.digest ^ zlib.crc32(form.encode()) if form in ("static", "push within") else 0,
+        digest=static.digest ^ _FORMS[form] if form in _FORMS else 0,
         digest_of="topology, or form of the call",
     )
     result = Result(agent, out, tensor, shape)
     terms = [
         (payload(arrived, rank), sources[rank] * arrived[rank].scale)
-        for rank in sorted(sources)
+        for rank in sources  # ascending, as in every Mixing
         if not arrived[rank].nothing
     ]
     yield from weighted_sum(result.flat, published.data, mixing.self_weight, terms)

@@ -140,7 +140,7 @@ class Engine:
             channel.active[operation.round] = operation
             handle: Handle[T] = Handle(self, operation)
             operation.handle = handle
-        if self.events:
+        if self.events.active:
             self.events.emit("submitted", op, name, operation.round)
         operation.generator = steps(operation)
         self._resume(operation, None)
@@ -162,8 +162,8 @@ class Engine:
     def publish(self, operation: Operation, tensor: torch.Tensor) -> Published:
         """Copy a tensor to where other agents can read it, flat, until they all have and the operation has ended."""
         nbytes = tensor.numel() * tensor.element_size()
-        if nbytes <= PUBLISH_BYTES and tensor.device.type == "cpu":
-            return Published(tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format))
+        if nbytes <= PUBLISH_BYTES and tensor.is_cpu:
+            return Published(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1))
         region = self.arena.allocate(nbytes)
         lease = Lease(self.arena, region)
         operation.leases.append(lease)
@@ -177,7 +177,7 @@ class Engine:
         """Run an operation to its next exchange, without the lock: it may compute."""
         generator = operation.generator
         assert generator is not None
-        start = time.perf_counter_ns() if self.events else 0
+        start = time.perf_counter_ns() if self.events.active else 0
         try:
             item = generator.send(arrived) if arrived is not None else next(generator)
         except StopIteration as stop:
@@ -250,7 +250,7 @@ class Engine:
 
     def _post(self, channel: Channel, operation: Operation, stage: Stage) -> None:
         exchange = stage.exchange
-        listening = bool(self.events)
+        listening = self.events.active
         often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
         message: Message | None = None
         last: Send | None = None
@@ -362,7 +362,7 @@ class Engine:
             self._callbacks.extend((callback, handle) for callback in handle._callbacks)
             handle._callbacks = []
         self.wheel.notify()
-        if self.events:
+        if self.events.active:
             kind, detail = ("finished", "") if error is None else ("failed", f"{type(error).__name__}: {error}")
             self.events.emit(kind, operation.op, operation.name, operation.round, detail=detail)
 
@@ -411,7 +411,7 @@ class Engine:
             self._on_notice(source, message)
 
     def _on_data(self, source: int, message: Message) -> None:
-        if self.events:
+        if self.events.active:
             self.events.emit("received", message.op, message.name, message.round, 0, source, message.nbytes)
         channel = self._channels.get(message.name)
         if channel is None or message.round >= channel.rounds:
@@ -561,7 +561,7 @@ class Engine:
         if rank == self.rank or not self.membership.remove(rank, cause, died):
             return
         self._suspects.pop(rank, None)
-        if self.events:
+        if self.events.active:
             self.events.emit("lost", "died" if died else "left", "", 0, peer=rank, detail=cause)
         for other in list(self.router.links):
             if other not in (rank, told_by):
@@ -664,7 +664,7 @@ class Engine:
                 f"waiting for {handle.operation} inside a callback or listener of Shoal would never end: start "
                 "operations there, and wait for them elsewhere"
             )
-        started = time.perf_counter_ns() if self.events else 0
+        started = time.perf_counter_ns() if self.events.active else 0
         done = self.wheel.drive_until(
             lambda: handle.done, time.monotonic() + timeout if timeout is not None else float("inf")
         )

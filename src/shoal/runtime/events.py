@@ -37,18 +37,19 @@ class Events:
     """The listeners of one agent."""
 
     def __init__(self) -> None:
+        self.active = False
+        """Whether anybody listens; ask before ``emit``."""
         self._listeners: tuple[Listener, ...] = ()
         self._complained = False
-
-    def __bool__(self) -> bool:
-        return bool(self._listeners)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener`` with every event from now on. Returns what ends that."""
         self._listeners = (*self._listeners, listener)
+        self.active = True
 
         def unsubscribe() -> None:
             self._listeners = tuple(known for known in self._listeners if known is not listener)
+            self.active = bool(self._listeners)
 
         return unsubscribe
 

@@ -150,7 +150,7 @@ class Wheel:
                     away = self._keep_away - time.monotonic()
                     if not self._driver and not self.waiters and away <= 0:
                         break
-                    self._progress_turn.wait(max(away, AFTER_SUBMITTING) if not self._driver else AFTER_DRIVING)
+                    self._progress_turn.wait(max(away, AFTER_DRIVING / 2))
                 if self._closing:
                     return
                 self._driver = me

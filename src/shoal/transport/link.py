@@ -6,6 +6,7 @@ agree on who connects to whom, and the order of messages is kept in each directi
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from typing import Protocol
 
@@ -28,6 +29,11 @@ class Published:
 
     def part(self, start: int, stop: int) -> torch.Tensor:
         return self.data[start:stop] if stop - start != self.data.numel() else self.data
+
+    def copy(self, start: int, stop: int) -> bytes:
+        """Elements ``start`` to ``stop`` as bytes of their own."""
+        size = self.data.element_size()
+        return ctypes.string_at(self.data.data_ptr() + start * size, (stop - start) * size) if stop > start else b""
 
     def bytes(self, start: int, stop: int) -> memoryview:
         """Elements ``start`` to ``stop`` as bytes, where they lie."""

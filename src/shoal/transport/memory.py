@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import math
 import mmap
 import os
 import threading
@@ -215,10 +216,7 @@ class ResultPool:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor. Small ones come from torch, whose allocator is good at them."""
-        numel = 1
-        for dim in shape:
-            numel *= dim
-        nbytes = numel * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALL:
             return torch.empty(shape, dtype=dtype)
         size = size_class(nbytes)

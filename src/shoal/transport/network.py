@@ -86,7 +86,7 @@ class NetworkLink(Outgoing):
             if published.region is None:
                 message.where = Where.INLINE
                 if not message.tail:
-                    message.body = published.bytes(start, stop)
+                    message.body = published.copy(start, stop)
             elif stop > start:
                 message.where = Where.STREAM
                 self._streams.append(_Stream(message.token, published.bytes(start, stop), published))

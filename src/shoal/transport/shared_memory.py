@@ -90,7 +90,7 @@ class SharedMemoryLink(Outgoing):
         if region is None:
             message.where = Where.INLINE
             if not message.tail:
-                message.body = published.bytes(start, stop)
+                message.body = published.copy(start, stop)
             return
         if region.segment.ident not in self._shared:
             self._share(region.segment.ident, region.segment.fd)

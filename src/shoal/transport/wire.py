@@ -7,10 +7,12 @@ length, a code or an offset that cannot be is a :class:`ProtocolError`, which en
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 
@@ -130,7 +132,7 @@ def encode(message: Message) -> bytes:
     tail = message.tail
     if not tail:
         body = message.text.encode() if message.text else message.body
-        dims = struct.pack(f"<{len(shape)}q", *shape) if shape else b""
+        dims = _dimensions(len(shape)).pack(*shape) if shape else b""
         tail = message.tail = b"".join((dims, op, name, body))
     head = _PREFIXED.pack(
         _HEADER.size + len(tail),
@@ -166,6 +168,7 @@ def decode(frame: memoryview) -> Message:
     """The message in one frame (without the length prefix). An inline body is copied, so the buffer may be reused."""
     if len(frame) < _HEADER.size:
         raise ProtocolError(f"a frame of {len(frame)} bytes")
+    fields = _HEADER.unpack_from(frame)
     (
         kind,
         where,
@@ -183,45 +186,49 @@ def decode(frame: memoryview) -> Message:
         offset,
         nbytes,
         scale,
-    ) = _HEADER.unpack_from(frame)
+    ) = fields
     at = _HEADER.size
     if ndim > MAX_DIMENSIONS or n_name > MAX_NAME or at + 8 * ndim + n_op + n_name + n_body != len(frame):
         raise ProtocolError("the parts of a frame do not add up to its length")
-    if code >= len(DTYPES):
-        raise ProtocolError(f"dtype code {code}")
-    shape = struct.unpack_from(f"<{ndim}q", frame, at) if ndim else ()
+    known_kind, known_where = _KINDS.get(kind), _WHERE.get(where)
+    if known_kind is None or known_where is None or code >= len(DTYPES):
+        raise ProtocolError(f"kind {kind}, place {where} or dtype {code} is unknown")
+    shape = _dimensions(ndim).unpack_from(frame, at) if ndim else ()
     at += 8 * ndim
-    try:
-        op = str(frame[at : at + n_op], "utf-8")
-        at += n_op
-        name = str(frame[at : at + n_name], "utf-8")
-        at += n_name
-        known_kind, known_where = _KINDS[kind], _WHERE[where]
-        inline = known_kind is Kind.DATA
-        text = "" if inline else str(frame[at : at + n_body], "utf-8")
-    except (UnicodeDecodeError, KeyError) as error:
-        raise ProtocolError(f"a field cannot be read: {error!r}") from None
-    message = Message(
-        known_kind, op, name, round_, stage, token, flags, digest, scale, DTYPES[code], shape, None, text, known_where,
+    body = at + n_op + n_name
+    op = _text(bytes(frame[at : at + n_op]))
+    name = _text(bytes(frame[at + n_op : body]))
+    dtype, text, payload = DTYPES[code], "", None
+    if known_kind is Kind.DATA:
+        if nbytes != _extent(shape, dtype) or (known_where is Where.INLINE and n_body != nbytes):
+            raise ProtocolError(f"{nbytes} bytes for a {dtype} tensor of shape {shape}")
+        if known_where is Where.INLINE:
+            payload = inline_payload(dtype, bytearray(frame[body:]))
+    elif n_body:
+        text = _text(bytes(frame[body:]))
+    return Message(
+        known_kind, op, name, round_, stage, token, flags, digest, scale, dtype, shape, payload, text, known_where,
         segment, offset, nbytes,
     )  # fmt: skip
-    if known_kind is Kind.DATA:
-        _check_extent(message, n_body)
-        if known_where is Where.INLINE:
-            message.payload = inline_payload(message.dtype, bytearray(frame[at:]))
-    return message
 
 
-def _check_extent(message: Message, n_body: int) -> None:
-    """The payload must be exactly what dtype and shape say."""
-    numel = 1
-    for dim in message.shape:
-        if dim < 0:
-            raise ProtocolError(f"shape {message.shape}")
-        numel *= dim
-    expected = numel * message.dtype.itemsize
-    if message.nbytes != expected or (message.where is Where.INLINE and n_body != expected):
-        raise ProtocolError(f"{message.nbytes} bytes for a {message.dtype} tensor of shape {message.shape}")
+@lru_cache(1024)
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"a text cannot be read: {error}") from None
+
+
+@lru_cache(MAX_DIMENSIONS + 1)
+def _dimensions(ndim: int) -> struct.Struct:
+    return struct.Struct(f"<{ndim}q")
+
+
+@lru_cache(1024)
+def _extent(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor, or -1 when there is none of that shape."""
+    return math.prod(shape) * dtype.itemsize if min(shape, default=0) >= 0 else -1
 
 
 def inline_payload(dtype: torch.dtype, body: bytearray) -> Payload:

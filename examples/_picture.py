@@ -1,0 +1,101 @@
+"""The picture at the end of the digits example: accuracy, disagreement, who has what, and who talks to whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+from _data import LABELS, Digits
+
+import shoal
+
+if TYPE_CHECKING:
+    from _report import Run
+    from matplotlib.axes import Axes
+
+AGENTS = ("#1f77b4", "#e07b39", "#2a9d6f", "#8e5fb0")
+REFERENCE, ALONE = "#1b1f23", "#9aa5b1"
+MOST_ROUNDS = 4
+
+
+def draw(path: Path, runs: list[Run], titles: dict[str, str], digits: Digits, topology: str, graph: nx.DiGraph) -> None:
+    """Write the picture to `path`; its suffix says the format."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=[1.25, 1], height_ratios=[1.25, 1])
+    _accuracy(figure.add_subplot(grid[0, 0]), runs, titles)
+    _disagreement(figure.add_subplot(grid[0, 1]), runs, titles)
+    _shards(figure.add_subplot(grid[1, 0]), digits)
+    if topology == "one-peer":
+        rounds = _rounds(graph)
+        panels = grid[1, 1].subgridspec(1, len(rounds)).subplots(squeeze=False)[0]
+        shoal.topology.draw_rounds(rounds, len(graph), panels)
+    else:
+        shoal.topology.draw(graph, figure.add_subplot(grid[1, 1]), title=topology)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _rounds(graph: nx.DiGraph) -> list[list[tuple[int, int]]]:
+    """The one-peer rounds until they repeat, or as many as there is room for."""
+    turns = [shoal.GetDynamicOnePeerSendRecvRanks(graph, rank) for rank in range(len(graph))]
+    period = max(1, len(set(graph.successors(0)) - {0}))
+    return shoal.topology.collect_rounds(turns, min(period, MOST_ROUNDS))
+
+
+def _style(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("epoch")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _line(run: Run, rank: int) -> dict[str, Any]:
+    if run.algorithm == "allreduce":
+        return {"color": REFERENCE, "linestyle": "--", "linewidth": 1.6}
+    if run.algorithm == "alone":
+        return {"color": ALONE, "linestyle": ":", "linewidth": 1.4}
+    return {"color": AGENTS[rank % len(AGENTS)], "linewidth": 1.8}
+
+
+def _accuracy(axes: Axes, runs: list[Run], titles: dict[str, str]) -> None:
+    for run in runs:
+        curves = list(zip(*run.accuracy, strict=True))
+        shared = run.algorithm in ("allreduce", "alone")
+        for rank, curve in enumerate(curves[:1] if run.algorithm == "allreduce" else curves):
+            label = titles[run.algorithm] if shared else f"agent {rank}"
+            shown = rank == 0 if shared else rank < len(AGENTS)
+            axes.plot(range(1, len(curve) + 1), curve, label=label if shown else None, **_line(run, rank))
+    _style(axes, "test accuracy of each agent")
+    axes.set_ylim(top=1.005)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _disagreement(axes: Axes, runs: list[Run], titles: dict[str, str]) -> None:
+    for run in runs:
+        if any(run.consensus_distance):
+            line = {**_line(run, 0), "marker": "."}
+            axes.plot(range(1, len(run.accuracy) + 1), run.consensus_distance, label=titles[run.algorithm], **line)
+    _style(axes, "consensus distance between the models")
+    if axes.lines:
+        axes.set_yscale("log")
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _shards(axes: Axes, digits: Digits) -> None:
+    counts = digits.counts()
+    most = max(map(max, counts))
+    axes.imshow(counts, cmap="Blues", aspect="auto", vmax=1.3 * most)
+    if len(counts) <= 16:
+        for rank, row in enumerate(counts):
+            for label, count in enumerate(row):
+                colour = "white" if count > 0.7 * most else REFERENCE
+                axes.text(label, rank, str(count), ha="center", va="center", fontsize=9, color=colour)
+    axes.set_xticks(range(LABELS))
+    axes.set_yticks(range(len(counts)), [f"agent {rank}" for rank in range(len(counts))])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_title("images of each digit that an agent trains on", loc="left", fontsize=11)
