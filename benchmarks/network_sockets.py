@@ -284,9 +284,9 @@ def worker(place: Place, namespace: str, part: str, store: str, options: argpars
         figures = measure_busy(place, links, options.repeats)
     else:
         figures = measure_exchanges(place, links | {"gloo": GlooLink(place, store)}, options.repeats, part)
+    place.swap()
     if place.rank == 0:
         results.send(figures)
-    place.swap()
     os._exit(0)  # ZeroMQ's contexts and Gloo's threads need no farewell here
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
-from _data import LABELS, Digits
 
 import shoal
+from _data import LABELS, Digits
 
 if TYPE_CHECKING:
-    from _report import Run
     from matplotlib.axes import Axes
+
+    from _report import Run
 
 AGENTS = ("#1f77b4", "#e07b39", "#2a9d6f", "#8e5fb0")
 REFERENCE, ALONE = "#1b1f23", "#9aa5b1"
@@ -30,10 +31,12 @@ def draw(path: Path, runs: list[Run], titles: dict[str, str], digits: Digits, to
     _shards(figure.add_subplot(grid[1, 0]), digits)
     if topology == "one-peer":
         rounds = _rounds(graph)
-        panels = grid[1, 1].subgridspec(1, len(rounds)).subplots(squeeze=False)[0]
-        shoal.topology.draw_rounds(rounds, len(graph), panels)
+        who = figure.add_subfigure(grid[1, 1])
+        who.suptitle("who averages with whom, in turn", x=0.02, ha="left", fontsize=11)
+        shoal.topology.draw_rounds(rounds, len(graph), who.subplots(1, len(rounds), squeeze=False)[0])
     else:
-        shoal.topology.draw(graph, figure.add_subplot(grid[1, 1]), title=topology)
+        axes = shoal.topology.draw(graph, figure.add_subplot(grid[1, 1]))
+        axes.set_title(f"who averages with whom: {topology}", loc="left", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -57,7 +60,8 @@ def _line(run: Run, rank: int) -> dict[str, Any]:
         return {"color": REFERENCE, "linestyle": "--", "linewidth": 1.6}
     if run.algorithm == "alone":
         return {"color": ALONE, "linestyle": ":", "linewidth": 1.4}
-    return {"color": AGENTS[rank % len(AGENTS)], "linewidth": 1.8}
+    # The first is the widest, so that it shows where later ones lie on it.
+    return {"color": AGENTS[rank % len(AGENTS)], "linewidth": 4.5 - rank % len(AGENTS)}
 
 
 def _accuracy(axes: Axes, runs: list[Run], titles: dict[str, str]) -> None:
@@ -77,7 +81,7 @@ def _accuracy(axes: Axes, runs: list[Run], titles: dict[str, str]) -> None:
 def _disagreement(axes: Axes, runs: list[Run], titles: dict[str, str]) -> None:
     for run in runs:
         if any(run.consensus_distance):
-            line = {**_line(run, 0), "marker": "."}
+            line = {**_line(run, 0), "linewidth": 1.8, "marker": "."}
             axes.plot(range(1, len(run.accuracy) + 1), run.consensus_distance, label=titles[run.algorithm], **line)
     _style(axes, "consensus distance between the models")
     if axes.lines:

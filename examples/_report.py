@@ -1,4 +1,4 @@
-"""What the digits example shows: its progress, a table with a verdict, and a picture. Rank 0 shows it, the others not."""
+"""What the digits example shows, on rank 0: its progress, a table with a verdict, and the picture's path."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from math import sqrt
 from pathlib import Path
 from types import TracebackType
 
-import _picture
 import networkx as nx
-from _data import Digits
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from torch import Tensor
+
+import _picture
+from _data import Digits
 
 TITLES = {"atc": "adapt, then combine", "awc": "adapt with combine", "allreduce": "all-reduce", "alone": "alone"}
 PLAIN_LINES = 10
@@ -60,7 +61,8 @@ class Report:
         sizes = ", ".join(str(len(shard)) for shard in self._digits.shards)
         self._console.print(
             f"{len(self._digits.shards)} agent{self._plural}, topology {self._args.topology}; {self._digits.total} "
-            f"images to train on, dealt out as {sizes}; {len(self._digits.test)} to test with"
+            f"images to train on, dealt out as {sizes}; {len(self._digits.test)} to test with",
+            soft_wrap=True,
         )
         if self._console.is_terminal and not self._quiet:
             self._live = Live(console=self._console, auto_refresh=False)
@@ -82,7 +84,8 @@ class Report:
             low, high = min(run.accuracy[-1]), max(run.accuracy[-1])
             self._console.print(
                 f"{TITLES[run.algorithm]:20} epoch {epoch:3}/{last}   accuracy {low:.1%} to {high:.1%}   "
-                f"consensus distance {run.consensus_distance[-1]:.2g}"
+                f"consensus distance {run.consensus_distance[-1]:.1g}",
+                soft_wrap=True,
             )
 
     def _panel(self, run: Run) -> Group:
@@ -107,7 +110,7 @@ class Report:
             return
         self._console.print(self._table(runs))
         for sentence in self._verdict({run.algorithm: run for run in runs}):
-            self._console.print(sentence)
+            self._console.print(sentence, soft_wrap=True)
         path = Path(self._args.picture)
         _picture.draw(path, runs, TITLES, self._digits, self._args.topology, self._graph)
         self._console.print(f"Picture: {path}", soft_wrap=True)
@@ -121,13 +124,11 @@ class Report:
         def row(title: str, value: Callable[[Run], str]) -> None:
             table.add_row(title, *(value(run) for run in runs))
 
+        table.add_row("test accuracy")
         for rank, shard in enumerate(self._digits.shards):
-            row(
-                f"test accuracy of agent {rank} ({len(shard)} images)",
-                lambda run, rank=rank: f"{run.accuracy[-1][rank]:.1%}",
-            )  # type: ignore[misc]
-        row("test accuracy of their average model", lambda run: f"{run.read / len(self._digits.test):.1%}")
-        row("consensus distance", lambda run: f"{run.consensus_distance[-1]:.2g}")
+            row(f"  agent {rank} ({len(shard)} images)", lambda run, rank=rank: f"{run.accuracy[-1][rank]:.1%}")
+        row("  their average model", lambda run: f"{run.read / len(self._digits.test):.1%}")
+        row("consensus distance", lambda run: f"{run.consensus_distance[-1]:.1g}")
         row("sent by an agent", lambda run: _span([f"{sent / 1e6:.1f} MB" for sent in sorted(run.bytes_sent)]))
         row("time of a step", lambda run: f"{run.milliseconds:.1f} ms")
         return table
@@ -143,8 +144,8 @@ class Report:
             faster = _change(run.milliseconds, reference.milliseconds)
             sentences.append(f"Against all-reduce an agent sent {fewer}, and a step took {faster} time.")
         sentences.append(
-            f"The agents end {run.consensus_distance[-1] / run.norm:.2%} of its norm away from their average model; "
-            f"they read {worst:.1%} to {best:.1%}."
+            f"The agents end within {100 * run.consensus_distance[-1] / run.norm:.1g}% of their average model, and read "
+            f"{worst:.1%} to {best:.1%}."
         )
         if "alone" in runs:
             alone = runs["alone"].accuracy[-1]

@@ -4,7 +4,7 @@
 
 A step is a step of SGD on the agent's own images, and then an average of its weights with those of one neighbour, in
 each step another one. At the end all-reduce training, where every step averages the gradients of all, is run on the
-same images for comparison. To use it for your own model, copy `train`; what it needs of Shoal is in `communicate`.
+same images for comparison, and training alone, without any communication. For a model of your own, start from `train`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-import _data
 import torch
-from _report import Report, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+import _data
 import shoal
+from _report import Report, Run
 
 BATCH = 16
 TOPOLOGIES = {
@@ -78,9 +78,8 @@ def train(algorithm: str, args: argparse.Namespace, digits: _data.Digits, report
             if algorithm == "awc":
                 weights.copy_(averaging.wait())
             if algorithm == "allreduce":
-                gradients = [p.grad for p in parameters]
-                mean = shoal.allreduce(parameters_to_vector(gradients))
-                vector_to_parameters(mean, gradients)
+                gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+                vector_to_parameters(shoal.allreduce(parameters_to_vector(gradients)), gradients)
             optimizer.step()
             if algorithm == "atc":  # adapt, then combine: the local step first, then average its result
                 shoal.neighbor_allreduce(weights, **next(peers), out=weights)
@@ -127,7 +126,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--topology", choices=TOPOLOGIES, default="one-peer", help="who averages with whom")
     parser.add_argument("--algorithm", choices=["atc", "awc", "allreduce"], default="atc", help="when they average")
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument(
         "--lr", type=float, default=0.05, help="learning rate at the start; it falls to a 20th, as a cosine"
     )

@@ -8,6 +8,7 @@ import select
 import termios
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,11 +33,9 @@ class Sink:
 
 
 @pytest.fixture
-def file() -> Iterator[Sink]:
-    sink = Sink(*os.pipe())
-    yield sink
-    for descriptor in (sink.reader, sink.writer):
-        os.close(descriptor)
+def file(tmp_path: Path) -> Iterator[Sink]:
+    with (tmp_path / "log").open("wb") as writer, (tmp_path / "log").open("rb") as reader:
+        yield Sink(reader.fileno(), writer.fileno())
 
 
 @pytest.fixture
@@ -67,15 +66,12 @@ def test_a_line_is_written_when_it_is_complete(file: Sink) -> None:
     assert file.read() == b"[0] more\n"
 
 
-def test_stdout_and_stderr_of_an_agent_do_not_mix(file: Sink) -> None:
-    err = Sink(*os.pipe())
-    output = AgentOutput(file.writer, err.writer)
+def test_stdout_and_stderr_of_an_agent_do_not_mix(file: Sink, terminal: Sink) -> None:
+    output = AgentOutput(file.writer, terminal.writer)
     output.feed(0, STDOUT, b"out")
     output.feed(0, STDERR, b"err\n")
     output.feed(0, STDOUT, b"put\n")
-    assert (file.read(), err.read()) == (b"[0] output\n", b"[0] err\n")
-    for descriptor in (err.reader, err.writer):
-        os.close(descriptor)
+    assert (file.read(), terminal.read()) == (b"[0] output\n", b"[0] err\n")
 
 
 @pytest.mark.parametrize("pieces", [[b"a\r\nb\r\n"], [b"a\r", b"\nb\r", b"\n"], [b"a\r\r\nb\n"]])

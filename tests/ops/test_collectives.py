@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shoal
+from support import TRANSPORTS
 from support.reference import reduced, same_bits
 from support.samples import ALL_DTYPES, INTEGERS, WEIGHABLE, sample, samples, shapes
 
@@ -33,7 +34,12 @@ def test_allreduce_of_every_dtype_and_size_has_the_bits_of_the_reference(fleet: 
 
     for results in fleet(3).run(run):
         for (dtype, shape), result in zip(cases, results, strict=True):
-            assert same_bits(result, reduced(how, samples(3, shape, dtype))), (dtype, shape)
+            expected = reduced(how, samples(3, shape, dtype))
+            if how == "product" and dtype.is_complex:
+                # torch rounds a complex product differently in the last few elements of what it is given at once.
+                torch.testing.assert_close(result, expected)
+            else:
+                assert same_bits(result, expected), (dtype, shape)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -47,6 +53,14 @@ def test_allreduce_gives_every_agent_of_any_fleet_the_same_bits(fleet: Fleets, s
     for results in fleet(size).run(run):
         for numel, result in zip(numels, results, strict=True):
             assert same_bits(result, reduced("average", samples(size, (numel,)))), numel
+
+
+def test_a_product_of_complex_numbers_has_the_same_bits_on_every_agent_and_transport() -> None:
+    def run() -> torch.Tensor:
+        return shoal.allreduce(sample(shoal.rank(), (40_001,), torch.complex64), op="product")
+
+    found = [result for transport in TRANSPORTS for result in shoal.Fleet(3, transport=transport).run(run)]
+    assert all(same_bits(result, found[0]) for result in found)
 
 
 def test_allreduce_averages_by_default_and_sums_when_asked(fleet: Fleets) -> None:

@@ -135,6 +135,7 @@ class Member:
         self._pidfd = os.pidfd_open(self.pid)
         self.exit_code: int | None = None
         self.died_at = 0.0
+        self._silent = False
 
     def send(self, request: Request | None) -> None:
         # An agent that is dead already is found when its answer is awaited.
@@ -145,23 +146,30 @@ class Member:
         """The answer to what was sent, or that the agent died. Raises when neither comes in time."""
         limit = time.monotonic() + patience
         while self.exit_code is None:
-            if not select.select([self._connection, self._pidfd], [], [], max(0.0, limit - time.monotonic()))[0]:
+            waiting = [self._pidfd] if self._silent else [self._pidfd, self._connection]
+            ready = select.select(waiting, [], [], max(0.0, limit - time.monotonic()))[0]
+            if not ready:
                 raise AssertionError(f"rank {self.rank} does not answer after {patience:g} s\n{self._stacks()}")
-            # What it said last is there before its end is.
-            ended = bool(select.select([self._pidfd], [], [], 0)[0])
-            if self._connection.poll():
-                try:
-                    answer = self._connection.recv()
-                except (EOFError, ConnectionResetError):
-                    continue
+            if self._connection in ready:  # first of all: what it said last, before its end
+                answer = self._hear()
                 if isinstance(answer, Outcome):
                     return answer
-                assert isinstance(answer, Dying)
-                self.died_at = answer.at
-            elif ended:
+            elif self._pidfd in ready:
                 self.died_at = self.died_at or time.monotonic()
                 self.exit_code = template().reap(self.pid)
         return Outcome(self.rank, None, "Died", f"exit code {self.exit_code}", ended=self.died_at)
+
+    def _hear(self) -> Outcome | None:
+        try:
+            heard = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._silent = True
+            return None
+        if isinstance(heard, Dying):
+            self.died_at = heard.at
+            return None
+        assert isinstance(heard, Outcome)
+        return heard
 
     def _stacks(self) -> str:
         """What each of its threads is doing, and the rest of its log."""

@@ -4,16 +4,14 @@ The problem: many operations in flight, submitted by several threads in any orde
 without a coordinator; no thread may spin, a call of four bytes must not pay for a thread switch, and nothing may wait
 for ever.
 
-How it works. A message is matched by (name, round, stage) on the edge it came over. A round is the agent's own count of
-calls under that name, so an agent that skips one is noticed: its next message carries a number that does not fit. What
-comes before this agent has asked for it waits in ``_early``; what nobody here will ever ask for is refused, and both
-sides raise. An agent that has waited a moment for a message asks the sender whether it will come (ASK), and one that
-will not send denies it (DENY): that finds a disagreement in milliseconds that would otherwise end in the deadline, and
-costs nothing in a round where everybody comes.
+How it works. An operation is a generator (``operation.py``). The engine resumes it when the messages of its stage have
+come (``matching.py`` says which those are) and posts what it wants sent. What nobody here will ever ask for is refused,
+and both sides raise. An agent that has waited a moment for a message asks the sender whether it will come (ASK), and one
+that will not send denies it (DENY): that finds a disagreement in milliseconds that would otherwise end in the deadline,
+and costs nothing in a round where everybody comes. Who drives all this is in ``wheel.py``; who is gone, in
+``departures.py``.
 
-Who drives is in ``wheel.py``.
-
-Rejected: asyncio (a callback costs more than a small operation has), a thread for each operation, and doing all in the
+Rejected: asyncio (a callback costs more than a small operation has), a thread for each operation, and doing all in one
 progress thread (two thread switches for each blocking call, under one interpreter lock).
 """
 
@@ -23,7 +21,7 @@ import itertools
 import logging
 import os
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -35,7 +33,9 @@ from ..transport.memory import Arena, ResultPool
 from ..transport.poller import Poller
 from ..transport.router import Router
 from ..transport.wire import DIED, WANTS_REPLY, Kind, Message, Payload
+from .departures import Departure, Departures
 from .events import Events
+from .matching import SMALL_WINDOW, Channel, Fate, Rounds, disagreement
 from .membership import Membership
 from .operation import MORE, Arrived, Exchange, Handle, Operation, Send, Stage, Steps, describe
 from .wheel import Wheel
@@ -47,26 +47,8 @@ ASK_AFTER = 0.02
 """Seconds without a message after which its sender is asked whether it will come."""
 STALL_AFTER = 30.0
 """Seconds after which a report says who is missing."""
-LEAVE_GRACE = 0.5
-"""Seconds in which a goodbye may still arrive from a process that ended."""
 PUBLISH_BYTES = 1 << 14
-"""Tensors larger than this are published in shared memory."""
-WINDOW, SMALL_WINDOW = 2, 256
-"""Rounds of one name that a receiver may be behind: of large tensors, and of ones that travel inside the message."""
-TOMBSTONES = 4096
-
-
-class Channel:
-    """The rounds of one name on this agent."""
-
-    __slots__ = ("active", "deferred", "name", "rounds", "unacknowledged")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.rounds = 0
-        self.active: dict[int, Operation] = {}
-        self.unacknowledged: dict[int, int] = {}
-        self.deferred: deque[tuple[Operation, Stage]] = deque()
+"""Tensors larger than this are published in shared memory; smaller ones travel inside the message."""
 
 
 class Engine:
@@ -85,26 +67,22 @@ class Engine:
         self.lock = self.wheel.lock
         self.router = Router(rank, self.poller, self, self.arena, self.pool)
         self.bytes_sent = 0
-        self._channels: dict[str, Channel] = {}
-        self._tokens: dict[int, tuple[int, Operation, Lease | None]] = {}
-        self._early: dict[tuple[str, int], dict[tuple[int, int], Message]] = {}
-        self._asks: dict[tuple[str, int], set[tuple[int, int]]] = {}
-        self._tombstones: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._suspects: dict[int, tuple[float, str, bool]] = {}
+        self.next_check = float("inf")
+        self._rounds = Rounds()
+        self._departures = Departures(rank, self.membership, self.router)
+        self._tokens: dict[int, tuple[int, Operation, Lease | None]] = {}  # what awaits a reply, and from whom
         self._ready: deque[Operation] = deque()
         self._dirty: set[Link] = set()
         self._callbacks: deque[tuple[Callable[[Handle[Any]], None], Handle[Any]]] = deque()
         self._token = itertools.count(1)
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self._ended: ShoalError | None = None  # why no operation is possible any more
-        self.next_check = float("inf")
         self._closing = False
-        self._pid = os.getpid()
-
-    # Submitting
 
     def start(self) -> None:
         self.wheel.start()
+
+    # Submitting
 
     def submit(
         self,
@@ -127,17 +105,7 @@ class Engine:
             raise ValueError(f"timeout={timeout}: it must be a positive number of seconds")
         with self.lock:
             self._check_open(op)
-            channel = self._channels.get(name)
-            if channel is None:
-                channel = self._channels[name] = Channel(name)
-            if alone and channel.active:
-                raise ValueError(
-                    f"{describe(op, name, channel.rounds)}: an operation named {name!r} is still in flight on rank "
-                    f"{self.rank}; wait for its handle first, or use another name"
-                )
-            operation = Operation(op, name, channel.rounds, self.timeout if timeout is None else timeout)
-            channel.rounds += 1
-            channel.active[operation.round] = operation
+            operation = self._rounds.begin(op, name, self.timeout if timeout is None else timeout, alone)
             handle: Handle[T] = Handle(self, operation)
             operation.handle = handle
         if self.events.active:
@@ -151,7 +119,7 @@ class Engine:
         return handle
 
     def _check_open(self, op: str) -> None:
-        if self._closing or self._pid != os.getpid():
+        if self._closing:
             raise NotInitialized(f"{op}: this agent has shut down; call shoal.init() first")
         if self._ended is not None:
             raise type(self._ended)(f"{op}: {self._ended}", self._ended.ranks)
@@ -178,26 +146,30 @@ class Engine:
         generator = operation.generator
         assert generator is not None
         start = time.perf_counter_ns() if self.events.active else 0
+        item: Exchange | str | None = None
+        result, error = None, None
         try:
             item = generator.send(arrived) if arrived is not None else next(generator)
         except StopIteration as stop:
-            if start and arrived:
-                self.events.emit("summed", operation.op, operation.name, operation.round, start)
-            self._finish(operation, stop.value, None)
-        except BaseException as error:
-            self._finish(operation, None, error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            if start and arrived:
-                self.events.emit("summed", operation.op, operation.name, operation.round, start)
-            with self.lock:
-                if operation.error is not None:
-                    self._close_generator(operation)
-                elif item is MORE:
-                    operation.waiting_more = True
-                else:
-                    self._enter(operation, item)  # type: ignore[arg-type]
+            result = stop.value
+        except BaseException as caught:
+            error = caught
+        if start and arrived:
+            self.events.emit("summed", operation.op, operation.name, operation.round, start)
+        with self.lock:
+            if operation.error is not None:  # it was failed while it computed
+                self._close_generator(operation)
+            elif item is MORE:
+                operation.waiting_more = True
+            elif isinstance(item, Exchange):
+                self._enter(operation, item)
+            elif error is None and operation.unconfirmed:
+                operation.outcome = (result,)
+                self._leave_stage(operation)
+            else:
+                self._settle(operation, result, error)
+        if error is not None and not isinstance(error, Exception):
+            raise error
 
     def _enter(self, operation: Operation, exchange: Exchange) -> None:
         """Begin a stage: take what came early, then send."""
@@ -206,30 +178,20 @@ class Engine:
         stage = Stage(number, exchange, set(exchange.sources), {})
         operation.stage = stage
         operation.next_stage = number + 1
-        if self.membership.view.epoch:
-            gone = [rank for rank in self._partners(exchange) if rank not in self.membership.view.alive]
-            if gone:
-                self._fail(operation, self._ended or self._lost_error(operation, gone))
-                return
-        if self._ended is not None:
-            self._fail(operation, self._ended)
+        view = self.membership.view
+        gone = [rank for rank in stage.partners if rank not in view.alive] if view.epoch else []
+        if gone or self._ended is not None:
+            self._fail(operation, self._ended or self._lost_error(operation, gone))
             return
-        channel = self._channels[operation.name]
-        key = (operation.name, operation.round)
-        early = self._early.get(key)
-        if early:
-            for number, source in [k for k in early if k[0] == stage.number]:
-                self._match(operation, stage, source, early.pop((number, source)))
+        for source, message in self._rounds.came_early(operation, stage):
+            self._match(operation, stage, source, message)
         if operation.error is not None:
             return
-        asks = self._asks.get(key)
-        if asks:
-            targets = {send.destination for send in exchange.sends}
-            for number, source in [k for k in asks if k[0] == stage.number]:
-                asks.discard((number, source))
-                if source not in targets:
-                    self._deny(source, operation.op, operation.name, operation.round, number)
-        if channel.deferred or not self._may_send(channel, operation, exchange):
+        for source in self._rounds.asked_early(operation, stage):
+            if not stage.sends_to(source):
+                self._deny(source, operation, number)
+        channel = self._rounds.channel(operation)
+        if channel.deferred or not channel.may_send(operation, stage):
             channel.deferred.append((operation, stage))
         else:
             self._post(channel, operation, stage)
@@ -238,27 +200,17 @@ class Engine:
         else:
             self.next_check = min(self.next_check, time.monotonic() + ASK_AFTER)
 
-    @staticmethod
-    def _partners(exchange: Exchange) -> set[int]:
-        return {*exchange.sources, *(send.destination for send in exchange.sends)}
-
-    def _may_send(self, channel: Channel, operation: Operation, exchange: Exchange) -> bool:
-        if not channel.unacknowledged or not exchange.sends:
-            return True
-        large = channel.name[0] != "~" and any(send.published.region is not None for send in exchange.sends)
-        return min(channel.unacknowledged) > operation.round - (WINDOW if large else SMALL_WINDOW)
-
     def _post(self, channel: Channel, operation: Operation, stage: Stage) -> None:
         exchange = stage.exchange
-        listening = self.events.active
         often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
-        message: Message | None = None
+        tail = b""
         last: Send | None = None
         for send in exchange.sends:
             published = send.published
             reply = often or published.region is not None
             token = next(self._token)
-            same = last is not None and (last.published, last.start, last.stop) == (published, send.start, send.stop)
+            if last is None or (last.published, last.start, last.stop) != (published, send.start, send.stop):
+                tail = b""
             nbytes = (send.stop - send.start) * published.data.element_size()
             message = Message(
                 Kind.DATA,
@@ -273,22 +225,22 @@ class Engine:
                 published.data.dtype,
                 send.shape,
                 nbytes=nbytes,
-                tail=message.tail if same and message is not None else b"",
+                tail=tail,
             )
-            last = send
             if reply:
                 if published.lease is not None:
                     published.lease.hold()
                 self._tokens[token] = (send.destination, operation, published.lease)
-                channel.unacknowledged[operation.round] = channel.unacknowledged.get(operation.round, 0) + 1
+                channel.sent(operation.round)
                 if exchange.checked:
                     operation.unconfirmed[token] = send.destination
             link = self._link(send.destination)
             if link is None:
                 return
             link.post(message, published, send.start, send.stop)
+            last, tail = send, message.tail
             self.bytes_sent += nbytes
-            if listening:
+            if self.events.active:
                 self.events.emit("sent", operation.op, operation.name, operation.round, 0, send.destination, nbytes)
         stage.posted = True
 
@@ -323,44 +275,26 @@ class Engine:
             message.flags = 0
             self._say(source, Message(Kind.DONE, token=message.token))
 
-    def _finish(self, operation: Operation, result: Any, error: BaseException | None) -> None:
-        with self.lock:
-            if operation.error is not None:  # it was failed while it computed
-                return
-            if error is None and operation.unconfirmed:
-                operation.outcome = (result,)
-                self._leave_stage(operation)
-                return
-            self._settle(operation, result, error)
-
     def _settle(self, operation: Operation, result: Any, error: BaseException | None) -> None:
+        """End an operation, with a result or an error."""
         operation.error = error
-        missing = operation.stage is not None and bool(operation.stage.missing)
+        late, asks = self._rounds.end(operation)
         self._leave_stage(operation)
-        channel = self._channels[operation.name]
-        channel.active.pop(operation.round, None)
         for lease in operation.leases:
             lease.release()
         operation.leases = []
-        key = (operation.name, operation.round)
-        if missing:
-            self._tombstones[key] = None
-            if len(self._tombstones) > TOMBSTONES:
-                self._tombstones.popitem(last=False)
-        for (_, source), message in self._early.pop(key, {}).items():
+        for source, message in late:
             if error is None:
                 self._refuse(source, message, "it expected no such message in this round")
             else:
                 self._done_with(source, message)
-        for number, source in self._asks.pop(key, ()):
-            self._deny(source, operation.op, operation.name, operation.round, number)
-        self._send_deferred(channel)
+        for number, source in asks:
+            self._deny(source, operation, number)
+        self._send_deferred(self._rounds.channel(operation))
         handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
         assert handle is not None
-        handle._result, handle._error, handle.done = result, error, True
-        if handle._callbacks:
-            self._callbacks.extend((callback, handle) for callback in handle._callbacks)
-            handle._callbacks = []
+        callbacks = handle.end(result, error)
+        self._callbacks.extend((callback, handle) for callback in callbacks)
         self.wheel.notify()
         if self.events.active:
             kind, detail = ("finished", "") if error is None else ("failed", f"{type(error).__name__}: {error}")
@@ -378,20 +312,18 @@ class Engine:
             if operation.generator is not None:
                 operation.generator.close()
         except ValueError:
-            pass  # it is running; it will see the error when it yields
+            pass  # it is running; whoever runs it sees the error next
 
     def _send_deferred(self, channel: Channel) -> None:
         while channel.deferred:
             operation, stage = channel.deferred[0]
-            if operation.stage is not stage:
-                channel.deferred.popleft()
-                continue
-            if not self._may_send(channel, operation, stage.exchange):
+            if operation.stage is stage and not channel.may_send(operation, stage):
                 return
             channel.deferred.popleft()
-            self._post(channel, operation, stage)
-            if stage.complete:
-                self._ready.append(operation)
+            if operation.stage is stage:
+                self._post(channel, operation, stage)
+                if stage.complete:
+                    self._ready.append(operation)
 
     # What others say
 
@@ -413,47 +345,21 @@ class Engine:
     def _on_data(self, source: int, message: Message) -> None:
         if self.events.active:
             self.events.emit("received", message.op, message.name, message.round, 0, source, message.nbytes)
-        channel = self._channels.get(message.name)
-        if channel is None or message.round >= channel.rounds:
-            self._stash(source, message)
-            return
-        operation = channel.active.get(message.round)
-        if operation is None:
-            if (message.name, message.round) in self._tombstones:
-                self._done_with(source, message)
-            else:
-                self._refuse(source, message, "it expected no such message in this round")
-            return
-        stage = operation.stage
-        if stage is None or message.stage > stage.number:
-            self._stash(source, message)
-            return
-        if message.stage < stage.number:
+        fate, operation = self._rounds.fate(message)
+        if fate is Fate.EARLY:
+            self._rounds.keep(source, message)
+        elif fate is Fate.LATE:
+            self._done_with(source, message)
+        elif fate is Fate.UNEXPECTED or operation is None or operation.stage is None:
             self._refuse(source, message, "it expected no such message in this round")
-            return
-        self._match(operation, stage, source, message)
-        if operation.error is None and stage.complete:
-            self._ready.append(operation)
-
-    def _stash(self, source: int, message: Message) -> None:
-        self._early.setdefault((message.name, message.round), {})[(message.stage, source)] = message
+        else:
+            stage = operation.stage
+            self._match(operation, stage, source, message)
+            if operation.error is None and stage.complete:
+                self._ready.append(operation)
 
     def _match(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
-        exchange = stage.exchange
-        reason = ""
-        if message.op != operation.op:
-            reason = f"rank {source} called {message.op} and rank {self.rank} called {operation.op}"
-        elif message.digest != exchange.digest:
-            reason = f"rank {source} and rank {self.rank} have a different {exchange.digest_of}"
-        elif source not in stage.missing:
-            reason = f"rank {self.rank} expects nothing from rank {source} in this round, but rank {source} sent to it"
-        elif exchange.dtype is not None and message.dtype != exchange.dtype:
-            reason = f"rank {source} sent {message.dtype} and rank {self.rank} expected {exchange.dtype}"
-        elif exchange.shape is not None and message.shape != exchange.shape and not message.nothing:
-            reason = (
-                f"rank {source} sent a tensor of shape {list(message.shape)} and rank {self.rank} expected shape "
-                f"{list(exchange.shape)}"
-            )
+        reason = disagreement(operation, stage, source, message, self.rank)
         if reason:
             self._refuse(source, message, reason)
             self._fail(operation, Mismatch(f"{operation}: {reason}", (source, self.rank)))
@@ -468,8 +374,8 @@ class Engine:
         text = f"{describe(message.op, message.name, message.round)}: rank {self.rank} refused it: {reason}"
         self._say(source, Message(Kind.REFUSE, token=message.token, text=text))
 
-    def _deny(self, source: int, op: str, name: str, round_: int, stage: int) -> None:
-        self._say(source, Message(Kind.DENY, op, name, round_, stage))
+    def _deny(self, source: int, operation: Operation | Message, stage: int) -> None:
+        self._say(source, Message(Kind.DENY, operation.op, operation.name, operation.round, stage))
 
     def _on_reply(self, token: int) -> None:
         """A destination has answered: give back what was held for it."""
@@ -479,12 +385,8 @@ class Engine:
         _, operation, lease = entry
         if lease is not None:
             lease.release()
-        channel = self._channels[operation.name]
-        left = channel.unacknowledged.get(operation.round, 1) - 1
-        if left:
-            channel.unacknowledged[operation.round] = left
-        else:
-            channel.unacknowledged.pop(operation.round, None)
+        channel = self._rounds.channel(operation)
+        channel.acknowledged(operation.round)
         operation.unconfirmed.pop(token, None)
         if operation.outcome is not None and not operation.unconfirmed and operation.error is None:
             outcome, operation.outcome = operation.outcome, None
@@ -501,24 +403,21 @@ class Engine:
         self._on_reply(message.token)
 
     def _on_ask(self, source: int, message: Message) -> None:
-        channel = self._channels.get(message.name)
-        if channel is None or message.round >= channel.rounds:
-            self._asks.setdefault((message.name, message.round), set()).add((message.stage, source))
-            return
-        operation = channel.active.get(message.round)
-        stage = operation.stage if operation else None
-        if operation and (stage is None or message.stage > stage.number):
-            self._asks.setdefault((message.name, message.round), set()).add((message.stage, source))
-        elif stage and message.stage == stage.number and source in {s.destination for s in stage.exchange.sends}:
-            return  # it is on its way
-        else:  # if it was sent, it arrived before this denial, which is then void
-            self._deny(source, message.op, message.name, message.round, message.stage)
+        fate, operation = self._rounds.fate(message)
+        if fate is Fate.EARLY:
+            self._rounds.keep_ask(source, message)
+        elif fate is not Fate.NOW or not (operation and operation.stage and operation.stage.sends_to(source)):
+            # If it was sent all the same, it arrives before this denial, which is then void.
+            self._deny(source, message, message.stage)
 
     def _on_deny(self, source: int, message: Message) -> None:
-        channel = self._channels.get(message.name)
-        operation = channel.active.get(message.round) if channel else None
-        stage = operation.stage if operation else None
-        if operation is None or stage is None or stage.number != message.stage or source not in stage.missing:
+        fate, operation = self._rounds.fate(message)
+        if (
+            fate is not Fate.NOW
+            or operation is None
+            or operation.stage is None
+            or source not in operation.stage.missing
+        ):
             return
         text = (
             f"{operation}: rank {self.rank} expects a tensor from rank {source}, which took part in this round without "
@@ -536,31 +435,24 @@ class Engine:
     # Agents that are gone
 
     def on_closed(self, peer: int, cause: str, final: bool = False) -> None:
-        """An agent seems to be gone. Unless nothing of it can still come, give its goodbye a moment to arrive."""
-        if peer not in self.membership.view.alive:
+        if peer in self.membership.view.alive:
+            self.next_check = min(self.next_check, self._departures.sign(peer, cause, final))
+        else:
             self.router.drop(peer)
-            return
-        due = time.monotonic() + (0.0 if final else LEAVE_GRACE)
-        if peer not in self._suspects or due < self._suspects[peer][0]:
-            self._suspects[peer] = (due, cause, True)
-        self.next_check = min(self.next_check, due)
 
     def _on_notice(self, source: int, message: Message) -> None:
-        """An agent says that it leaves, or passes on that another is gone."""
-        rank, died = message.token, bool(message.flags & DIED)
-        if died or source == rank:
-            self._on_gone(rank, message.text, died, source)
-        elif rank in self.membership.view.alive and not self.router.hears(rank):
-            # What it sent to us may be on its way still; where we hear it, its own goodbye comes after that.
-            due = self._suspects[rank][0] if rank in self._suspects else time.monotonic() + LEAVE_GRACE
-            self._suspects[rank] = (due, message.text, False)
-            self.next_check = min(self.next_check, due)
+        said = self._departures.notice(source, message)
+        if isinstance(said, Departure):
+            self._on_gone(said)
+        else:
+            self.next_check = min(self.next_check, said)
 
-    def _on_gone(self, rank: int, cause: str, died: bool, told_by: int) -> None:
+    def _on_gone(self, gone: Departure) -> None:
         """An agent died or left; tell the neighbours, and end what cannot be completed without it."""
+        rank, cause, died, told_by = gone
+        self._departures.forget(rank)
         if rank == self.rank or not self.membership.remove(rank, cause, died):
             return
-        self._suspects.pop(rank, None)
         if self.events.active:
             self.events.emit("lost", "died" if died else "left", "", 0, peer=rank, detail=cause)
         for other in list(self.router.links):
@@ -574,48 +466,38 @@ class Engine:
         for token, entry in list(self._tokens.items()):
             if entry[0] == rank:
                 self._on_reply(token)
-        for operation in self._in_flight():
+        for operation in self._rounds.in_flight():
             stage = operation.stage
             if died:
-                assert self._ended is not None
                 self._fail(operation, PeerLost(f"{operation}: {self._ended}", (rank,)))
-            elif stage is not None and (rank in stage.missing or rank in self._partners(stage.exchange)):
-                if rank in stage.missing or not stage.posted:
-                    self._fail(operation, self._lost_error(operation, [rank]))
-                elif stage.complete and operation not in self._ready:
-                    self._ready.append(operation)
+            elif stage is not None and (rank in stage.missing or (not stage.posted and stage.sends_to(rank))):
+                self._fail(operation, self._lost_error(operation, [rank]))
         self.router.drop(rank)
 
     def _lost_error(self, operation: Operation, ranks: list[int]) -> PeerLost:
         what = "; ".join(self.membership.describe(rank) for rank in ranks)
         return PeerLost(f"{operation} on rank {self.rank} needs agents that are gone: {what}", ranks)
 
-    def _in_flight(self) -> list[Operation]:
-        return [operation for channel in self._channels.values() for operation in channel.active.values()]
-
     def abort(self, error: ShoalError) -> None:
         """End all operations, now and from now on, with ``error``. The others are not told."""
         with self.lock:
             self._ended = self._ended or error
-            for operation in self._in_flight():
+            for operation in self._rounds.in_flight():
                 self._fail(operation, error)
             self.poller.wake()
 
     # Time
 
     def check(self, now: float) -> None:
-        """Whatever is due: suspects, questions, stall reports, deadlines. Sets when to come back."""
-        following = float("inf")
-        for rank, (due, cause, died) in list(self._suspects.items()):
-            if now >= due:
-                self._on_gone(rank, cause, died, self.rank)
-            else:
-                following = min(following, due)
-        for operation in self._in_flight():
-            stage = operation.stage
+        """Whatever is due: departures, questions, stall reports, deadlines. Sets when to come back."""
+        for departure in self._departures.believed(now):
+            self._on_gone(departure)
+        following = self._departures.next
+        for operation in self._rounds.in_flight():
             if now >= operation.deadline:
                 self._fail(operation, self._deadline_error(operation))
                 continue
+            stage = operation.stage
             following = min(following, operation.deadline)
             if stage is not None and not stage.asked and stage.missing:
                 if now >= stage.started + ASK_AFTER:
@@ -646,7 +528,7 @@ class Engine:
         elif operation.unconfirmed:
             what = "they did not confirm that they expected it"
         else:
-            behind = min(self._channels[operation.name].unacknowledged, default=operation.round)
+            behind = min(self._rounds.channel(operation).unacknowledged, default=operation.round)
             waiting = sorted({entry[0] for entry in self._tokens.values() if entry[1].name == operation.name})
             what = f"they have not read what was sent to them in round {behind}"
         return DeadlineExceeded(
@@ -665,9 +547,8 @@ class Engine:
                 "operations there, and wait for them elsewhere"
             )
         started = time.perf_counter_ns() if self.events.active else 0
-        done = self.wheel.drive_until(
-            lambda: handle.done, time.monotonic() + timeout if timeout is not None else float("inf")
-        )
+        limit = time.monotonic() + timeout if timeout is not None else float("inf")
+        done = self.wheel.drive_until(handle.poll, limit)
         if started:
             operation = handle.operation
             self.events.emit("waited", operation.op, operation.name, operation.round, started)
@@ -701,6 +582,9 @@ class Engine:
             self._break("it was interrupted while it handled messages")
             raise
 
+    def _break(self, cause: str) -> None:
+        self.abort(ShoalError(f"rank {self.rank}: {cause}; shut down and start again", (self.rank,)))
+
     def after(self) -> None:
         while self._callbacks:
             callback, handle = self._callbacks.popleft()
@@ -708,18 +592,6 @@ class Engine:
                 callback(handle)
             except Exception:
                 log.exception("a callback of %s failed", handle.operation)
-
-    def _break(self, cause: str) -> None:
-        self._ended = self._ended or ShoalError(f"rank {self.rank}: {cause}; shut down and start again", (self.rank,))
-        for operation in self._in_flight():
-            self._fail(operation, self._ended)
-
-    def add_callback(self, handle: Handle[Any], callback: Callable[[Handle[Any]], None]) -> bool:
-        with self.lock:
-            if handle.done:
-                return False
-            handle._callbacks.append(callback)
-            return True
 
     # The end
 
@@ -731,18 +603,18 @@ class Engine:
         with self.lock:
             if self._closing:
                 return
-            for operation in self._in_flight():
+            for operation in self._rounds.in_flight():
                 if died or operation.stage is None or operation.stage.posted:
                     self._fail(operation, gone)
             self._closing = True
-        self._drain(lambda: not self._tokens and not self._in_flight(), deadline)
+        self._drain(lambda: not self._tokens and not self._rounds.in_flight(), deadline)
         with self.lock:
             notice = farewell or "it called shoal.shutdown()"
             for peer in list(self.router.links):
                 self._say(peer, Message(Kind.NOTICE, token=self.rank, flags=DIED if died else 0, text=notice))
         self._drain(lambda: all(link.idle for link in self.router.links.values()), deadline)
         with self.lock:
-            for operation in self._in_flight():
+            for operation in self._rounds.in_flight():
                 self._fail(operation, gone)
         self.wheel.stop()
         self.after()
@@ -753,9 +625,8 @@ class Engine:
 
     def _drain(self, drained: Callable[[], bool], deadline: float) -> None:
         """Drive until the others have what they need, unless this agent's exchange has failed."""
-        if not self.wheel.started:
-            return
-        self.wheel.drive_until(lambda: drained() or self._ended is not None, deadline)
+        if self.wheel.started:
+            self.wheel.drive_until(lambda: drained() or self._ended is not None, deadline)
 
     def abandon_in_child(self) -> None:
         """In a forked child: close what would keep this agent's end from being noticed. Touches no lock."""

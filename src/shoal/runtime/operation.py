@@ -83,6 +83,13 @@ class Stage:
     started: float = field(default_factory=time.monotonic)
 
     @property
+    def partners(self) -> set[int]:
+        return {*self.exchange.sources, *(send.destination for send in self.exchange.sends)}
+
+    def sends_to(self, rank: int) -> bool:
+        return any(send.destination == rank for send in self.exchange.sends)
+
+    @property
     def complete(self) -> bool:
         return self.posted and not self.missing
 
@@ -180,8 +187,17 @@ class Handle(Generic[T]):
 
         It runs in the thread that drives the exchange and must be quick; what it raises is logged.
         """
-        if not self._engine.add_callback(self, callback):
-            callback(self)
+        with self._engine.lock:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def end(self, result: T | None, error: BaseException | None) -> list[Callable[[Handle[T]], None]]:
+        """Keep the promise. For the engine, under its lock; returns whom to call back."""
+        self._result, self._error, self.done = result, error, True
+        callbacks, self._callbacks = self._callbacks, []
+        return callbacks
 
     def __repr__(self) -> str:
         return f"<Handle of {self.operation}: {'done' if self.done else 'in flight'}>"

@@ -168,25 +168,8 @@ def decode(frame: memoryview) -> Message:
     """The message in one frame (without the length prefix). An inline body is copied, so the buffer may be reused."""
     if len(frame) < _HEADER.size:
         raise ProtocolError(f"a frame of {len(frame)} bytes")
-    fields = _HEADER.unpack_from(frame)
-    (
-        kind,
-        where,
-        code,
-        ndim,
-        flags,
-        stage,
-        n_op,
-        n_name,
-        n_body,
-        digest,
-        segment,
-        round_,
-        token,
-        offset,
-        nbytes,
-        scale,
-    ) = fields
+    kind, where, code, ndim, flags, stage, n_op, n_name, n_body, *rest = _HEADER.unpack_from(frame)
+    digest, segment, round_, token, offset, nbytes, scale = rest
     at = _HEADER.size
     if ndim > MAX_DIMENSIONS or n_name > MAX_NAME or at + 8 * ndim + n_op + n_name + n_body != len(frame):
         raise ProtocolError("the parts of a frame do not add up to its length")

@@ -1,0 +1,160 @@
+"""Which message belongs to which operation, and whether the two agree.
+
+A message names its operation by (name, round, stage). A round is the sender's own count of calls under that name, so an
+agent that skips a call is noticed: its next message carries a number that does not fit. What comes before this agent
+has made the call waits; what comes for a call that has ended here without expecting it will never be expected.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from enum import Enum, auto
+
+from ..transport.wire import Message
+from .operation import Operation, Stage, describe
+
+WINDOW, SMALL_WINDOW = 2, 256
+"""Rounds of one name that a receiver may be behind: of large tensors, and of ones that travel inside the message."""
+TOMBSTONES = 4096
+
+Key = tuple[str, int]
+Ask = tuple[int, int]
+
+
+class Fate(Enum):
+    """What becomes of a message."""
+
+    NOW = auto()  # it is for the current stage of an operation in flight
+    EARLY = auto()  # this agent is not there yet
+    LATE = auto()  # the operation expected it, and failed before it came
+    UNEXPECTED = auto()  # this agent has passed the point without expecting it
+
+
+class Channel:
+    """The rounds of one name on this agent."""
+
+    __slots__ = ("active", "deferred", "name", "rounds", "unacknowledged")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.rounds = 0
+        self.active: dict[int, Operation] = {}
+        self.unacknowledged: dict[int, int] = {}
+        self.deferred: deque[tuple[Operation, Stage]] = deque()
+
+    def may_send(self, operation: Operation, stage: Stage) -> bool:
+        """Whether the receivers are near enough for one more round."""
+        if not self.unacknowledged or not stage.exchange.sends:
+            return True
+        large = self.name[0] != "~" and any(send.published.region is not None for send in stage.exchange.sends)
+        return min(self.unacknowledged) > operation.round - (WINDOW if large else SMALL_WINDOW)
+
+    def sent(self, round_: int) -> None:
+        self.unacknowledged[round_] = self.unacknowledged.get(round_, 0) + 1
+
+    def acknowledged(self, round_: int) -> None:
+        left = self.unacknowledged.get(round_, 1) - 1
+        if left:
+            self.unacknowledged[round_] = left
+        else:
+            self.unacknowledged.pop(round_, None)
+
+
+class Rounds:
+    """The book of one agent's rounds. Kept under the engine's lock."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, Channel] = {}
+        self._early: dict[Key, dict[tuple[int, int], Message]] = {}
+        self._asks: dict[Key, set[Ask]] = {}
+        self._tombstones: OrderedDict[Key, None] = OrderedDict()
+
+    def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
+        """The next round of a name. ``alone`` refuses it while another is in flight."""
+        channel = self._channels.get(name)
+        if channel is None:
+            channel = self._channels[name] = Channel(name)
+        if alone and channel.active:
+            raise ValueError(
+                f"{describe(op, name, channel.rounds)}: an operation named {name!r} is still in flight on this agent; "
+                "wait for its handle first, or use another name"
+            )
+        operation = Operation(op, name, channel.rounds, timeout)
+        channel.rounds += 1
+        channel.active[operation.round] = operation
+        return operation
+
+    def channel(self, operation: Operation) -> Channel:
+        return self._channels[operation.name]
+
+    def in_flight(self) -> list[Operation]:
+        return [operation for channel in self._channels.values() for operation in channel.active.values()]
+
+    def fate(self, message: Message) -> tuple[Fate, Operation | None]:
+        """What becomes of a message or a question, and the operation that it is about where that is in flight."""
+        channel = self._channels.get(message.name)
+        if channel is None or message.round >= channel.rounds:
+            return Fate.EARLY, None
+        operation = channel.active.get(message.round)
+        if operation is None:
+            late = (message.name, message.round) in self._tombstones
+            return (Fate.LATE if late else Fate.UNEXPECTED), None
+        stage = operation.stage
+        if stage is None or message.stage > stage.number:
+            return Fate.EARLY, operation
+        return (Fate.NOW if message.stage == stage.number else Fate.UNEXPECTED), operation
+
+    def keep(self, source: int, message: Message) -> None:
+        """Keep a message until its stage begins."""
+        self._early.setdefault((message.name, message.round), {})[(message.stage, source)] = message
+
+    def keep_ask(self, source: int, message: Message) -> None:
+        """Keep a question until its stage begins."""
+        self._asks.setdefault((message.name, message.round), set()).add((message.stage, source))
+
+    def came_early(self, operation: Operation, stage: Stage) -> Iterator[tuple[int, Message]]:
+        """Take out the messages that wait for a stage that begins."""
+        early = self._early.get((operation.name, operation.round))
+        if early:
+            for key in [key for key in early if key[0] == stage.number]:
+                yield key[1], early.pop(key)
+
+    def asked_early(self, operation: Operation, stage: Stage) -> Iterator[int]:
+        """Take out who has asked for something from a stage that begins."""
+        asks = self._asks.get((operation.name, operation.round))
+        if asks:
+            for ask in [ask for ask in asks if ask[0] == stage.number]:
+                asks.discard(ask)
+                yield ask[1]
+
+    def end(self, operation: Operation) -> tuple[list[tuple[int, Message]], list[Ask]]:
+        """Close the book on a round: the messages and the questions that nothing will take up any more."""
+        key = (operation.name, operation.round)
+        self._channels[operation.name].active.pop(operation.round, None)
+        if operation.stage is not None and operation.stage.missing:
+            self._tombstones[key] = None
+            if len(self._tombstones) > TOMBSTONES:
+                self._tombstones.popitem(last=False)
+        early = self._early.pop(key, None)
+        asks = self._asks.pop(key, None)
+        return [(source, message) for (_, source), message in early.items()] if early else [], list(asks or ())
+
+
+def disagreement(operation: Operation, stage: Stage, source: int, message: Message, rank: int) -> str:
+    """Why a message does not fit the stage that it is for; empty if it does."""
+    exchange = stage.exchange
+    if message.op != operation.op:
+        return f"rank {source} called {message.op} and rank {rank} called {operation.op}"
+    if message.digest != exchange.digest:
+        return f"rank {source} and rank {rank} have a different {exchange.digest_of}"
+    if source not in stage.missing:
+        return f"rank {rank} expects nothing from rank {source} in this round, but rank {source} sent to it"
+    if exchange.dtype is not None and message.dtype != exchange.dtype:
+        return f"rank {source} sent {message.dtype} and rank {rank} expected {exchange.dtype}"
+    if exchange.shape is not None and message.shape != exchange.shape and not message.nothing:
+        return (
+            f"rank {source} sent a tensor of shape {list(message.shape)} and rank {rank} expected shape "
+            f"{list(exchange.shape)}"
+        )
+    return ""

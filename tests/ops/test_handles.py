@@ -1,0 +1,307 @@
+"""Many operations in flight: handles, any order of submission, several threads of one agent, rounds ahead."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import shoal
+from support.leftovers import wait_until
+from support.reference import averaged_over, same_bits
+from support.samples import sample, samples
+
+Fleets = Callable[..., shoal.Fleet]
+
+
+def shuffled(names: list[str], seed: int) -> list[str]:
+    return random.Random(seed).sample(names, len(names))
+
+
+@pytest.mark.parametrize("numel", [2, 1000, 8000])
+def test_a_hundred_names_in_flight_match_in_any_order(fleet: Fleets, numel: int) -> None:
+    names = [f"tensor {i}" for i in range(100)]
+
+    def run() -> list[float]:
+        rank = shoal.rank()
+        handles = {
+            name: shoal.neighbor_allreduce_nonblocking(torch.full((numel,), float(i + rank)), name)
+            for i, name in sorted(enumerate(names), key=lambda pair: shuffled(names, rank).index(pair[1]))
+        }
+        return [handles[name].wait().mean().item() for name in shuffled(names, 10 + rank)]
+
+    for rank, found in enumerate(fleet(3).run(run)):
+        assert found == pytest.approx([names.index(name) + 1.0 for name in shuffled(names, 10 + rank)])
+
+
+def test_unnamed_operations_match_by_call_order_within_their_type(fleet: Fleets) -> None:
+    """The kinds are interleaved differently on each agent; within a kind the order is the same."""
+
+    def run() -> tuple[list[float], list[float], list[int]]:
+        x = torch.tensor([float(shoal.rank())])
+        begin: dict[str, Callable[[int], shoal.Handle[torch.Tensor]]] = {
+            "mix": lambda i: shoal.neighbor_allreduce_nonblocking(x + i),
+            "sum": lambda i: shoal.allreduce_nonblocking(x + i),
+            "gather": lambda i: shoal.allgather_nonblocking((x + i).int()),
+        }
+        order = ["mix"] * 5 + ["sum"] * 5 + ["gather"] * 5
+        random.Random(shoal.rank()).shuffle(order)
+        handles: dict[str, list[shoal.Handle[torch.Tensor]]] = {kind: [] for kind in begin}
+        for kind in order:
+            handles[kind].append(begin[kind](len(handles[kind])))
+        return (
+            [handle.wait().item() for handle in handles["mix"]],
+            [handle.wait().item() for handle in handles["sum"]],
+            [handle.wait().sum().item() for handle in handles["gather"]],
+        )
+
+    averages = [0.5 + i for i in range(5)]
+    assert fleet(2).run(run) == [(averages, averages, [1 + 2 * i for i in range(5)])] * 2
+
+
+def test_several_threads_of_one_agent_may_call_at_once(fleet: Fleets) -> None:
+    def run() -> bool:
+        def work(thread: int) -> list[torch.Tensor]:
+            return [
+                shoal.neighbor_allreduce(
+                    sample(shoal.rank(), (3 if step % 2 else 6000,), seed=step), f"{thread}/{step}"
+                )
+                for step in range(10)
+            ]
+
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(shoal.bind(work), range(4)))
+        graph = shoal.ExponentialTwoGraph(3)
+        for step in range(10):
+            inputs = samples(3, (3 if step % 2 else 6000,), seed=step)
+            expected = averaged_over(graph, inputs, is_weighted=False)[shoal.rank()]
+            assert all(same_bits(results[step], expected) for results in found)
+        return True
+
+    assert fleet(3).run(run) == [True] * 3
+
+
+def test_a_thread_that_is_not_bound_is_no_agent(fleet: Fleets) -> None:
+    def run() -> str:
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(shoal.rank)
+            with pytest.raises(shoal.NotInitialized):
+                future.result()
+            assert pool.submit(shoal.bind(shoal.rank)).result() == shoal.rank()
+        return "both"
+
+    assert fleet(2).run(run) == ["both"] * 2
+
+
+def test_waiting_in_another_thread_than_the_one_that_submitted_works(fleet: Fleets) -> None:
+    def run() -> float:
+        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())))
+        with ThreadPoolExecutor(3) as pool:
+            return sum(result.item() for result in pool.map(lambda _: handle.wait(), range(3)))
+
+    assert fleet(2).run(run) == [1.5, 1.5]
+
+
+def test_poll_turns_true_without_anybody_waiting(fleet: Fleets) -> None:
+    def run() -> bool:
+        handle = shoal.neighbor_allreduce_nonblocking(torch.ones(5000))
+        assert wait_until(handle.poll)
+        assert shoal.poll(handle)
+        return shoal.wait(handle) is handle.wait()
+
+    assert fleet(3).run(run) == [True] * 3
+
+
+def test_poll_is_false_and_does_not_block_while_a_neighbour_is_missing(fleet: Fleets) -> None:
+    go = threading.Event()
+
+    def run() -> float:
+        if shoal.rank() == 1:
+            assert go.wait(10)
+        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())))
+        if shoal.rank() == 0:
+            started = time.monotonic()
+            assert not any(handle.poll() for _ in range(100))
+            assert time.monotonic() - started < 1.0
+            assert "in flight" in repr(handle)
+            go.set()
+        result = handle.wait().item()
+        assert "done" in repr(handle)
+        return result
+
+    assert fleet(2).run(run) == [0.5, 0.5]
+
+
+def test_wait_twice_synchronize_and_wait_give_one_result(fleet: Fleets) -> None:
+    def run() -> bool:
+        handle = shoal.neighbor_allreduce_nonblocking(torch.ones(3))
+        first = handle.wait()
+        return handle.wait() is first and shoal.synchronize(handle) is first and shoal.wait(handle, 1.0) is first
+
+    assert all(fleet(2).run(run))
+
+
+def test_a_wait_with_a_timeout_ends_and_leaves_the_operation_in_flight(fleet: Fleets) -> None:
+    go = threading.Event()
+
+    def run() -> float:
+        if shoal.rank() == 1:
+            assert go.wait(10)
+            return shoal.neighbor_allreduce(torch.tensor(1.0), "late").item()
+        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0), "late")
+        started = time.monotonic()
+        with pytest.raises(shoal.DeadlineExceeded, match=r"'late' round 0.*0\.05 s.*\[1\]") as caught:
+            handle.wait(0.05)
+        assert caught.value.ranks == (1,)
+        assert 0.04 < time.monotonic() - started < 2.0
+        with pytest.raises(shoal.DeadlineExceeded):
+            shoal.wait(handle, timeout=0.01)
+        with pytest.raises(shoal.DeadlineExceeded):
+            handle.wait(0.0)
+        go.set()
+        return handle.wait().item()
+
+    assert fleet(2).run(run) == [0.5, 0.5]
+
+
+def test_done_callbacks_run_once_with_the_handle_before_or_after_the_end(fleet: Fleets) -> None:
+    def run() -> list[str]:
+        seen: list[tuple[str, float]] = []
+        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())))
+        handle.add_done_callback(lambda h: seen.append(("first", h.wait().item())))
+        handle.add_done_callback(lambda h: seen.append(("second", h.wait().item())))
+        handle.wait()
+        assert wait_until(lambda: len(seen) == 2)
+        handle.add_done_callback(lambda h: seen.append(("late", h.wait().item())))
+        assert {value for _, value in seen} == {0.5}
+        return [name for name, _ in seen]
+
+    assert fleet(2).run(run) == [["first", "second", "late"]] * 2
+
+
+def test_a_callback_that_fails_is_logged_and_harms_nothing(fleet: Fleets, caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> float:
+        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())), "unlucky")
+        ran = threading.Event()
+
+        def fail(_: shoal.Handle[torch.Tensor]) -> None:
+            ran.set()
+            raise ZeroDivisionError("of the test")
+
+        handle.add_done_callback(fail)
+        handle.wait()
+        assert ran.wait(5)
+        return shoal.neighbor_allreduce(torch.tensor(2.0)).item()
+
+    assert fleet(2).run(run) == [2.0, 2.0]
+    assert "callback of neighbor_allreduce 'unlucky' round 0 failed" in caplog.text
+
+
+def test_a_callback_may_start_the_next_operation_but_not_wait_for_it(fleet: Fleets) -> None:
+    def run() -> float:
+        chain: list[shoal.Handle[torch.Tensor]] = []
+        refused = threading.Event()
+        finished = threading.Event()
+
+        def next_step(handle: shoal.Handle[torch.Tensor]) -> None:
+            if len(chain) == 3:
+                finished.set()
+                return
+            following = shoal.neighbor_allreduce_nonblocking(handle.wait(), "chain")
+            chain.append(following)
+            if not following.poll():
+                try:
+                    following.wait()
+                except RuntimeError:
+                    refused.set()
+            following.add_done_callback(next_step)
+
+        first = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())), "chain")
+        # The callback runs in a thread of the exchange, which is no agent of a fleet unless it is bound.
+        first.add_done_callback(shoal.bind(next_step))
+        assert finished.wait(10)
+        return chain[-1].wait().item()
+
+    assert fleet(2).run(run) == [0.5, 0.5]
+
+
+def test_a_sender_may_be_many_rounds_ahead_on_a_directed_edge(fleet: Fleets) -> None:
+    """Agent 0 has no source and waits for nobody; the others read its rounds one by one, none lost or mixed up."""
+    count = 20
+
+    def run() -> list[float]:
+        graph = shoal.topology.with_weights(*[torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0]]).numpy()] * 2)
+        shoal.set_topology(graph, is_weighted=True)
+        handles = []
+        for i in range(count):
+            if shoal.rank() and i % 7 == 0:
+                time.sleep(0.005)
+            x = torch.full((9000 if i % 2 else 3,), float(10 * i + shoal.rank()))
+            handles.append(shoal.neighbor_allreduce_nonblocking(x, f"name {i % 3}" if shoal.rank() >= 0 else None))
+            if i >= 3:
+                handles[i - 3].wait()
+        return [handle.wait().mean().item() for handle in handles]
+
+    def run_unnamed() -> list[float]:
+        shoal.set_topology(shoal.topology.with_weights(*[torch.tensor([[1.0, 0], [1, 0]]).numpy()] * 2), True)
+        handles = [
+            shoal.neighbor_allreduce_nonblocking(torch.full((9000,), float(i + 100 * shoal.rank())))
+            for i in range(count)
+        ]
+        return [handle.wait().mean().item() for handle in handles]
+
+    assert fleet(3).run(run) == [[10.0 * i + max(0, rank - 1) for i in range(count)] for rank in range(3)]
+    assert fleet(2).run(run_unnamed) == [[float(i) for i in range(count)]] * 2
+
+
+def test_a_name_whose_reader_is_behind_does_not_hold_up_other_names(fleet: Fleets) -> None:
+    go = threading.Event()
+
+    def run() -> float:
+        ahead = {1: 1.0} if shoal.rank() == 0 else {}
+        behind = {0: 1.0} if shoal.rank() == 1 else {}
+
+        def send(name: str, value: float) -> shoal.Handle[torch.Tensor]:
+            x = torch.full((9000,), value)
+            return shoal.neighbor_allreduce_nonblocking(x, 1.0, behind, ahead, enable_topo_check=False, name=name)
+
+        if shoal.rank() == 0:
+            stuck = []
+            for i in range(3):  # two rounds may be unread, the third waits for its turn
+                with ThreadPoolExecutor(1) as pool:
+                    stuck.append(pool.submit(shoal.bind(send), f"behind {i}", 1.0).result())
+            other = shoal.neighbor_allreduce(torch.ones(9000), 1.0, {1: 1.0}, {1: 1.0}, name="other")
+            go.set()
+            return other[0].item() + sum(handle.wait()[0].item() for handle in stuck)
+        other = shoal.neighbor_allreduce(torch.ones(9000), 1.0, {0: 1.0}, {0: 1.0}, name="other")
+        assert go.wait(10)
+        return other[0].item() + sum(send(f"behind {i}", 0.0).wait()[0].item() for i in range(3))
+
+    assert fleet(2).run(run) == [5.0, 5.0]
+
+
+def test_an_agent_may_submit_long_before_its_neighbour_and_compute_meanwhile(fleet: Fleets) -> None:
+    """The exchange goes on while the caller computes: when it comes to wait, the result is there."""
+
+    def run() -> bool:
+        if shoal.rank() == 1:
+            time.sleep(0.02)
+        handle = shoal.allreduce_nonblocking(torch.ones(100_000))
+        assert wait_until(handle.poll)
+        started = time.perf_counter()
+        handle.wait()
+        return time.perf_counter() - started < 0.5
+
+    assert fleet(2).run(run) == [True, True]
+
+
+@pytest.mark.parametrize("thing", [None, 3, torch.ones(1)])
+def test_what_is_no_handle_is_refused(thing: object) -> None:
+    for function in (shoal.poll, shoal.wait, shoal.synchronize):
+        with pytest.raises((TypeError, ValueError), match="no handle"):
+            function(thing)  # type: ignore[operator]

@@ -1,0 +1,326 @@
+"""Models, optimizers and plain objects are brought to one state exactly, and nothing that could run code arrives."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+
+import shoal
+from support.reference import incoming, reduced, same_bits
+from support.samples import random_digraph, sample
+
+Fleets = Callable[..., shoal.Fleet]
+
+PLAIN = [
+    None,
+    True,
+    7,
+    2**80,
+    1.5,
+    float("inf"),
+    "text, ünïcode",
+    [1, [2, (3, "four")]],
+    {"nested": {"key": [1, 2]}, 5: None, ("a", 1): "tuple key"},
+    {1, 2, 3},
+    (),
+    [],
+    {},
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type and value, tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and same_bits(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_plain_objects_arrive_equal_from_every_root(fleet: Fleets, size: int) -> None:
+    def run() -> None:
+        for root in range(size):
+            mine = PLAIN if shoal.rank() == root else f"ignored {shoal.rank()}"
+            assert same(shoal.broadcast_object(mine, root_rank=root), PLAIN)
+
+    fleet(size).run(run)
+
+
+def test_tensors_inside_objects_arrive_bit_for_bit(fleet: Fleets) -> None:
+    value = {
+        "large": sample(0, (300, 40)),
+        "list": [sample(1, (3,), torch.bfloat16), sample(2, (), torch.complex64), sample(3, (2,), torch.bool)],
+        "strided": sample(4, (6, 5)).t(),
+        "empty": torch.empty(0, 3),
+        "with gradient": torch.nn.Parameter(sample(5, (2,))).detach(),
+        "number": 3,
+    }
+
+    def run() -> None:
+        assert same(shoal.broadcast_object(value if shoal.rank() == 1 else None, 1), value)
+
+    fleet(3).run(run)
+
+
+class Greeting:
+    """A class that the weights-only loader does not know."""
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return print, ("this must never be printed",)
+
+
+@pytest.mark.parametrize("value", [Greeting(), [1, {"deep": Greeting()}], nx.DiGraph, lambda: None], ids=repr)
+def test_an_object_that_could_run_code_is_refused_at_the_root(
+    fleet: Fleets, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> None:
+        if shoal.rank() == 0:
+            with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+                shoal.broadcast_object(value, 0)
+        # Nothing was sent, so the next broadcast is matched as if the refused one had not been asked for.
+        assert shoal.broadcast_object("fine" if shoal.rank() == 0 else None) == "fine"
+
+    fleet(2).run(run)
+    assert "never be printed" not in capsys.readouterr().out
+
+
+def test_a_crafted_pickle_from_a_root_is_not_executed(fleet: Fleets, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the receivers load goes through the weights-only loader whatever bytes the root sends."""
+    payload = torch.frombuffer(bytearray(pickle.dumps(Greeting())), dtype=torch.uint8)
+
+    def run() -> None:
+        from shoal.ops.collective import spread
+        from shoal.runtime.agent import current
+
+        if shoal.rank() == 0:
+            agent = current()
+            agent.engine.submit(
+                "broadcast_object", "~broadcast_object", lambda op: spread(agent, op, payload, 0, torch.uint8)
+            ).wait()
+            return
+        with pytest.raises(pickle.UnpicklingError):
+            shoal.broadcast_object(None, 0)
+
+    fleet(2).run(run)
+    assert "never be printed" not in capsys.readouterr().out
+
+
+def make_model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 200))
+    model[1].num_batches_tracked += seed  # type: ignore[operator]
+    return model
+
+
+WAYS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "state_dict": lambda model: model.state_dict(),
+    "named_parameters": lambda model: model.named_parameters(),
+    "parameters": lambda model: model.parameters(),
+    "list of tensors": lambda model: list(model.parameters()),
+    "list of pairs": lambda model: list(model.named_parameters()),
+    "shuffled dict": lambda model: dict(sorted(model.state_dict().items(), key=lambda item: hash(item[0]))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_broadcast_parameters_copies_the_roots_values_in_place(fleet: Fleets, way: str) -> None:
+    models = [make_model(seed) for seed in range(3)]
+    expected = {name: tensor.clone() for name, tensor in models[2].state_dict().items()}
+
+    def run() -> None:
+        mine = models[shoal.rank()]
+        where = [parameter.data_ptr() for parameter in mine.parameters()]
+        assert shoal.broadcast_parameters(WAYS[way](mine), root_rank=2) is None  # type: ignore[func-returns-value]
+        assert [parameter.data_ptr() for parameter in mine.parameters()] == where
+        assert all(parameter.requires_grad for parameter in mine.parameters())
+
+    fleet(3).run(run)
+    for model in models:
+        found = model.state_dict() if "dict" in way else dict(model.named_parameters())
+        assert all(same_bits(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_allreduce_parameters_averages_what_has_an_average(fleet: Fleets, way: str) -> None:
+    models = [make_model(seed) for seed in range(3)]
+    before = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
+
+    def run() -> None:
+        shoal.allreduce_parameters(WAYS[way](models[shoal.rank()]))
+
+    fleet(3).run(run)
+    for rank, model in enumerate(models):
+        found = model.state_dict() if "dict" in way else dict(model.named_parameters())
+        for name, tensor in found.items():
+            averaged = reduced("average", [one[name] for one in before]) if tensor.is_floating_point() else None
+            assert same_bits(tensor, before[rank][name] if averaged is None else averaged), name
+
+
+def test_parameters_that_are_not_contiguous_are_written_where_they_lie(fleet: Fleets) -> None:
+    def run() -> torch.Tensor:
+        memory = sample(shoal.rank(), (4, 6))
+        shoal.broadcast_parameters({"weight": memory.t()[1:]}, root_rank=1)
+        return memory
+
+    for rank, memory in enumerate(fleet(2).run(run)):
+        assert same_bits(memory[:, 1:], sample(1, (4, 6))[:, 1:])
+        assert same_bits(memory[:, 0], sample(rank, (4, 6))[:, 0])
+
+
+def test_parameters_with_one_name_or_that_are_no_tensors_are_refused(fleet: Fleets) -> None:
+    def run() -> None:
+        for call in (shoal.broadcast_parameters, shoal.allreduce_parameters):
+            with pytest.raises(ValueError, match="same name"):
+                call([("a", torch.ones(1)), ("a", torch.ones(1))])
+            with pytest.raises(TypeError, match="int"):
+                call({"step": 3})  # type: ignore[dict-item]
+
+    fleet(1).run(run)
+
+
+Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
+OPTIMIZERS: Optimizers = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.1),
+    "AdamW with amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD without momentum": lambda p: torch.optim.SGD(p, lr=1 / 3),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.02, centered=True, momentum=0.5),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.2),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh elsewhere", "used elsewhere"])
+def test_the_roots_optimizer_state_arrives_exactly_and_no_step_is_taken(fleet: Fleets, kind: str, fresh: bool) -> None:
+    def prepare(rank: int) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(rank)
+        model = torch.nn.Linear(4, 3)
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        optimizer.param_groups[0]["lr"] *= 1.1 + rank
+        for _ in range(0 if fresh and rank != 1 else rank + 2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    worlds = [prepare(rank) for rank in range(3)]
+    parameters = [[p.detach().clone() for p in model.parameters()] for model, _ in worlds]
+    expected = worlds[1][1].state_dict()
+
+    def run() -> None:
+        shoal.broadcast_optimizer_state(worlds[shoal.rank()][1], root_rank=1)
+
+    fleet(3).run(run)
+    for (model, optimizer), before in zip(worlds, parameters, strict=True):
+        assert same(optimizer.state_dict(), expected)
+        assert all(map(same_bits, model.parameters(), before))
+
+
+def test_after_the_broadcast_equal_gradients_keep_the_agents_equal(fleet: Fleets) -> None:
+    def run() -> torch.Tensor:
+        model = torch.nn.Linear(3, 2)
+        torch.nn.init.constant_(model.weight, shoal.rank())
+        torch.nn.init.constant_(model.bias, 0.0)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(shoal.rank() + 1):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        shoal.broadcast_parameters(model.state_dict(), 0)
+        shoal.broadcast_optimizer_state(optimizer, 0)
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model.weight.detach()
+
+    found = fleet(3).run(run)
+    assert all(same_bits(one, found[0]) for one in found)
+
+
+def test_a_state_of_none_survives(fleet: Fleets) -> None:
+    """SGD without momentum keeps ``momentum_buffer: None``, on which BlueFog fails."""
+
+    def run() -> Any:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.5)
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        optimizer.state[parameter]["momentum_buffer"] = None
+        shoal.broadcast_optimizer_state(optimizer, 0)
+        return optimizer.state_dict()["state"]
+
+    assert fleet(2).run(run) == [{0: {"momentum_buffer": None}}] * 2
+
+
+def test_lbfgs_is_refused(fleet: Fleets) -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match="LBFGS"):
+            shoal.broadcast_optimizer_state(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]))
+
+    fleet(1).run(run)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_infer_finds_the_other_side_of_random_digraphs(fleet: Fleets, size: int) -> None:
+    sends = [[list(mine) for mine in random_digraph(size, seed)] for seed in range(6)]
+
+    def run() -> list[tuple[Any, Any]]:
+        rank = shoal.rank()
+        return [
+            (
+                shoal.InferSourceFromDestinationRanks(send[rank]),
+                shoal.InferDestinationFromSourceRanks(incoming(send)[rank]),
+            )
+            for send in sends
+        ]
+
+    for rank, results in enumerate(fleet(size).run(run)):
+        for send, (sources, destinations) in zip(sends, results, strict=True):
+            assert sources == incoming(send)[rank]
+            assert destinations == sorted(send[rank])
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_infer_gives_the_matrix_of_uniform_weights_with_columns_that_sum_to_one(fleet: Fleets, size: int) -> None:
+    """``A[i, j]`` weighs the edge from i to j: each agent j weighs itself and its sources by 1 / (in-degree + 1)."""
+    sends = [list(mine) for mine in random_digraph(size, 4)]
+    receives = incoming(sends)
+    expected = torch.zeros(size, size)
+    for j, sources in enumerate(receives):
+        for i in [j, *sources]:
+            expected[i, j] = 1.0 / (len(sources) + 1)
+
+    def run() -> None:
+        rank = shoal.rank()
+        sources, one = shoal.InferSourceFromDestinationRanks(sends[rank], True)
+        destinations, other = shoal.InferDestinationFromSourceRanks(receives[rank], construct_adjacency_matrix=True)
+        assert (sources, destinations) == (receives[rank], sorted(sends[rank]))
+        torch.testing.assert_close(one, expected)
+        torch.testing.assert_close(other, expected)
+        torch.testing.assert_close(one.sum(0), torch.ones(size))
+
+    fleet(size).run(run)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "error"),
+    [([0], ValueError), ([7], ValueError), ([1, 1], ValueError), ([1.0], TypeError), ("1", TypeError)],
+)
+def test_infer_refuses_what_is_no_list_of_distinct_other_ranks(
+    fleet: Fleets, ranks: Any, error: type[Exception]
+) -> None:
+    def run() -> None:
+        if shoal.rank() == 0:
+            for infer in (shoal.InferSourceFromDestinationRanks, shoal.InferDestinationFromSourceRanks):
+                with pytest.raises(error):
+                    infer(ranks)
+
+    fleet(2).run(run)
