@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import sqrt
+from math import comb
 from pathlib import Path
 from types import TracebackType
 
@@ -65,7 +64,7 @@ class Report:
             soft_wrap=True,
         )
         if self._console.is_terminal and not self._quiet:
-            self._live = Live(console=self._console, auto_refresh=False)
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         return self
 
@@ -80,10 +79,10 @@ class Report:
         epoch, last = len(run.accuracy), self._args.epochs
         if self._live is not None:
             self._live.update(self._panel(run), refresh=True)
-        elif epoch == last or epoch % max(1, last // PLAIN_LINES) == 0:
-            low, high = min(run.accuracy[-1]), max(run.accuracy[-1])
+        if epoch == last or (self._live is None and epoch % max(1, last // PLAIN_LINES) == 0):
             self._console.print(
-                f"{TITLES[run.algorithm]:20} epoch {epoch:3}/{last}   accuracy {low:.1%} to {high:.1%}   "
+                f"{TITLES[run.algorithm]:20} epoch {epoch:{len(str(last))}}/{last}   "
+                f"accuracy {_span([f'{one:.1%}' for one in run.accuracy[-1]])}   "
                 f"consensus distance {run.consensus_distance[-1]:.1g}",
                 soft_wrap=True,
             )
@@ -97,11 +96,9 @@ class Report:
             table.add_row(str(rank), str(sum(counts)), _sparkline(counts), bar, f"{accuracy:.1%}")
         epoch, last = len(run.accuracy), self._args.epochs
         state = Table.grid(padding=(0, 2))
-        state.add_row(
-            f"{TITLES[run.algorithm]:20}",
-            ProgressBar(total=last, completed=epoch, width=30),
-            f"epoch {epoch}/{last}, consensus distance {run.consensus_distance[-1]:.2g}",
-        )
+        distance = f"consensus distance {run.consensus_distance[-1]:.1g}"
+        bar = ProgressBar(total=last, completed=epoch, width=20)
+        state.add_row(TITLES[run.algorithm], bar, f"epoch {epoch}/{last}", distance)
         return Group(table, state)
 
     def finish(self, runs: list[Run]) -> None:
@@ -121,47 +118,50 @@ class Report:
         for run in runs:
             table.add_column(TITLES[run.algorithm], justify="right")
 
-        def row(title: str, value: Callable[[Run], str]) -> None:
-            table.add_row(title, *(value(run) for run in runs))
-
         table.add_row("test accuracy")
         for rank, shard in enumerate(self._digits.shards):
-            row(f"  agent {rank} ({len(shard)} images)", lambda run, rank=rank: f"{run.accuracy[-1][rank]:.1%}")
-        row("  their average model", lambda run: f"{run.read / len(self._digits.test):.1%}")
-        row("consensus distance", lambda run: f"{run.consensus_distance[-1]:.1g}")
-        row("sent by an agent", lambda run: _span([f"{sent / 1e6:.1f} MB" for sent in sorted(run.bytes_sent)]))
-        row("time of a step", lambda run: f"{run.milliseconds:.1f} ms")
+            table.add_row(f"  agent {rank} ({len(shard)} images)", *(f"{run.accuracy[-1][rank]:.1%}" for run in runs))
+        table.add_row("  their average model", *(f"{run.read / len(self._digits.test):.1%}" for run in runs))
+        table.add_row("consensus distance", *(f"{run.consensus_distance[-1]:.1g}" for run in runs))
+        table.add_row("sent by an agent", *(_span([f"{sent / 1e6:.1f} MB" for sent in run.bytes_sent]) for run in runs))
+        table.add_row("time of a step", *(f"{run.milliseconds:.1f} ms" for run in runs))
         return table
 
     def _verdict(self, runs: dict[str, Run]) -> list[str]:
-        run = runs[self._args.algorithm]
-        worst, best = min(run.accuracy[-1]), max(run.accuracy[-1])
+        run, reference, alone = (runs.get(name) for name in (self._args.algorithm, "allreduce", "alone"))
+        assert run is not None
         sentences = []
-        reference = runs.get("allreduce")
         if reference is not None and run is not reference:
             sentences.append(f"Verdict: {_comparison(run, reference)}")
             fewer = _change(sum(run.bytes_sent), sum(reference.bytes_sent))
             faster = _change(run.milliseconds, reference.milliseconds)
             sentences.append(f"Against all-reduce an agent sent {fewer}, and a step took {faster} time.")
-        sentences.append(
-            f"The agents end within {100 * run.consensus_distance[-1] / run.norm:.1g}% of their average model, and read "
-            f"{worst:.1%} to {best:.1%}."
-        )
-        if "alone" in runs:
-            alone = runs["alone"].accuracy[-1]
-            sentences.append(f"Alone, on their own images, they read {min(alone):.1%} to {max(alone):.1%}.")
+        apart = f"{100 * run.consensus_distance[-1] / run.norm:.1g}%"
+        found = _span([f"{one:.1%}" for one in run.accuracy[-1]])
+        sentences.append(f"The agents end within {apart} of their average model, and read {found}.")
+        if alone is not None:
+            found = _span([f"{one:.1%}" for one in alone.accuracy[-1]])
+            sentences.append(f"Alone, without any communication, they read {found}.")
         return sentences
 
 
 def _comparison(run: Run, reference: Run) -> str:
-    """Which of two models reads more, and whether chance explains it: McNemar's test, at two standard deviations."""
+    """Which of two models reads more images."""
     assert run.correct is not None and reference.correct is not None
-    total, more = len(run.correct), run.read - reference.read
-    disagree = int((run.correct != reference.correct).sum())
-    counts = f"the agents' average model reads {run.read} of {total} test images, all-reduce {reference.read}"
-    if abs(more) <= 2 * sqrt(disagree):
-        return f"as accurate as all-reduce, as far as this test can tell; {counts}."
-    return f"{'better' if more > 0 else 'worse'} than all-reduce, by more than chance explains; {counts}."
+    better = int((run.correct & ~reference.correct).sum())
+    worse = int((reference.correct & ~run.correct).sum())
+    verdict = f"{'better' if better > worse else 'worse'} than all-reduce, by more than chance explains"
+    if _chance(better, worse) > 0.05:
+        verdict = "as accurate as all-reduce, as far as this test can tell"
+    total = len(run.correct)
+    return f"{verdict}; the agents' average model reads {run.read} of {total} test images, all-reduce {reference.read}."
+
+
+def _chance(better: int, worse: int) -> float:
+    """How likely equally good models are to differ at least so much: McNemar's exact test, two-sided."""
+    disagree = better + worse
+    tail = sum(comb(disagree, k) for k in range(min(better, worse) + 1))
+    return min(1.0, 2 * tail / 2**disagree)
 
 
 def _change(value: float, reference: float) -> str:
@@ -172,7 +172,13 @@ def _change(value: float, reference: float) -> str:
 
 
 def _span(texts: list[str]) -> str:
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+    """The lowest and the highest of numbers of one format."""
+    low, high = min(texts, key=_number), max(texts, key=_number)
+    return low if low == high else f"{low} to {high}"
+
+
+def _number(text: str) -> float:
+    return float(text.rstrip("% MB"))
 
 
 def _sparkline(counts: list[int]) -> str:

@@ -116,7 +116,8 @@ def main(args: argparse.Namespace) -> list[Run]:
     shoal.init(TOPOLOGIES[args.topology], is_weighted=True)
     digits = _data.load(shoal.size(), args.alpha, args.seed)
     with Report(args, digits, shoal.load_topology(), quiet=shoal.rank() != 0) as report:
-        algorithms = [args.algorithm] if args.no_baselines else dict.fromkeys([args.algorithm, "allreduce", "alone"])
+        baselines = [] if args.no_baselines or shoal.size() == 1 else ["allreduce", "alone"]
+        algorithms = dict.fromkeys([args.algorithm, *baselines])
         runs = [train(algorithm, args, digits, report) for algorithm in algorithms]
     report.finish(runs)
     return runs

@@ -1,5 +1,7 @@
 """BlueFog's name for the graphs, the dynamic schedules, and the weights, all of which live in :mod:`shoal.topology`."""
 
+from .ops.objects import InferDestinationFromSourceRanks as InferDestinationFromSourceRanks
+from .ops.objects import InferSourceFromDestinationRanks as InferSourceFromDestinationRanks
 from .topology import ExponentialGraph as ExponentialGraph
 from .topology import ExponentialTwoGraph as ExponentialTwoGraph
 from .topology import FullyConnectedGraph as FullyConnectedGraph

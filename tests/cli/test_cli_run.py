@@ -157,7 +157,8 @@ def test_two_launchers_make_one_job(script: Script, start: Callable[..., Job]) -
         "store.set(str(rank), 'here')\n"
         "store.wait([str(other) for other in range(2)], timedelta(seconds=30))\n"
         "store.add('left', 1)\n"
-        "print(*(os.environ[name] for name in names.split()), os.environ.get('SHOAL_SECRET'))\n"
+        "print(*(os.environ[name] for name in names.split()), os.environ.get('SHOAL_SECRET'),\n"
+        "    os.environ.get('SHOAL_RENDEZVOUS'))\n"
         "while rank == 0 and store.add('left', 0) < 2: time.sleep(0.01)\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -169,8 +170,8 @@ def test_two_launchers_make_one_job(script: Script, start: Callable[..., Job]) -
     first = start(*common, "--node-rank", 0, path, env=environ | {"SHOAL_RENDEZVOUS": "127.0.0.1:1"})
     outputs = [job.communicate(timeout=TIMEOUT) for job in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), outputs
-    assert outputs[0][0].decode() == f"0 2 0 1 0 2 {address} None\n"
-    assert outputs[1][0].decode() == f"1 2 0 1 1 2 {address} None\n"
+    assert outputs[0][0].decode() == f"0 2 0 1 0 2 {address} None None\n"
+    assert outputs[1][0].decode() == f"1 2 0 1 1 2 {address} None None\n"
 
 
 def test_a_job_on_one_machine_has_a_secret_of_its_own_unless_one_is_given(script: Script) -> None:
@@ -334,6 +335,20 @@ sys.exit(9)
     assert shown.count(b"interrupts: 1") == 2
 
 
+def test_ctrl_c_reaches_what_an_agent_waits_for(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
+    # As from a terminal: system() itself ignores the signal until its child has ended.
+    path = script("""
+mark("up")
+status = os.system("sleep 60")
+print(os.waitstatus_to_exitcode(status))
+""")
+    job = start("-n", 2, path)
+    wait_until(lambda: len(descendants(job.pid)) >= 5 and len(marks(tmp_path, "up")) == 2)
+    job.send_signal(signal.SIGINT)
+    out, _ = job.communicate(timeout=8)
+    assert sorted(out.splitlines()) == [b"[0] -2", b"[1] -2"]
+
+
 def test_a_second_ctrl_c_kills_at_once(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
     path = script("signal.signal(signal.SIGINT, lambda *_: mark('got')); mark('up'); wait_for('never')")
     job = start("-n", 2, "--grace", 30, path)
@@ -401,7 +416,9 @@ def test_one_agent_has_the_launchers_own_input_and_output(script: Script, start:
 
 
 def test_only_rank_0_reads_the_input(script: Script, start: Callable[..., Job]) -> None:
-    job = start("-n", 2, script("print(repr(sys.stdin.read()))"), stdin=subprocess.PIPE)
+    # Rank 1 tries first, while all of the input is still there.
+    path = script("rank or wait_for('read.1'); print(repr(sys.stdin.read())); mark('read')")
+    job = start("-n", 2, path, stdin=subprocess.PIPE)
     out, _ = job.communicate(b"for rank 0", timeout=TIMEOUT)
     assert sorted(out.splitlines()) == [b"[0] 'for rank 0'", b"[1] ''"]
 

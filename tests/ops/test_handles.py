@@ -65,11 +65,13 @@ def test_unnamed_operations_match_by_call_order_within_their_type(fleet: Fleets)
 
 
 def test_several_threads_of_one_agent_may_call_at_once(fleet: Fleets) -> None:
+    numels = [3, 6000] * 5
+
     def run() -> bool:
         def work(thread: int) -> list[torch.Tensor]:
             return [
                 shoal.neighbor_allreduce(
-                    sample(shoal.rank(), (3 if step % 2 else 6000,), seed=step), f"{thread}/{step}"
+                    sample(shoal.rank(), (numels[step],), seed=step), f"{thread}/{step}"
                 )
                 for step in range(10)
             ]
@@ -78,7 +80,7 @@ def test_several_threads_of_one_agent_may_call_at_once(fleet: Fleets) -> None:
             found = list(pool.map(shoal.bind(work), range(4)))
         graph = shoal.ExponentialTwoGraph(3)
         for step in range(10):
-            inputs = samples(3, (3 if step % 2 else 6000,), seed=step)
+            inputs = samples(3, (numels[step],), seed=step)
             expected = averaged_over(graph, inputs, is_weighted=False)[shoal.rank()]
             assert all(same_bits(results[step], expected) for results in found)
         return True
@@ -202,30 +204,50 @@ def test_a_callback_that_fails_is_logged_and_harms_nothing(fleet: Fleets, caplog
     assert "callback of neighbor_allreduce 'unlucky' round 0 failed" in caplog.text
 
 
-def test_a_callback_may_start_the_next_operation_but_not_wait_for_it(fleet: Fleets) -> None:
+def test_a_callback_acts_for_the_agent_that_added_it(fleet: Fleets) -> None:
+    """Whichever thread runs it, so that a chain of operations can be written in callbacks."""
+
     def run() -> float:
         chain: list[shoal.Handle[torch.Tensor]] = []
-        refused = threading.Event()
         finished = threading.Event()
 
         def next_step(handle: shoal.Handle[torch.Tensor]) -> None:
             if len(chain) == 3:
                 finished.set()
                 return
-            following = shoal.neighbor_allreduce_nonblocking(handle.wait(), "chain")
-            chain.append(following)
-            if not following.poll():
-                try:
-                    following.wait()
-                except RuntimeError:
-                    refused.set()
-            following.add_done_callback(next_step)
+            chain.append(shoal.neighbor_allreduce_nonblocking(handle.wait() + shoal.rank(), "chain"))
+            chain[-1].add_done_callback(next_step)
 
-        first = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())), "chain")
-        # The callback runs in a thread of the exchange, which is no agent of a fleet unless it is bound.
-        first.add_done_callback(shoal.bind(next_step))
-        assert finished.wait(10)
+        shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0), "chain").add_done_callback(next_step)
+        assert finished.wait(5)
         return chain[-1].wait().item()
+
+    assert fleet(2).run(run) == [1.5, 1.5]
+
+
+def test_a_callback_that_waits_for_another_operation_is_told_that_it_would_never_end(fleet: Fleets) -> None:
+    go = threading.Event()
+
+    def run() -> float:
+        if shoal.rank() == 1:
+            shoal.allreduce(torch.ones(1), name="now")
+            assert go.wait(5)
+            return shoal.neighbor_allreduce(torch.tensor(1.0), "later").item()
+        later = shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0), "later")
+        errors: list[Exception] = []
+
+        def wait_here(_: shoal.Handle[torch.Tensor]) -> None:
+            try:
+                later.wait()
+            except Exception as error:
+                errors.append(error)
+            go.set()
+
+        shoal.allreduce_nonblocking(torch.ones(1), name="now").add_done_callback(wait_here)
+        assert go.wait(5)
+        assert [type(error) for error in errors] == [RuntimeError]
+        assert "would never end" in str(errors[0])
+        return later.wait().item()
 
     assert fleet(2).run(run) == [0.5, 0.5]
 
@@ -242,9 +264,9 @@ def test_a_sender_may_be_many_rounds_ahead_on_a_directed_edge(fleet: Fleets) -> 
             if shoal.rank() and i % 7 == 0:
                 time.sleep(0.005)
             x = torch.full((9000 if i % 2 else 3,), float(10 * i + shoal.rank()))
-            handles.append(shoal.neighbor_allreduce_nonblocking(x, f"name {i % 3}" if shoal.rank() >= 0 else None))
             if i >= 3:
-                handles[i - 3].wait()
+                handles[i - 3].wait()  # a name is in flight once
+            handles.append(shoal.neighbor_allreduce_nonblocking(x, f"name {i % 3}"))
         return [handle.wait().mean().item() for handle in handles]
 
     def run_unnamed() -> list[float]:

@@ -96,7 +96,7 @@ def test_an_object_that_could_run_code_is_refused_at_the_root(
 
 def test_a_crafted_pickle_from_a_root_is_not_executed(fleet: Fleets, capsys: pytest.CaptureFixture[str]) -> None:
     """What the receivers load goes through the weights-only loader whatever bytes the root sends."""
-    payload = torch.frombuffer(bytearray(pickle.dumps(Greeting())), dtype=torch.uint8)
+    payload = torch.frombuffer(bytearray(pickle.dumps(Greeting(), protocol=2)), dtype=torch.uint8)
 
     def run() -> None:
         from shoal.ops.collective import spread

@@ -153,6 +153,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with several threads must not fork agents"  # noqa: PTH208
+    gc.collect()
+    gc.freeze()  # a collection in an agent need not look at all of torch, nor copy the pages that it lies on
     work = _serve(control)
     if work is not None:
         _agent(*work)
@@ -164,6 +166,7 @@ def _serve(control: socket.socket) -> tuple[Spawn, int] | None:
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, 1)
         if not data:
+            control.close()
             for pid in agents:
                 os.kill(pid, signal.SIGKILL)
             return None
@@ -213,8 +216,10 @@ def _agent(spawn: Spawn, descriptor: int) -> None:
         _enter(spawn.namespace)
     connection: Connection[Any, Any] = Connection(descriptor)
     _connection = connection
-    _before = holdings()
     rank = int(spawn.environment["RANK"])
+    if rank == 0:
+        _open_a_store()
+    _before = holdings()
     while True:
         try:
             request = connection.recv()
@@ -227,6 +232,15 @@ def _agent(spawn: Spawn, descriptor: int) -> None:
             function(*args)
             return
         connection.send(_call(rank, function, args))
+
+
+def _open_a_store() -> None:
+    """libuv, which serves the store of torch.distributed, opens one pipe the first time and keeps it for good."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _load(call: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:

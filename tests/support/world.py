@@ -308,13 +308,14 @@ class World:
                     complaints.append(f"rank {one.rank} kept {', '.join(one.value)}")
                 if one.seconds > within:
                     complaints.append(f"rank {one.rank} needed {one.seconds:.1f} s to shut down")
-            for member in self.members:
-                if member.exit_code is None:
-                    member.send(None)
-                    ended = member.outcome(10.0)
-                    if member.exit_code:
-                        complaints.append(f"rank {member.rank} ended with {ended.message}")
-                complaints += _noise(member)
+            leaving = [self.members[rank] for rank in self.alive]
+            for member in leaving:
+                member.send(None)
+            for member in leaving:
+                ended = member.outcome(10.0)
+                if member.exit_code:
+                    complaints.append(f"rank {member.rank} ended with {ended.message}")
+            complaints += [line for member in self.members for line in _noise(member)]
             complaints += [f"process left: {pid} {command}" for pid, command in template().orphans()]
             complaints += [f"socket left: @{name}" for name in self._names & _abstract_names()]
             complaints += [f"file left: {name}" for name in sorted(_shared_memory_files() - self._shared_before)]

@@ -150,7 +150,6 @@ class AgentProcesses:
             self._reap()
             if self._output is not None:
                 self._output.redraw()
-        self._drain(list(self._pipes))
         return self._status()
 
     def say(self, text: str) -> None:

@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         for local_rank in range(args.agents):
             environ = job.environment(local_rank, os.environ)
             rank = int(environ["RANK"])
-            agents.start(rank, command, environ, keeps_stdin=True)
+            agents.start(rank, command, environ, keeps_stdin=rank == 0)
         if listener is not None:
             # The agents may connect already: the kernel lets them in, and they are answered once torch is imported.
             serve = [sys.executable, "-c", _SERVE, str(listener.fileno())]

@@ -5,11 +5,11 @@ without a coordinator; no thread may spin, a call of four bytes must not pay for
 for ever.
 
 How it works. An operation is a generator (``operation.py``). The engine resumes it when the messages of its stage have
-come (``matching.py`` says which those are) and posts what it wants sent. What nobody here will ever ask for is refused,
-and both sides raise. An agent that has waited a moment for a message asks the sender whether it will come (ASK), and one
-that will not send denies it (DENY): that finds a disagreement in milliseconds that would otherwise end in the deadline,
-and costs nothing in a round where everybody comes. Who drives all this is in ``wheel.py``; who is gone, in
-``departures.py``.
+come (``matching.py`` says which those are) and posts what it wants sent. What nobody here will ever ask for is
+refused, and both sides raise. An agent that has waited a moment for a message asks the sender whether it will come
+(ASK), and one that will not send denies it (DENY): that finds a disagreement in milliseconds that would otherwise end
+in the deadline, and costs nothing in a round where everybody comes. Who drives all this is in ``wheel.py``; who is
+gone, in ``departures.py``.
 
 Rejected: asyncio (a callback costs more than a small operation has), a thread for each operation, and doing all in one
 progress thread (two thread switches for each blocking call, under one interpreter lock).
@@ -412,12 +412,8 @@ class Engine:
 
     def _on_deny(self, source: int, message: Message) -> None:
         fate, operation = self._rounds.fate(message)
-        if (
-            fate is not Fate.NOW
-            or operation is None
-            or operation.stage is None
-            or source not in operation.stage.missing
-        ):
+        stage = operation.stage if operation else None
+        if fate is not Fate.NOW or operation is None or stage is None or source not in stage.missing:
             return
         text = (
             f"{operation}: rank {self.rank} expects a tensor from rank {source}, which took part in this round without "
