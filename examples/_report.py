@@ -165,10 +165,8 @@ def _chance(better: int, worse: int) -> float:
 
 
 def _change(value: float, reference: float) -> str:
-    if not reference:
-        return "as much" if not value else "more"
-    part = value / reference - 1
-    return f"{abs(part):.0%} {'less' if part < 0 else 'more'}"
+    part = round(value / reference - 1, 2)
+    return f"{abs(part):.0%} {'less' if part < 0 else 'more'}" if part else "as much"
 
 
 def _span(texts: list[str]) -> str:

@@ -8,6 +8,9 @@ from .errors import Mismatch as Mismatch
 from .errors import NotInitialized as NotInitialized
 from .errors import PeerLost as PeerLost
 from .errors import ShoalError as ShoalError
+from .monitor.timeline import timeline_context as timeline_context
+from .monitor.timeline import timeline_end_activity as timeline_end_activity
+from .monitor.timeline import timeline_start_activity as timeline_start_activity
 from .ops.collective import allgather as allgather
 from .ops.collective import allgather_nonblocking as allgather_nonblocking
 from .ops.collective import allreduce as allreduce

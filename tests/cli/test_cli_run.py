@@ -338,12 +338,11 @@ sys.exit(9)
 def test_ctrl_c_reaches_what_an_agent_waits_for(script: Script, start: Callable[..., Job], tmp_path: Path) -> None:
     # As from a terminal: system() itself ignores the signal until its child has ended.
     path = script("""
-mark("up")
-status = os.system("sleep 60")
+status = os.system(f"touch {here}/asleep.{rank}; exec sleep 60")
 print(os.waitstatus_to_exitcode(status))
 """)
     job = start("-n", 2, path)
-    wait_until(lambda: len(descendants(job.pid)) >= 5 and len(marks(tmp_path, "up")) == 2)
+    wait_until(lambda: len(list(tmp_path.glob("asleep.*"))) == 2)
     job.send_signal(signal.SIGINT)
     out, _ = job.communicate(timeout=8)
     assert sorted(out.splitlines()) == [b"[0] -2", b"[1] -2"]

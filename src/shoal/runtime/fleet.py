@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from ..errors import PeerLost
 from .agent import Seat, take_seat
 from .bootstrap import init, leave
@@ -95,6 +97,7 @@ class _Run:
     def _agent(self, rank: int) -> None:
         mine = self._seats[rank]
         take_seat(mine)
+        torch.set_num_threads(1)  # one for each agent, or they would fight for the cores
         function, args, kwargs = self._call
         try:
             init()
@@ -121,6 +124,7 @@ class _Run:
                 one.agent.engine.abort(lost)
 
     def results(self) -> list[Any]:
+        threads = torch.get_num_threads()
         for thread in self._threads:
             thread.start()
         try:
@@ -130,6 +134,7 @@ class _Run:
         limit = time.monotonic() + GRACE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, limit - time.monotonic()))
+        torch.set_num_threads(threads)  # new threads take what was set last
         if self._failure is None:
             return self._results
         failure = self._failure[1]

@@ -55,12 +55,16 @@ class Wheel:
         self._keep_away = 0.0
         self._aside = False
         self._closing = False
+        self._running = threading.Event()
         self._turn = threading.Condition(self.lock)
         self._progress_turn = threading.Condition(self.lock)
         self._thread = threading.Thread(target=self._progress, name=name, daemon=True)
 
     def start(self) -> None:
+        threads = torch.get_num_threads()
         self._thread.start()
+        self._running.wait()
+        torch.set_num_threads(threads)  # new threads take what was set last, by whatever thread
 
     def stop(self) -> None:
         with self.lock:
@@ -142,6 +146,7 @@ class Wheel:
 
     def _progress(self) -> None:
         torch.set_num_threads(1)
+        self._running.set()
         me = threading.get_ident()
         while True:
             with self.lock:

@@ -1,0 +1,42 @@
+"""``python -m shoal.bench PART``: what every agent of a job of ``shoal bench`` runs."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+import shoal
+
+from . import memory, scaling, speed, wire
+from .meter import Reporter
+
+PARTS = {
+    "large": speed.large,
+    "small": speed.small,
+    "memory": memory.measure,
+    "scaling": scaling.measure,
+    "wire": wire.measure,
+}
+
+
+def main() -> None:
+    """Measure one part, beside a process group of Gloo's, and tell whoever started the job."""
+    parser = argparse.ArgumentParser(prog="python -m shoal.bench", description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repetitions")
+    args = parser.parse_args()
+    reporter = Reporter()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    shoal.init()
+    figures = PARTS[args.part](reporter, args.quick)
+    reporter.send({"figures": [asdict(one) for one in figures]})
+    shoal.shutdown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

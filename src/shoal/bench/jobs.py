@@ -1,0 +1,158 @@
+"""Starts the agents of a measurement and takes what rank 0 tells: progress, and at the end the figures.
+
+A job is one ``shoal run``, or one in each network namespace. It leads a session of its own and is ended with us:
+whatever happens, no agent is left when :func:`run_job` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
+
+from .figures import Figures
+from .wire import ADDRESSES, DEVICE, two_machines
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being measured, how many steps are done, and of how many."""
+
+SILENCE_SECONDS = 300.0
+"""How long a job may tell nothing until it counts as hanging."""
+END_SECONDS = 15.0
+_PORT = 29400
+_ERROR_BYTES = 4000
+# They would meet elsewhere, or write a trace of what is timed.
+_NOT_PASSED_ON = ("SHOAL_RENDEZVOUS", "SHOAL_TIMELINE")
+
+
+class JobFailed(RuntimeError):
+    """A job ended without its figures. The message ends with what it wrote to stderr."""
+
+
+def run_agents(part: str, agents: int, quick: bool, progress: Progress) -> list[Figures]:
+    """Measure one part of ``python -m shoal.bench`` with this many agents on this machine."""
+    return run_job([_launch("-n", str(agents), part=part, quick=quick)], {}, progress)
+
+
+def run_over_wire(quick: bool, progress: Progress) -> list[Figures]:
+    """Measure the part ``wire`` with an agent in each of two network namespaces. Needs root."""
+    with two_machines() as machines:
+        meeting = ["--nnodes", "2", "--rendezvous", f"{ADDRESSES[0]}:{_PORT}"]
+        commands = [
+            [*enter, *_launch("-n", "1", *meeting, "--node-rank", str(node), part="wire", quick=quick)]
+            for node, enter in enumerate(machines)
+        ]
+        return run_job(commands, {"GLOO_SOCKET_IFNAME": DEVICE}, progress)
+
+
+def _launch(*options: str, part: str, quick: bool) -> list[str]:
+    run = [sys.executable, "-m", "shoal", "run", "--no-prefix", *options, "-m", "shoal.bench", part]
+    return [*run, "--quick"] if quick else run
+
+
+def run_job(commands: Sequence[Sequence[str]], environ: dict[str, str], progress: Progress) -> list[Figures]:
+    """Run the launchers of one job, of which the first has rank 0, and return what rank 0 measured.
+
+    Raises:
+        JobFailed: A launcher failed, or the job fell silent.
+    """
+    variables = {name: text for name, text in os.environ.items() if name not in _NOT_PASSED_ON}
+    variables |= {"OMP_NUM_THREADS": "1", **environ}
+    with tempfile.TemporaryFile() as errors, _Launchers(commands, variables, errors) as launchers:
+        figures = None
+        for message in launchers.messages():
+            if "figures" in message:
+                figures = [Figures(**one) for one in message["figures"]]
+            else:
+                progress(message["doing"], message["done"], message["total"])
+        problem = launchers.problem() or ("" if figures else "it told no figures")
+        if problem or figures is None:
+            raise JobFailed(f"{' '.join(commands[0])}: {problem}\n{_tail(errors)}")
+        return figures
+
+
+class _Launchers:
+    def __init__(self, commands: Sequence[Sequence[str]], environ: dict[str, str], errors: IO[bytes]) -> None:
+        self._commands, self._environ, self._errors = commands, environ, errors
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._silent = False
+
+    def __enter__(self) -> _Launchers:
+        try:
+            for command in self._commands:
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL if self._processes else subprocess.PIPE,
+                        stderr=self._errors,
+                        env=self._environ,
+                        # Ctrl-C reaches us alone, and we end them.
+                        start_new_session=True,
+                    )
+                )
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        end = time.monotonic() + END_SECONDS
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+            # A launcher's agents die with it.
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """What rank 0 tells, until all have ended, one has failed, or nothing comes any more."""
+        assert self._processes[0].stdout is not None
+        lines = self._processes[0].stdout.fileno()
+        rest = b""
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
+            selector.register(lines, selectors.EVENT_READ)
+            for process in self._processes:
+                descriptor = os.pidfd_open(process.pid)
+                opened.callback(os.close, descriptor)
+                selector.register(descriptor, selectors.EVENT_READ, process)
+            while selector.get_map():
+                ready = selector.select(SILENCE_SECONDS)
+                if not ready:
+                    self._silent = True
+                    return
+                for key, _ in ready:
+                    if key.fd == lines:
+                        data = os.read(lines, 1 << 16)
+                        *whole, rest = (rest + data).split(b"\n")
+                        yield from (json.loads(line) for line in whole)
+                    elif key.data.wait():
+                        return
+                    if key.fd != lines or not data:
+                        selector.unregister(key.fd)
+
+    def problem(self) -> str:
+        """What went wrong; empty if nothing did."""
+        if self._silent:
+            return f"it told nothing for {SILENCE_SECONDS:.0f} s"
+        failed = next((process.returncode for process in self._processes if process.returncode), None)
+        return "" if failed is None else f"it ended with status {failed}"
+
+
+def _tail(errors: IO[bytes]) -> str:
+    end = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, end - _ERROR_BYTES))
+    return errors.read().decode(errors="replace").strip()

@@ -1,0 +1,110 @@
+"""Which machine this is, and whether it was quiet while something was measured on it.
+
+A figure means little without the machine, and nothing if somebody else was using it. So the time that all processes
+have used is compared with that of our own; the load average, which lags by a minute, is shown beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+LOAD_LIMIT = 0.5
+"""Load average before a measurement, for each core, above which the machine counts as busy."""
+OTHERS_LIMIT = 0.1
+"""Share of the machine's time that went to others during a measurement, above which it counts as busy."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a reader needs to place a figure. ``memory`` is in bytes; ``cores`` are those we may use."""
+
+    cpu: str
+    cores: int
+    memory: int
+    kernel: str
+    python: str
+    torch: str
+    shoal: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cpu}, {self.cores} cores, {self.memory / 2**30:.0f} GiB; Linux {self.kernel}; Python {self.python}, "
+            f"torch {self.torch}, Shoal {self.shoal}"
+        )
+
+
+def here() -> Machine:
+    """The machine of the caller."""
+    from importlib.metadata import version
+
+    from shoal._version import __version__
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0))
+    return Machine(
+        cpu_name(), cores, memory, platform.release(), platform.python_version(), version("torch"), __version__
+    )
+
+
+def cpu_name() -> str:
+    """The processor's own name, where the kernel tells it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy a machine was around and during a measurement.
+
+    Attributes:
+        before: Load average (one minute) at its start.
+        after: At its end; our own agents are in it.
+        others: Cores that processes of others kept busy meanwhile, on average, and what a hypervisor took away.
+        cores: How many there are.
+    """
+
+    before: float
+    after: float
+    others: float
+    cores: int
+
+    @property
+    def quiet(self) -> bool:
+        return self.before <= LOAD_LIMIT * self.cores and self.others <= OTHERS_LIMIT * self.cores
+
+    def __str__(self) -> str:
+        return (
+            f"load average {self.before:.2f} before, {self.after:.2f} after (with our own agents); meanwhile others "
+            f"used {self.others:.2f} of {self.cores} cores"
+        )
+
+
+class LoadWatch:
+    """Begins to watch when it is made. Of our own children it knows those that have been waited for."""
+
+    def __init__(self) -> None:
+        self._before = os.getloadavg()[0]
+        self._all, self._own, self._time = _all_seconds(), _own_seconds(), time.monotonic()
+
+    def load(self) -> Load:
+        elapsed = max(time.monotonic() - self._time, 1e-3)
+        others = (_all_seconds() - self._all) - (_own_seconds() - self._own)
+        return Load(self._before, os.getloadavg()[0], max(0.0, others / elapsed), os.cpu_count() or 1)
+
+
+def _all_seconds() -> float:
+    """Core seconds that were not idle, of all processes since boot: user, nice, system, interrupts, stolen."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
