@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 AGENTS = ("#1f77b4", "#e07b39", "#2a9d6f", "#8e5fb0")
 REFERENCE, ALONE = "#1b1f23", "#9aa5b1"
 MOST_ROUNDS = 4
+ERRORS = (0.9, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
 
 
 def draw(path: Path, runs: list[Run], titles: dict[str, str], digits: Digits, topology: str, graph: nx.DiGraph) -> None:
@@ -26,13 +27,13 @@ def draw(path: Path, runs: list[Run], titles: dict[str, str], digits: Digits, to
 
     figure = Figure(figsize=(11, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=[1.25, 1], height_ratios=[1.25, 1])
-    _accuracy(figure.add_subplot(grid[0, 0]), runs, titles)
+    _accuracy(figure.add_subplot(grid[0, 0]), runs, titles, len(digits.test))
     _disagreement(figure.add_subplot(grid[0, 1]), runs, titles)
     _shards(figure.add_subplot(grid[1, 0]), digits)
     if topology == "one-peer":
         rounds = _rounds(graph)
         who = figure.add_subfigure(grid[1, 1])
-        who.suptitle("who averages with whom, in turn", x=0.02, ha="left", fontsize=11)
+        who.suptitle("who averages with whom, in turn\n", x=0.02, ha="left", fontsize=11)
         shoal.topology.draw_rounds(rounds, len(graph), who.subplots(1, len(rounds), squeeze=False)[0])
     else:
         axes = shoal.topology.draw(graph, figure.add_subplot(grid[1, 1]))
@@ -49,8 +50,11 @@ def _rounds(graph: nx.DiGraph) -> list[list[tuple[int, int]]]:
 
 
 def _style(axes: Axes, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -60,27 +64,36 @@ def _line(run: Run, rank: int) -> dict[str, Any]:
         return {"color": REFERENCE, "linestyle": "--", "linewidth": 1.6}
     if run.algorithm == "alone":
         return {"color": ALONE, "linestyle": ":", "linewidth": 1.4}
+    if len(run.bytes_sent) > len(AGENTS):
+        return {"color": AGENTS[0], "linewidth": 0.9}
     # The first is the widest, so that it shows where later ones lie on it.
-    return {"color": AGENTS[rank % len(AGENTS)], "linewidth": 4.5 - rank % len(AGENTS)}
+    return {"color": AGENTS[rank], "linewidth": 4.5 - rank}
 
 
-def _accuracy(axes: Axes, runs: list[Run], titles: dict[str, str]) -> None:
+def _accuracy(axes: Axes, runs: list[Run], titles: dict[str, str], images: int) -> None:
+    """Errors on a logarithmic axis, upside down and read as accuracy: what is near 100% can be told apart."""
     for run in runs:
-        curves = list(zip(*run.accuracy, strict=True))
-        shared = run.algorithm in ("allreduce", "alone")
-        for rank, curve in enumerate(curves[:1] if run.algorithm == "allreduce" else curves):
-            label = titles[run.algorithm] if shared else f"agent {rank}"
-            shown = rank == 0 if shared else rank < len(AGENTS)
-            axes.plot(range(1, len(curve) + 1), curve, label=label if shown else None, **_line(run, rank))
+        together, alone = run.algorithm == "allreduce", run.algorithm == "alone"
+        for rank, curve in enumerate(zip(*run.accuracy, strict=True)):
+            if together and rank:
+                break  # all agents have the same model
+            errors = [max(1 - accuracy, 0.5 / images) for accuracy in curve]
+            label = titles[run.algorithm] if together or alone else f"agent {rank}"
+            if len(run.bytes_sent) > len(AGENTS) and not together and not alone:
+                label = f"agents 0 to {len(run.bytes_sent) - 1}"
+            first = rank == 0 or (not alone and len(run.bytes_sent) <= len(AGENTS))
+            axes.plot(range(1, len(errors) + 1), errors, label=label if first else None, **_line(run, rank))
     _style(axes, "test accuracy of each agent")
-    axes.set_ylim(top=1.005)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_yscale("log")
+    axes.invert_yaxis()
+    axes.set_yticks(ERRORS, [f"{100 * (1 - error):g}%" for error in ERRORS])
+    axes.minorticks_off()
     axes.legend(frameon=False, fontsize=9)
 
 
 def _disagreement(axes: Axes, runs: list[Run], titles: dict[str, str]) -> None:
     for run in runs:
-        if any(run.consensus_distance):
+        if run.algorithm != "allreduce" and any(run.consensus_distance):
             line = {**_line(run, 0), "linewidth": 1.8, "marker": "."}
             axes.plot(range(1, len(run.accuracy) + 1), run.consensus_distance, label=titles[run.algorithm], **line)
     _style(axes, "consensus distance between the models")

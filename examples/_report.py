@@ -161,7 +161,7 @@ def _chance(better: int, worse: int) -> float:
     """How likely equally good models are to differ at least so much: McNemar's exact test, two-sided."""
     disagree = better + worse
     tail = sum(comb(disagree, k) for k in range(min(better, worse) + 1))
-    return min(1.0, 2 * tail / 2**disagree)
+    return min(1.0, 2 * tail / 2.0**disagree)
 
 
 def _change(value: float, reference: float) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from copy import deepcopy
 from statistics import median
 from typing import Any
 
@@ -51,14 +52,11 @@ def rounds(topology: str) -> Iterator[dict[str, Any]]:
         yield {"self_weight": share, "src_weights": dict.fromkeys(sources, share), "dst_weights": destinations}
 
 
-def train(algorithm: str, args: argparse.Namespace, digits: _data.Digits, report: Report) -> Run:
+def train(algorithm: str, model: nn.Module, args: argparse.Namespace, digits: _data.Digits, report: Report) -> Run:
     rank, size = shoal.rank(), shoal.size()
-    torch.manual_seed(args.seed)
-    model = make_model()
     parameters = list(model.parameters())
     weights = parameters_to_vector(parameters).detach()  # one vector is one message;
     vector_to_parameters(weights, parameters)  # from here on the parameters are views of it
-    shoal.broadcast_(weights, root_rank=0)
     steps = -(-digits.total // (size * BATCH))  # in an epoch, all agents together see as many images as there are
     optimizer = torch.optim.SGD(parameters, lr=args.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * steps, eta_min=args.lr / 20)
@@ -98,7 +96,8 @@ def measure(model: nn.Module, weights: Tensor, test: _data.Images, run: Run) -> 
     """How well each agent does, how well their average model does, and how far they are from it."""
 
     def correct() -> Tensor:
-        return model(test.images).argmax(dim=1) == test.labels
+        logits: Tensor = model(test.images)
+        return logits.argmax(dim=1) == test.labels
 
     own = weights.clone()
     mean = shoal.allreduce(own)
@@ -114,11 +113,14 @@ def main(args: argparse.Namespace) -> list[Run]:
     """One agent's part; also `shoal.Fleet(4).run(main, args)`."""
     torch.set_num_threads(1)
     shoal.init(TOPOLOGIES[args.topology], is_weighted=True)
+    torch.manual_seed(args.seed)
+    model = make_model()
+    shoal.broadcast_parameters(model.state_dict(), root_rank=0)
     digits = _data.load(shoal.size(), args.alpha, args.seed)
     with Report(args, digits, shoal.load_topology(), quiet=shoal.rank() != 0) as report:
         baselines = [] if args.no_baselines or shoal.size() == 1 else ["allreduce", "alone"]
         algorithms = dict.fromkeys([args.algorithm, *baselines])
-        runs = [train(algorithm, args, digits, report) for algorithm in algorithms]
+        runs = [train(algorithm, deepcopy(model), args, digits, report) for algorithm in algorithms]
     report.finish(runs)
     return runs
 
@@ -128,14 +130,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topology", choices=TOPOLOGIES, default="one-peer", help="who averages with whom")
     parser.add_argument("--algorithm", choices=["atc", "awc", "allreduce"], default="atc", help="when they average")
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument(
-        "--lr", type=float, default=0.05, help="learning rate at the start; it falls to a 20th, as a cosine"
-    )
+    parser.add_argument("--lr", type=float, default=0.05, help="first learning rate; it falls to a 20th, as a cosine")
     parser.add_argument("--alpha", type=float, default=0.5, help="how alike the shards are (Dirichlet parameter)")
-    parser.add_argument("--seed", type=int, default=1, help="of the shards, the first weights and the batches")
+    parser.add_argument("--seed", type=int, default=0, help="of the shards, the first weights and the batches")
     parser.add_argument("--no-baselines", action="store_true", help="leave out all-reduce, and training alone")
     parser.add_argument("--picture", default="out/digits.png", help="where to write the picture")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.epochs < 1 or not args.alpha > 0:
+        parser.error("--epochs must be 1 or more, and --alpha above 0")
+    return args
 
 
 if __name__ == "__main__":

@@ -114,19 +114,20 @@ def test_the_command_runs_a_script_in_agents(script: Script) -> None:
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 2", "[1] 2"])
 
 
-def test_agents_find_the_variables_that_torchrun_sets(script: Script) -> None:
-    path = script("import json; print(json.dumps(dict(os.environ)))")
+def test_agents_find_the_variables_that_torchrun_sets(script: Script, tmp_path: Path) -> None:
+    path = script("import json; (here / f'environ.{rank}').write_text(json.dumps(dict(os.environ)))")
+    found = lambda: {rank: json.loads((tmp_path / f"environ.{rank}").read_text()) for rank in range(2)}  # noqa: E731
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", path]
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("SHOAL_", "OMP_"))}
-    torchrun = subprocess.run(run, env=clean, capture_output=True, text=True, timeout=TIMEOUT)
-    reference = {found["RANK"]: found for found in map(json.loads, torchrun.stdout.splitlines())}
-    status, out, _ = shoal_run("-n", 2, "--no-prefix", path)
-    ours = {found["RANK"]: found for found in map(json.loads, out.splitlines())}
-    assert (status, sorted(ours)) == (0, ["0", "1"])
+    subprocess.run(run, env=clean, capture_output=True, timeout=TIMEOUT, check=True)
+    reference = found()
+    assert shoal_run("-n", 2, path)[0] == 0
+    ours = found()
+    assert ours != reference
     # Its error log and its own signals concern torchrun alone; the others differ by job.
     own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
     by_job = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
-    for rank in ("0", "1"):
+    for rank in (0, 1):
         theirs = {name: text for name, text in reference[rank].items() if clean.get(name) != text}
         assert theirs.keys() - ours[rank].keys() <= own
         assert theirs.keys() >= by_job | {"LOCAL_RANK", "GROUP_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_USE_AGENT_STORE"}
@@ -176,7 +177,7 @@ def test_two_launchers_make_one_job(script: Script, start: Callable[..., Job]) -
 
 def test_a_job_on_one_machine_has_a_secret_of_its_own_unless_one_is_given(script: Script) -> None:
     path = script("print(os.environ['SHOAL_SECRET'])")
-    secrets = [shoal_run("-n", 2, "--no-prefix", path)[1].split() for _ in range(2)]
+    secrets = [shoal_run("-n", 2, path)[1].split()[1::2] for _ in range(2)]
     assert secrets[0][0] == secrets[0][1] != secrets[1][0]
     assert re.fullmatch("[0-9a-f]{64}", secrets[0][0])
     assert shoal_run("-n", 1, path, environ={"SHOAL_SECRET": "given"})[1] == "given\n"
@@ -412,6 +413,11 @@ os.write(1, b"no newline")
 def test_one_agent_has_the_launchers_own_input_and_output(script: Script, start: Callable[..., Job]) -> None:
     job = start("-n", 1, script("sys.stdout.write(input().upper())"), stdin=subprocess.PIPE)
     assert job.communicate(b"as it is\n", timeout=TIMEOUT) == (b"AS IT IS", b"")
+
+
+def test_without_the_prefix_output_passes_through(script: Script) -> None:
+    status, out, _ = shoal_run("-n", 2, "--no-prefix", script("os.write(1, b'as it is|')"))
+    assert (status, out) == (0, "as it is|as it is|")
 
 
 def test_only_rank_0_reads_the_input(script: Script, start: Callable[..., Job]) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.agent_main import die
+from torch.utils.data import DataLoader, Dataset
 
 import shoal
 from shoal.ops import arithmetic
 from shoal.runtime.events import Event
 from shoal.transport.network import NetworkIncoming, NetworkLink
+from support.agent_main import die
+from support.world import template
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,82 @@ def average_until_it_fails(numel: int, victim: int = -1, point: Point | None = N
         assert torch.allclose(out, torch.tensor(mean)), f"the average is {out} instead of {mean}"
 
 
+def seconds_of_a_round(numel: int) -> float:
+    """How long a round takes, once its memory is there."""
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    own, out = torch.ones(numel), torch.empty(numel)
+    for _ in range(3):
+        started = time.monotonic()
+        shoal.neighbor_allreduce(own, out=out)
+    return time.monotonic() - started
+
+
 def kill_when(point: Point, pid: int) -> None:
     """Kill another process when this agent reaches the point."""
     arm(point, lambda: os.kill(pid, signal.SIGKILL))
+
+
+def until_killed_barriers(victim: int, point: Point) -> None:
+    _until_killed(victim, point, shoal.barrier)
+
+
+def until_killed_allreduces(victim: int, point: Point) -> None:
+    numbers = torch.ones(50_000)
+    _until_killed(victim, point, lambda: shoal.allreduce(numbers))
+
+
+def until_killed_pushes(victim: int, point: Point) -> None:
+    numbers, ahead = torch.ones(50_000), (shoal.rank() + 2) % shoal.size()
+    _until_killed(victim, point, lambda: shoal.neighbor_allreduce(numbers, self_weight=0.5, dst_weights={ahead: 0.5}))
+
+
+def _until_killed(victim: int, point: Point, operation: Callable[[], object]) -> None:
+    if shoal.rank() == victim:
+        arm(point)
+    while True:
+        operation()
+
+
+def fork_a_sleeper() -> int:
+    """A child that would keep this agent's sockets open if it could; its pid."""
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        while True:
+            signal.pause()
+    return pid
+
+
+_loaders: list[Iterator[torch.Tensor]] = []
+
+
+class _Numbers(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(index))
+
+
+def start_a_data_loader() -> None:
+    """Two worker processes, forked, that stay as long as this agent does."""
+    loader = DataLoader(_Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    batches = iter(loader)
+    next(batches)
+    _loaders.append(batches)
+
+
+def known_as_dead(count: int) -> list[int]:
+    """The agents that this one knows to be dead, once there are so many."""
+    limit = time.monotonic() + 2.0
+    while len(shoal.membership().died) < count and time.monotonic() < limit:
+        time.sleep(0.01)
+    return sorted(shoal.membership().died)
+
+
+def wait_for_no_orphans() -> None:
+    """Workers of a data loader look for their parent every few seconds, and then end."""
+    limit = time.monotonic() + 15.0
+    while template().orphans():
+        assert time.monotonic() < limit, "the workers of a dead agent stay"
+        time.sleep(0.05)

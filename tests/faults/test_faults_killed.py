@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from fault_points import Point, average_until_it_fails, kill_when
+from fault_points import (
+    Point,
+    average_until_it_fails,
+    fork_a_sleeper,
+    kill_when,
+    known_as_dead,
+    seconds_of_a_round,
+    start_a_data_loader,
+    until_killed_allreduces,
+    until_killed_barriers,
+    until_killed_pushes,
+    wait_for_no_orphans,
+)
+
 from support.agent_main import Outcome
 from support.namespaces import network_namespaces
 from support.world import World
@@ -51,8 +67,104 @@ def test_all_survivors_learn_within_a_second_who_was_killed(
         assert_all_learnt_it(world.run(average_until_it_fails, numel, VICTIM, point))
 
 
+def seconds_with_large_sums(world: World) -> float:
+    """An agent that is in the middle of a sum learns at its end; on a busy machine that takes its time."""
+    slowest: float = max(world.results(seconds_of_a_round, HUGE))
+    return SECONDS + 2 * slowest
+
+
 @pytest.mark.parametrize("environment", OVER)
 @pytest.mark.parametrize("block", [1, 100])
 def test_an_agent_killed_in_the_middle_of_a_large_sum_is_named(environment: dict[str, str], block: int) -> None:
+    with World(3, environment=environment) as world:
+        seconds = seconds_with_large_sums(world)
+        outcomes = world.run(average_until_it_fails, HUGE, VICTIM, Point("Block", block))
+        assert_all_learnt_it(outcomes, seconds=seconds)
+
+
+@pytest.mark.transport("shared_memory")
+def test_memory_of_an_agent_that_is_killed_while_others_read_it_stays_readable() -> None:
+    with World(3) as world:
+        seconds = seconds_with_large_sums(world)
+        world.results(kill_when, Point("Block", 100), world.members[VICTIM].pid, on=[0])
+        assert_all_learnt_it(world.run(average_until_it_fails, HUGE), seconds=seconds)
+
+
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("kind", ["Chunk in", "Chunk out"])
+@pytest.mark.parametrize("count", [1, 20, 150])
+def test_an_agent_killed_in_the_middle_of_a_transfer_is_named(kind: str, count: int) -> None:
+    with World(SIZE, environment=NETWORK) as world:
+        assert_all_learnt_it(world.run(average_until_it_fails, HUGE // 8, VICTIM, Point(kind, count)))
+
+
+@pytest.mark.transport("network")
+@pytest.mark.transport("shared_memory")
+@pytest.mark.transport("namespaces")
+@pytest.mark.parametrize("point", [Point("sent", 3), Point("received", 2), Point("summed", 5)], ids=str)
+def test_agents_on_another_machine_learn_within_a_second_who_was_killed(point: Point) -> None:
+    with network_namespaces(3) as machines, World(6, namespaces=machines) as world:
+        assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, point))
+
+
+@pytest.mark.transport("shared_memory")
+def test_an_agent_killed_with_a_forked_child_alive_is_named() -> None:
+    with World(SIZE) as world:
+        child = world.results(fork_a_sleeper, on=[VICTIM])[0]
+        try:
+            assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)))
+            assert Path(f"/proc/{child}").exists(), "the child ended before its parent, so this showed nothing"
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.transport("shared_memory")
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+def test_an_agent_killed_with_a_forked_child_alive_is_named_on_other_machines() -> None:
+    with network_namespaces(3) as machines, World(6, namespaces=machines) as world:
+        child = world.results(fork_a_sleeper, on=[VICTIM])[0]
+        try:
+            assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)))
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.transport("shared_memory")
+def test_an_agent_killed_with_a_data_loader_worker_alive_is_named() -> None:
+    with World(SIZE) as world:
+        world.results(start_a_data_loader, on=[VICTIM])
+        assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)))
+        wait_for_no_orphans()
+
+
+@pytest.mark.transport("shared_memory")
+def test_two_agents_killed_at_once_are_both_known_to_the_rest() -> None:
+    with World(6) as world:
+        pending = [world.run_on(rank, average_until_it_fails, LARGE) for rank in range(6)]
+        world.kill(1)
+        world.kill(4)
+        outcomes = [one.outcome() for one in pending]
+        assert all(one.error == "PeerLost" and one.ranks in ((1,), (4,)) for one in outcomes if one.rank not in (1, 4))
+        for known in world.results(known_as_dead, 2, on=world.alive):
+            assert known == [1, 4]
+
+
+@pytest.mark.transport("shared_memory")
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("environment", OVER)
+def test_the_death_of_rank_0_ends_nothing_that_needs_it(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, HUGE, VICTIM, Point("Block", block)))
+        assert_all_learnt_it(world.run(average_until_it_fails, SMALL, 0, Point("waited", 2)), victim=0)
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize(
+    "operation", [until_killed_barriers, until_killed_allreduces, until_killed_pushes], ids=lambda one: one.__name__
+)
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_death_ends_every_kind_of_operation(
+    environment: dict[str, str], operation: Callable[[int, Point], None], count: int
+) -> None:
+    with World(SIZE, environment=environment) as world:
+        assert_all_learnt_it(world.run(operation, VICTIM, Point("received", count)))

@@ -171,7 +171,7 @@ def test_off_it_says_so_once_and_nobody_listens(monkeypatch, caplog):
     monkeypatch.delenv("SHOAL_TIMELINE", raising=False)
 
     def work():
-        assert not shoal.events()
+        assert not shoal.events().active
         assert timeline_start_activity("x", "forward") is False
         assert timeline_end_activity("x") is False
         with timeline_context("x", "forward"):

@@ -70,9 +70,7 @@ def test_several_threads_of_one_agent_may_call_at_once(fleet: Fleets) -> None:
     def run() -> bool:
         def work(thread: int) -> list[torch.Tensor]:
             return [
-                shoal.neighbor_allreduce(
-                    sample(shoal.rank(), (numels[step],), seed=step), f"{thread}/{step}"
-                )
+                shoal.neighbor_allreduce(sample(shoal.rank(), (numels[step],), seed=step), f"{thread}/{step}")
                 for step in range(10)
             ]
 

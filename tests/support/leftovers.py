@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ def nothing_is_left() -> Iterator[None]:
     """No more threads and no other descriptors after the block than before it."""
     threads, opened = set(threading.enumerate()), set(descriptors().items())
     yield
+    gc.collect()  # an exception that the test caught may hold its frames, and with them tensors over memory files
     # A thread that has done its work may still be on its way out of the interpreter.
     assert wait_until(lambda: set(threading.enumerate()) <= threads), f"threads left: {threading.enumerate()}"
     left = set(descriptors().items()) - opened

@@ -146,7 +146,7 @@ class Member:
         """The answer to what was sent, or that the agent died. Raises when neither comes in time."""
         limit = time.monotonic() + patience
         while self.exit_code is None:
-            waiting = [self._pidfd] if self._silent else [self._pidfd, self._connection]
+            waiting: list[Any] = [self._pidfd] if self._silent else [self._pidfd, self._connection]
             ready = select.select(waiting, [], [], max(0.0, limit - time.monotonic()))[0]
             if not ready:
                 raise AssertionError(f"rank {self.rank} does not answer after {patience:g} s\n{self._stacks()}")

@@ -1,4 +1,4 @@
-"""``python -m shoal.bench PART``: what every agent of a job of ``shoal bench`` runs."""
+"""``python -m shoal.bench PART...``: what every agent of a job of ``shoal bench`` runs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ PARTS = {
 
 
 def main() -> None:
-    """Measure one part, beside a process group of Gloo's, and tell whoever started the job."""
+    """Measure, beside a process group of Gloo's, and tell whoever started the job."""
     parser = argparse.ArgumentParser(prog="python -m shoal.bench", description=__doc__)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="small sizes and few repetitions")
     args = parser.parse_args()
     reporter = Reporter()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     shoal.init()
-    figures = PARTS[args.part](reporter, args.quick)
-    reporter.send({"figures": [asdict(one) for one in figures]})
+    found = [figures for part in args.parts for figures in PARTS[part](reporter, args.quick)]
+    reporter.send({"figures": [asdict(figures) for figures in found]})
     shoal.shutdown()
     dist.destroy_process_group()
 

@@ -37,9 +37,9 @@ class JobFailed(RuntimeError):
     """A job ended without its figures. The message ends with what it wrote to stderr."""
 
 
-def run_agents(part: str, agents: int, quick: bool, progress: Progress) -> list[Figures]:
-    """Measure one part of ``python -m shoal.bench`` with this many agents on this machine."""
-    return run_job([_launch("-n", str(agents), part=part, quick=quick)], {}, progress)
+def run_agents(parts: Sequence[str], agents: int, quick: bool, progress: Progress) -> list[Figures]:
+    """Measure parts of ``python -m shoal.bench``, one after another, with this many agents on this machine."""
+    return run_job([_launch(parts, quick, "-n", str(agents))], {}, progress)
 
 
 def run_over_wire(quick: bool, progress: Progress) -> list[Figures]:
@@ -47,14 +47,14 @@ def run_over_wire(quick: bool, progress: Progress) -> list[Figures]:
     with two_machines() as machines:
         meeting = ["--nnodes", "2", "--rendezvous", f"{ADDRESSES[0]}:{_PORT}"]
         commands = [
-            [*enter, *_launch("-n", "1", *meeting, "--node-rank", str(node), part="wire", quick=quick)]
+            [*enter, *_launch(["wire"], quick, "-n", "1", *meeting, "--node-rank", str(node))]
             for node, enter in enumerate(machines)
         ]
         return run_job(commands, {"GLOO_SOCKET_IFNAME": DEVICE}, progress)
 
 
-def _launch(*options: str, part: str, quick: bool) -> list[str]:
-    run = [sys.executable, "-m", "shoal", "run", "--no-prefix", *options, "-m", "shoal.bench", part]
+def _launch(parts: Sequence[str], quick: bool, *options: str) -> list[str]:
+    run = [sys.executable, "-m", "shoal", "run", "--no-prefix", *options, "-m", "shoal.bench", *parts]
     return [*run, "--quick"] if quick else run
 
 
@@ -138,7 +138,8 @@ class _Launchers:
                     if key.fd == lines:
                         data = os.read(lines, 1 << 16)
                         *whole, rest = (rest + data).split(b"\n")
-                        yield from (json.loads(line) for line in whole)
+                        # Anything else was printed before the agent's Reporter took stdout over.
+                        yield from (json.loads(line) for line in whole if line.startswith(b"{"))
                     elif key.data.wait():
                         return
                     if key.fd != lines or not data:

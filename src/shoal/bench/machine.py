@@ -32,8 +32,8 @@ class Machine:
 
     def __str__(self) -> str:
         return (
-            f"{self.cpu}, {self.cores} cores, {self.memory / 2**30:.0f} GiB; Linux {self.kernel}; Python {self.python}, "
-            f"torch {self.torch}, Shoal {self.shoal}"
+            f"{self.cpu}, {self.cores} cores, {self.memory / 2**30:.0f} GiB; Linux {self.kernel}; "
+            f"Python {self.python}, torch {self.torch}, Shoal {self.shoal}"
         )
 
 

@@ -42,7 +42,11 @@ def _published(graph: nx.DiGraph, nbytes: int, in_flight: int) -> Figures:
     handles = [shoal.neighbor_allreduce_nonblocking(tensor, out=out) for out in outs]
     for handle in handles:
         handle.wait()
-    values = {"published": _most(arena.nbytes - before), "in flight": [in_flight], "neighbours": [graph.out_degree(0)]}
+    values = {
+        "published": _most(arena.nbytes - before),
+        "in flight": [float(in_flight)],
+        "neighbours": [float(len(shoal.out_neighbor_ranks()))],
+    }
     return Figures("published", nbytes, shoal.size(), values)
 
 
@@ -64,7 +68,7 @@ def _rounds(reporter: Reporter, rounds: int) -> Figures:
     before = _resident_bytes()
     run(rounds, f"{rounds} rounds")
     after = _resident_bytes()
-    values = {"rounds": [rounds], "grown": _most(after - before), "resident": _most(after)}
+    values = {"rounds": [float(rounds)], "grown": _most(after - before), "resident": _most(after)}
     return Figures("rounds", large.numel() * 4, shoal.size(), values)
 
 

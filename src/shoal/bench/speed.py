@@ -12,7 +12,7 @@ import torch.distributed as dist
 import shoal
 
 from .figures import Figures
-from .meter import Reporter, compare
+from .meter import Case, Reporter, compare
 
 MB = 1_000_000
 
@@ -24,7 +24,11 @@ def large(reporter: Reporter, quick: bool) -> list[Figures]:
     found = []
     for nbytes in sizes:
         tensors = _Tensors(nbytes // 4)
-        cases = {"all_reduce": tensors.all_reduce, "ring": tensors.ring, "fresh": tensors.ring_to_fresh_memory}
+        cases: dict[str, Case] = {
+            "all_reduce": tensors.all_reduce,
+            "ring": tensors.ring,
+            "fresh": tensors.ring_to_fresh_memory,
+        }
         if nbytes == sizes[-1]:
             cases |= {"one-peer": tensors.one_peer, "copies": tensors.copy_three_times}
         seconds = compare(reporter, f"{nbytes / MB:g} MB", cases, repetitions)

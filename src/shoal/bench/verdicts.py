@@ -5,7 +5,7 @@ The limits are goals for a quiet machine of two cores. They hold for the full si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -43,22 +43,23 @@ class Row:
 
 
 def rows_of(found: Iterable[Figures], judged: bool = True) -> list[Row]:
-    """The table's rows, in the order of what was measured. Unless ``judged`` they have no limits."""
-    rows = [row for figures in found for row in _ROWS[figures.kind](figures)]
+    """The table's rows, in the table's order. Unless ``judged`` they have no limits."""
+    ordered = sorted(found, key=lambda figures: list(_ROWS).index(figures.kind))
+    rows = [row for figures in ordered for row in _ROWS[figures.kind](figures)]
     return rows if judged else [replace(row, limit="", met=None) for row in rows]
 
 
 def faster(what: str, shoal: float, peer: str, peer_value: float, least: float | None = None) -> Row:
     """How many times as fast as the peer, and at least how many it must be."""
     ratio = peer_value / shoal
-    row = Row(what, shoal, "s", peer, peer_value, f"{ratio:.2f} times as fast")
-    return row if least is None else replace(row, limit=f"at least {least:g}", met=ratio >= least)
+    row = Row(what, shoal, "s", peer, peer_value, f"{ratio:.2f}x as fast")
+    return row if least is None else replace(row, limit=f"≥ {least:g}x", met=ratio >= least)
 
 
 def costs(what: str, shoal: float, peer: str, peer_value: float, most: float, unit: str = "s") -> Row:
     """How many times the peer's figure, and at most how many it may be."""
     ratio = shoal / peer_value
-    return Row(what, shoal, unit, peer, peer_value, f"{ratio:.2f} times that", f"at most {most:g}", ratio <= most)
+    return Row(what, shoal, unit, peer, peer_value, f"{ratio:.2f}x as much", f"≤ {most:g}x", ratio <= most)
 
 
 def _large(figures: Figures) -> list[Row]:
@@ -69,7 +70,7 @@ def _large(figures: Figures) -> list[Row]:
         costs(f"ring, {size}, a fresh result", t["fresh"], "the same with out=", t["ring"], 1.2),
     ]
     if "copies" in t:
-        rows.append(costs(f"ring, {size}", t["ring"], "3 copies in each agent", t["copies"], 1.5))
+        rows.append(costs(f"ring, {size}", t["ring"], "3 copies, all agents", t["copies"], 1.5))
     if "one-peer" in t:
         rows.append(faster(f"dynamic one-peer, {size}", t["one-peer"], all_reduce, t["all_reduce"], 2.3))
     return rows
@@ -79,7 +80,8 @@ def _small(figures: Figures) -> list[Row]:
     t, agents = _medians(figures), f"{figures.agents} agents"
     ring, one_peer = f"ring, {figures.nbytes} B, {agents}", f"dynamic one-peer, {figures.nbytes} B, {agents}"
     if figures.agents == 2:
-        first = faster(ring, t["ring"], "Gloo all_reduce", t["all_reduce"], 1.0)
+        first = faster(ring, t["ring"], "Gloo all_reduce", t["all_reduce"])
+        first = replace(first, limit="faster", met=t["ring"] < t["all_reduce"])
     else:
         first = costs(ring, t["ring"], "Gloo all_reduce", t["all_reduce"], 1.2)
     return [first, faster(one_peer, t["one-peer"], "Gloo all_reduce", t["all_reduce"])]
@@ -87,15 +89,15 @@ def _small(figures: Figures) -> list[Row]:
 
 def _many(figures: Figures) -> list[Row]:
     t = _medians(figures)
-    row = faster("100 operations of 4 KB in flight", t["ring"], "Gloo all_reduce, async", t["all_reduce"])
-    return [replace(row, limit="under 8 ms", met=t["ring"] < 0.008)]
+    row = faster("100 operations in flight, 4 KB", t["ring"], "Gloo all_reduce, async", t["all_reduce"])
+    return [replace(row, limit="< 8 ms", met=t["ring"] < 0.008)]
 
 
 def _published(figures: Figures) -> list[Row]:
     [published], [flying], [neighbours] = (figures.values[key] for key in ("published", "in flight", "neighbours"))
-    operations = "1 operation" if flying == 1 else f"{flying:g} operations in flight"
+    operations = "1 operation" if flying == 1 else f"{flying:g} operations"
     readers = "1 neighbour" if neighbours == 1 else f"{neighbours:g} neighbours"
-    what, peer = f"published, {operations}, {readers}", "a copy for each operation"
+    what, peer = f"published by {operations} for {readers}", "1 copy an operation"
     return [costs(what, published, peer, flying * figures.nbytes, 1.0, "B")]
 
 
@@ -103,13 +105,13 @@ def _rounds(figures: Figures) -> list[Row]:
     [rounds], [grown], [resident] = (figures.values[key] for key in ("rounds", "grown", "resident"))
     return [
         Row(
-            f"process grown by {rounds:,.0f} rounds",
+            f"memory that {rounds:,.0f} rounds add",
             grown,
             "B",
             "the whole process",
             resident,
-            f"{grown / rounds:.1f} bytes a round",
-            f"at most {_size(GROWTH_LIMIT)}",
+            f"{grown / rounds:.1f} B a round",
+            f"≤ {_size(GROWTH_LIMIT)}",
             grown <= GROWTH_LIMIT,
         )
     ]
@@ -119,8 +121,8 @@ def _wire(figures: Figures) -> list[Row]:
     t, what = _medians(figures), f"average {_size(figures.nbytes)} over 1 Gbit/s"
     return [
         costs(what, t["average"], "the wire's own time", wire_seconds(figures.nbytes), 1.06),
-        faster(what, t["average"], "Gloo send/recv, no average", t["gloo"]),
-        faster(what, t["average"], "Gloo send/recv, average", t["gloo and average"]),
+        faster(what, t["average"], "Gloo send/recv", t["gloo"]),
+        faster(what, t["average"], "Gloo send/recv, mean", t["gloo and average"]),
     ]
 
 
@@ -140,25 +142,3 @@ def _medians(figures: Figures) -> dict[str, float]:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes // MIB} MiB" if nbytes % MIB == 0 else f"{nbytes / 1e6:g} MB"
-
-
-def amount(value: float, unit: str) -> str:
-    """A figure for people: milliseconds or mebibytes, with three digits or so."""
-    scaled, name = (value * 1e3, "ms") if unit == "s" else (value / MIB, "MiB")
-    digits = 1 if scaled >= 10 else 2 if scaled >= 1 else 3
-    return f"{scaled:.{digits}f} {name}"
-
-
-def verdict(row: Row) -> str:
-    """One word for the last column."""
-    return "" if row.met is None else "met" if row.met else "not met"
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The table as Markdown, for a document."""
-    lines = ["| what | Shoal | compared with | its figure | ratio | limit | |", "| --- | ---: | --- | ---: | --- | --- | --- |"]
-    for row in rows:
-        peer_value = "" if row.peer_value is None else amount(row.peer_value, row.unit)
-        cells = [row.what, amount(row.shoal, row.unit), row.peer, peer_value, row.ratio, row.limit, verdict(row)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)

@@ -14,6 +14,8 @@ from typing import Protocol, cast
 
 COMMANDS = {
     "run": ("shoal.cli.run", "start the agents of a job on this machine"),
+    "bench": ("shoal.cli.bench", "measure how fast agents average on this machine, beside their peers"),
+    "doctor": ("shoal.cli.doctor", "say what a bug report needs, and whether agents can run on this machine"),
 }
 
 

@@ -42,8 +42,9 @@ def weighted_sum(
 
     Yields :data:`MORE` whenever it has summed all that has come and not all has.
     """
+    out, own = real(out), real(own)
     if out.numel() * out.element_size() <= BLOCK_BYTES and all(payload.complete for payload, _ in terms):
-        _weigh(out, own, own_weight, [payload.data for payload, _ in terms], terms)
+        _weigh(out, own, own_weight, [real(payload.data) for payload, _ in terms], terms)
         return
     yield from _in_blocks(
         out, own, [payload for payload, _ in terms], lambda o, x, ys: _weigh(o, x, own_weight, ys, terms)

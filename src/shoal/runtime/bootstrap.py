@@ -26,7 +26,7 @@ from ..errors import DeadlineExceeded, Mismatch, ShoalError
 from ..transport.router import Endpoint, Place
 from .agent import Agent, Machines, Seat, process_seat, seat
 from .engine import Engine
-from .launch import Launch, detect
+from .launch import Launch, current
 from .rendezvous import Store, open_store
 
 log = logging.getLogger("shoal")
@@ -120,7 +120,7 @@ def _agents_per_machine(mine: Seat) -> int | None:
 
 
 def _connect(mine: Seat) -> Agent:
-    launch = mine.launch or detect()
+    launch = mine.launch or current()
     timeout = mine.timeout if mine.timeout is not None else default_timeout()
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
     per_machine = _agents_per_machine(mine)

@@ -17,6 +17,8 @@ from .membership import Membership
 
 GRACE = 0.5
 """Seconds in which what an agent said last may still arrive."""
+STRANGER_GRACE = 5.0
+"""The same for an agent without a connection to this one: others, which have one, know better, and pass it on."""
 
 
 class Departure(NamedTuple):
@@ -39,7 +41,7 @@ class Departures:
 
     def sign(self, peer: int, cause: str, final: bool) -> float:
         """An agent seems to be gone. Returns when that is to be believed, as ``time.monotonic()``."""
-        due = time.monotonic() + (0.0 if final else GRACE)
+        due = time.monotonic() + (0.0 if final else GRACE if self._router.knows(peer) else STRANGER_GRACE)
         if peer not in self._suspects or due < self._suspects[peer][0]:
             self._suspects[peer] = (due, Departure(peer, cause, True, self._rank))
         return self._suspects[peer][0]
@@ -48,8 +50,11 @@ class Departures:
         """An agent says that it leaves, or that another is gone: a departure, or when to come back for it."""
         rank, died = message.token, bool(message.flags & DIED)
         said = Departure(rank, message.text, died, source)
-        if died or source == rank:
-            return said
+        return said if died or source == rank else self.hearsay(said)
+
+    def hearsay(self, said: Departure) -> float:
+        """An agent is said to have left, but not by what it sends to us. Returns when to come back for it."""
+        rank = said.rank
         if rank not in self._membership.view.alive or self._router.hears(rank):
             return float("inf")  # its own goodbye comes after all that it has sent to us
         due = self._suspects[rank][0] if rank in self._suspects else time.monotonic() + GRACE

@@ -47,6 +47,8 @@ ASK_AFTER = 0.02
 """Seconds without a message after which its sender is asked whether it will come."""
 STALL_AFTER = 30.0
 """Seconds after which a report says who is missing."""
+HANG_UP_SECONDS = 1.0
+"""How long an agent that leaves waits for the others to hang up."""
 PUBLISH_BYTES = 1 << 14
 """Tensors larger than this are published in shared memory; smaller ones travel inside the message."""
 
@@ -78,6 +80,7 @@ class Engine:
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self._ended: ShoalError | None = None  # why no operation is possible any more
         self._closing = False
+        self._said_goodbye = False
 
     def start(self) -> None:
         self.wheel.start()
@@ -154,7 +157,7 @@ class Engine:
             result = stop.value
         except BaseException as caught:
             error = caught
-        if start and arrived:
+        if start and arrived is not None:
             self.events.emit("summed", operation.op, operation.name, operation.round, start)
         with self.lock:
             if operation.error is not None:  # it was failed while it computed
@@ -178,13 +181,12 @@ class Engine:
         stage = Stage(number, exchange, set(exchange.sources), {})
         operation.stage = stage
         operation.next_stage = number + 1
-        view = self.membership.view
-        gone = [rank for rank in stage.partners if rank not in view.alive] if view.epoch else []
-        if gone or self._ended is not None:
-            self._fail(operation, self._ended or self._lost_error(operation, gone))
-            return
         for source, message in self._rounds.came_early(operation, stage):
             self._match(operation, stage, source, message)
+        view = self.membership.view
+        gone = [rank for rank in stage.needs if rank not in view.alive] if view.epoch else []
+        if gone or self._ended is not None:
+            self._fail(operation, self._ended or self._lost_error(operation, gone))
         if operation.error is not None:
             return
         for source in self._rounds.asked_early(operation, stage):
@@ -245,7 +247,9 @@ class Engine:
         stage.posted = True
 
     def _link(self, peer: int) -> Link | None:
-        """The link to a peer, marked for flushing; None (and the peer is gone) when it cannot be opened."""
+        """The link to a peer, marked for flushing; None when it cannot be opened, or no more since we leave."""
+        if self._said_goodbye and peer not in self.router.links:
+            return None
         try:
             link = self.router.link(peer)
         except OSError as error:
@@ -431,10 +435,14 @@ class Engine:
     # Agents that are gone
 
     def on_closed(self, peer: int, cause: str, final: bool = False) -> None:
-        if peer in self.membership.view.alive:
-            self.next_check = min(self.next_check, self._departures.sign(peer, cause, final))
-        else:
+        if peer not in self.membership.view.alive:
             self.router.drop(peer)
+        elif not self._said_goodbye:  # after it, an end is somebody hanging up
+            self.next_check = min(self.next_check, self._departures.sign(peer, cause, final))
+
+    def on_left(self, peer: int) -> None:
+        said = Departure(peer, "it called shoal.shutdown()", False, peer)
+        self.next_check = min(self.next_check, self._departures.hearsay(said))
 
     def _on_notice(self, source: int, message: Message) -> None:
         said = self._departures.notice(source, message)
@@ -486,9 +494,10 @@ class Engine:
 
     def check(self, now: float) -> None:
         """Whatever is due: departures, questions, stall reports, deadlines. Sets when to come back."""
-        for departure in self._departures.believed(now):
-            self._on_gone(departure)
-        following = self._departures.next
+        if not self._said_goodbye:
+            for departure in self._departures.believed(now):
+                self._on_gone(departure)
+        following = self._departures.next if not self._said_goodbye else float("inf")
         for operation in self._rounds.in_flight():
             if now >= operation.deadline:
                 self._fail(operation, self._deadline_error(operation))
@@ -608,7 +617,11 @@ class Engine:
             notice = farewell or "it called shoal.shutdown()"
             for peer in list(self.router.links):
                 self._say(peer, Message(Kind.NOTICE, token=self.rank, flags=DIED if died else 0, text=notice))
+            self._said_goodbye = True
+            self.router.say_goodbye()
         self._drain(lambda: all(link.idle for link in self.router.links.values()), deadline)
+        # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
+        self._drain(lambda: not self.router.heard, min(deadline, time.monotonic() + HANG_UP_SECONDS))
         with self.lock:
             for operation in self._rounds.in_flight():
                 self._fail(operation, gone)

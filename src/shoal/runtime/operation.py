@@ -10,6 +10,7 @@ Where a payload comes in pieces, as on a network, the operation may compute on w
 
 from __future__ import annotations
 
+import contextvars
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -83,8 +84,9 @@ class Stage:
     started: float = field(default_factory=time.monotonic)
 
     @property
-    def partners(self) -> set[int]:
-        return {*self.exchange.sources, *(send.destination for send in self.exchange.sends)}
+    def needs(self) -> set[int]:
+        """The ranks that it has still to hear from, or to send to."""
+        return self.missing | {send.destination for send in self.exchange.sends}
 
     def sends_to(self, rank: int) -> bool:
         return any(send.destination == rank for send in self.exchange.sends)
@@ -185,11 +187,13 @@ class Handle(Generic[T]):
     def add_done_callback(self, callback: Callable[[Handle[T]], None]) -> None:
         """Call ``callback(handle)`` when the operation ends, or now if it has.
 
-        It runs in the thread that drives the exchange and must be quick; what it raises is logged.
+        It runs in the thread that drives the exchange, for the agent that added it, and must be quick; what it raises
+        is logged.
         """
+        context = contextvars.copy_context()
         with self._engine.lock:
             if not self.done:
-                self._callbacks.append(callback)
+                self._callbacks.append(lambda handle: context.run(callback, handle))
                 return
         callback(self)
 

@@ -81,6 +81,9 @@ class Receiver(Protocol):
         ``final``: nothing that it said before can still come, as at the end of what it sends to us.
         """
 
+    def on_left(self, peer: int) -> None:
+        """The peer has said goodbye where it only listens; what it has sent to us may still be under way."""
+
 
 class Link(Protocol):
     """The way from this agent to ``peer``. No method blocks."""

@@ -117,7 +117,7 @@ class Router:
         self.arena = arena
         self.links: dict[int, Link] = {}
         self.incoming: dict[int, list[Incoming]] = {}
-        self.inbox = Inbox(poller)
+        self.inbox = Inbox(rank, poller)
         self._receiver = receiver
         self._pool = pool
         self._secret = b""
@@ -264,6 +264,21 @@ class Router:
     def forget_strangers(self, now: float) -> None:
         for connection in [c for c in self._strangers if now - c.since > GREETING_SECONDS]:
             connection.fail("it never said who it is")
+
+    def say_goodbye(self) -> None:
+        """Tell those that connected to us that we leave."""
+        for connections in self.incoming.values():
+            for connection in connections:
+                connection.say_goodbye()
+
+    @property
+    def heard(self) -> bool:
+        """Somebody is still connected to us."""
+        return any(self.incoming.values())
+
+    def knows(self, rank: int) -> bool:
+        """A connection to or from this rank is open, so that its end shows there."""
+        return rank in self.links or self.hears(rank)
 
     def hears(self, rank: int) -> bool:
         """A connection from this rank is open, so that its goodbye or its end will be noticed there."""

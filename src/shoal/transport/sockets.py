@@ -15,6 +15,8 @@ from .link import Receiver
 from .poller import READ, WRITE, Poller
 from .wire import ProtocolError
 
+GOODBYE = b"goodbye"
+"""What an agent that leaves says to those that connected to it."""
 GREETING_SECONDS = 10.0
 """A connection that has not proved itself after this long is closed."""
 
@@ -73,16 +75,22 @@ class Outgoing:
         self.flush()
 
     def _on_open_event(self, events: int) -> None:
-        if events & ~WRITE and not self._still_there():
-            raise ProtocolError("its end of the connection closed")
+        if events & ~WRITE:
+            self._listen()
         self.flush()
 
-    def _still_there(self) -> bool:
-        """The peer never sends here, so anything readable is an end."""
+    def _listen(self) -> None:
+        """All that the peer ever says here is goodbye; else anything readable is an end."""
         try:
-            return bool(self.sock.recv(1))
+            try:
+                said = self.sock.recv(16)
+            except ConnectionResetError:  # it did not read our last words; its own may still be here
+                said = self.sock.recv(16)
         except BlockingIOError:
-            return True
+            return
+        if said != GOODBYE:
+            raise ProtocolError("its end of the connection closed")
+        self._receiver.on_left(self.peer)
 
     def _want_write(self, wanted: bool) -> None:
         events = READ | WRITE if wanted else READ
@@ -146,6 +154,12 @@ class Incoming:
     def read(self) -> None:
         """Read what is there and hand it to the receiver. Raises when the connection ended or speaks nonsense."""
         raise AssertionError("a kind of connection says how it reads")
+
+    def say_goodbye(self) -> None:
+        try:
+            self.sock.send(GOODBYE)
+        except OSError:
+            pass  # it left first
 
     def fail(self, cause: str) -> None:
         """Close; the loss of a stranger is nobody's loss."""

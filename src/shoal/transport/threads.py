@@ -12,42 +12,50 @@ from .poller import Poller
 from .wire import Message, Payload
 
 _inboxes: weakref.WeakValueDictionary[str, Inbox] = weakref.WeakValueDictionary()
-PROCESS = uuid.uuid4().hex
-"""Tells this process from every other, also from one that was forked from it (see ``Inbox``)."""
 
 
 class Inbox:
     """Where the threads of this process leave messages for one agent."""
 
-    def __init__(self, poller: Poller) -> None:
+    def __init__(self, rank: int, poller: Poller) -> None:
         self.address = uuid.uuid4().hex
+        self._rank = rank
         self._poller = poller
         self._lock = threading.Lock()
-        self._messages: deque[tuple[int, Message | str]] = deque()
+        self._messages: deque[tuple[int, Message | None]] = deque()
+        self._writers: list[Inbox] = []
         self._closed = False
         _inboxes[self.address] = self
 
-    def put(self, source: int, item: Message | str) -> bool:
-        """Leave a message, or the cause why ``source`` will send no more. False when the agent has left."""
+    def put(self, source: int, message: Message | None) -> bool:
+        """Leave a message; None says that ``source`` has left. False when the owner of the inbox has."""
         with self._lock:
             if self._closed:
                 return False
-            self._messages.append((source, item))
+            self._messages.append((source, message))
             self._poller.wake()
         return True
 
+    def expect(self, writer: Inbox) -> None:
+        """Remember who writes here, to tell it when the owner leaves."""
+        with self._lock:
+            self._writers.append(writer)
+
     def drain(self, receiver: Receiver) -> None:
         while self._messages:
-            source, item = self._messages.popleft()
-            if isinstance(item, str):
-                receiver.on_closed(source, item, True)
+            source, message = self._messages.popleft()
+            if message is None:
+                receiver.on_left(source)
             else:
-                receiver.on_message(source, item)
+                receiver.on_message(source, message)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            writers, self._writers = self._writers, []
         _inboxes.pop(self.address, None)
+        for writer in writers:
+            writer.put(self._rank, None)
 
 
 class ThreadLink:
@@ -61,18 +69,18 @@ class ThreadLink:
         self._rank = rank
         self._own = own
         self._inbox = _inboxes.get(address)
+        if self._inbox is not None:
+            self._inbox.expect(own)
 
     def post(self, message: Message, published: Published | None = None, start: int = 0, stop: int = 0) -> None:
         if published is not None:
             data = published.part(start, stop)
             message.payload = Payload(data, data.numel())
         if self._inbox is None or not self._inbox.put(self._rank, message):
-            self._own.put(self.peer, "it has left")
+            self._own.put(self.peer, None)
 
     def flush(self) -> None:
         pass
 
     def close(self) -> None:
-        if self._inbox is not None:
-            self._inbox.put(self._rank, "its link closed")
-            self._inbox = None
+        self._inbox = None

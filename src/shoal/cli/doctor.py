@@ -1,0 +1,345 @@
+"""``shoal doctor``: what a bug report needs, and whether this machine can run agents.
+
+It prints versions and limits, what ``init`` would choose here and why, and then moves real tensors over each transport.
+Everything has a deadline. Plain lines, to be pasted into an issue; no secret is among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import queue
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, TypeVar, cast
+
+from .._version import __version__
+from ..bench.machine import cpu_name
+from ..runtime.bootstrap import default_timeout
+from ..runtime.launch import LOOPBACK, Launch, detect
+from ..transport.router import TRANSPORTS, address_towards, interface_address
+from .live_check import FLEET_CHECKS, PAIR_CHECK
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 20.0
+LOOKUP_SECONDS = 5.0
+FEWEST_FILES = 1024
+VARIABLES = (
+    "SHOAL_AGENTS_PER_MACHINE",
+    "SHOAL_INTERFACE",
+    "SHOAL_RENDEZVOUS",
+    "SHOAL_SECRET",
+    "SHOAL_TIMELINE",
+    "SHOAL_TIMEOUT",
+    "SHOAL_TRANSPORT",
+)
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "SLURM_")
+_LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Slurm sets some forty.
+_SHOWN_SLURM = ("SLURM_JOB", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP", "SLURM_NODELIST")
+_LIVE_CHECK = (sys.executable, "-m", "shoal.cli.live_check")
+# A check meets its own agents, at an address of its own, and writes no trace.
+_NOT_FOR_CHECKS = ("SHOAL_RENDEZVOUS", "SHOAL_TIMELINE")
+_ADVICE = {
+    "threads": "nothing of the system plays a part in it, so this is a bug in Shoal: report it with all of the above",
+    "shared_memory": "it needs memfd_create, Unix sockets that pass descriptors, and /proc; a container's seccomp "
+    "profile may forbid them. SHOAL_TRANSPORT=network does without",
+    "network": "it is TCP from this machine to itself; look at SHOAL_INTERFACE, the loopback interface, and firewalls",
+    PAIR_CHECK: "they meet over TCP on 127.0.0.1, as the agents of `shoal run` do; if the other checks are fine, look "
+    "at the SHOAL_ variables above",
+}
+
+
+@dataclass
+class Report:
+    """Prints as it goes, and remembers what has to be said at the end."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def section(self, title: str) -> None:
+        print(f"\n{title}", flush=True)
+
+    def line(self, name: str, text: object) -> None:
+        print(f"  {name:<15} {text}", flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line: there is nothing to say."""
+    parser.epilog = "The exit status is 0 if everything works here, else 1."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0 if ``init`` would start and every transport works, else 1."""
+    report = Report()
+    with LiveChecks(time.monotonic() + PATIENCE_SECONDS) as checks:
+        print(f"shoal doctor, Shoal {__version__}")
+        report_versions(report)
+        report_machine(report)
+        report_init(report, os.environ)
+        report_checks(report, checks)
+    print()
+    for note in report.notes:
+        print(f"note: {note}")
+    for problem in report.problems:
+        print(f"FAILED: {problem}")
+    if not report.problems:
+        print("OK: agents can run on this machine")
+    return 1 if report.problems else 0
+
+
+def report_versions(report: Report) -> None:
+    """What is installed."""
+    report.section("versions")
+    report.line("python", f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})")
+    for package in ("torch", "numpy", "networkx", "rich"):
+        try:
+            report.line(package, version(package))
+        except PackageNotFoundError:
+            report.line(package, "not installed")
+    report.line("kernel", f"{platform.system()} {platform.release()} {platform.machine()}")
+    report.line("libc", " ".join(platform.libc_ver()) or "unknown")
+
+
+def report_machine(report: Report) -> None:
+    """What agents share."""
+    report.section("machine")
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    report.line("cpu", cpu_name())
+    report.line("cores", f"{usable} to use, of {present}; load average {os.getloadavg()[0]:.2f}")
+    report.line("memory", _memory())
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    report.line("open files", f"{_limit(files)} (hard limit {_limit(most_files)})")
+    if files != resource.RLIM_INFINITY and files < FEWEST_FILES:
+        report.notes.append(
+            f"a process may open only {files} files, and an agent has several for each neighbour; ulimit -n "
+            f"{FEWEST_FILES} raises it"
+        )
+    report.line("locked memory", _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], 1024, "KiB"))
+    report.line("/dev/shm", f"{_shm()}; Shoal does not use it, data loaders do")
+    report.line("huge pages", f"private memory: {_chosen('enabled')}; shared memory: {_chosen('shmem_enabled')}")
+
+
+def report_init(report: Report, environ: Mapping[str, str]) -> None:
+    """What ``init`` would choose, and why."""
+    report.section("shoal.init() here and now")
+    ours = {name: text for name, text in environ.items() if name.startswith("SHOAL_")}
+    for name, text in sorted(ours.items()):
+        report.line("variable", f"{name}={'(set, not shown)' if name == 'SHOAL_SECRET' else text}")
+        if name not in VARIABLES:
+            report.notes.append(f"{name} is no variable of Shoal's; it knows {', '.join(VARIABLES)}")
+    for name, text in sorted(launcher_variables(environ).items()):
+        if not name.startswith("SLURM_") or name.startswith(_SHOWN_SLURM):
+            report.line("launcher's", f"{name}={text}")
+    try:
+        launch = detect(environ)
+        report.line("agents", _agents(launch))
+        report.line("transport", _transport(environ))
+        report.line("every wait", f"ends after {default_timeout():g} s (SHOAL_TIMEOUT)")
+        report.line("listens on", _listens_on(launch, environ))
+    except (ValueError, OSError) as error:
+        report.line("fails", error)
+        report.problems.append(f"shoal.init() would fail: {error}")
+
+
+def report_checks(report: Report, checks: LiveChecks) -> None:
+    """What the live checks came to. A problem that several have in common is said once."""
+    report.section("live checks: two agents average a tensor")
+    failed: dict[str, list[str]] = {}
+    for name, problem, seconds in checks.results():
+        report.line(name, f"FAILED: {problem}" if problem else f"OK, {1e3 * seconds:.0f} ms")
+        if problem:
+            failed.setdefault(problem, []).append(name)
+    for problem, names in failed.items():
+        advice = _ADVICE[names[0]] if len(names) == 1 else "look at the variables and limits above"
+        report.problems.append(f"{', '.join(names)}: {problem}\n  what to do: {advice}")
+
+
+def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """What launchers have set."""
+    return {
+        name: text for name, text in environ.items() if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
+    }
+
+
+def _agents(launch: Launch) -> str:
+    if launch.launcher == "none":
+        return "a world of one: no launcher has set its variables (shoal run, torchrun, mpirun, srun do)"
+    who = f"rank {launch.rank} of {launch.size}, as the variables of {launch.launcher} say"
+    if launch.size == 1:
+        return who
+    server = "its launcher serves" if launch.store_is_served else "rank 0 hosts"
+    return f"{who}; they meet at {launch.host}:{launch.port}, where {server} the store"
+
+
+def _transport(environ: Mapping[str, str]) -> str:
+    forced = environ.get("SHOAL_TRANSPORT")
+    if forced and forced not in TRANSPORTS:
+        raise ValueError(f"SHOAL_TRANSPORT={forced!r}; it may be one of {', '.join(TRANSPORTS)}")
+    if forced:
+        return f"{forced} between all agents (SHOAL_TRANSPORT)"
+    return "shared memory between agents of one machine, TCP between machines"
+
+
+def _listens_on(launch: Launch, environ: Mapping[str, str]) -> str:
+    interface = environ.get("SHOAL_INTERFACE", "")
+    if interface:
+        return f"{_with_name(interface_address(interface))}, between machines (SHOAL_INTERFACE)"
+    if launch.host is None or launch.size == 1:
+        return f"no interface but {LOOPBACK}"
+    host = launch.host
+    address = _in_time(lambda: address_towards(host), f"look up {host}")
+    if address == LOOPBACK:
+        return f"{LOOPBACK}: all agents are on this machine"
+    return f"{_with_name(address)}, the way to {host}; {LOOPBACK} if all agents are on this machine"
+
+
+def _in_time(function: Callable[[], T], what: str) -> T:
+    """Call what may take as long as a name server does. Raises ``TimeoutError`` (an ``OSError``)."""
+    answer: queue.SimpleQueue[tuple[T | None, OSError | None]] = queue.SimpleQueue()
+
+    def call() -> None:
+        try:
+            answer.put((function(), None))
+        except OSError as error:
+            answer.put((None, error))
+
+    threading.Thread(target=call, daemon=True).start()
+    try:
+        found, error = answer.get(timeout=LOOKUP_SECONDS)
+    except queue.Empty:
+        raise TimeoutError(f"could not {what} in {LOOKUP_SECONDS:g} s") from None
+    if error is not None:
+        raise OSError(f"could not {what}: {error}") from error
+    return cast(T, found)
+
+
+def _with_name(address: str) -> str:
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(ValueError):
+            if interface_address(name) == address:
+                return f"{address} ({name})"
+    return address
+
+
+def _memory() -> str:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    sizes = {name.rstrip(":"): int(size) << 10 for name, size, *_ in lines}
+    text = f"{sizes['MemTotal'] / 2**30:.1f} GiB, of which {sizes['MemAvailable'] / 2**30:.1f} available"
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError):
+            limit = Path(name).read_text().strip()
+            if limit.isdigit() and int(limit) < sizes["MemTotal"]:
+                text += f"; this control group may use {int(limit) / 2**30:.1f} GiB"
+    return text
+
+
+def _shm() -> str:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return f"absent ({error.strerror})"
+    return f"{usage.total / 2**30:.1f} GiB, of which {usage.free / 2**30:.1f} free"
+
+
+def _chosen(setting: str) -> str:
+    """What stands in brackets in a setting of transparent huge pages."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage", setting).read_text()
+    except OSError:
+        return "not supported"
+    return text.partition("[")[2].partition("]")[0] or text.strip()
+
+
+def _limit(value: int, unit: int = 1, name: str = "") -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value // unit} {name}".strip()
+
+
+@dataclass(frozen=True)
+class _Process:
+    checks: tuple[str, ...]
+    """What it tells about."""
+    process: subprocess.Popen[bytes]
+    output: IO[str]
+    errors: IO[str]
+
+
+class LiveChecks:
+    """Two agents over each transport in one process, and two processes, all started at once.
+
+    Args:
+        deadline: In ``time.monotonic()``; what has not ended then is killed, and has failed.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._processes: list[_Process] = []
+        self._files = contextlib.ExitStack()
+
+    def __enter__(self) -> LiveChecks:
+        taken = launcher_variables(os.environ)
+        environ = {k: v for k, v in os.environ.items() if k not in taken and k not in _NOT_FOR_CHECKS}
+        self._start("fleet", FLEET_CHECKS, environ)
+        pair = {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port())}
+        for rank, checks in enumerate([(PAIR_CHECK,), ()]):
+            # Its waits end before ours does, so that it can say what it waited for.
+            patience = {"RANK": str(rank), "SHOAL_TIMEOUT": f"{0.6 * PATIENCE_SECONDS:g}"}
+            self._start("pair", checks, environ | pair | patience)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._processes:
+            one.process.kill()
+            one.process.wait()
+        self._files.close()
+
+    def _start(self, what: str, checks: tuple[str, ...], environ: Mapping[str, str]) -> None:
+        output, errors = self._scratch_file(), self._scratch_file()
+        process = subprocess.Popen(
+            [*_LIVE_CHECK, what], env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+        )
+        self._processes.append(_Process(checks, process, output, errors))
+
+    def _scratch_file(self) -> IO[str]:
+        return self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+
+    def results(self) -> Iterator[tuple[str, str, float]]:
+        """Each check, what was wrong (empty: nothing), and the seconds it took."""
+        for one in self._processes:
+            if not one.checks:
+                continue
+            try:
+                code = one.process.wait(timeout=max(0.1, self._deadline - time.monotonic()))
+                silence = f"its process ended with status {code}: {_text(one.errors)[-500:]}"
+            except subprocess.TimeoutExpired:
+                silence = f"it did not end in {PATIENCE_SECONDS:g} s, at a load average of {os.getloadavg()[0]:.1f}"
+            said = {line["check"]: line for line in map(json.loads, _text(one.output).splitlines())}
+            for check in one.checks:
+                if check in said:
+                    yield check, said[check]["error"], said[check]["seconds"]
+                else:
+                    yield check, silence, 0.0
+
+
+def _free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read().strip()

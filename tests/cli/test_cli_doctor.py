@@ -1,0 +1,168 @@
+"""``shoal doctor``: a healthy machine is OK, what is wrong is said with what to do, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from shoal.cli import doctor, live_check
+
+# Longer than the doctor's own patience, which begins when it has imported torch.
+TIMEOUT = 50
+TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
+
+
+def run_doctor(environ: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit status and stdout; nothing may be on stderr."""
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("SHOAL_")}
+    command = [sys.executable, "-W", "error", "-m", "shoal", "doctor"]
+    done = subprocess.run(command, env=clean | (environ or {}), capture_output=True, text=True, timeout=TIMEOUT)
+    assert not done.stderr
+    return done.returncode, done.stdout
+
+
+def init_report(capsys: pytest.CaptureFixture[str], environ: dict[str, str]) -> tuple[doctor.Report, str]:
+    report = doctor.Report()
+    doctor.report_init(report, environ)
+    return report, capsys.readouterr().out
+
+
+def test_a_healthy_machine_is_ok_over_every_transport_and_a_secret_is_not_shown() -> None:
+    code, output = run_doctor({"SHOAL_SECRET": "swordfish"})
+    assert (code, output.splitlines()[-1]) == (0, "OK: agents can run on this machine")
+    assert re.findall(r"^  (\w[\w ]+?) +OK, \d+ ms$", output, re.M) == [
+        "threads",
+        "shared_memory",
+        "network",
+        "two processes",
+    ]
+    assert "SHOAL_SECRET=(set, not shown)" in output and "swordfish" not in output
+    versions = {"torch": torch.__version__, "kernel": os.uname().release, "python": sys.version.split()[0]}
+    for name, version in versions.items():
+        assert re.search(rf"^  {name} +.*{re.escape(version)}", output, re.M)
+
+
+def test_a_variable_that_stops_processes_alone_fails_their_check_alone() -> None:
+    code, output = run_doctor({"SHOAL_TRANSPORT": "threads"})
+    assert code == 1
+    assert re.search(r"^FAILED: two processes: ValueError: SHOAL_TRANSPORT=threads cannot reach rank", output, re.M)
+    assert "FAILED: threads" not in output
+
+
+def test_what_a_launcher_says_is_what_init_would_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    report, output = init_report(capsys, TORCHRUN | {"HOME": "/root"})
+    assert not report.problems
+    assert "rank 2 of 4, as the variables of torchrun say; they meet at 127.0.0.1:29501, where rank 0 hosts" in output
+    assert all(f"{name}={text}" in output for name, text in TORCHRUN.items()) and "HOME" not in output
+    assert "127.0.0.1: all agents are on this machine" in output
+
+
+def test_without_a_launcher_it_is_a_world_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    report, output = init_report(capsys, {})
+    assert not report.problems
+    assert "a world of one" in output
+
+
+def test_the_interface_to_listen_on_is_named_with_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+    _, output = init_report(capsys, TORCHRUN | {"SHOAL_INTERFACE": "lo"})
+    assert re.search(r"listens on +127\.0\.0\.1 \(lo\), between machines \(SHOAL_INTERFACE\)", output)
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be less than WORLD_SIZE=2"),
+        ({"SHOAL_TIMEOUT": "soon"}, "SHOAL_TIMEOUT='soon'"),
+        ({"SHOAL_TRANSPORT": "pigeon"}, "SHOAL_TRANSPORT='pigeon'; it may be one of threads"),
+        ({"SHOAL_INTERFACE": "eth99"}, "SHOAL_INTERFACE='eth99' has no IPv4 address"),
+        (TORCHRUN | {"MASTER_ADDR": "no-such-host.invalid"}, "could not look up no-such-host.invalid"),
+    ],
+    ids=["rank", "timeout", "transport", "interface", "host"],
+)
+def test_what_init_would_refuse_is_a_problem_with_its_reason(
+    environ: dict[str, str],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SHOAL_TIMEOUT", "SHOAL_TRANSPORT"):
+        monkeypatch.setenv(name, environ.get(name, ""))
+    report, _ = init_report(capsys, environ)
+    assert len(report.problems) == 1 and reason in report.problems[0]
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "LOOKUP_SECONDS", 0.05)
+    monkeypatch.setattr(doctor, "address_towards", lambda _: time.sleep(2))
+    report, _ = init_report(capsys, TORCHRUN | {"MASTER_ADDR": "far"})
+    assert report.problems == ["shoal.init() would fail: could not look up far in 0.05 s"]
+
+
+def test_a_misspelt_variable_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    report, _ = init_report(capsys, {"SHOAL_TRANPORT": "network"})
+    assert not report.problems
+    assert [note.split()[0] for note in report.notes] == ["SHOAL_TRANPORT"]
+
+
+def test_it_knows_every_variable_that_the_library_reads() -> None:
+    [package] = shoal.__path__
+    sources = [path.read_text() for path in Path(package).rglob("*.py")]
+    assert {name for text in sources for name in re.findall(r"SHOAL_[A-Z][A-Z_]*[A-Z]", text)} == set(doctor.VARIABLES)
+
+
+def results_of(script: str, monkeypatch: pytest.MonkeyPatch, patience: float) -> dict[str, str]:
+    """The problem of each check when ``script`` runs in the place of the live checks."""
+    monkeypatch.setattr(doctor, "_LIVE_CHECK", (sys.executable, "-I", "-S", "-c", script))
+    with doctor.LiveChecks(time.monotonic() + patience) as checks:
+        pids = [one.process.pid for one in checks._processes]
+        found = {check: problem for check, problem, _ in checks.results()}
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    return found
+
+
+def test_a_check_that_hangs_is_ended_and_fails_and_what_came_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = """
+import json, time
+print(json.dumps({"check": "threads", "error": "", "seconds": 0.1}), flush=True)
+time.sleep(60)
+"""
+    found = results_of(script, monkeypatch, patience=2.0)
+    assert found.pop("threads") == ""
+    assert set(found) == {"shared_memory", "network", "two processes"}
+    assert all(problem.startswith("it did not end in") for problem in found.values())
+
+
+def test_a_check_that_crashes_fails_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = results_of("raise SystemExit('Illegal instruction')", monkeypatch, patience=20.0)
+    assert len(found) == 4
+    assert all(problem == "its process ended with status 1: Illegal instruction" for problem in found.values())
+
+
+@pytest.mark.parametrize("average", [lambda x: x, lambda x: x.fill_(0.5000001)], ids=["own value", "rounding"])
+def test_a_wrong_average_fails_the_check(
+    average: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal, "neighbor_allreduce", average)
+    with pytest.raises(RuntimeError, match="over threads it came to"):
+        shoal.Fleet(2).run(live_check.average)
+
+
+def test_problems_that_several_checks_share_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    class Checks(doctor.LiveChecks):
+        def results(self):  # type: ignore[no-untyped-def]
+            yield from [("threads", "no luck", 0.0), ("network", "no luck", 0.0), ("two processes", "", 0.1)]
+
+    report = doctor.Report()
+    doctor.report_checks(report, Checks(0.0))
+    assert [problem.splitlines()[0] for problem in report.problems] == ["threads, network: no luck"]

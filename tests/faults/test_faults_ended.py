@@ -1,0 +1,322 @@
+"""Agents that end by themselves: with an exception, with an exit code, without a word, or while they shut down."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from fault_points import Point, arm, average_until_it_fails
+
+import shoal
+from shoal.runtime import bootstrap
+from shoal.runtime.agent import current
+from support.agent_main import Outcome, die
+from support.world import World
+
+SIZE, VICTIM = 6, 2
+SECONDS = 1.0
+OVER = [
+    pytest.param({}, id="shared_memory", marks=pytest.mark.transport("shared_memory")),
+    pytest.param({"SHOAL_TRANSPORT": "network"}, id="network", marks=pytest.mark.transport("network")),
+]
+
+
+class Unlucky(Exception):
+    pass
+
+
+def raise_an_exception() -> None:
+    raise Unlucky("out of luck")
+
+
+def exit_with_an_error() -> None:
+    sys.exit(3)
+
+
+def exit_without_a_word() -> None:
+    os._exit(4)
+
+
+def take_part_then(end: Callable[[], None]) -> None:
+    """Three rounds, then the end."""
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    for _ in range(3):
+        shoal.neighbor_allreduce(torch.full((30_000,), float(shoal.rank())))
+    end()
+
+
+def end_and_rest(world: World, end: Callable[[], None]) -> list[Outcome]:
+    """One agent ends as a script would, and the others go on averaging."""
+    pending = [
+        world.run_on(rank, take_part_then, end, caught=False)
+        if rank == VICTIM
+        else world.run_on(rank, average_until_it_fails, 30_000)
+        for rank in range(SIZE)
+    ]
+    return [one.outcome() for one in pending]
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(raise_an_exception, 1), (exit_with_an_error, 3), (exit_without_a_word, 4)],
+    ids=["raises", "sys.exit", "os._exit"],
+)
+def test_all_survivors_learn_within_a_second_who_ended(
+    environment: dict[str, str], end: Callable[[], None], code: int
+) -> None:
+    with World(SIZE, environment=environment) as world:
+        outcomes = end_and_rest(world, end)
+        dead = outcomes[VICTIM]
+        assert dead.message == f"exit code {code}"
+        for one in outcomes:
+            if one.rank == VICTIM:
+                continue
+            assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}"
+            assert one.ranks == (VICTIM,), f"rank {one.rank}: {one.message}"
+            assert one.ended - dead.ended < SECONDS
+
+
+@pytest.mark.transport("shared_memory")
+def test_the_survivors_are_told_the_exception_that_ended_an_agent() -> None:
+    with World(SIZE) as world:
+        outcomes = end_and_rest(world, raise_an_exception)
+        for one in outcomes:
+            assert one.rank == VICTIM or "Unlucky: out of luck" in one.message, one.message
+        log = world.members[VICTIM].log.read_text()
+        assert "Traceback" in log and "Unlucky: out of luck" in log
+
+
+def end_in_time(world: World, end: Callable[[], None]) -> None:
+    outcomes = [world.run_on(rank, end, caught=False) for rank in range(SIZE)]
+    assert [one.outcome().message for one in outcomes] == ["exit code 0"] * SIZE
+
+
+def average_and_end() -> None:
+    for _ in range(5):
+        shoal.neighbor_allreduce(torch.ones(30_000))
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_a_script_that_ends_without_shutdown_harms_nobody(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment) as world:
+        end_in_time(world, average_and_end)
+
+
+# In the middle of the end
+
+
+def shut_down_and_die(place: str) -> None:
+    """Die in ``shutdown``: before it has said anything, or between its goodbye and its end."""
+    if place == "before":
+        bootstrap.on_stop.append(lambda _: die())
+    else:
+        engine = current().engine
+        engine.wheel.stop = die  # type: ignore[method-assign]
+    shoal.shutdown()
+
+
+def shut_down_all(place: str) -> None:
+    if shoal.rank() == VICTIM:
+        shut_down_and_die(place)
+    shoal.shutdown()
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_agents_that_shut_down_with_one_that_is_killed_in_it_need_no_second(
+    environment: dict[str, str], place: str
+) -> None:
+    with World(SIZE, environment=environment) as world:
+        outcomes = world.run(shut_down_all, place)
+        assert outcomes[VICTIM].message == "exit code -9"
+        for one in outcomes:
+            if one.rank != VICTIM:
+                assert not one.error, one.trace
+                assert one.ended - outcomes[VICTIM].ended < SECONDS
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_an_agent_killed_in_its_shutdown_is_named_to_those_who_go_on(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment) as world:
+        others = [rank for rank in range(SIZE) if rank != VICTIM]
+        dead = world.run_on(VICTIM, shut_down_and_die, "before").outcome()
+        for one in world.run(average_until_it_fails, 30_000, on=others):
+            assert (one.error, one.ranks) == ("PeerLost", (VICTIM,)), one.trace
+            assert one.ended - dead.ended < SECONDS
+
+
+# An agent that forks
+
+
+def descriptors_of_a_child_stay_its_own() -> str:
+    """In a forked child, open files, let the garbage collector run, and see whether the files are still there."""
+    read_end, write_end = os.pipe()
+    shoal.neighbor_allreduce(torch.ones(30_000))
+    pid = os.fork()
+    if not pid:
+        import gc
+
+        os.close(read_end)
+        try:
+            pipes = [os.pipe() for _ in range(64)]
+            gc.collect()
+            for source, sink in pipes:
+                os.write(sink, b"x")
+                assert os.read(source, 1) == b"x"
+            answer = b"ok"
+        except BaseException as error:
+            answer = repr(error).encode()
+        os.write(write_end, answer)
+        os._exit(0)
+    os.close(write_end)
+    os.waitpid(pid, 0)
+    answer = os.read(read_end, 4096)
+    os.close(read_end)
+    shoal.neighbor_allreduce(torch.ones(30_000))
+    return answer.decode()
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_a_forked_child_may_use_the_descriptors_that_shoal_gave_up_in_it(environment: dict[str, str]) -> None:
+    with World(3, environment=environment) as world:
+        assert world.results(descriptors_of_a_child_stay_its_own) == ["ok"] * 3
+
+
+def operation_in_a_forked_child() -> str:
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            shoal.neighbor_allreduce(torch.ones(3))
+        except BaseException as error:
+            os.write(write_end, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(write_end)
+    os.waitpid(pid, 0)
+    answer = os.read(read_end, 4096)
+    os.close(read_end)
+    return answer.decode()
+
+
+@pytest.mark.transport("shared_memory")
+def test_a_forked_child_is_no_agent_and_is_told_so() -> None:
+    with World(2) as world:
+        for said in world.results(operation_in_a_forked_child):
+            assert said.startswith("NotInitialized: ")
+        assert world.is_sound()
+
+
+# Signals
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize("point", [Point("sent"), Point("received", 2), Point("summed")], ids=str)
+def test_an_agent_that_is_stopped_past_the_deadline_is_named_and_takes_part_again_later(
+    environment: dict[str, str], point: Point
+) -> None:
+    with World(4, environment=environment) as world:
+        world.results(set_the_ring)
+        others = [rank for rank in range(4) if rank != VICTIM]
+        pending = [world.run_on(rank, stop_at_and_average, point, rank == VICTIM) for rank in range(4)]
+        outcomes = {rank: pending[rank].outcome() for rank in others}
+        assert not outcomes[0].error, "the agent opposite does not need the stopped one"
+        waited = [outcomes[rank] for rank in (1, 3) if outcomes[rank].error]
+        # One that has sent all it has to send may be stopped without harm.
+        assert waited or point.kind != "sent"
+        for one in waited:
+            assert (one.error, one.ranks) == ("DeadlineExceeded", (VICTIM,)), f"rank {one.rank}: {one.trace}"
+        world.kill(VICTIM, signal.SIGCONT)
+        resumed = pending[VICTIM].outcome()
+        assert resumed.error in ("", "DeadlineExceeded"), resumed.trace
+        world.results(average_once_more)
+
+
+def set_the_ring() -> None:
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    shoal.barrier()
+
+
+def stop_at_and_average(point: Point, victim: bool) -> None:
+    if victim:
+        arm(point, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    shoal.neighbor_allreduce(torch.ones(30_000), name="with a stop", timeout=1.5)
+
+
+def average_once_more() -> None:
+    for name in ("afterwards", None):
+        out = shoal.neighbor_allreduce(torch.full((30_000,), float(shoal.rank())), name=name)
+        rank, size = shoal.rank(), shoal.size()
+        mean = sum((rank + step) % size for step in (-1, 0, 1)) / 3
+        assert torch.allclose(out, torch.tensor(mean))
+
+
+def interrupted_while_it_waits() -> str:
+    try:
+        shoal.neighbor_allreduce(torch.ones(30_000), name="nobody comes")
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+    return "nothing"
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_ctrl_c_ends_a_wait_at_once_and_the_agent_can_shut_down(environment: dict[str, str]) -> None:
+    with World(3, environment=environment) as world:
+        pending = world.run_on(0, interrupted_while_it_waits)
+        world.results(wait_until_asked, "nobody comes", on=[1])
+        at = world.kill(0, signal.SIGINT)
+        outcome = pending.outcome()
+        assert outcome.value == "KeyboardInterrupt"
+        assert outcome.ended - at < 0.5
+        world.close(within=1.0)
+
+
+def wait_until_asked(name: str) -> None:
+    """Until a message of that operation has come from the agent that waits."""
+    import threading
+
+    came = threading.Event()
+    shoal.events().subscribe(lambda event: came.set() if event.name == name else None)
+    rounds = current().engine._rounds
+    while not any(key[0] == name for key in rounds._early) and not came.wait(0.005):
+        pass
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize("numel", [16, 30_000])
+@pytest.mark.parametrize(
+    "point",
+    [
+        Point("submitted", 2),
+        *(Point("sent", k) for k in (1, 2, 5)),
+        *(Point("received", k) for k in (1, 2, 6)),
+        *(Point("summed", k) for k in (1, 4)),
+        *(Point("finished", k) for k in (1, 4)),
+        Point("waited", 3),
+    ],
+    ids=str,
+)
+def test_ctrl_c_anywhere_in_an_operation_leaves_an_agent_that_can_shut_down(
+    environment: dict[str, str], numel: int, point: Point
+) -> None:
+    with World(3, environment=environment) as world:
+        pending = [world.run_on(rank, interrupt_at, numel, point, rank == 0) for rank in range(3)]
+        interrupted = pending[0].outcome()
+        assert interrupted.error == "KeyboardInterrupt", f"{interrupted.error}: {interrupted.trace}"
+        ended = world.run(shoal.shutdown, on=[0])[0]
+        assert not ended.error, ended.trace
+        assert ended.seconds < SECONDS
+        for one in pending[1:]:
+            outcome = one.outcome()
+            assert (outcome.error, outcome.ranks) == ("PeerLost", (0,)), f"{outcome.error}: {outcome.trace}"
+
+
+def interrupt_at(numel: int, point: Point, victim: bool) -> None:
+    if victim:
+        arm(point, lambda: os.kill(os.getpid(), signal.SIGINT))
+    while True:
+        shoal.neighbor_allreduce(torch.ones(numel))

@@ -1,0 +1,528 @@
+"""Agents that ask for different things all find out at once, and the error names both sides.
+
+"At once" is a second or two on a busy machine, far below the deadline of 20 s that the fleets here have.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+
+import shoal
+from support.leftovers import descriptors
+
+Fleets = Callable[..., shoal.Fleet]
+SOON = 2.0
+Call = Callable[[], Any]
+
+
+def refused(call: Call) -> tuple[shoal.Mismatch, float]:
+    """The Mismatch that the call raises, and after how many seconds."""
+    started = time.monotonic()
+    with pytest.raises(shoal.Mismatch) as caught:
+        call()
+    return caught.value, time.monotonic() - started
+
+
+def told(call: Call) -> tuple[shoal.Mismatch, float]:
+    """The Mismatch that the call raises, or the first call after it: its own operation may end before the refusal."""
+    started = time.monotonic()
+
+    def call_and_go_on() -> None:
+        call()
+        while time.monotonic() - started < 2 * SOON:
+            shoal.neighbor_allreduce(torch.ones(1), 1.0, {}, {})  # has no partners, so nothing else can fail it
+            time.sleep(0.001)
+
+    return refused(call_and_go_on)
+
+
+def everybody_is_told(fleet: Fleets, size: int, call: Call, ranks: tuple[int, ...], *words: str) -> None:
+    """Every agent's call ends in a Mismatch about ``ranks``, soon, and afterwards the fleet works as before."""
+
+    def run() -> str:
+        error, seconds = refused(call)
+        assert seconds < SOON, error
+        assert error.ranks == ranks, error
+        agree_again()
+        return str(error)
+
+    for message in fleet(size).run(run):
+        for word in words:
+            assert word in message, message
+
+
+def agree_again() -> None:
+    """One refused operation spoils no other: the next ones work, several of them, since a refusal might come late."""
+    for step in range(3):
+        assert shoal.allreduce(torch.ones(3), name=f"after {step}").tolist() == [1.0] * 3
+        assert shoal.neighbor_allreduce(torch.ones(2)).tolist() == [1.0] * 2
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
+@pytest.mark.parametrize("name", [None, "x"])
+def test_shapes_that_differ(fleet: Fleets, numel: int, name: str | None) -> None:
+    calls: list[Call] = [
+        lambda: shoal.neighbor_allreduce(torch.ones(numel + shoal.rank()), name=name),
+        lambda: shoal.neighbor_allreduce(torch.ones(*[(numel, 2), (2, numel)][shoal.rank()]), name=name),
+        lambda: shoal.allreduce(torch.ones(numel + shoal.rank()), name=name),
+        lambda: shoal.allreduce(torch.ones(*[(numel, 2), (2, numel)][shoal.rank()]), name=name),
+        lambda: shoal.hierarchical_neighbor_allreduce(torch.ones(numel + shoal.rank()), name=name),
+        lambda: shoal.broadcast(torch.ones(numel + shoal.rank()), 0, name),
+        lambda: shoal.pair_gossip(torch.ones(numel + shoal.rank()), 1 - shoal.rank(), name=name),
+        lambda: shoal.neighbor_allreduce(torch.ones(numel + shoal.rank()), 1.0, {1 - shoal.rank(): 1.0}, name=name),
+        lambda: shoal.neighbor_allreduce(torch.ones(numel + shoal.rank()), 1.0, None, [1 - shoal.rank()], name=name),
+    ]
+    for call in calls:
+        everybody_is_told(fleet, 2, call, (0, 1), "shape")
+
+
+@pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
+def test_dtypes_that_differ(fleet: Fleets, numel: int) -> None:
+    def given() -> torch.Tensor:
+        return torch.ones(numel, dtype=[torch.float32, torch.float64][shoal.rank()])
+
+    def bits() -> torch.Tensor:
+        """Two dtypes of one size, which only the header tells apart."""
+        return torch.ones(numel, dtype=[torch.float16, torch.bfloat16][shoal.rank()])
+
+    calls: list[Call] = []
+    for make in (given, bits):
+        calls += [
+            lambda make=make: shoal.neighbor_allreduce(make()),
+            lambda make=make: shoal.allreduce(make()),
+            lambda make=make: shoal.allgather(make()),
+            lambda make=make: shoal.neighbor_allgather(make()),
+            lambda make=make: shoal.broadcast(make(), 1),
+            lambda make=make: shoal.pair_gossip(make(), 1 - shoal.rank()),
+        ]
+    for call in calls:
+        everybody_is_told(fleet, 2, call, (0, 1), "float")
+
+
+def test_different_operations_under_one_name(fleet: Fleets) -> None:
+    x = torch.ones(4)
+    pairs: list[tuple[Call, Call]] = [
+        (lambda: shoal.allreduce(x, name="n"), lambda: shoal.neighbor_allreduce(x, "n")),
+        (lambda: shoal.allreduce(x, name="n"), lambda: shoal.allreduce(x, average=False, name="n")),
+        (lambda: shoal.allreduce(x, name="n"), lambda: shoal.allgather(x, "n")),
+        (lambda: shoal.allreduce(x, name="n"), lambda: shoal.allreduce(x, is_hierarchical_local=True, name="n")),
+        (lambda: shoal.neighbor_allreduce(x, "n"), lambda: shoal.neighbor_allgather(x, "n")),
+        (lambda: shoal.barrier("n"), lambda: shoal.allreduce(x, name="n")),
+    ]
+    for pair in pairs:
+        everybody_is_told(fleet, 2, lambda pair=pair: pair[shoal.rank()](), (0, 1), "called")
+
+
+def test_static_and_dynamic_calls_of_one_operation(fleet: Fleets) -> None:
+    x = torch.ones(4)
+
+    def other() -> int:
+        return 1 - shoal.rank()
+
+    static: Call = lambda: shoal.neighbor_allreduce(x, "n")  # noqa: E731
+    forms: list[Call] = [
+        lambda: shoal.neighbor_allreduce(x, 1.0, {other(): 1.0}, name="n"),
+        lambda: shoal.neighbor_allreduce(x, 1.0, None, {other(): 1.0}, name="n"),
+        lambda: shoal.neighbor_allreduce(x, 1.0, {other(): 1.0}, {other(): 1.0}, name="n"),
+        lambda: shoal.neighbor_allreduce(x, 1.0, {other(): 1.0}, name="n", enable_topo_check=False),
+        lambda: shoal.neighbor_allreduce(x, 1.0, None, {other(): 1.0}, name="n", enable_topo_check=False),
+    ]
+    for form in forms:
+        everybody_is_told(fleet, 2, lambda form=form: [static, form][shoal.rank()](), (0, 1))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_topologies_that_differ_in_an_edge_or_a_weight(fleet: Fleets, size: int) -> None:
+    def run(change: Callable[[nx.DiGraph], None], is_weighted: bool) -> None:
+        graph = nx.DiGraph(shoal.FullyConnectedGraph(size))
+        if shoal.rank() == 0:
+            change(graph)
+        shoal.set_topology(graph, is_weighted)
+        for call in (shoal.neighbor_allreduce, shoal.neighbor_allgather):
+            error, seconds = told(partial(call, torch.ones(3)))
+            assert seconds < SOON
+            assert 0 in error.ranks
+        shoal.set_topology(shoal.FullyConnectedGraph(size))
+        agree_again()
+
+    fleet(size).run(run, lambda graph: graph.remove_edge(1, 0), False)
+    fleet(size).run(run, lambda graph: graph.edges[1, 0].update(weight=0.123), True)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_broadcast_roots_that_differ(fleet: Fleets, size: int) -> None:
+    """At least one agent is told in time, and the others are not left behind: all calls end."""
+
+    def run(odd: int, kind: str) -> bool:
+        root = 1 if shoal.rank() == odd else 0
+        started = time.monotonic()
+        try:
+            if kind == "tensor":
+                shoal.broadcast(torch.ones(3), root)
+            else:
+                shoal.broadcast_object(3, root)
+            found = False
+        except shoal.Mismatch:
+            found = True
+        assert time.monotonic() - started < SOON
+        try:
+            shoal.barrier()
+        except shoal.Mismatch:  # its own broadcast had ended when the refusal came
+            found = True
+        return found
+
+    for kind in ("tensor", "object"):
+        for odd in range(size):
+            found = fleet(size).run(run, odd, kind)
+            assert any(found), (kind, odd)
+            assert found[odd] or any(found[other] for other in (0, 1)), (kind, odd, found)
+
+
+@pytest.mark.parametrize("form", ["allreduce", "allgather"])
+@pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
+def test_an_expectation_that_the_other_side_denies(fleet: Fleets, form: str, numel: int) -> None:
+    """Agent 0 expects from agent 1, which takes part without sending to it."""
+
+    def call() -> torch.Tensor:
+        x = torch.ones(numel)
+        sources = [1] if shoal.rank() == 0 else []
+        if form == "allgather":
+            return shoal.neighbor_allgather(x, "n", src_ranks=sources, dst_ranks=[])
+        return shoal.neighbor_allreduce(x, 1.0, dict.fromkeys(sources, 1.0), {}, name="n")
+
+    both = threading.Barrier(2)
+
+    def run() -> tuple[str, tuple[int, ...]]:
+        error, seconds = told(call)
+        both.wait(10)
+        assert seconds < SOON
+        agree_again()
+        return str(error), error.ranks
+
+    for message, ranks in fleet(2).run(run):
+        assert ranks == (0, 1)
+        assert "'n' round 0" in message
+
+
+@pytest.mark.parametrize("form", ["allreduce", "allgather"])
+@pytest.mark.parametrize("numel", [3, 9000], ids=["inline", "region"])
+def test_a_header_that_nobody_expects(fleet: Fleets, form: str, numel: int) -> None:
+    """Agent 0 sends to agent 1, which takes part without expecting anything: with the check on, both raise at once."""
+
+    def call() -> torch.Tensor:
+        x = torch.ones(numel)
+        destinations = [1] if shoal.rank() == 0 else []
+        if form == "allgather":
+            return shoal.neighbor_allgather(x, "n", src_ranks=[], dst_ranks=destinations)
+        return shoal.neighbor_allreduce(x, 1.0, {}, destinations, name="n")
+
+    both = threading.Barrier(2)
+
+    def run() -> tuple[str, tuple[int, ...]]:
+        error, seconds = told(call)
+        both.wait(10)
+        assert seconds < SOON
+        agree_again()
+        return str(error), error.ranks
+
+    for message, ranks in fleet(2).run(run):
+        assert ranks == (0, 1)
+        assert "'n' round 0" in message
+
+
+def test_an_agent_that_sat_out_a_round_without_calling_is_found(fleet: Fleets) -> None:
+    """Rounds are counted by calls: who has no partner in a round still calls, or its next message does not fit."""
+
+    def run() -> None:
+        rank = shoal.rank()
+        if rank < 2:
+            shoal.neighbor_allreduce(torch.ones(3), 0.5, {1 - rank: 0.5}, {1 - rank: 1.0}, name="x")
+            shoal.barrier()
+        else:
+            shoal.barrier()
+        if rank > 0:
+            error, seconds = told(
+                lambda: shoal.neighbor_allreduce(torch.ones(3), 0.5, {3 - rank: 0.5}, {3 - rank: 1.0}, name="x")
+            )
+            assert seconds < SOON
+            assert error.ranks == (1, 2)
+        shoal.barrier()
+
+    fleet(3).run(run)
+
+
+def test_an_agent_that_made_one_call_less_is_found(fleet: Fleets) -> None:
+    """At the latest when the others make the call that it has no partner for."""
+
+    def run() -> bool:
+        for step in range(6):
+            if step == 3 and shoal.rank() == 1:
+                continue
+            try:
+                shoal.neighbor_allreduce(torch.tensor(float(step)), "x", timeout=1.0)
+            except (shoal.Mismatch, shoal.DeadlineExceeded, shoal.PeerLost) as error:
+                return step == 5 and 1 in error.ranks
+        return False
+
+    assert fleet(3).run(run) == [True, False, True]
+
+
+@pytest.mark.parametrize("name", [None, "a name"])
+def test_an_agent_that_never_comes_is_named_at_the_deadline(fleet: Fleets, name: str | None) -> None:
+    def run() -> None:
+        if shoal.rank() == 2:
+            assert done.wait(10)
+            return
+        calls: dict[str, Call] = {
+            "neighbor_allreduce": lambda: shoal.neighbor_allreduce(torch.ones(3), name=name, timeout=0.2),
+            "allreduce": lambda: shoal.allreduce(torch.ones(3), name=name and name + "2", timeout=0.2),
+            "allgather": lambda: shoal.allgather(torch.ones(3), name and name + "3", timeout=0.2),
+            "neighbor_allgather": lambda: shoal.neighbor_allgather(
+                torch.ones(3), name and name + "4", src_ranks=[2], dst_ranks=[], timeout=0.2
+            ),
+            "broadcast": lambda: shoal.broadcast(torch.ones(3), 2, name and name + "5", timeout=0.2),
+        }
+        for op, call in calls.items():
+            started = time.monotonic()
+            with pytest.raises(shoal.DeadlineExceeded) as caught:
+                call()
+            assert 0.15 < time.monotonic() - started < SOON
+            message = str(caught.value)
+            assert 2 in caught.value.ranks, message
+            assert f"{op} " in message
+            assert "round 0" in message
+            assert f"rank {shoal.rank()}" in message
+            assert name is None or name in message
+        both.wait()
+        done.set()
+
+    done, both = threading.Event(), threading.Barrier(2)
+
+    def start() -> None:
+        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        run()
+
+    fleet(3).run(start)
+
+
+def test_after_a_deadline_the_late_messages_are_dropped_and_the_next_round_works(fleet: Fleets) -> None:
+    late = threading.Event()
+
+    def run() -> list[float]:
+        x = torch.full((9000,), float(shoal.rank()))
+        if shoal.rank() == 0:
+            with pytest.raises(shoal.DeadlineExceeded):
+                shoal.neighbor_allreduce(x, "x", timeout=0.1)
+            late.set()
+        else:
+            assert late.wait(10)
+            shoal.neighbor_allreduce(x, "x")  # what agent 0 sent is there; what goes back is dropped there
+        return [shoal.neighbor_allreduce(x + step, "x")[0].item() for step in range(5)]
+
+    assert fleet(2).run(run) == [[0.5 + step for step in range(5)]] * 2
+
+
+def test_a_fleets_timeout_is_the_deadline_of_every_call(fleet: Fleets) -> None:
+    def run() -> None:
+        if shoal.rank() == 0:
+            started = time.monotonic()
+            with pytest.raises(shoal.DeadlineExceeded, match=r"waited 0\.3 s for ranks \[1\]"):
+                shoal.neighbor_allreduce(torch.ones(2))
+            assert 0.25 < time.monotonic() - started < SOON
+            done.set()
+        assert done.wait(10)
+
+    done = threading.Event()
+    fleet(2, timeout=0.3).run(run)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_timeout_that_is_no_positive_number_is_refused(fleet: Fleets, timeout: float) -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match="timeout"):
+            shoal.neighbor_allreduce(torch.ones(1), timeout=timeout)
+
+    fleet(1).run(run)
+
+
+def test_a_name_in_flight_twice_is_refused_where_it_happens(fleet: Fleets) -> None:
+    go = threading.Event()
+
+    def run() -> float:
+        if shoal.rank() == 1:
+            assert go.wait(10)
+            return shoal.neighbor_allreduce(torch.tensor(1.0), "x").item()
+        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0), "x")
+        calls: list[Call] = [
+            lambda: shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0), "x"),
+            lambda: shoal.allreduce(torch.tensor(0.0), name="x"),
+            lambda: shoal.barrier("x"),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match=r"'x' is still in flight"):
+                call()
+        go.set()
+        return handle.wait().item()
+
+    assert fleet(2).run(run) == [0.5, 0.5]
+
+
+def test_an_agent_that_has_left_is_named_by_those_that_still_need_it(fleet: Fleets) -> None:
+    def run() -> None:
+        shoal.barrier()
+        if shoal.rank() == 2:
+            shoal.shutdown()
+            return
+        started = time.monotonic()
+        with pytest.raises(shoal.PeerLost, match="has left") as caught:
+            shoal.allreduce(torch.ones(3))
+        assert time.monotonic() - started < SOON
+        assert caught.value.ranks == (2,)
+        assert 2 in shoal.membership().left
+        assert shoal.membership().epoch > 0
+        assert 2 not in shoal.membership().alive
+        # Who does not need it goes on.
+        assert shoal.pair_gossip(torch.tensor(float(shoal.rank())), 1 - shoal.rank()).item() == 0.5
+
+    fleet(3).run(run)
+
+
+def test_an_agent_that_leaves_while_others_wait_for_it_ends_their_wait(fleet: Fleets) -> None:
+    def run() -> None:
+        if shoal.rank() == 0:
+            assert waiting.wait(10)
+            shoal.shutdown()
+            return
+        handle = shoal.allreduce_nonblocking(torch.ones(9000))
+        waiting.set()
+        started = time.monotonic()
+        with pytest.raises(shoal.PeerLost, match="rank 0 has left"):
+            handle.wait()
+        assert time.monotonic() - started < SOON
+
+    waiting = threading.Event()
+    fleet(2).run(run)
+
+
+def test_what_an_agent_sent_before_it_left_still_arrives(fleet: Fleets) -> None:
+    left = threading.Event()
+
+    def run() -> list[float]:
+        x = torch.full((9000,), float(shoal.rank() + 1))
+        graph = nx.DiGraph([(0, 1)])
+        shoal.set_topology(graph)
+        if shoal.rank() == 0:
+            handles = [shoal.neighbor_allreduce_nonblocking(x[:3], f"early {i}") for i in range(5)]
+            for handle in handles:
+                handle.wait()
+            shoal.shutdown()
+            left.set()
+            return []
+        assert left.wait(15)
+        return [shoal.neighbor_allreduce(x[:3], f"early {i}")[0].item() for i in range(5)]
+
+    assert fleet(2).run(run) == [[], [1.5] * 5]
+
+
+def test_everything_before_init_and_after_shutdown_says_so(fleet: Fleets) -> None:
+    x = torch.ones(2)
+    calls: list[Call] = [
+        lambda: shoal.neighbor_allreduce(x),
+        lambda: shoal.neighbor_allgather(x),
+        lambda: shoal.hierarchical_neighbor_allreduce(x),
+        lambda: shoal.pair_gossip(x, 0),
+        lambda: shoal.allreduce(x),
+        lambda: shoal.allreduce_(x),
+        lambda: shoal.broadcast(x, 0),
+        lambda: shoal.broadcast_(x, 0),
+        lambda: shoal.allgather(x),
+        lambda: shoal.barrier(),
+        lambda: shoal.broadcast_object(3),
+        lambda: shoal.broadcast_parameters({"x": x}),
+        lambda: shoal.allreduce_parameters({"x": x}),
+        lambda: shoal.broadcast_optimizer_state(torch.optim.SGD([torch.nn.Parameter(x)], lr=0.1)),
+        lambda: shoal.InferSourceFromDestinationRanks([]),
+        lambda: shoal.InferDestinationFromSourceRanks([]),
+        shoal.rank,
+        shoal.size,
+        shoal.local_rank,
+        shoal.local_size,
+        shoal.machine_rank,
+        shoal.machine_size,
+        shoal.is_homogeneous,
+        shoal.load_topology,
+        shoal.load_machine_topology,
+        shoal.in_neighbor_ranks,
+        shoal.out_neighbor_ranks,
+        shoal.in_neighbor_machine_ranks,
+        shoal.out_neighbor_machine_ranks,
+        shoal.membership,
+        shoal.events,
+        shoal.bytes_sent,
+        lambda: shoal.empty(3),
+    ]
+
+    def all_refused() -> None:
+        assert not shoal.is_initialized()
+        for call in calls:
+            with pytest.raises(shoal.NotInitialized, match=r"shoal\.init\(\)"):
+                call()
+            with pytest.raises(ValueError, match="agent"):  # what scripts written for BlueFog catch
+                call()
+
+    def run() -> None:
+        shoal.barrier()
+        shoal.shutdown()
+        all_refused()
+
+    all_refused()
+    fleet(2).run(run)
+    all_refused()
+
+
+def test_a_handle_whose_agent_shuts_down_says_so_and_what_it_sent_arrives(fleet: Fleets) -> None:
+    def run() -> float:
+        if shoal.rank() == 1:
+            assert submitted.wait(10)
+            return shoal.neighbor_allreduce(torch.tensor(1.0)).item()
+        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0))
+        submitted.set()
+        shoal.shutdown()
+        with pytest.raises(shoal.NotInitialized, match="shut down while the operation was in flight"):
+            handle.wait()
+        return -1.0
+
+    submitted = threading.Event()
+    assert fleet(2).run(run) == [-1.0, 0.5]
+
+
+def test_the_handle_of_a_failed_operation_keeps_no_memory_file_open() -> None:
+    """Somebody may hold it, and with it the engine, long after the agent has shut down."""
+
+    def run() -> shoal.Handle[torch.Tensor] | None:
+        if shoal.rank() == 0:
+            assert waiting.wait(10)
+            return None
+        handle = shoal.allreduce_nonblocking(torch.ones(9000))
+        waiting.set()
+        with pytest.raises(shoal.PeerLost):
+            handle.wait()
+        return handle
+
+    waiting = threading.Event()
+    before = set(descriptors().items())
+    held = shoal.Fleet(2, timeout=20.0).run(run)
+    gc.collect()
+    left = set(descriptors().items()) - before
+    assert held[1] is not None
+    assert not left
