@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test soak lint docs bench clean
 
 demo: $(STAMP)
-	$(BIN)/shoal run -n 4 examples/train_digits.py --picture out/digits.png
+	$(BIN)/shoal run --no-prefix -n 4 examples/train_digits.py --picture out/digits.png
 
 test: $(STAMP)
 	$(BIN)/pytest -m "not soak" $(TESTS)

@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-LOAD_LIMIT = 0.5
-"""Load average before a measurement, for each core, above which the machine counts as busy."""
+LOAD_LIMIT = 1.0
+"""Load average before a measurement, for each core, above which the machine counts as busy. It remembers a minute."""
 OTHERS_LIMIT = 0.1
 """Share of the machine's time that went to others during a measurement, above which it counts as busy."""
 

@@ -91,9 +91,11 @@ def leave(mine: Seat, farewell: str = "", died: bool = False) -> None:
     agent, mine.agent = mine.agent, None
     if agent is None:
         return
-    for hook in on_stop:
-        hook(agent)
-    agent.engine.close(time.monotonic() + FAREWELL_SECONDS, farewell, died)
+    try:
+        agent.engine.close(time.monotonic() + FAREWELL_SECONDS, farewell, died)
+    finally:
+        for hook in on_stop:
+            hook(agent)
 
 
 def default_timeout() -> float:

@@ -79,6 +79,7 @@ class Engine:
         self._token = itertools.count(1)
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self._ended: ShoalError | None = None  # why no operation is possible any more
+        self._deaf = False
         self._closing = False
         self._said_goodbye = False
 
@@ -159,20 +160,31 @@ class Engine:
             error = caught
         if start and arrived is not None:
             self.events.emit("summed", operation.op, operation.name, operation.round, start)
-        with self.lock:
-            if operation.error is not None:  # it was failed while it computed
-                self._close_generator(operation)
-            elif item is MORE:
-                operation.waiting_more = True
-            elif isinstance(item, Exchange):
-                self._enter(operation, item)
-            elif error is None and operation.unconfirmed:
-                operation.outcome = (result,)
-                self._leave_stage(operation)
-            else:
-                self._settle(operation, result, error)
+        try:
+            with self.lock:
+                self._go_on(operation, item, result, error)
+        except BaseException as interrupt:
+            with self.lock:
+                self._fail(operation, interrupt)
+            raise
         if error is not None and not isinstance(error, Exception):
             raise error
+
+    def _go_on(
+        self, operation: Operation, item: Exchange | str | None, result: Any, error: BaseException | None
+    ) -> None:
+        """Do what an operation asked for when it stopped computing."""
+        if operation.error is not None:  # it was failed meanwhile
+            self._close_generator(operation)
+        elif item is MORE:
+            operation.waiting_more = True
+        elif isinstance(item, Exchange):
+            self._enter(operation, item)
+        elif error is None and operation.unconfirmed:
+            operation.outcome = (result,)
+            self._leave_stage(operation)
+        else:
+            self._settle(operation, result, error)
 
     def _enter(self, operation: Operation, exchange: Exchange) -> None:
         """Begin a stage: take what came early, then send."""
@@ -186,7 +198,7 @@ class Engine:
         view = self.membership.view
         gone = [rank for rank in stage.needs if rank not in view.alive] if view.epoch else []
         if gone or self._ended is not None:
-            self._fail(operation, self._ended or self._lost_error(operation, gone))
+            self._fail(operation, self._ended or self._miss(operation, gone))
         if operation.error is not None:
             return
         for source in self._rounds.asked_early(operation, stage):
@@ -282,7 +294,7 @@ class Engine:
     def _settle(self, operation: Operation, result: Any, error: BaseException | None) -> None:
         """End an operation, with a result or an error."""
         operation.error = error
-        late, asks = self._rounds.end(operation)
+        late, asks = self._rounds.end(operation, error is not None)
         self._leave_stage(operation)
         for lease in operation.leases:
             lease.release()
@@ -435,7 +447,7 @@ class Engine:
     # Agents that are gone
 
     def on_closed(self, peer: int, cause: str, final: bool = False) -> None:
-        if peer not in self.membership.view.alive:
+        if peer not in self.membership.view.alive or self._deaf:
             self.router.drop(peer)
         elif not self._said_goodbye:  # after it, an end is somebody hanging up
             self.next_check = min(self.next_check, self._departures.sign(peer, cause, final))
@@ -456,31 +468,48 @@ class Engine:
         rank, cause, died, told_by = gone
         self._departures.forget(rank)
         if rank == self.rank or not self.membership.remove(rank, cause, died):
+            if died and rank in self.membership.view.left and self._ended is None:  # it left, and somebody missed it
+                self._pass_on(gone)
+                self._lose(f"rank {rank} is gone: {cause}", rank)
             return
         if self.events.active:
             self.events.emit("lost", "died" if died else "left", "", 0, peer=rank, detail=cause)
-        for other in list(self.router.links):
-            if other not in (rank, told_by):
-                self._say(other, Message(Kind.NOTICE, token=rank, flags=DIED if died else 0, text=cause))
+        self._pass_on(gone)
         if died:
             told = f", as rank {told_by} says" if told_by not in (self.rank, rank) else ""
-            self._ended = PeerLost(
-                f"rank {rank} was lost ({cause}{told}); the agents that are left can shut down and start again", (rank,)
-            )
+            self._lose(f"rank {rank} was lost ({cause}{told})", rank)
         for token, entry in list(self._tokens.items()):
             if entry[0] == rank:
                 self._on_reply(token)
         for operation in self._rounds.in_flight():
             stage = operation.stage
-            if died:
-                self._fail(operation, PeerLost(f"{operation}: {self._ended}", (rank,)))
-            elif stage is not None and (rank in stage.missing or (not stage.posted and stage.sends_to(rank))):
-                self._fail(operation, self._lost_error(operation, [rank]))
+            if stage is not None and (rank in stage.missing or (not stage.posted and stage.sends_to(rank))):
+                self._fail(operation, self._miss(operation, [rank]))
         self.router.drop(rank)
 
-    def _lost_error(self, operation: Operation, ranks: list[int]) -> PeerLost:
-        what = "; ".join(self.membership.describe(rank) for rank in ranks)
-        return PeerLost(f"{operation} on rank {self.rank} needs agents that are gone: {what}", ranks)
+    def _pass_on(self, gone: Departure) -> None:
+        for other in list(self.router.links):
+            if other not in (gone.rank, gone.told_by):
+                flags = DIED if gone.died else 0
+                self._say(other, Message(Kind.NOTICE, token=gone.rank, flags=flags, text=gone.cause))
+
+    def _lose(self, what: str, rank: int) -> None:
+        """Without this agent nothing goes on: end all operations, now and from now on."""
+        self._ended = self._ended or PeerLost(
+            f"{what}; the agents that are left can shut down and start again", (rank,)
+        )
+        for operation in self._rounds.in_flight():
+            self._fail(operation, PeerLost(f"{operation} on rank {self.rank}: {self._ended}", self._ended.ranks))
+
+    def _miss(self, operation: Operation, ranks: list[int]) -> PeerLost:
+        """An operation needs agents that have left. That they are missed makes it a loss, of which the others must hear."""
+        rank = ranks[0]
+        cause = f"it left while rank {self.rank} needed it for {operation}"
+        self._pass_on(Departure(rank, cause, True, self.rank))
+        what = "; ".join(self.membership.describe(one) for one in ranks)
+        error = PeerLost(f"{operation} on rank {self.rank} needs agents that are gone: {what}", ranks)
+        self._ended = self._ended or PeerLost(f"{what}, and was needed; shut down and start again", ranks)
+        return error
 
     def abort(self, error: ShoalError) -> None:
         """End all operations, now and from now on, with ``error``. The others are not told."""
@@ -494,6 +523,7 @@ class Engine:
 
     def check(self, now: float) -> None:
         """Whatever is due: departures, questions, stall reports, deadlines. Sets when to come back."""
+        self.router.forget_strangers(now)
         if not self._said_goodbye:
             for departure in self._departures.believed(now):
                 self._on_gone(departure)
@@ -524,7 +554,7 @@ class Engine:
                     )
                 else:
                     following = min(following, operation.started + STALL_AFTER)
-        self.next_check = following
+        self.next_check = min(following, self.router.next_check)
 
     def _deadline_error(self, operation: Operation) -> DeadlineExceeded:
         waiting, stage = operation.waiting_for, operation.stage
@@ -580,6 +610,7 @@ class Engine:
             for callback, events in due:
                 callback(events)
             self.router.inbox.drain(self)
+            self.next_check = min(self.next_check, self.router.next_check)
         except Exception:  # a fault of ours; an agent that no longer hears must not look as if it did
             log.exception("rank %d: the exchange failed", self.rank)
             self._break("an internal error ended the exchange; its log says which")
@@ -588,6 +619,8 @@ class Engine:
             raise
 
     def _break(self, cause: str) -> None:
+        """This agent has lost track of what the others said; it must not judge them any more."""
+        self._deaf = True
         self.abort(ShoalError(f"rank {self.rank}: {cause}; shut down and start again", (self.rank,)))
 
     def after(self) -> None:
@@ -609,7 +642,7 @@ class Engine:
             if self._closing:
                 return
             for operation in self._rounds.in_flight():
-                if died or operation.stage is None or operation.stage.posted:
+                if died or not self._rounds.channel(operation).defers(operation):
                     self._fail(operation, gone)
             self._closing = True
         self._drain(lambda: not self._tokens and not self._rounds.in_flight(), deadline)

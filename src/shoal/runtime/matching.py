@@ -50,6 +50,10 @@ class Channel:
         large = self.name[0] != "~" and any(send.published.region is not None for send in stage.exchange.sends)
         return min(self.unacknowledged) > operation.round - (WINDOW if large else SMALL_WINDOW)
 
+    def defers(self, operation: Operation) -> bool:
+        """Whether it waits here for its turn to send."""
+        return any(waiting is operation for waiting, _ in self.deferred)
+
     def sent(self, round_: int) -> None:
         self.unacknowledged[round_] = self.unacknowledged.get(round_, 0) + 1
 
@@ -128,11 +132,11 @@ class Rounds:
                 asks.discard(ask)
                 yield ask[1]
 
-    def end(self, operation: Operation) -> tuple[list[tuple[int, Message]], list[Ask]]:
+    def end(self, operation: Operation, failed: bool) -> tuple[list[tuple[int, Message]], list[Ask]]:
         """Close the book on a round: the messages and the questions that nothing will take up any more."""
         key = (operation.name, operation.round)
         self._channels[operation.name].active.pop(operation.round, None)
-        if operation.stage is not None and operation.stage.missing:
+        if failed:
             self._tombstones[key] = None
             if len(self._tombstones) > TOMBSTONES:
                 self._tombstones.popitem(last=False)

@@ -161,6 +161,7 @@ class NetworkIncoming(Incoming):
         self._pool = pool
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
+        self._at = 0
         self._filled = 0
         self._payloads: dict[int, tuple[Payload, memoryview, int]] = {}
         self._chunk: tuple[int, int] | None = None  # (token, bytes still to come)
@@ -197,34 +198,37 @@ class NetworkIncoming(Incoming):
             self._receiver.on_arrived(payload)
 
     def _parse(self) -> None:
-        """Take the whole messages out of the buffer; the start of a chunk's bytes may lie behind its header."""
-        at = 0
-        while self._filled - at >= PREFIX and self._chunk is None:
-            length = frame_length(self._view[at:])
+        """Take the whole messages out of the buffer; the start of a chunk's bytes may lie behind its header.
+
+        What is taken is gone from the buffer before it is acted on: that may be interrupted.
+        """
+        while self._filled - self._at >= PREFIX and self._chunk is None:
+            length = frame_length(self._view[self._at :])
             if length > READ_BYTES - PREFIX:
                 raise ProtocolError(f"a message of {length} bytes")
-            if self._filled - at < PREFIX + length:
+            start = self._at + PREFIX
+            if self._filled < start + length:
                 break
-            message = decode(self._view[at + PREFIX : at + PREFIX + length])
-            at += PREFIX + length
+            message = decode(self._view[start : start + length])
+            self._at = start + length
             if message.kind is Kind.CHUNK:
-                at += self._start_chunk(message, at)
+                self._start_chunk(message)
             else:
                 self._take(message)
-        rest = self._filled - at
-        if at:
-            self._view[:rest] = bytes(self._view[at : self._filled])
-        self._filled = rest
+        rest = self._filled - self._at
+        if self._at:
+            self._view[:rest] = bytes(self._view[self._at : self._filled])
+        self._at, self._filled = 0, rest
 
-    def _start_chunk(self, message: Message, at: int) -> int:
+    def _start_chunk(self, message: Message) -> None:
         stream = self._payloads.get(message.token)
         if stream is None or not 0 < message.nbytes <= len(stream[1]) - stream[2]:
             raise ProtocolError("a chunk of a tensor that was not announced")
         payload, memory, position = stream
-        here = min(message.nbytes, self._filled - at)
-        memory[position : position + here] = self._view[at : at + here]
+        here = min(message.nbytes, self._filled - self._at)
+        memory[position : position + here] = self._view[self._at : self._at + here]
+        self._at += here
         self._advance(message.token, payload, memory, position + here, message.nbytes - here)
-        return here
 
     def _take(self, message: Message) -> None:
         if message.kind in (Kind.SEGMENT, Kind.FORGET) or message.where is Where.SHARED:

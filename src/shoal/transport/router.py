@@ -11,7 +11,6 @@ import fcntl
 import os
 import socket
 import struct
-import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from .sockets import GREETING_SECONDS, Incoming
 from .threads import Inbox, ThreadLink
 
 TRANSPORTS = ("threads", "shared_memory", "network")
-MAX_STRANGERS = 64
+MAX_STRANGERS = 256
 """Connections that have not proved themselves yet, at most."""
 
 
@@ -236,7 +235,6 @@ class Router:
             self._admit(sock, lambda s, g: network.NetworkIncoming(s, g, self.poller, self._receiver, self._pool))
 
     def _admit(self, sock: socket.socket, make: Callable[[socket.socket, Accepting], Incoming]) -> None:
-        self.forget_strangers(time.monotonic())
         if len(self._strangers) >= MAX_STRANGERS:
             self._strangers.pop(0).close()
         try:
@@ -262,8 +260,13 @@ class Router:
             self.incoming[connection.peer].remove(connection)
 
     def forget_strangers(self, now: float) -> None:
-        for connection in [c for c in self._strangers if now - c.since > GREETING_SECONDS]:
+        for connection in [c for c in self._strangers if now - c.since >= GREETING_SECONDS]:
             connection.fail("it never said who it is")
+
+    @property
+    def next_check(self) -> float:
+        """When the oldest stranger's time is up."""
+        return self._strangers[0].since + GREETING_SECONDS if self._strangers else float("inf")
 
     def say_goodbye(self) -> None:
         """Tell those that connected to us that we leave."""
