@@ -39,7 +39,7 @@ def told(call: Call) -> tuple[shoal.Mismatch, float]:
     def call_and_go_on() -> None:
         call()
         while time.monotonic() - started < 2 * SOON:
-            shoal.neighbor_allreduce(torch.ones(1), 1.0, {}, {})  # has no partners, so nothing else can fail it
+            shoal.neighbor_allreduce(torch.ones(1), 1.0, {}, {}, name="probe")  # has no partners, so nothing else can fail it
             time.sleep(0.001)
 
     return refused(call_and_go_on)

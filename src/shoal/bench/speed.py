@@ -60,12 +60,16 @@ def _many(reporter: Reporter, repetitions: int) -> Figures:
         for handle in handles:
             handle.wait()
 
-    def all_reduce() -> None:
+    def all_reduce_async() -> None:
         works = [dist.all_reduce(x, async_op=True) for x in zeros]
         for work in works:
             work.wait()
 
-    cases = {"all_reduce": all_reduce, "ring": ring}
+    def all_reduce_in_turn() -> None:
+        for x in zeros:
+            dist.all_reduce(x)
+
+    cases = {"ring": ring, "all_reduce, async": all_reduce_async, "all_reduce, in turn": all_reduce_in_turn}
     seconds = compare(reporter, f"{count} operations of 4 KB", cases, repetitions)
     for k, out in enumerate(outs):
         _expect(out, _mean_around() + k)

@@ -89,7 +89,9 @@ def _small(figures: Figures) -> list[Row]:
 
 def _many(figures: Figures) -> list[Row]:
     t = _medians(figures)
-    row = faster("100 operations in flight, 4 KB", t["ring"], "Gloo all_reduce, async", t["all_reduce"])
+    # Gloo's operations in flight hinder each other; it is compared at its best.
+    best = min((case for case in t if case != "ring"), key=t.__getitem__)
+    row = faster("100 operations in flight, 4 KB", t["ring"], f"Gloo {best}", t[best])
     return [replace(row, limit="< 8 ms", met=t["ring"] < 0.008)]
 
 

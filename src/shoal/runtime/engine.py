@@ -17,7 +17,6 @@ progress thread (two thread switches for each blocking call, under one interpret
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import time
@@ -27,26 +26,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
-from ..transport.link import Lease, Link, Published
+from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
+from ..transport.link import Lease, Published
 from ..transport.memory import Arena, ResultPool
 from ..transport.poller import Poller
 from ..transport.router import Router
-from ..transport.wire import DIED, WANTS_REPLY, Kind, Message, Payload
+from ..transport.wire import Kind, Message, Payload
 from .departures import Departure, Departures
 from .events import Events
-from .matching import SMALL_WINDOW, Channel, Fate, Rounds, disagreement
+from .matching import Channel, Fate, Rounds, disagreement
 from .membership import Membership
-from .operation import MORE, Arrived, Exchange, Handle, Operation, Send, Stage, Steps, describe
+from .operation import MORE, Arrived, Exchange, Handle, Operation, Stage, Steps, describe
+from .outbox import Outbox
+from .patience import ASK_AFTER, overdue, remind
 from .wheel import Wheel
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
 
-ASK_AFTER = 0.02
-"""Seconds without a message after which its sender is asked whether it will come."""
-STALL_AFTER = 30.0
-"""Seconds after which a report says who is missing."""
 HANG_UP_SECONDS = 1.0
 """How long an agent that leaves waits for the others to hang up."""
 PUBLISH_BYTES = 1 << 14
@@ -68,23 +65,24 @@ class Engine:
         self.wheel = Wheel(self, self.poller, f"shoal-{rank}")
         self.lock = self.wheel.lock
         self.router = Router(rank, self.poller, self, self.arena, self.pool)
-        self.bytes_sent = 0
         self.next_check = float("inf")
         self._rounds = Rounds()
         self._departures = Departures(rank, self.membership, self.router)
-        self._tokens: dict[int, tuple[int, Operation, Lease | None]] = {}  # what awaits a reply, and from whom
+        self._outbox = Outbox(rank, self.router, self.membership, self.events, self.on_closed)
         self._ready: deque[Operation] = deque()
-        self._dirty: set[Link] = set()
         self._callbacks: deque[tuple[Callable[[Handle[Any]], None], Handle[Any]]] = deque()
-        self._token = itertools.count(1)
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self._ended: ShoalError | None = None  # why no operation is possible any more
         self._deaf = False
         self._closing = False
-        self._said_goodbye = False
 
     def start(self) -> None:
         self.wheel.start()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of tensors sent to others so far."""
+        return self._outbox.bytes_sent
 
     # Submitting
 
@@ -203,78 +201,16 @@ class Engine:
             return
         for source in self._rounds.asked_early(operation, stage):
             if not stage.sends_to(source):
-                self._deny(source, operation, number)
+                self._outbox.deny(source, operation, number)
         channel = self._rounds.channel(operation)
         if channel.deferred or not channel.may_send(operation, stage):
             channel.deferred.append((operation, stage))
         else:
-            self._post(channel, operation, stage)
+            self._outbox.post(channel, operation, stage)
         if stage.complete:
             self._ready.append(operation)
         else:
             self.next_check = min(self.next_check, time.monotonic() + ASK_AFTER)
-
-    def _post(self, channel: Channel, operation: Operation, stage: Stage) -> None:
-        exchange = stage.exchange
-        often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
-        tail = b""
-        last: Send | None = None
-        for send in exchange.sends:
-            published = send.published
-            reply = often or published.region is not None
-            token = next(self._token)
-            if last is None or (last.published, last.start, last.stop) != (published, send.start, send.stop):
-                tail = b""
-            nbytes = (send.stop - send.start) * published.data.element_size()
-            message = Message(
-                Kind.DATA,
-                operation.op,
-                operation.name,
-                operation.round,
-                stage.number,
-                token,
-                WANTS_REPLY if reply else 0,
-                exchange.digest,
-                send.scale,
-                published.data.dtype,
-                send.shape,
-                nbytes=nbytes,
-                tail=tail,
-            )
-            if reply:
-                if published.lease is not None:
-                    published.lease.hold()
-                self._tokens[token] = (send.destination, operation, published.lease)
-                channel.sent(operation.round)
-                if exchange.checked:
-                    operation.unconfirmed[token] = send.destination
-            link = self._link(send.destination)
-            if link is None:
-                return
-            link.post(message, published, send.start, send.stop)
-            last, tail = send, message.tail
-            self.bytes_sent += nbytes
-            if self.events.active:
-                self.events.emit("sent", operation.op, operation.name, operation.round, 0, send.destination, nbytes)
-        stage.posted = True
-
-    def _link(self, peer: int) -> Link | None:
-        """The link to a peer, marked for flushing; None when it cannot be opened, or no more since we leave."""
-        if self._said_goodbye and peer not in self.router.links:
-            return None
-        try:
-            link = self.router.link(peer)
-        except OSError as error:
-            self.on_closed(peer, f"connecting to it failed: {error.strerror or error}")
-            return None
-        self._dirty.add(link)
-        return link
-
-    def _say(self, peer: int, message: Message) -> None:
-        if peer in self.membership.view.alive:
-            link = self._link(peer)
-            if link is not None:
-                link.post(message)
 
     def _leave_stage(self, operation: Operation) -> None:
         """The operation is done with the messages of its stage: their senders may have their memory back."""
@@ -282,14 +218,9 @@ class Engine:
         if stage is None:
             return
         for source, message in stage.arrived.items():
-            self._done_with(source, message)
+            self._outbox.done_with(source, message)
         stage.arrived = {}
         operation.stage = None
-
-    def _done_with(self, source: int, message: Message) -> None:
-        if message.flags & WANTS_REPLY:
-            message.flags = 0
-            self._say(source, Message(Kind.DONE, token=message.token))
 
     def _settle(self, operation: Operation, result: Any, error: BaseException | None) -> None:
         """End an operation, with a result or an error."""
@@ -303,9 +234,9 @@ class Engine:
             if error is None:
                 self._refuse(source, message, "it expected no such message in this round")
             else:
-                self._done_with(source, message)
+                self._outbox.done_with(source, message)
         for number, source in asks:
-            self._deny(source, operation, number)
+            self._outbox.deny(source, operation, number)
         self._send_deferred(self._rounds.channel(operation))
         handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
         assert handle is not None
@@ -337,7 +268,7 @@ class Engine:
                 return
             channel.deferred.popleft()
             if operation.stage is stage:
-                self._post(channel, operation, stage)
+                self._outbox.post(channel, operation, stage)
                 if stage.complete:
                     self._ready.append(operation)
 
@@ -365,7 +296,7 @@ class Engine:
         if fate is Fate.EARLY:
             self._rounds.keep(source, message)
         elif fate is Fate.LATE:
-            self._done_with(source, message)
+            self._outbox.done_with(source, message)
         elif fate is Fate.UNEXPECTED or operation is None or operation.stage is None:
             self._refuse(source, message, "it expected no such message in this round")
         else:
@@ -388,22 +319,13 @@ class Engine:
     def _refuse(self, source: int, message: Message, reason: str) -> None:
         message.flags = 0
         text = f"{describe(message.op, message.name, message.round)}: rank {self.rank} refused it: {reason}"
-        self._say(source, Message(Kind.REFUSE, token=message.token, text=text))
-
-    def _deny(self, source: int, operation: Operation | Message, stage: int) -> None:
-        self._say(source, Message(Kind.DENY, operation.op, operation.name, operation.round, stage))
+        self._outbox.say(source, Message(Kind.REFUSE, token=message.token, text=text))
 
     def _on_reply(self, token: int) -> None:
-        """A destination has answered: give back what was held for it."""
-        entry = self._tokens.pop(token, None)
-        if entry is None:
+        answered = self._outbox.answered(token)
+        if answered is None:
             return
-        _, operation, lease = entry
-        if lease is not None:
-            lease.release()
-        channel = self._rounds.channel(operation)
-        channel.acknowledged(operation.round)
-        operation.unconfirmed.pop(token, None)
+        operation, channel = answered
         if operation.outcome is not None and not operation.unconfirmed and operation.error is None:
             outcome, operation.outcome = operation.outcome, None
             self._settle(operation, outcome[0], None)
@@ -411,9 +333,9 @@ class Engine:
 
     def _on_refuse(self, source: int, message: Message) -> None:
         error = Mismatch(message.text, (source, self.rank))
-        entry = self._tokens.get(message.token)
-        if entry is not None and entry[1].handle is not None:
-            self._fail(entry[1], error)
+        sender = self._outbox.sender_of(message.token)
+        if sender is not None and sender.handle is not None:
+            self._fail(sender, error)
         else:
             self._refused = error
         self._on_reply(message.token)
@@ -424,7 +346,7 @@ class Engine:
             self._rounds.keep_ask(source, message)
         elif fate is not Fate.NOW or not (operation and operation.stage and operation.stage.sends_to(source)):
             # If it was sent all the same, it arrives before this denial, which is then void.
-            self._deny(source, message, message.stage)
+            self._outbox.deny(source, message, message.stage)
 
     def _on_deny(self, source: int, message: Message) -> None:
         fate, operation = self._rounds.fate(message)
@@ -435,7 +357,7 @@ class Engine:
             f"{operation}: rank {self.rank} expects a tensor from rank {source}, which took part in this round without "
             f"sending one to rank {self.rank}, or whose own call failed"
         )
-        self._say(source, Message(Kind.REFUSE, text=text))
+        self._outbox.say(source, Message(Kind.REFUSE, text=text))
         self._fail(operation, Mismatch(text, (source, self.rank)))
 
     def on_arrived(self, payload: Payload) -> None:
@@ -449,7 +371,7 @@ class Engine:
     def on_closed(self, peer: int, cause: str, final: bool = False) -> None:
         if peer not in self.membership.view.alive or self._deaf:
             self.router.drop(peer)
-        elif not self._said_goodbye:  # after it, an end is somebody hanging up
+        elif not self._outbox.said_goodbye:  # after it, an end is somebody hanging up
             self.next_check = min(self.next_check, self._departures.sign(peer, cause, final))
 
     def on_left(self, peer: int) -> None:
@@ -469,29 +391,22 @@ class Engine:
         self._departures.forget(rank)
         if rank == self.rank or not self.membership.remove(rank, cause, died):
             if died and rank in self.membership.view.left and self._ended is None:  # it left, and somebody missed it
-                self._pass_on(gone)
+                self._outbox.pass_on(gone)
                 self._lose(f"rank {rank} is gone: {cause}", rank)
             return
         if self.events.active:
             self.events.emit("lost", "died" if died else "left", "", 0, peer=rank, detail=cause)
-        self._pass_on(gone)
+        self._outbox.pass_on(gone)
         if died:
             told = f", as rank {told_by} says" if told_by not in (self.rank, rank) else ""
             self._lose(f"rank {rank} was lost ({cause}{told})", rank)
-        for token, entry in list(self._tokens.items()):
-            if entry[0] == rank:
-                self._on_reply(token)
+        for token in self._outbox.owed_by(rank):
+            self._on_reply(token)
         for operation in self._rounds.in_flight():
             stage = operation.stage
             if stage is not None and (rank in stage.missing or (not stage.posted and stage.sends_to(rank))):
                 self._fail(operation, self._miss(operation, [rank]))
         self.router.drop(rank)
-
-    def _pass_on(self, gone: Departure) -> None:
-        for other in list(self.router.links):
-            if other not in (gone.rank, gone.told_by):
-                flags = DIED if gone.died else 0
-                self._say(other, Message(Kind.NOTICE, token=gone.rank, flags=flags, text=gone.cause))
 
     def _lose(self, what: str, rank: int) -> None:
         """Without this agent nothing goes on: end all operations, now and from now on."""
@@ -502,10 +417,10 @@ class Engine:
             self._fail(operation, PeerLost(f"{operation} on rank {self.rank}: {self._ended}", self._ended.ranks))
 
     def _miss(self, operation: Operation, ranks: list[int]) -> PeerLost:
-        """An operation needs agents that have left. That they are missed makes it a loss, of which the others must hear."""
+        """An operation needs agents that have left. To be missed makes that a loss, of which the others must hear."""
         rank = ranks[0]
         cause = f"it left while rank {self.rank} needed it for {operation}"
-        self._pass_on(Departure(rank, cause, True, self.rank))
+        self._outbox.pass_on(Departure(rank, cause, True, self.rank))
         what = "; ".join(self.membership.describe(one) for one in ranks)
         error = PeerLost(f"{operation} on rank {self.rank} needs agents that are gone: {what}", ranks)
         self._ended = self._ended or PeerLost(f"{what}, and was needed; shut down and start again", ranks)
@@ -524,53 +439,16 @@ class Engine:
     def check(self, now: float) -> None:
         """Whatever is due: departures, questions, stall reports, deadlines. Sets when to come back."""
         self.router.forget_strangers(now)
-        if not self._said_goodbye:
+        if not self._outbox.said_goodbye:
             for departure in self._departures.believed(now):
                 self._on_gone(departure)
-        following = self._departures.next if not self._said_goodbye else float("inf")
+        following = self._departures.next if not self._outbox.said_goodbye else float("inf")
         for operation in self._rounds.in_flight():
             if now >= operation.deadline:
-                self._fail(operation, self._deadline_error(operation))
-                continue
-            stage = operation.stage
-            following = min(following, operation.deadline)
-            if stage is not None and not stage.asked and stage.missing:
-                if now >= stage.started + ASK_AFTER:
-                    stage.asked = True
-                    for rank in stage.missing:
-                        self._say(rank, Message(Kind.ASK, operation.op, operation.name, operation.round, stage.number))
-                else:
-                    following = min(following, stage.started + ASK_AFTER)
-            if not operation.stalled:
-                if now >= operation.started + STALL_AFTER:
-                    operation.stalled = True
-                    log.warning(
-                        "%s on rank %d has waited %.0f s for ranks %s; it gives up after %.0f s",
-                        operation,
-                        self.rank,
-                        now - operation.started,
-                        operation.waiting_for,
-                        operation.timeout,
-                    )
-                else:
-                    following = min(following, operation.started + STALL_AFTER)
+                self._fail(operation, overdue(operation, self.rank, self._rounds, self._outbox))
+            else:
+                following = min(following, remind(operation, now, self.rank, self._outbox))
         self.next_check = min(following, self.router.next_check)
-
-    def _deadline_error(self, operation: Operation) -> DeadlineExceeded:
-        waiting, stage = operation.waiting_for, operation.stage
-        if stage is not None and stage.missing:
-            what = "they did not take part"
-        elif operation.unconfirmed:
-            what = "they did not confirm that they expected it"
-        else:
-            behind = min(self._rounds.channel(operation).unacknowledged, default=operation.round)
-            waiting = sorted({entry[0] for entry in self._tokens.values() if entry[1].name == operation.name})
-            what = f"they have not read what was sent to them in round {behind}"
-        return DeadlineExceeded(
-            f"{operation} on rank {self.rank} waited {operation.timeout:g} s for ranks {waiting}: {what}. If they are "
-            f"only slow, raise SHOAL_TIMEOUT or pass timeout=",
-            waiting,
-        )
 
     # Driving
 
@@ -598,10 +476,7 @@ class Engine:
                 if stage is not None and operation.error is None:
                     self._resume(operation, stage.arrived)
             with self.lock:
-                if self.arena.retired:
-                    self.router.retire_memory()
-                while self._dirty:
-                    self._dirty.pop().flush()
+                self._outbox.flush()
             if not ready:
                 return
 
@@ -645,14 +520,10 @@ class Engine:
                 if died or not self._rounds.channel(operation).defers(operation):
                     self._fail(operation, gone)
             self._closing = True
-        self._drain(lambda: not self._tokens and not self._rounds.in_flight(), deadline)
+        self._drain(lambda: self._outbox.settled and not self._rounds.in_flight(), deadline)
         with self.lock:
-            notice = farewell or "it called shoal.shutdown()"
-            for peer in list(self.router.links):
-                self._say(peer, Message(Kind.NOTICE, token=self.rank, flags=DIED if died else 0, text=notice))
-            self._said_goodbye = True
-            self.router.say_goodbye()
-        self._drain(lambda: all(link.idle for link in self.router.links.values()), deadline)
+            self._outbox.say_goodbye(farewell or "it called shoal.shutdown()", died)
+        self._drain(lambda: self._outbox.empty, deadline)
         # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
         self._drain(lambda: not self.router.heard, min(deadline, time.monotonic() + HANG_UP_SECONDS))
         with self.lock:

@@ -1,0 +1,171 @@
+"""What this agent sends, and who has still to answer for what was sent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..transport.link import Lease, Link
+from ..transport.router import Router
+from ..transport.wire import DIED, WANTS_REPLY, Kind, Message
+from .departures import Departure
+from .events import Events
+from .matching import SMALL_WINDOW, Channel
+from .membership import Membership
+from .operation import Operation, Send, Stage
+
+
+class _Owed(NamedTuple):
+    """A message whose receiver has to answer, because it reads our memory, or to confirm that it expected it."""
+
+    receiver: int
+    operation: Operation
+    lease: Lease | None
+    channel: Channel
+
+
+class Outbox:
+    """Used under the engine's lock."""
+
+    def __init__(
+        self, rank: int, router: Router, membership: Membership, events: Events, on_closed: Callable[[int, str], None]
+    ) -> None:
+        self.bytes_sent = 0
+        self.said_goodbye = False
+        self._rank = rank
+        self._router = router
+        self._membership = membership
+        self._events = events
+        self._on_closed = on_closed
+        self._tokens = itertools.count(1)
+        self._owed: dict[int, _Owed] = {}
+        self._dirty: set[Link] = set()
+
+    def post(self, channel: Channel, operation: Operation, stage: Stage) -> None:
+        """Send what a stage wants sent."""
+        exchange = stage.exchange
+        often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
+        tail = b""
+        last: Send | None = None
+        for send in exchange.sends:
+            published = send.published
+            reply = often or published.region is not None
+            token = next(self._tokens)
+            if last is None or (last.published, last.start, last.stop) != (published, send.start, send.stop):
+                tail = b""
+            nbytes = (send.stop - send.start) * published.data.element_size()
+            message = Message(
+                Kind.DATA,
+                operation.op,
+                operation.name,
+                operation.round,
+                stage.number,
+                token,
+                WANTS_REPLY if reply else 0,
+                exchange.digest,
+                send.scale,
+                published.data.dtype,
+                send.shape,
+                nbytes=nbytes,
+                tail=tail,
+            )
+            if reply:
+                if published.lease is not None:
+                    published.lease.hold()
+                self._owed[token] = _Owed(send.destination, operation, published.lease, channel)
+                channel.sent(operation.round)
+                if exchange.checked:
+                    operation.unconfirmed[token] = send.destination
+            link = self._link(send.destination)
+            if link is None:
+                return
+            link.post(message, published, send.start, send.stop)
+            last, tail = send, message.tail
+            self.bytes_sent += nbytes
+            if self._events.active:
+                self._events.emit("sent", operation.op, operation.name, operation.round, 0, send.destination, nbytes)
+        stage.posted = True
+
+    def say(self, peer: int, message: Message) -> None:
+        """Send a message without a tensor."""
+        if peer in self._membership.view.alive:
+            link = self._link(peer)
+            if link is not None:
+                link.post(message)
+
+    def done_with(self, source: int, message: Message) -> None:
+        """Tell a sender that it may have its memory back, once."""
+        if message.flags & WANTS_REPLY:
+            message.flags = 0
+            self.say(source, Message(Kind.DONE, token=message.token))
+
+    def deny(self, peer: int, what: Operation | Message, stage: int) -> None:
+        """Tell a peer that waits for a message of ours that none will come."""
+        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage))
+
+    def pass_on(self, gone: Departure) -> None:
+        """Tell everybody that we have a link to, but those who know, that an agent is gone."""
+        for peer in list(self._router.links):
+            if peer not in (gone.rank, gone.told_by):
+                flags = DIED if gone.died else 0
+                self.say(peer, Message(Kind.NOTICE, token=gone.rank, flags=flags, text=gone.cause))
+
+    def say_goodbye(self, farewell: str, died: bool) -> None:
+        """The last word to everybody who would miss one."""
+        for peer in list(self._router.links):
+            self.say(peer, Message(Kind.NOTICE, token=self._rank, flags=DIED if died else 0, text=farewell))
+        self.said_goodbye = True
+        self._router.say_goodbye()
+
+    def _link(self, peer: int) -> Link | None:
+        """The link to a peer, marked for flushing; None when it cannot be opened, or no more since we leave."""
+        if self.said_goodbye and peer not in self._router.links:
+            return None
+        try:
+            link = self._router.link(peer)
+        except OSError as error:
+            self._on_closed(peer, f"connecting to it failed: {error.strerror or error}")
+            return None
+        self._dirty.add(link)
+        return link
+
+    def flush(self) -> None:
+        """Hand what is queued to the system."""
+        self._router.retire_memory()
+        while self._dirty:
+            self._dirty.pop().flush()
+
+    def sender_of(self, token: int) -> Operation | None:
+        """The operation that sent the message with this token, if it awaits an answer."""
+        owed = self._owed.get(token)
+        return owed.operation if owed else None
+
+    def answered(self, token: int) -> tuple[Operation, Channel] | None:
+        """A receiver has answered: give back what was held for it."""
+        owed = self._owed.pop(token, None)
+        if owed is None:
+            return None
+        if owed.lease is not None:
+            owed.lease.release()
+        owed.channel.acknowledged(owed.operation.round)
+        owed.operation.unconfirmed.pop(token, None)
+        return owed.operation, owed.channel
+
+    def owed_by(self, rank: int) -> list[int]:
+        """The tokens that a peer has not answered."""
+        return [token for token, owed in self._owed.items() if owed.receiver == rank]
+
+    def debtors(self, name: str) -> list[int]:
+        """Who has not answered for what was sent under a name."""
+        return sorted({owed.receiver for owed in self._owed.values() if owed.operation.name == name})
+
+    @property
+    def settled(self) -> bool:
+        """Nobody has to answer any more."""
+        return not self._owed
+
+    @property
+    def empty(self) -> bool:
+        """Everything has been handed to the system."""
+        return all(link.idle for link in self._router.links.values())
