@@ -114,10 +114,10 @@ def hierarchical(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hierarchical_dynamic(tensor: torch.Tensor) -> torch.Tensor:
-    other = (shoal.machine_rank() + 1) % shoal.machine_size()
-    if other == shoal.machine_rank():
-        return shoal.hierarchical_neighbor_allreduce(tensor, 1.0, {}, {})
-    return shoal.hierarchical_neighbor_allreduce(tensor, 0.4, {other: 0.9}, {other: -0.3})
+    mine, count = shoal.machine_rank(), shoal.machine_size()
+    if count == 1:
+        return shoal.hierarchical_neighbor_allreduce(tensor, 0.4, {}, {})
+    return shoal.hierarchical_neighbor_allreduce(tensor, 0.4, {(mine - 1) % count: 0.9}, {(mine + 1) % count: -0.3})
 
 
 def in_flight_together(tensor: torch.Tensor) -> torch.Tensor:

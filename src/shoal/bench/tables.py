@@ -19,7 +19,14 @@ def speed_table(rows: Sequence[Row]) -> Table:
     """Every row beside its peer and its limit."""
     table = _table("Averaging float32 tensors: the median, over repetitions, of the slowest agent's time")
     for column in _COLUMNS:
-        table.add_column(column.rstrip(" >"), justify="right" if column.endswith(">") else "left", no_wrap=True)
+        # In a narrow terminal the words wrap, and the figures stay whole.
+        is_words = column in ("what", "compared with")
+        table.add_column(
+            column.rstrip(" >"),
+            justify="right" if column.endswith(">") else "left",
+            no_wrap=not is_words,
+            min_width=10 if is_words else None,
+        )
     for row in rows:
         *cells, verdict = _cells(row)
         table.add_row(*cells, f"[{_STYLES[verdict]}]{verdict}[/]" if verdict else "")
@@ -61,4 +68,6 @@ def _cells(row: Row) -> list[str]:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )

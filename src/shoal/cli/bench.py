@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..bench.figures import Figures
 from ..bench.jobs import Progress as Tell
@@ -172,7 +172,7 @@ def _progress(name: str) -> Iterator[Tell]:
         console.print(f"measuring: {name}", highlight=False)
         yield lambda doing, done, total: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     # No refreshing of its own: it would take a share of the cores from what is timed.
     with Progress(*columns, TimeElapsedColumn(), console=console, auto_refresh=False, transient=True) as display:
         task = display.add_task(f"{name}: starting", total=None)
