@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import shoal
-from support.leftovers import descriptors
+from support.leftovers import descriptors, wait_until
 
 Fleets = Callable[..., shoal.Fleet]
 SOON = 2.0
@@ -39,7 +39,9 @@ def told(call: Call) -> tuple[shoal.Mismatch, float]:
     def call_and_go_on() -> None:
         call()
         while time.monotonic() - started < 2 * SOON:
-            shoal.neighbor_allreduce(torch.ones(1), 1.0, {}, {}, name="probe")  # has no partners, so nothing else can fail it
+            shoal.neighbor_allreduce(
+                torch.ones(1), 1.0, {}, {}, name="probe"
+            )  # has no partners, so nothing else can fail it
             time.sleep(0.001)
 
     return refused(call_and_go_on)
@@ -378,21 +380,27 @@ def test_a_name_in_flight_twice_is_refused_where_it_happens(fleet: Fleets) -> No
 
 
 def test_an_agent_that_has_left_is_named_by_those_that_still_need_it(fleet: Fleets) -> None:
+    together = threading.Barrier(2)
+
     def run() -> None:
         shoal.barrier()
         if shoal.rank() == 2:
             shoal.shutdown()
             return
+        assert wait_until(lambda: 2 in shoal.membership().left)
+        assert shoal.pair_gossip(torch.tensor(float(shoal.rank())), other()).item() == 0.5  # who is left goes on
+        together.wait(10)
         started = time.monotonic()
         with pytest.raises(shoal.PeerLost, match="has left") as caught:
             shoal.allreduce(torch.ones(3))
         assert time.monotonic() - started < SOON
         assert caught.value.ranks == (2,)
-        assert 2 in shoal.membership().left
-        assert shoal.membership().epoch > 0
-        assert 2 not in shoal.membership().alive
-        # Who does not need it goes on.
-        assert shoal.pair_gossip(torch.tensor(float(shoal.rank())), 1 - shoal.rank()).item() == 0.5
+        view = shoal.membership()
+        assert view.epoch > 0
+        assert 2 not in view.alive
+
+    def other() -> int:
+        return 1 - shoal.rank()
 
     fleet(3).run(run)
 

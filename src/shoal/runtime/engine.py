@@ -34,7 +34,7 @@ from ..transport.router import Router
 from ..transport.wire import Kind, Message, Payload
 from .departures import Departure, Departures
 from .events import Events
-from .matching import Channel, Fate, Rounds, disagreement
+from .matching import Channel, Fate, Rounds, disagreement, unexpected
 from .membership import Membership
 from .operation import MORE, Arrived, Exchange, Handle, Operation, Stage, Steps, describe
 from .outbox import Outbox
@@ -181,6 +181,8 @@ class Engine:
         elif error is None and operation.unconfirmed:
             operation.outcome = (result,)
             self._leave_stage(operation)
+            if self._rounds.has_late(operation):
+                self._settle(operation, None, None)
         else:
             self._settle(operation, result, error)
 
@@ -231,8 +233,8 @@ class Engine:
             lease.release()
         operation.leases = []
         for source, message in late:
-            if error is None:
-                self._refuse(source, message, "it expected no such message in this round")
+            if isinstance(error, Mismatch) or error is None:
+                error = operation.error = self._refuse(source, message, unexpected(source, self.rank))
             else:
                 self._outbox.done_with(source, message)
         for number, source in asks:
@@ -298,7 +300,11 @@ class Engine:
         elif fate is Fate.LATE:
             self._outbox.done_with(source, message)
         elif fate is Fate.UNEXPECTED or operation is None or operation.stage is None:
-            self._refuse(source, message, "it expected no such message in this round")
+            error = self._refuse(source, message, unexpected(source, self.rank))
+            if operation is not None:
+                self._fail(operation, error)
+            else:
+                self._blame(source, message.name, error)
         else:
             stage = operation.stage
             self._match(operation, stage, source, message)
@@ -308,18 +314,19 @@ class Engine:
     def _match(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
         reason = disagreement(operation, stage, source, message, self.rank)
         if reason:
-            self._refuse(source, message, reason)
-            self._fail(operation, Mismatch(f"{operation}: {reason}", (source, self.rank)))
+            self._fail(operation, self._refuse(source, message, reason))
             return
         stage.missing.discard(source)
         stage.arrived[source] = message
         if message.payload is not None and not message.payload.complete:
             message.payload.owner = operation
 
-    def _refuse(self, source: int, message: Message, reason: str) -> None:
+    def _refuse(self, source: int, message: Message, reason: str) -> Mismatch:
+        """Turn a message away. Returns the error for this side."""
+        what = describe(message.op, message.name, message.round)
+        self._outbox.refuse(source, message, f"{what}: rank {self.rank} refused it: {reason}")
         message.flags = 0
-        text = f"{describe(message.op, message.name, message.round)}: rank {self.rank} refused it: {reason}"
-        self._outbox.say(source, Message(Kind.REFUSE, token=message.token, text=text))
+        return Mismatch(f"{what}: {reason}", (source, self.rank))
 
     def _on_reply(self, token: int) -> None:
         answered = self._outbox.answered(token)
@@ -332,13 +339,23 @@ class Engine:
         self._send_deferred(channel)
 
     def _on_refuse(self, source: int, message: Message) -> None:
+        """A peer says that our message, or our silence, did not fit."""
         error = Mismatch(message.text, (source, self.rank))
-        sender = self._outbox.sender_of(message.token)
-        if sender is not None and sender.handle is not None:
-            self._fail(sender, error)
-        else:
-            self._refused = error
+        fate, operation = self._rounds.fate(message)
+        if operation is not None:
+            self._fail(operation, error)
+        elif fate is Fate.UNEXPECTED:
+            self._blame(source, message.name, error)
         self._on_reply(message.token)
+
+    def _blame(self, source: int, name: str, error: Mismatch) -> None:
+        """A round that has ended well here did not fit a peer: what waits for that peer under the name, or else the
+        next call, raises."""
+        waiting = [operation for operation in self._rounds.under(name) if source in operation.waiting_for]
+        for operation in waiting:
+            self._fail(operation, error)
+        if not waiting:
+            self._refused = error
 
     def _on_ask(self, source: int, message: Message) -> None:
         fate, operation = self._rounds.fate(message)
@@ -357,7 +374,8 @@ class Engine:
             f"{operation}: rank {self.rank} expects a tensor from rank {source}, which took part in this round without "
             f"sending one to rank {self.rank}, or whose own call failed"
         )
-        self._outbox.say(source, Message(Kind.REFUSE, text=text))
+        message.token = 0
+        self._outbox.refuse(source, message, text)
         self._fail(operation, Mismatch(text, (source, self.rank)))
 
     def on_arrived(self, payload: Payload) -> None:

@@ -95,6 +95,15 @@ class Rounds:
     def in_flight(self) -> list[Operation]:
         return [operation for channel in self._channels.values() for operation in channel.active.values()]
 
+    def under(self, name: str) -> list[Operation]:
+        """The operations in flight under a name."""
+        channel = self._channels.get(name)
+        return list(channel.active.values()) if channel else []
+
+    def has_late(self, operation: Operation) -> bool:
+        """Messages have come that the operation, which wants no more, will not take up."""
+        return bool(self._early.get((operation.name, operation.round)))
+
     def fate(self, message: Message) -> tuple[Fate, Operation | None]:
         """What becomes of a message or a question, and the operation that it is about where that is in flight."""
         channel = self._channels.get(message.name)
@@ -104,6 +113,8 @@ class Rounds:
         if operation is None:
             late = (message.name, message.round) in self._tombstones
             return (Fate.LATE if late else Fate.UNEXPECTED), None
+        if operation.outcome is not None:  # it has all that it wants, and waits only for others to confirm
+            return Fate.UNEXPECTED, operation
         stage = operation.stage
         if stage is None or message.stage > stage.number:
             return Fate.EARLY, operation
@@ -145,6 +156,10 @@ class Rounds:
         return [(source, message) for (_, source), message in early.items()] if early else [], list(asks or ())
 
 
+def unexpected(source: int, rank: int) -> str:
+    return f"rank {rank} expects nothing from rank {source} in this round, but rank {source} sent to it"
+
+
 def disagreement(operation: Operation, stage: Stage, source: int, message: Message, rank: int) -> str:
     """Why a message does not fit the stage that it is for; empty if it does."""
     exchange = stage.exchange
@@ -153,7 +168,7 @@ def disagreement(operation: Operation, stage: Stage, source: int, message: Messa
     if message.digest != exchange.digest:
         return f"rank {source} and rank {rank} have a different {exchange.digest_of}"
     if source not in stage.missing:
-        return f"rank {rank} expects nothing from rank {source} in this round, but rank {source} sent to it"
+        return unexpected(source, rank)
     if exchange.dtype is not None and message.dtype != exchange.dtype:
         return f"rank {source} sent {message.dtype} and rank {rank} expected {exchange.dtype}"
     if exchange.shape is not None and message.shape != exchange.shape and not message.nothing:

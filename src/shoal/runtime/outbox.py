@@ -100,6 +100,11 @@ class Outbox:
             message.flags = 0
             self.say(source, Message(Kind.DONE, token=message.token))
 
+    def refuse(self, source: int, message: Message, text: str) -> None:
+        """Tell a peer that its message does not fit, and why."""
+        op, name, round_ = message.op, message.name, message.round
+        self.say(source, Message(Kind.REFUSE, op, name, round_, message.stage, message.token, text=text))
+
     def deny(self, peer: int, what: Operation | Message, stage: int) -> None:
         """Tell a peer that waits for a message of ours that none will come."""
         self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage))
@@ -135,11 +140,6 @@ class Outbox:
         self._router.retire_memory()
         while self._dirty:
             self._dirty.pop().flush()
-
-    def sender_of(self, token: int) -> Operation | None:
-        """The operation that sent the message with this token, if it awaits an answer."""
-        owed = self._owed.get(token)
-        return owed.operation if owed else None
 
     def answered(self, token: int) -> tuple[Operation, Channel] | None:
         """A receiver has answered: give back what was held for it."""

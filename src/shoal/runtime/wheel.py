@@ -21,6 +21,8 @@ AFTER_DRIVING = 0.002
 """Seconds for which the progress thread leaves the wheel after a caller has driven."""
 AFTER_SUBMITTING = 0.0005
 """Seconds for which it leaves it after a caller has submitted."""
+AT_MOST = 0.005
+"""Seconds for which callers that submit and never wait can keep it away."""
 FOREVER = float("inf")
 
 
@@ -53,6 +55,7 @@ class Wheel:
         self._poller = poller
         self._driver = 0
         self._keep_away = 0.0
+        self._left = 0.0  # when the wheel was last left
         self._aside = False
         self._closing = False
         self._running = threading.Event()
@@ -86,13 +89,13 @@ class Wheel:
 
     def submitted(self) -> None:
         """Something new is to be driven, soon. With the lock."""
-        if self._driver == 0:
-            self._keep_away = max(self._keep_away, time.monotonic() + AFTER_SUBMITTING)
-        elif self._driver == self._thread.ident:
-            self._keep_away = max(self._keep_away, time.monotonic() + AFTER_SUBMITTING)
-            if not self._aside:
+        if self._driver in (0, self._thread.ident):
+            soon = time.monotonic() + AFTER_SUBMITTING
+            if self._driver and not self._aside:
                 self._aside = True
+                self._left = soon
                 self._poller.wake()
+            self._keep_away = max(self._keep_away, min(soon, self._left + AT_MOST))
         elif self._driver != threading.get_ident():
             self._poller.wake()
 
@@ -122,7 +125,8 @@ class Wheel:
         finally:
             with self.lock:
                 self._driver = 0
-                self._keep_away = time.monotonic() + AFTER_DRIVING
+                self._left = time.monotonic()
+                self._keep_away = self._left + AFTER_DRIVING
                 self.notify()
             self._vehicle.after()
         return done()
@@ -164,4 +168,5 @@ class Wheel:
             finally:
                 with self.lock:
                     self._driver = 0
+                    self._left = time.monotonic()
                     self._turn.notify_all()

@@ -19,11 +19,13 @@ from .poller import Poller
 from .sockets import Incoming, Outgoing
 from .wire import PREFIX, Kind, Message, Payload, ProtocolError, Where, decode, encode, frame_length
 
-CHUNK_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 TURN_BYTES = 1 << 20
 """How much is read from one connection before the others, and the sums, have their turn."""
 DEAD_HOST_SECONDS = 20
+UNSENT_BYTES = 1 << 17
+"""How much the system queues unsent: a small message waits behind no more than this of a large one."""
 
 
 def listen(interface: str) -> socket.socket:
@@ -54,6 +56,7 @@ def start_connecting(host: str, port: int) -> socket.socket:
 def tune(sock: socket.socket) -> None:
     """No delay for small messages; a host that vanished without a word is noticed after ``DEAD_HOST_SECONDS``."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_HOST_SECONDS // 4)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_HOST_SECONDS // 4)

@@ -1,0 +1,168 @@
+"""Machines as agents see them: several of one kind of transport inside and another between, and what each listens on."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from shoal.runtime.agent import current
+from support.agent_main import holdings
+from support.namespaces import INTERFACE, network_namespaces
+from support.world import World
+
+NETWORK = {"SHOAL_TRANSPORT": "network"}
+
+
+def transports() -> list[str]:
+    """What leads to each other rank."""
+    router = current().engine.router
+    return [router.transport_to(other) for other in range(shoal.size()) if other != shoal.rank()]
+
+
+def machine() -> tuple[int, int, int, int, bool]:
+    return shoal.machine_size(), shoal.machine_rank(), shoal.local_size(), shoal.local_rank(), shoal.is_homogeneous()
+
+
+def listening() -> list[str]:
+    """The TCP addresses that this process listens on, without the ports."""
+    mine = {target for _, target in holdings().descriptors}
+    found = []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in mine:
+                found.append(_address(local.partition(":")[0]))
+    return found
+
+
+def _address(text: str) -> str:
+    words = struct.unpack(f">{len(text) // 8}I", bytes.fromhex(text))
+    packed = struct.pack(f"={len(words)}I", *words)
+    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
+
+
+def average() -> list[float]:
+    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    return [shoal.neighbor_allreduce(torch.full((n,), float(shoal.rank())))[-1].item() for n in (1, 100_000)]
+
+
+def assert_average(world: World) -> None:
+    expected = [(world.size - 1) / 2] * 2
+    assert world.results(average) == [pytest.approx(expected)] * world.size
+
+
+@pytest.mark.transport("shared_memory")
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+def test_agents_share_memory_inside_a_machine_and_use_the_network_between() -> None:
+    with network_namespaces(2) as machines, World(4, namespaces=machines) as world:
+        near, far = "shared_memory", "network"
+        assert world.results(transports) == [[near, far, far], [near, far, far], [far, far, near], [far, far, near]]
+        assert world.results(machine) == [(2, m, 2, local, True) for m in range(2) for local in range(2)]
+        assert_average(world)
+        assert world.results(listening) == [[one.address] for one in machines for _ in range(2)]
+
+
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+def test_machines_of_different_sizes_work_and_have_no_hierarchical_average() -> None:
+    with network_namespaces(2) as machines, World(3, namespaces=machines) as world:
+        assert world.results(machine) == [(2, 0, 2, 0, False), (2, 0, 2, 1, False), (2, 1, 1, 0, False)]
+        assert_average(world)
+        for one in world.run(average_by_machines):
+            assert one.error == "ValueError"
+            assert "[2, 1]" in one.message
+
+
+def average_by_machines() -> None:
+    shoal.set_machine_topology(shoal.RingGraph(shoal.machine_size()))
+    shoal.hierarchical_neighbor_allreduce(torch.ones(3))
+
+
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+@pytest.mark.parametrize("interface", [INTERFACE, "10.77.0.1"])
+def test_a_network_job_listens_on_the_interface_that_is_asked_for(interface: str) -> None:
+    environment = {"SHOAL_INTERFACE": interface, **NETWORK}
+    with network_namespaces(1) as machines, World(2, namespaces=machines, environment=environment) as world:
+        assert world.results(listening) == [[machines[0].address]] * 2
+        assert_average(world)
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with World(2, environment={"SHOAL_INTERFACE": "nowhere0", **NETWORK}, init=False, timeout=2.0) as world:
+        for one in world.run(shoal.init):
+            assert one.error == "ValueError"
+            assert "nowhere0" in one.message and "lo" in one.message
+
+
+@pytest.mark.transport("shared_memory")
+def test_a_job_on_one_machine_listens_on_no_port() -> None:
+    with World(3) as world:
+        assert_average(world)
+        assert world.results(listening) == [[]] * 3
+
+
+@pytest.mark.transport("network")
+def test_a_network_job_on_one_machine_listens_on_the_loopback_alone() -> None:
+    with World(3, environment=NETWORK) as world:
+        assert_average(world)
+        assert world.results(listening) == [["127.0.0.1"]] * 3
+        assert world.results(transports) == [["network"] * 2] * 3
+
+
+def test_a_transport_that_cannot_reach_everybody_is_refused_with_the_one_that_can() -> None:
+    with World(2, environment={"SHOAL_TRANSPORT": "threads"}, init=False, timeout=2.0) as world:
+        for one in world.run(shoal.init):
+            assert one.error == "ValueError"
+            assert "SHOAL_TRANSPORT=threads" in one.message and "shared_memory" in one.message
+
+
+# SHOAL_AGENTS_PER_MACHINE
+
+
+@pytest.mark.transport("shared_memory")
+@pytest.mark.parametrize(
+    ("per_machine", "expected"),
+    [
+        (1, [(4, 0, 1, 0, True), (4, 1, 1, 0, True), (4, 2, 1, 0, True), (4, 3, 1, 0, True)]),
+        (2, [(2, 0, 2, 0, True), (2, 0, 2, 1, True), (2, 1, 2, 0, True), (2, 1, 2, 1, True)]),
+        (3, [(2, 0, 3, 0, False), (2, 0, 3, 1, False), (2, 0, 3, 2, False), (2, 1, 1, 0, False)]),
+        (9, [(1, 0, 4, local, True) for local in range(4)]),
+    ],
+)
+def test_agents_per_machine_groups_ranks_and_changes_no_transport(
+    per_machine: int, expected: list[tuple[int, int, int, int, bool]]
+) -> None:
+    with World(4, environment={"SHOAL_AGENTS_PER_MACHINE": str(per_machine)}) as world:
+        assert world.results(machine) == expected
+        assert world.results(transports) == [["shared_memory"] * 3] * 4
+        assert_average(world)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_agents_per_machine_must_be_a_positive_integer(value: str) -> None:
+    with World(1, environment={"SHOAL_AGENTS_PER_MACHINE": value}, init=False) as world:
+        [one] = world.run(shoal.init)
+        assert one.error == "ValueError"
+        assert f"SHOAL_AGENTS_PER_MACHINE={value!r}" in one.message
+
+
+def init_with(variables: Mapping[str, str]) -> None:
+    import os
+
+    os.environ.update(variables)
+    shoal.init()
+
+
+def test_agents_that_disagree_about_agents_per_machine_name_each_other() -> None:
+    with World(3, init=False, timeout=5.0) as world:
+        pending = [world.run_on(r, init_with, {"SHOAL_AGENTS_PER_MACHINE": "3" if r < 2 else "1"}) for r in range(3)]
+        outcomes = [one.outcome() for one in pending]
+        assert [(one.error, one.ranks) for one in outcomes] == [("Mismatch", (2,))] * 2 + [("Mismatch", (0, 1))]
