@@ -57,6 +57,7 @@ class Wheel:
         self._keep_away = 0.0
         self._left = 0.0  # when the wheel was last left
         self._aside = False
+        self._polled = False  # whoever drove last has also listened
         self._closing = False
         self._running = threading.Event()
         self._turn = threading.Condition(self.lock)
@@ -125,14 +126,16 @@ class Wheel:
         finally:
             with self.lock:
                 self._driver = 0
-                self._left = time.monotonic()
-                self._keep_away = self._left + AFTER_DRIVING
+                if self._polled:
+                    self._left = time.monotonic()
+                    self._keep_away = self._left + AFTER_DRIVING
                 self.notify()
             self._vehicle.after()
         return done()
 
     def _drive(self, done: Callable[[], bool], limit: float) -> None:
         vehicle, poller = self._vehicle, self._poller
+        self._polled = False
         while True:
             vehicle.advance()
             if done():
@@ -140,6 +143,7 @@ class Wheel:
             now = time.monotonic()
             if now >= limit:
                 return
+            self._polled = True
             due = poller.poll(max(0.0, min(vehicle.next_check, limit, now + 60.0) - now))
             with self.lock:
                 vehicle.handle(due)
@@ -168,5 +172,5 @@ class Wheel:
             finally:
                 with self.lock:
                     self._driver = 0
-                    self._left = time.monotonic()
+                    self._left = time.monotonic() if self._polled else self._left
                     self._turn.notify_all()
