@@ -8,15 +8,15 @@ import networkx as nx
 import torch
 
 import shoal
+from shoal.ops.arithmetic import BLOCK_BYTES as BLOCK_BYTES
+from shoal.runtime.engine import PUBLISH_BYTES
 
 WEIGHABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 ALL_DTYPES = (*WEIGHABLE, *INTEGERS, torch.bool)
 
-INLINE_BYTES = 1 << 14
+INLINE_BYTES = PUBLISH_BYTES
 """Up to here a tensor travels inside its message; above, in shared memory or as a stream."""
-BLOCK_BYTES = 1 << 18
-"""A sum goes in blocks of this many bytes."""
 
 
 def shapes(dtype: torch.dtype) -> list[tuple[int, ...]]:

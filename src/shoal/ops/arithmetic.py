@@ -16,7 +16,8 @@ import torch
 from ..runtime.operation import MORE, Arrived
 from ..transport.wire import Payload
 
-BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 19
+"""Large enough that calls into torch cost little beside their bytes, small enough that a few blocks fit the cache."""
 HALF = (torch.float16, torch.bfloat16)
 Waiting = Generator[str, Arrived, None]
 
@@ -109,12 +110,11 @@ def _in_blocks(
     at = 0
     while True:
         here = min((p.available * k for p, k in zip(payloads, parts, strict=True)), default=total)
-        while at < total and (here >= total or here - at >= block):
-            end = min(at + block, total)
-            if (at, end) == (0, total):
-                combine(out, own, views)
-            else:
-                combine(out[at:end], own[at:end], [view[at:end] for view in views])
+        end = total if here >= total else here - here % block
+        if end > at:
+            pieces = [torch.split(tensor[at:end], block) for tensor in (out, own, *views)]
+            for target, mine, *theirs in zip(*pieces, strict=True):
+                combine(target, mine, theirs)
             at = end
         if at >= total:
             return

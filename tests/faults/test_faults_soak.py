@@ -1,0 +1,147 @@
+"""The long counts of the faults: deaths at random times, and machines that fall silent. Run by ``make soak``."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from fault_points import average_until_it_fails
+
+import shoal
+from support.agent_main import Outcome
+from support.namespaces import Namespace, network_namespaces
+from support.world import World
+
+SIZE = 5
+SECONDS = 1.0
+NETWORK = {"SHOAL_TRANSPORT": "network"}
+OVER = [
+    pytest.param({}, id="shared_memory", marks=pytest.mark.transport("shared_memory")),
+    pytest.param(NETWORK, id="network", marks=pytest.mark.transport("network")),
+]
+DEAD_HOST_SECONDS = 20.0
+"""After which a machine that no longer answers is given up: the transport's TCP_USER_TIMEOUT."""
+SILENT_SECONDS = DEAD_HOST_SECONDS + 10.0
+
+pytestmark = pytest.mark.soak
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize("numel", [16, 100_000, 1_000_000])
+@pytest.mark.parametrize("seed", range(25))
+def test_all_survivors_learn_within_a_second_who_was_killed_at_a_random_time(
+    environment: dict[str, str], numel: int, seed: int
+) -> None:
+    chance = random.Random(f"{environment} {numel} {seed}")
+    victim = chance.randrange(SIZE)
+    with World(SIZE, environment=environment) as world:
+        pending = [world.run_on(rank, average_until_it_fails, numel) for rank in range(SIZE)]
+        time.sleep(chance.uniform(0.0, 0.3))  # the random time
+        at = world.kill(victim)
+        for one in [each.outcome() for each in pending]:
+            if one.rank == victim:
+                assert one.message == "exit code -9"
+                continue
+            assert (one.error, one.ranks) == ("PeerLost", (victim,)), f"rank {one.rank}: {one.error}: {one.trace}"
+            assert one.ended - at < SECONDS
+
+
+# Machines that fall silent: no connection is closed, only nothing comes any more
+
+
+def assert_each_side_names_the_other(outcomes: list[Outcome], at: float, first_of_second: int) -> None:
+    for one in outcomes:
+        assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.trace}"
+        [lost] = one.ranks
+        assert (lost < first_of_second) != (one.rank < first_of_second), f"rank {one.rank}: {one.message}"
+        assert one.ended - at < SILENT_SECONDS, f"rank {one.rank} learnt it after {one.ended - at:.1f} s"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+@pytest.mark.parametrize("numel", [16, 3_000_000])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_machine_whose_cable_is_pulled_is_given_up_by_the_other(size: int, numel: int) -> None:
+    with network_namespaces(2) as machines, World(size, namespaces=machines, timeout=90.0) as world:
+        pending = [world.run_on(rank, average_until_it_fails, numel) for rank in range(size)]
+        time.sleep(1.0)  # in the middle of the work
+        at = time.monotonic()
+        machines[1].plug(False)
+        outcomes = [one.outcome(SILENT_SECONDS + 10.0) for one in pending]
+        assert_each_side_names_the_other(outcomes, at, size // 2)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+def test_a_machine_that_falls_silent_while_nobody_talks_is_given_up() -> None:
+    with network_namespaces(2) as machines, World(2, namespaces=machines, timeout=90.0) as world:
+        world.results(exchange)
+        at = time.monotonic()
+        machines[1].plug(False)
+        # Rank 1 says nothing, so rank 0 has nothing under way either that could fail to be acknowledged.
+        outcome = world.run_on(0, known_as_gone).outcome(SILENT_SECONDS + 10.0)
+        assert outcome.value == [1], outcome.trace
+        assert outcome.ended - at < SILENT_SECONDS
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+def test_a_third_machine_learns_which_one_fell_silent() -> None:
+    with network_namespaces(3) as machines, World(3, namespaces=machines, timeout=90.0) as world:
+        pending = [world.run_on(rank, average_until_it_fails, 16) for rank in range(3)]
+        time.sleep(1.0)
+        at = time.monotonic()
+        machines[2].plug(False)
+        outcomes = [one.outcome(SILENT_SECONDS + 10.0) for one in pending]
+        for one in outcomes[:2]:
+            assert (one.error, one.ranks) == ("PeerLost", (2,)), one.trace
+            assert one.ended - at < SILENT_SECONDS
+        assert outcomes[2].error == "PeerLost"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+@pytest.mark.parametrize("seconds", [1.0, DEAD_HOST_SECONDS / 2])
+def test_a_short_outage_loses_nobody(seconds: float) -> None:
+    with network_namespaces(2) as machines, World(4, namespaces=machines, timeout=90.0) as world:
+        world.results(exchange)
+        pending = [world.run_on(rank, exchange_for, seconds + 5.0) for rank in range(4)]
+        time.sleep(1.0)
+        interrupt(machines[1], seconds)
+        rounds = {one.outcome(60.0).value for one in pending}
+        assert len(rounds) == 1 and rounds.pop() > 0
+
+
+def interrupt(machine: Namespace, seconds: float) -> None:
+    machine.plug(False)
+    time.sleep(seconds)
+    machine.plug(True)
+
+
+def exchange() -> None:
+    size, rank = shoal.size(), shoal.rank()
+    shoal.set_topology(shoal.FullyConnectedGraph(size))
+    out = shoal.neighbor_allreduce(torch.full((100_000,), float(rank)))
+    assert torch.allclose(out, torch.tensor((size - 1) / 2))
+
+
+def exchange_for(seconds: float) -> int:
+    """Exchange until rank 0 says that the time is over; how often."""
+    limit, rounds = time.monotonic() + seconds, 0
+    while shoal.broadcast_object(time.monotonic() < limit):
+        exchange()
+        rounds += 1
+    return rounds
+
+
+def known_as_gone() -> list[int]:
+    limit = time.monotonic() + SILENT_SECONDS + 5.0
+    while not shoal.membership().died and time.monotonic() < limit:
+        time.sleep(0.05)
+    return sorted(shoal.membership().died)

@@ -1,0 +1,100 @@
+"""Ten thousand rounds between processes, in constant memory and without a descriptor more. Run by ``make soak``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import shoal
+from shoal.runtime.agent import current
+from support.agent_main import holdings
+from support.leftovers import resident_bytes
+from support.world import World
+
+ROUNDS, WARM = 10_000, 1_000
+SPARE_BYTES = 8 << 20
+"""What the allocators may still add when all has been used a thousand times; a leak of a small tensor a round is more."""
+NETWORK = {"SHOAL_TRANSPORT": "network"}
+OVER = [
+    pytest.param({}, id="shared_memory", marks=pytest.mark.transport("shared_memory")),
+    pytest.param(NETWORK, id="network", marks=pytest.mark.transport("network")),
+]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an agent uses at one moment."""
+
+    arena: int
+    resident: int
+    descriptors: int
+    threads: int
+
+
+def usage() -> Usage:
+    held = holdings()
+    return Usage(current().engine.arena.nbytes, resident_bytes(), len(held.descriptors), len(held.threads))
+
+
+def average_in_every_form(rounds: int) -> tuple[Usage, Usage]:
+    """What is used after the first thousand rounds, and after all."""
+    rank, size = shoal.rank(), shoal.size()
+    shoal.set_topology(shoal.RingGraph(size))
+    small, large = torch.full((16,), float(rank)), torch.full((40_000,), float(rank))
+    out = torch.empty_like(large)
+    before = None
+    for step in range(rounds):
+        if step == WARM:
+            shoal.barrier()
+            before = usage()
+        shoal.neighbor_allreduce(large, out=out)
+        handle = shoal.neighbor_allreduce_nonblocking(small, name=f"bucket {step % 7}")
+        ahead, behind = (rank + 1 + step % (size - 1)) % size, (rank - 1 - step % (size - 1)) % size
+        shoal.neighbor_allreduce(small, self_weight=0.5, src_weights={behind: 0.5}, dst_weights={ahead: 1.0})
+        handle.wait()
+        if step % 10 == 0:
+            shoal.allreduce(large)
+            shoal.neighbor_allreduce(small, self_weight=0.5, dst_weights={ahead: 0.5})
+            shoal.neighbor_allgather(large[: 1000 + step % 50])
+    shoal.barrier()
+    assert before is not None
+    return before, usage()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("environment", OVER)
+def test_ten_thousand_rounds_take_no_more_memory_than_a_thousand(environment: dict[str, str]) -> None:
+    with World(3, environment=environment, timeout=60.0) as world:
+        for before, after in world.results(average_in_every_form, ROUNDS, patience=850.0):
+            assert after.arena == before.arena
+            assert after.resident - before.resident < SPARE_BYTES
+            assert (after.descriptors, after.threads) == (before.descriptors, before.threads)
+
+
+def come_and_go(times: int) -> tuple[Usage, Usage]:
+    """What is used after ten lives of an agent, and after all."""
+    before = None
+    for life in range(times):
+        shoal.init()
+        shoal.set_topology(shoal.RingGraph(shoal.size()))
+        shoal.neighbor_allreduce(torch.ones(100_000))
+        if life == 10:
+            before = usage()
+        if life < times - 1:
+            shoal.shutdown()
+    assert before is not None
+    return before, usage()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("environment", OVER)
+def test_two_hundred_lives_of_an_agent_leave_nothing_in_its_process(environment: dict[str, str]) -> None:
+    with World(3, environment=environment, init=False, timeout=60.0) as world:
+        for before, after in world.results(come_and_go, 200, patience=280.0):
+            assert after.arena == before.arena
+            assert after.resident - before.resident < SPARE_BYTES
+            assert (after.descriptors, after.threads) == (before.descriptors, before.threads)
