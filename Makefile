@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test soak lint docs bench clean
+# What to test, and options of pytest; CI adds --every-transport.
+TESTS ?=
+
+.PHONY: demo test soak lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/shoal run --no-prefix -n 4 examples/train_digits.py --picture out/digits.png
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not soak" $(TESTS)
+	$(BIN)/pytest -m "not soak" -n 2 $(TESTS)
 
 soak: $(STAMP)
 	$(BIN)/pytest -m soak --timeout 1800

@@ -74,7 +74,8 @@ def average_until_it_fails(numel: int, victim: int = -1, point: Point | None = N
         arm(point)
     rank, size = shoal.rank(), shoal.size()
     shoal.set_topology(shoal.RingGraph(size))
-    mean = sum((rank + step) % size for step in (-1, 0, 1)) / 3
+    group = {(rank + step) % size for step in (-1, 0, 1)}
+    mean = sum(group) / len(group)
     own = torch.full((numel,), float(rank))
     out = torch.empty(numel)
     while True:

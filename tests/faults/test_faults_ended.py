@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import shoal
 from shoal.runtime import bootstrap
 from shoal.runtime.agent import current
 from support.agent_main import Outcome, die
+from support.leftovers import wait_until
 from support.world import World
 
 SIZE, VICTIM = 6, 2
@@ -230,10 +232,16 @@ def test_an_agent_that_is_stopped_past_the_deadline_is_named_and_takes_part_agai
         assert waited or point.kind != "sent"
         for one in waited:
             assert (one.error, one.ranks) == ("DeadlineExceeded", (VICTIM,)), f"rank {one.rank}: {one.trace}"
+        # The others need not have waited for it; a SIGCONT that overtakes the stop would be lost.
+        assert wait_until(lambda: is_stopped(world.members[VICTIM].pid))
         world.kill(VICTIM, signal.SIGCONT)
         resumed = pending[VICTIM].outcome()
         assert resumed.error in ("", "DeadlineExceeded"), resumed.trace
         world.results(average_once_more)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def set_the_ring() -> None:

@@ -228,7 +228,7 @@ def test_an_out_that_cannot_hold_the_result_is_refused(fleet: Fleets) -> None:
         (torch.ones(6), ValueError, "shape"),
         (torch.ones(2, 3, dtype=torch.float64), ValueError, "float64"),
         (torch.ones(2, 3, requires_grad=True), ValueError, "requires grad"),
-        (np.ones((2, 3)), TypeError, "out"),
+        (np.ones((2, 3)), ValueError, "out"),
     ]
     cases: list[tuple[Operation, type[Exception], str]] = [
         (lambda op=op, out=out: op(x, out=out), error, words) for op in operations for out, error, words in outs
@@ -242,7 +242,7 @@ def test_an_out_whose_elements_share_memory_is_refused(fleet: Fleets) -> None:
 
     def run() -> None:
         for call in (shoal.neighbor_allreduce, shoal.allreduce):
-            with pytest.raises((ValueError, RuntimeError), match="out|memory location"):
+            with pytest.raises((ValueError, RuntimeError), match=r"out|memory location"):
                 call(torch.ones(3), out=out)
 
     fleet(1).run(run)

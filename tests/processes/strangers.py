@@ -1,4 +1,4 @@
-"""Connections that no agent makes: from somebody who knows nothing of the job, or knows its secret and speaks nonsense."""
+"""Connections that no agent makes: from who knows nothing of the job, or knows its secret and speaks nonsense."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.runtime.agent import current
-from shoal.transport import router
+from shoal.transport import router as routing
 from shoal.transport.handshake import HELLO_SIZE, WELCOME_SIZE, Connecting
 from shoal.transport.wire import Kind, Message, Where, encode
 from support.agent_main import holdings
@@ -75,7 +75,7 @@ def count_of_descriptors() -> int:
 
 def be_impatient() -> None:
     """Give strangers less time than ten seconds to say who they are."""
-    router.GREETING_SECONDS = SILENCE_SECONDS
+    setattr(routing, "GREETING_SECONDS", SILENCE_SECONDS)  # noqa: B010 - a name that the module does not export
 
 
 def is_closed(sock: socket.socket, seconds: float = 5.0) -> bool:
@@ -178,12 +178,17 @@ NONSENSE_OVER_UNIX: dict[str, Packets] = {
     "memory never shared": [(_numbers(Where.SHARED, 20, (5,), segment=9), [])],
     "memory beyond its end": [(SEGMENT, [SEALED]), (_numbers(Where.SHARED, 20, (5,), segment=1, offset=4080), [])],
     "memory at an absurd offset": [
-        (SEGMENT, [SEALED]), (_numbers(Where.SHARED, 20, (5,), segment=1, offset=1 << 63), [])],  # fmt: skip
+        (SEGMENT, [SEALED]),
+        (_numbers(Where.SHARED, 20, (5,), segment=1, offset=1 << 63), []),
+    ],
     "numbers across their alignment": [
-        (SEGMENT, [SEALED]), (_numbers(Where.SHARED, 20, (5,), segment=1, offset=2), [])],  # fmt: skip
+        (SEGMENT, [SEALED]),
+        (_numbers(Where.SHARED, 20, (5,), segment=1, offset=2), []),
+    ],
     "part of a number in memory": [
         (SEGMENT, [SEALED]),
-        (encode(Message(Kind.DONE, where=Where.SHARED, segment=1, dtype=torch.float32, nbytes=3)), [])],  # fmt: skip
+        (encode(Message(Kind.DONE, where=Where.SHARED, segment=1, dtype=torch.float32, nbytes=3)), []),
+    ],
     "a stream": [(_numbers(Where.STREAM, 40_000, (10_000,)), [])],
 }
 

@@ -1,4 +1,4 @@
-"""Machines as agents see them: several of one kind of transport inside and another between, and what each listens on."""
+"""Machines as agents see them: which transport leads where, who is on which machine, and what each listens on."""
 
 from __future__ import annotations
 

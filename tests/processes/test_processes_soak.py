@@ -15,7 +15,7 @@ from support.world import World
 
 ROUNDS, WARM = 10_000, 1_000
 SPARE_BYTES = 8 << 20
-"""What the allocators may still add when all has been used a thousand times; a leak of a small tensor a round is more."""
+"""What the allocators may still add after a thousand rounds; a leak of one small tensor a round is more."""
 NETWORK = {"SHOAL_TRANSPORT": "network"}
 OVER = [
     pytest.param({}, id="shared_memory", marks=pytest.mark.transport("shared_memory")),

@@ -109,8 +109,10 @@ def test_an_exception_at_a_random_point_of_a_random_program_ends_all(fleet: Flee
 
 def test_the_others_are_told_who_failed_and_with_what(fleet: Fleets) -> None:
     heard: list[shoal.PeerLost] = []
+    together = threading.Barrier(3)
 
     def run() -> None:
+        together.wait(10)
         if shoal.rank() == 1:
             fall(1)
         try:
@@ -133,9 +135,10 @@ def test_an_agent_in_a_loop_of_its_own_is_named_and_left_to_itself(
 ) -> None:
     """A thread cannot be ended from outside; the caller gets the failure all the same, after a grace."""
     monkeypatch.setattr("shoal.runtime.fleet.GRACE_SECONDS", 0.1)
-    go = threading.Event()
+    go, together = threading.Event(), threading.Barrier(3)
 
     def run() -> None:
+        together.wait(10)
         if shoal.rank() == 0:
             fall(0)
         assert go.wait(20)

@@ -191,7 +191,7 @@ def test_dropping_weights_that_matter_is_said_once(
 
 
 def test_membership_begins_with_everybody_and_its_epoch_changes_with_a_departure(fleet: Fleets) -> None:
-    gone = threading.Event()
+    gone, both = threading.Event(), threading.Barrier(2)
 
     def run() -> None:
         view = shoal.membership()
@@ -208,6 +208,7 @@ def test_membership_begins_with_everybody_and_its_epoch_changes_with_a_departure
         assert later.epoch > view.epoch
         assert (later.alive, later.left, later.died) == ((0, 2), (1,), {})
         assert view.alive == (0, 1, 2)
+        both.wait(10)
 
     fleet(3).run(run)
 
@@ -218,6 +219,7 @@ def test_events_tell_what_the_engine_does_and_stop_when_unsubscribed(fleet: Flee
         unsubscribe = shoal.events().subscribe(seen.append)
         shoal.neighbor_allreduce(torch.ones(5000), "watched")
         unsubscribe()
+        shoal.barrier()
         shoal.neighbor_allreduce(torch.ones(5000), "unwatched")
         assert {event.name for event in seen} == {"watched"}
         assert {event.operation for event in seen} == {"neighbor_allreduce"}

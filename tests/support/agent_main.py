@@ -7,6 +7,7 @@ function it is told to, by name, and sends back what came of it, until its world
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -108,8 +109,10 @@ def holdings() -> Holdings:
             descriptors.add((entry.name, os.readlink(entry)))  # noqa: PTH115 - a socket's "target" is no path
         except FileNotFoundError:
             continue  # the one that lists the directory
-    tasks = Path("/proc/self/task")
-    threads = [f"{task.name} ({(task / 'comm').read_text().strip()})" for task in tasks.iterdir()]
+    threads = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            threads.append(f"{task.name} ({(task / 'comm').read_text().strip()})")
     threads += [f"{thread.name} (Python)" for thread in threading.enumerate()]
     lines = Path("/proc/self/maps").read_text().splitlines()
     # A memory file of Shoal's, or anonymous memory that is mapped shared, which is what mmap.mmap(-1, n) gives.

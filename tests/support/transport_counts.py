@@ -14,6 +14,7 @@ import pytest
 from . import TRANSPORTS
 
 _counts = pytest.StashKey[Counter[str]]()
+_PROPERTY = "transport"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_counts] = Counter()
+    config.pluginmanager.register(_Count(config.stash[_counts]))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -29,9 +31,20 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.when == "call" and not report.skipped:
-        item.config.stash[_counts].update({marker.args[0] for marker in item.iter_markers("transport")})
+    if report.when == "call" and not report.skipped:  # the report reaches the counting process, the item may not
+        report.user_properties += [(_PROPERTY, name) for name in {m.args[0] for m in item.iter_markers("transport")}]
     return report
+
+
+class _Count:
+    """Counts what is reported, by whichever process ran it."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self._counts = counts
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            self._counts.update(str(value) for name, value in report.user_properties if name == _PROPERTY)
 
 
 def _missing(config: pytest.Config) -> list[str]:
@@ -40,6 +53,8 @@ def _missing(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):  # only the process that counts for all can judge
+        return
     if session.config.getoption("--every-transport") and _missing(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
