@@ -224,7 +224,8 @@ def test_an_agent_that_is_stopped_past_the_deadline_is_named_and_takes_part_agai
     with World(4, environment=environment) as world:
         world.results(set_the_ring)
         others = [rank for rank in range(4) if rank != VICTIM]
-        pending = [world.run_on(rank, stop_at_and_average, point, rank == VICTIM) for rank in range(4)]
+        world.results(stop_at, point, on=[VICTIM])
+        pending = [world.run_on(rank, average_with_a_stop) for rank in range(4)]
         outcomes = {rank: pending[rank].outcome() for rank in others}
         assert not outcomes[0].error, "the agent opposite does not need the stopped one"
         waited = [outcomes[rank] for rank in (1, 3) if outcomes[rank].error]
@@ -249,9 +250,11 @@ def set_the_ring() -> None:
     shoal.barrier()
 
 
-def stop_at_and_average(point: Point, victim: bool) -> None:
-    if victim:
-        arm(point, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+def stop_at(point: Point) -> None:
+    arm(point, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def average_with_a_stop() -> None:
     shoal.neighbor_allreduce(torch.ones(30_000), name="with a stop", timeout=1.5)
 
 

@@ -287,7 +287,7 @@ def test_a_killed_process_leaves_a_trace_that_loads(tmp_path):
         process.wait()
     events = json.loads(path.read_text() + "]")
     assert [e["name"] for e in on_row(events, "activities: weights")] == ["forward"]
-    assert [e["ph"] for e in on_row(events, "exchange: weights")] == ["B", "E"]
+    assert [e["ph"] for e in on_row(events, "exchange: weights")] == ["B", "X", "E"]
 
 
 FORKED = """

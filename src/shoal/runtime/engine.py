@@ -227,13 +227,14 @@ class Engine:
     def _settle(self, operation: Operation, result: Any, error: BaseException | None) -> None:
         """End an operation, with a result or an error."""
         operation.error = error
+        ended_well = error is None
         late, asks = self._rounds.end(operation, error is not None)
         self._leave_stage(operation)
         for lease in operation.leases:
             lease.release()
         operation.leases = []
         for source, message in late:
-            if isinstance(error, Mismatch) or error is None:
+            if ended_well:
                 error = operation.error = self._refuse(source, message, unexpected(source, self.rank))
             else:
                 self._outbox.done_with(source, message)
@@ -407,7 +408,10 @@ class Engine:
         """An agent died or left; tell the neighbours, and end what cannot be completed without it."""
         rank, cause, died, told_by = gone
         self._departures.forget(rank)
-        if rank == self.rank or not self.membership.remove(rank, cause, died):
+        if rank == self.rank:
+            self._break(f"rank {told_by} counts it as lost ({cause})")
+            return
+        if not self.membership.remove(rank, cause, died):
             if died and rank in self.membership.view.left and self._ended is None:  # it left, and somebody missed it
                 self._outbox.pass_on(gone)
                 self._lose(f"rank {rank} is gone: {cause}", rank)
@@ -457,7 +461,7 @@ class Engine:
     def check(self, now: float) -> None:
         """Whatever is due: departures, questions, stall reports, deadlines. Sets when to come back."""
         self.router.forget_strangers(now)
-        if not self._outbox.said_goodbye:
+        if not self._outbox.said_goodbye and not self._deaf:
             for departure in self._departures.believed(now):
                 self._on_gone(departure)
         following = self._departures.next if not self._outbox.said_goodbye else float("inf")

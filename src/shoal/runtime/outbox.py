@@ -110,11 +110,18 @@ class Outbox:
         self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage))
 
     def pass_on(self, gone: Departure) -> None:
-        """Tell everybody that we have a link to, but those who know, that an agent is gone."""
+        """Tell everybody that we have a link to, but those who know, that an agent is gone.
+
+        One that we count as lost may be alive, and shut out for what it said; it must not think that all others are.
+        """
+        notice = Message(Kind.NOTICE, token=gone.rank, flags=DIED if gone.died else 0, text=gone.cause)
         for peer in list(self._router.links):
             if peer not in (gone.rank, gone.told_by):
-                flags = DIED if gone.died else 0
-                self.say(peer, Message(Kind.NOTICE, token=gone.rank, flags=flags, text=gone.cause))
+                self.say(peer, notice)
+        condemned = self._router.links.get(gone.rank)
+        if condemned is not None and gone.died and gone.told_by == self._rank:
+            condemned.post(notice)
+            condemned.flush()
 
     def say_goodbye(self, farewell: str, died: bool) -> None:
         """The last word to everybody who would miss one."""
