@@ -179,8 +179,9 @@ def test_broadcast_roots_that_differ(fleet: Fleets, size: int) -> None:
         assert time.monotonic() - started < SOON
         try:
             shoal.barrier()
-        except shoal.Mismatch:  # its own broadcast had ended when the refusal came
+        except shoal.Mismatch:  # its own broadcast had ended when the refusal came; the barrier has not begun
             found = True
+            shoal.barrier()
         return found
 
     for kind in ("tensor", "object"):

@@ -79,7 +79,11 @@ class Greeting:
         return print, ("this must never be printed",)
 
 
-@pytest.mark.parametrize("value", [Greeting(), [1, {"deep": Greeting()}], nx.DiGraph, lambda: None], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [Greeting(), [1, {"deep": Greeting()}], nx.DiGraph, lambda: None],
+    ids=["object", "deep inside", "class", "function"],
+)
 def test_an_object_that_could_run_code_is_refused_at_the_root(
     fleet: Fleets, value: object, capsys: pytest.CaptureFixture[str]
 ) -> None:

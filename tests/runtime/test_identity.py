@@ -214,12 +214,14 @@ def test_membership_begins_with_everybody_and_its_epoch_changes_with_a_departure
 
 
 def test_events_tell_what_the_engine_does_and_stop_when_unsubscribed(fleet: Fleets) -> None:
+    both = threading.Barrier(2)
+
     def run() -> list[tuple[str, int, int]]:
         seen: list[shoal.Event] = []
         unsubscribe = shoal.events().subscribe(seen.append)
         shoal.neighbor_allreduce(torch.ones(5000), "watched")
         unsubscribe()
-        shoal.barrier()
+        both.wait(10)  # or the other agent's next message could come before the end of the subscription
         shoal.neighbor_allreduce(torch.ones(5000), "unwatched")
         assert {event.name for event in seen} == {"watched"}
         assert {event.operation for event in seen} == {"neighbor_allreduce"}

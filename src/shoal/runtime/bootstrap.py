@@ -13,7 +13,6 @@ import logging
 import os
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -33,7 +32,8 @@ log = logging.getLogger("shoal")
 DEFAULT_TIMEOUT = 300.0
 FAREWELL_SECONDS = 10.0
 """How long ``shutdown`` waits for others to take what they still wait for, at most."""
-_lock = threading.Lock()
+BREAK_UP_SECONDS = 2.0
+"""How long rank 0 keeps the store open for the others after ``init`` failed over what was said."""
 on_start: list[Callable[[Agent], None]] = []
 """Called with every new agent; how the timeline and others attach themselves."""
 on_stop: list[Callable[[Agent], None]] = []
@@ -132,14 +132,14 @@ def _connect(mine: Seat) -> Agent:
     try:
         store = mine.store or open_store(launch, deadline)
         with contextlib.closing(store) if mine.store is None else contextlib.nullcontext():
-            meeting = _Meeting(store, f"init/{mine.generation}", launch, deadline)
-            found = meeting.gather("place", {"place": asdict(engine.router.place), "per_machine": per_machine})
-            places = [Place(**one["place"]) for one in found]
-            _check_agreement(found, per_machine)
-            interface = os.environ.get("SHOAL_INTERFACE", "")
-            endpoint = engine.router.listen(places, forced, interface, launch.host or "127.0.0.1")
-            secret = os.environ.get("SHOAL_SECRET") or (secrets.token_hex(32) if launch.rank == 0 else "")
-            said = meeting.gather("endpoint", {"endpoint": asdict(endpoint), "secret": secret})
+            with _Meeting(store, f"init/{mine.generation}", launch, deadline) as meeting:
+                found = meeting.gather("place", {"place": asdict(engine.router.place), "per_machine": per_machine})
+                places = [Place(**one["place"]) for one in found]
+                _check_agreement(found, per_machine)
+                interface = os.environ.get("SHOAL_INTERFACE", "")
+                endpoint = engine.router.listen(places, forced, interface, launch.host or "127.0.0.1")
+                secret = os.environ.get("SHOAL_SECRET") or (secrets.token_hex(32) if launch.rank == 0 else "")
+                said = meeting.gather("endpoint", {"endpoint": asdict(endpoint), "secret": secret})
             secret = os.environ.get("SHOAL_SECRET") or said[0]["secret"]
             engine.router.meet([Endpoint(**one["endpoint"]) for one in said], secret.encode())
             engine.start()
@@ -163,10 +163,24 @@ def _settle(agent: Agent, deadline: float) -> None:
 
 
 class _Meeting:
-    """Everybody tells everybody something, through the store."""
+    """Everybody tells everybody something, through the store.
+
+    When it breaks up over something that was said, all others shall have heard that too before rank 0 closes the store.
+    """
 
     def __init__(self, store: Store, prefix: str, launch: Launch, deadline: float) -> None:
         self._store, self._prefix, self._launch, self._deadline = store, prefix, launch, deadline
+        self._heard = ""
+
+    def __enter__(self) -> _Meeting:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if self._launch.rank or not self._heard or not isinstance(error, (ValueError, Mismatch)):
+            return
+        limit = min(self._deadline, time.monotonic() + BREAK_UP_SECONDS)
+        while self._store.add(self._heard, 0) < self._launch.size and time.monotonic() < limit:
+            time.sleep(0.01)
 
     def gather(self, key: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
         key = f"{self._prefix}/{key}"
@@ -177,6 +191,8 @@ class _Meeting:
                 parts = [self._store.get(f"{key}/{other}", self._deadline).decode() for other in range(size)]
                 self._store.set(f"{key}/all", f"[{','.join(parts)}]".encode())
             found: list[dict[str, Any]] = json.loads(self._store.get(f"{key}/all", self._deadline))
+            self._heard = f"{key}/heard"
+            self._store.add(self._heard, 1)
         except DeadlineExceeded:
             missing = [other for other in range(size) if not self._has(f"{key}/{other}")]
             who = f"ranks {missing} never came" if missing else "rank 0 did not answer"

@@ -183,10 +183,14 @@ def decode(frame: memoryview) -> Message:
     name = _text(bytes(frame[at + n_op : body]))
     dtype, text, payload = DTYPES[code], "", None
     if known_kind is Kind.DATA:
+        if known_where is Where.NOWHERE:
+            raise ProtocolError("a tensor that is nowhere")
         if nbytes != _extent(shape, dtype) or (known_where is Where.INLINE and n_body != nbytes):
             raise ProtocolError(f"{nbytes} bytes for a {dtype} tensor of shape {shape}")
         if known_where is Where.INLINE:
             payload = inline_payload(dtype, bytearray(frame[body:]))
+    elif known_where is not Where.NOWHERE:
+        raise ProtocolError(f"a message of kind {kind} with a tensor")
     elif n_body:
         text = _text(bytes(frame[body:]))
     return Message(
