@@ -1,0 +1,45 @@
+"""The README's code does what the README says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import shoal
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_ten_lines_give_every_agent_the_mean_of_all_ranks(tmp_path):
+    script = tmp_path / "average.py"
+    script.write_text(BLOCKS[0])
+    launcher = [sys.executable, "-m", "shoal", "run", "-n", "4"]
+    done = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=50, check=True)
+    lines = sorted(line.split("] ", 1)[1] for line in done.stdout.splitlines())
+    assert lines == [f"{rank} tensor([1.5000, 1.5000, 1.5000])" for rank in range(4)]
+
+
+def test_the_calls_it_shows_average_what_they_say():
+    """On a ring of four, with agent 1 in the place of the reader for the pull, and of nobody for the rest."""
+
+    def run():
+        rank = shoal.rank()
+        pull, push = {3: 0.5} if rank != 3 else {0: 0.5}, {1: 0.5} if rank != 1 else {2: 0.5}
+        code = BLOCKS[1].replace("dst_weights={1: 0.5}", "dst_weights=push").replace("0.5, {3: 0.5})", "0.5, pull)")
+        names = {"x": torch.tensor([float(rank)]), "pull": pull, "push": push, "seen": []}
+        code = code.replace("{3: 0.5}, {1: 1.0}", "{(bf.rank() - 1) % 4: 0.5}, {(bf.rank() + 1) % 4: 1.0}")
+        exec(
+            re.sub(r"^y = .*$", r"\g<0>\nseen.append(y.item())", code.replace("   #", "  #"), flags=re.MULTILINE), names
+        )
+        return names["seen"]
+
+    found = shoal.Fleet(4).run(run)
+    ring = [sum([(rank - 1) % 4, rank, (rank + 1) % 4]) / 3 for rank in range(4)]
+    pushed = [0.5 * 0, 0.5 * 1 + 0.5 * (0 + 2 + 3), 0.5 * 2 + 0.5 * 1, 0.5 * 3]
+    for rank, (static, pull, push, push_pull, handle) in enumerate(found):
+        assert torch.tensor([static, handle]).allclose(torch.tensor([ring[rank]] * 2))
+        assert pull == 0.5 * rank + 0.5 * (3 if rank != 3 else 0)
+        assert push == pushed[rank]
+        assert push_pull == 0.5 * rank + 0.5 * ((rank - 1) % 4)
