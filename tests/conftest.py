@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -12,6 +13,12 @@ from support import TRANSPORTS
 from support.leftovers import nothing_is_left
 
 pytest_plugins = ["support.transport_counts", "pytester"]
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach the agents of tests about it, also where the tests run in the background and ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.transport(name)) for name in TRANSPORTS])
