@@ -15,6 +15,8 @@ from fault_points import Point, arm, average_until_it_fails
 import shoal
 from shoal.runtime import bootstrap
 from shoal.runtime.agent import current
+from shoal.runtime.engine import HANG_UP_SECONDS
+from shoal.transport.sockets import Outgoing
 from support.agent_main import Outcome, die
 from support.leftovers import wait_until
 from support.world import World
@@ -152,6 +154,27 @@ def test_an_agent_killed_in_its_shutdown_is_named_to_those_who_go_on(environment
             assert one.ended - dead.ended < SECONDS
 
 
+def shut_down_with_a_broken_link() -> None:
+    """Before the agent can tell whether its peer is gone, or only that connection."""
+    link = current().engine.router.links[1]
+    assert isinstance(link, Outgoing)
+    link.fail("cut by the test")
+    shoal.shutdown()
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_shutdown_does_not_wait_for_a_link_that_broke(environment: dict[str, str]) -> None:
+    with World(2, environment=environment) as world:
+        world.results(average_and_rest)
+        [outcome] = world.run(shut_down_with_a_broken_link, on=[0])
+        assert not outcome.error, outcome.trace
+        assert outcome.seconds < SECONDS + HANG_UP_SECONDS
+
+
+def average_and_rest() -> None:
+    shoal.neighbor_allreduce(torch.ones(30_000))
+
+
 # An agent that forks
 
 
@@ -241,6 +264,33 @@ def test_an_agent_that_is_stopped_past_the_deadline_is_named_and_takes_part_agai
         world.results(average_once_more)
 
 
+@pytest.mark.transport("network")
+def test_an_agent_that_is_stopped_in_the_middle_of_a_tensor_is_named() -> None:
+    with World(3, environment={"SHOAL_TRANSPORT": "network"}) as world:
+        world.results(set_the_ring)
+        world.results(stop_at, Point("Chunk out", 6), on=[VICTIM])
+        pending = [world.run_on(rank, average_with_a_stop, 8_000_000) for rank in range(3)]
+        for one in [pending[rank].outcome() for rank in (0, 1)]:
+            assert (one.error, one.ranks) == ("DeadlineExceeded", (VICTIM,)), f"rank {one.rank}: {one.trace}"
+        world.kill(VICTIM, signal.SIGCONT)
+        pending[VICTIM].outcome()
+        world.results(average_once_more)
+
+
+@pytest.mark.transport("network")
+def test_an_agent_that_was_stopped_in_the_middle_of_a_tensor_is_named_to_those_who_call_later() -> None:
+    with World(2, environment={"SHOAL_TRANSPORT": "network"}) as world:
+        world.results(stop_at, Point("Chunk out", 6), on=[1])
+        pending = world.run_on(1, average_with_a_stop, 8_000_000)
+        assert wait_until(lambda: is_stopped(world.members[1].pid))
+        late = world.run_on(0, average_with_a_stop, 8_000_000).outcome()
+        assert (late.error, late.ranks) == ("DeadlineExceeded", (1,)), late.trace
+        assert late.seconds < 1.5 + SECONDS
+        world.kill(1, signal.SIGCONT)
+        pending.outcome()
+        world.results(shoal.barrier)
+
+
 def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
@@ -254,8 +304,8 @@ def stop_at(point: Point) -> None:
     arm(point, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
-def average_with_a_stop() -> None:
-    shoal.neighbor_allreduce(torch.ones(30_000), name="with a stop", timeout=1.5)
+def average_with_a_stop(numel: int = 30_000) -> None:
+    shoal.neighbor_allreduce(torch.ones(numel), name="with a stop", timeout=1.5)
 
 
 def average_once_more() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_unnamed_operations_match_by_call_order_within_their_type(fleet: Fleets)
         return (
             [handle.wait().item() for handle in handles["mix"]],
             [handle.wait().item() for handle in handles["sum"]],
-            [handle.wait().sum().item() for handle in handles["gather"]],
+            [int(handle.wait().sum().item()) for handle in handles["gather"]],
         )
 
     averages = [0.5 + i for i in range(5)]
@@ -257,7 +258,7 @@ def test_a_sender_may_be_many_rounds_ahead_on_a_directed_edge(fleet: Fleets) -> 
     def run() -> list[float]:
         graph = shoal.topology.with_weights(*[torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0]]).numpy()] * 2)
         shoal.set_topology(graph, is_weighted=True)
-        handles = []
+        handles: list[shoal.Handle[torch.Tensor]] = []
         for i in range(count):
             if shoal.rank() and i % 7 == 0:
                 time.sleep(0.005)
@@ -321,7 +322,7 @@ def test_an_agent_may_submit_long_before_its_neighbour_and_compute_meanwhile(fle
 
 
 @pytest.mark.parametrize("thing", [None, 3, torch.ones(1)])
-def test_what_is_no_handle_is_refused(thing: object) -> None:
+def test_what_is_no_handle_is_refused(thing: Any) -> None:
     for function in (shoal.poll, shoal.wait, shoal.synchronize):
         with pytest.raises((TypeError, ValueError), match="no handle"):
-            function(thing)  # type: ignore[operator]
+            function(thing)

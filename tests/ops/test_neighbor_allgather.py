@@ -103,7 +103,7 @@ def test_nonblocking_gathers_match_by_name_in_any_order(fleet: Fleets) -> None:
             name: shoal.neighbor_allgather_nonblocking(torch.tensor([int(name[1:]) * 10 + shoal.rank()]), name)
             for name in order
         }
-        return [shoal.wait(handles[name]).item() for name in names]
+        return [int(shoal.wait(handles[name]).item()) for name in names]
 
     assert fleet(2).run(run) == [[10 * i + 1 - rank for i in range(12)] for rank in range(2)]
 

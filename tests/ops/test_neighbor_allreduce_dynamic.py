@@ -130,7 +130,7 @@ def test_push_pull_without_the_check_computes_the_same(fleet: Fleets) -> None:
     def run() -> list[torch.Tensor]:
         rank = shoal.rank()
         x = sample(rank, (20,))
-        arguments = {"self_weight": 2, "src_weights": receive[rank], "dst_weights": send[rank]}
+        arguments: dict[str, Any] = {"self_weight": 2, "src_weights": receive[rank], "dst_weights": send[rank]}
         return [shoal.neighbor_allreduce(x, **arguments, enable_topo_check=check) for check in (True, False)]
 
     for checked, unchecked in fleet(5).run(run):

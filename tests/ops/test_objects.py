@@ -122,7 +122,7 @@ def test_a_crafted_pickle_from_a_root_is_not_executed(fleet: Fleets, capsys: pyt
 def make_model(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(5, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 200))
-    model[1].num_batches_tracked += seed  # type: ignore[operator]
+    model.get_buffer("1.num_batches_tracked").add_(seed)
     return model
 
 
@@ -187,7 +187,7 @@ def test_parameters_with_one_name_or_that_are_no_tensors_are_refused(fleet: Flee
             with pytest.raises(ValueError, match="same name"):
                 call([("a", torch.ones(1)), ("a", torch.ones(1))])
             with pytest.raises(TypeError, match="int"):
-                call({"step": 3})  # type: ignore[dict-item]
+                call({"step": 3})  # type: ignore[arg-type]
 
     fleet(1).run(run)
 

@@ -293,3 +293,18 @@ def test_random_generators_belong_to_each_agent_if_it_makes_one(fleet: Fleets) -
 
     expected = [torch.rand(3, generator=torch.Generator().manual_seed(rank)).tolist() for rank in range(3)]
     assert fleet(3).run(run) == expected
+
+
+def test_a_fleet_that_has_done_its_work_ends_at_once(fleet: Fleets) -> None:
+    """Agents that leave at the same time hang up on each other; none of them waits for one that is gone."""
+    graph_of = [shoal.ExponentialTwoGraph(8), shoal.StarGraph(8), shoal.MeshGrid2DGraph(8)]
+
+    def run() -> None:
+        for graph in graph_of:
+            shoal.set_topology(graph)
+            shoal.neighbor_allgather(torch.ones(2, 3))
+
+    for _ in range(12):
+        started = time.monotonic()
+        fleet(8).run(run)
+        assert time.monotonic() - started < 5.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 
 import networkx as nx
 import torch
@@ -27,6 +28,11 @@ def shapes(dtype: torch.dtype) -> list[tuple[int, ...]]:
 
 def sample(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """A tensor that differs for each rank and seed, and is the same in every process."""
+    return _sample(rank, shape, dtype, seed).clone()
+
+
+@lru_cache(maxsize=512)
+def _sample(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000_003 * seed + 7919 * rank + 13)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
