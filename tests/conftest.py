@@ -16,9 +16,11 @@ pytest_plugins = ["support.transport_counts", "pytester"]
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C reach the agents of tests about it, also where the tests run in the background and ignore it."""
+    """Let signals reach the agents of tests about them, also where the tests run in the background and ignore some."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.transport(name)) for name in TRANSPORTS])

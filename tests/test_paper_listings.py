@@ -31,7 +31,8 @@ def local_problem(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def least_squares(A: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.solve(A.t() @ A, A.t() @ b)
+    x: torch.Tensor = torch.linalg.solve(A.t() @ A, A.t() @ b)
+    return x
 
 
 def global_solution(size: int) -> torch.Tensor:

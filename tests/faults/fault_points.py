@@ -157,8 +157,8 @@ def known_as_dead(count: int) -> list[int]:
 
 
 def wait_for_no_orphans() -> None:
-    """Workers of a data loader look for their parent every few seconds, and then end."""
+    """A killed process takes a moment to end; workers of a data loader look for their parent every few seconds."""
     limit = time.monotonic() + 15.0
     while template().orphans():
-        assert time.monotonic() < limit, "the workers of a dead agent stay"
+        assert time.monotonic() < limit, "what a dead agent has started stays"
         time.sleep(0.05)

@@ -116,6 +116,7 @@ def test_an_agent_killed_with_a_forked_child_alive_is_named() -> None:
             assert Path(f"/proc/{child}").exists(), "the child ended before its parent, so this showed nothing"
         finally:
             os.kill(child, signal.SIGKILL)
+            wait_for_no_orphans()
 
 
 @pytest.mark.transport("shared_memory")
@@ -128,6 +129,7 @@ def test_an_agent_killed_with_a_forked_child_alive_is_named_on_other_machines() 
             assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)))
         finally:
             os.kill(child, signal.SIGKILL)
+            wait_for_no_orphans()
 
 
 @pytest.mark.transport("shared_memory")

@@ -309,6 +309,7 @@ def test_infer_gives_the_matrix_of_uniform_weights_with_columns_that_sum_to_one(
         assert (sources, destinations) == (receives[rank], sorted(sends[rank]))
         torch.testing.assert_close(one, expected)
         torch.testing.assert_close(other, expected)
+        assert isinstance(one, torch.Tensor)
         torch.testing.assert_close(one.sum(0), torch.ones(size))
 
     fleet(size).run(run)

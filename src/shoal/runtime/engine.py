@@ -466,7 +466,7 @@ class Engine:
                 self._on_gone(departure)
         following = self._departures.next if not self._outbox.said_goodbye else float("inf")
         for operation in self._rounds.in_flight():
-            if now >= operation.deadline:
+            if now >= operation.deadline and not operation.computing:
                 self._fail(operation, overdue(operation, self.rank, self._rounds, self._outbox))
             else:
                 following = min(following, remind(operation, now, self.rank, self._outbox))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import PeerLost
+from ..transport.router import TRANSPORTS
 from .agent import Seat, take_seat
 from .bootstrap import init, leave
 from .launch import Launch
@@ -52,6 +53,10 @@ class Fleet:
             raise ValueError(f"Fleet({size!r}): the number of agents must be a positive integer")
         if agents_per_machine is not None and agents_per_machine < 1:
             raise ValueError(f"agents_per_machine={agents_per_machine}: it must be a positive integer")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout={timeout}: it must be a positive number of seconds")
+        if transport and transport not in TRANSPORTS:
+            raise ValueError(f"transport={transport!r}; it may be one of {', '.join(TRANSPORTS)}")
         self.size = size
         self._per_machine = agents_per_machine
         self._timeout = timeout

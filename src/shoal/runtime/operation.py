@@ -142,8 +142,18 @@ class Operation:
     @property
     def waiting_for(self) -> list[int]:
         """The ranks that keep it from going on."""
-        missing = self.stage.missing if self.stage is not None else set()
-        return sorted(missing | set(self.unconfirmed.values()))
+        waiting = set(self.unconfirmed.values())
+        if self.stage is not None:
+            waiting |= self.stage.missing
+            for source, message in self.stage.arrived.items():
+                if message.payload is not None and not message.payload.complete:
+                    waiting.add(source)
+        return sorted(waiting)
+
+    @property
+    def computing(self) -> bool:
+        """It has all messages of its stage and waits for nobody."""
+        return self.stage is not None and self.stage.complete and not self.waiting_more
 
 
 def describe(op: str, name: str, round_: int) -> str:

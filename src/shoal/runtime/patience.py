@@ -21,7 +21,7 @@ STALL_AFTER = 30.0
 def remind(operation: Operation, now: float, rank: int, outbox: Outbox) -> float:
     """Ask or report, if it is time to. Returns when to come back, as ``time.monotonic()``."""
     stage = operation.stage
-    following = operation.deadline
+    following = operation.deadline if not operation.computing else float("inf")
     if stage is not None and stage.missing and not stage.asked:
         if now < stage.started + ASK_AFTER:
             return min(following, stage.started + ASK_AFTER)
@@ -49,6 +49,8 @@ def overdue(operation: Operation, rank: int, rounds: Rounds, outbox: Outbox) -> 
     waiting, stage = operation.waiting_for, operation.stage
     if stage is not None and stage.missing:
         what = "they did not take part"
+    elif operation.waiting_more:
+        what = "a part of what they sent has not arrived"
     elif operation.unconfirmed:
         what = "they did not confirm that they expected it"
     else:
