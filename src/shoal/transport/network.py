@@ -138,7 +138,7 @@ class NetworkLink(Outgoing):
 
     @property
     def idle(self) -> bool:
-        return not self._frames and not self._streams and not self._sending
+        return self.sock.fileno() < 0 or not (self._frames or self._streams or self._sending)
 
     def close(self) -> None:
         super().close()

@@ -141,7 +141,7 @@ class SharedMemoryLink(Outgoing):
 
     @property
     def idle(self) -> bool:
-        return not self._frames and not self._packets
+        return self.sock.fileno() < 0 or (not self._frames and not self._packets)
 
     def close(self) -> None:
         super().close()
