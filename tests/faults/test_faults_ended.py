@@ -277,6 +277,20 @@ def test_an_agent_that_is_stopped_in_the_middle_of_a_tensor_is_named() -> None:
         world.results(average_once_more)
 
 
+@pytest.mark.transport("network")
+def test_an_agent_that_was_stopped_in_the_middle_of_a_tensor_is_named_to_those_who_call_later() -> None:
+    with World(2, environment={"SHOAL_TRANSPORT": "network"}) as world:
+        world.results(stop_at, Point("Chunk out", 6), on=[1])
+        pending = world.run_on(1, average_with_a_stop, 8_000_000)
+        assert wait_until(lambda: is_stopped(world.members[1].pid))
+        late = world.run_on(0, average_with_a_stop, 8_000_000).outcome()
+        assert (late.error, late.ranks) == ("DeadlineExceeded", (1,)), late.trace
+        assert late.seconds < 1.5 + SECONDS
+        world.kill(1, signal.SIGCONT)
+        pending.outcome()
+        world.results(shoal.barrier)
+
+
 def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 

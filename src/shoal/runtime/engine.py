@@ -110,6 +110,7 @@ class Engine:
             operation = self._rounds.begin(op, name, self.timeout if timeout is None else timeout, alone)
             handle: Handle[T] = Handle(self, operation)
             operation.handle = handle
+            self.next_check = min(self.next_check, operation.deadline)
         if self.events.active:
             self.events.emit("submitted", op, name, operation.round)
         operation.generator = steps(operation)
