@@ -1,0 +1,75 @@
+"""Every topology by name: what makes it, what it promises, and for how many agents. The command line, the docs and the
+property tests read this list, so that a topology that is entered here is drawn, compared, documented and tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import networkx as nx
+
+from ._validate import check_size
+from .schedule import Schedule, as_schedule
+
+Make = Callable[..., "nx.DiGraph | Schedule"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A family of topologies.
+
+    Attributes:
+        name: as it is written on the command line, such as ``one-peer-exponential``.
+        make: ``make(size, **options)``, a graph or a schedule. Options are plain numbers with defaults.
+        summary: one line on what it is.
+        source: the paper, or where it is from.
+        symmetric: every round's W equals its transpose.
+        doubly: every round's W has row and column sums of one.
+        exact: promises the exact mean after one period (for the sizes that `refuses` lets through).
+        refuses: why it cannot be made for this number of agents; empty if it can.
+        agents_per_machine: its `make` takes this option, and the drawing groups agents by it.
+    """
+
+    name: str
+    make: Make
+    summary: str
+    source: str
+    symmetric: bool = False
+    doubly: bool = True
+    exact: bool = False
+    refuses: Callable[[int], str] = lambda size: ""
+    agents_per_machine: bool = False
+
+    def schedule(self, size: int, **options: float) -> Schedule:
+        """This topology for `size` agents, as a schedule.
+
+        Raises:
+            ValueError: there is none for this number of agents, with the reason.
+        """
+        reason = self.refuses(check_size(size))
+        if reason:
+            raise ValueError(f"{self.name} for {size} agents: {reason}")
+        return as_schedule(self.make(size, **options))
+
+
+CATALOG: dict[str, Topology] = {}
+
+
+def register(topology: Topology) -> Topology:
+    """Enter a topology."""
+    if topology.name in CATALOG:
+        raise ValueError(f"a topology named {topology.name!r} is already there")
+    CATALOG[topology.name] = topology
+    return topology
+
+
+def find(name: str) -> Topology:
+    """The topology of this name.
+
+    Raises:
+        ValueError: there is none; the message lists those there are.
+    """
+    if name not in CATALOG:
+        raise ValueError(f"there is no topology {name!r}; there are {', '.join(sorted(CATALOG))}")
+    return CATALOG[name]
