@@ -12,10 +12,13 @@ push only the sender knows, in pure pull only the receiver: a :func:`~shoal.ops.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from ..runtime.agent import Agent, StaticTopology, current
+from ..runtime.bundles import Small
+from ..runtime.engine import PUBLISH_BYTES
 from ..runtime.operation import NOTHING, Arrived, Exchange, Handle, Operation, Send, Steps
 from ..topology import Mixing
 from .arguments import (
@@ -85,16 +88,7 @@ def neighbor_allreduce(
         Mismatch: Agents disagree on shape, dtype, operation, topology, or on who sends to whom.
         PeerLost, DeadlineExceeded: Agents are gone, or did not come in time.
     """
-    return neighbor_allreduce_nonblocking(
-        tensor,
-        self_weight,
-        src_weights,
-        dst_weights,
-        enable_topo_check=enable_topo_check,
-        name=name,
-        out=out,
-        timeout=timeout,
-    ).wait()
+    return _submit(tensor, self_weight, src_weights, dst_weights, enable_topo_check, name, out, timeout, False).wait()
 
 
 def neighbor_allreduce_nonblocking(
@@ -110,8 +104,23 @@ def neighbor_allreduce_nonblocking(
 ) -> Handle[torch.Tensor]:
     """:func:`neighbor_allreduce` without waiting: ``shoal.wait(handle)`` gives the result.
 
-    The tensor is copied now, so it may change before the wait. ``out`` must not be touched until then.
+    The tensor is copied now, so it may change before the wait. ``out`` must not be touched until then. Small tensors
+    that are submitted one after another on the static topology travel together.
     """
+    return _submit(tensor, self_weight, src_weights, dst_weights, enable_topo_check, name, out, timeout, True)
+
+
+def _submit(
+    tensor: torch.Tensor,
+    self_weight: float | str | None,
+    src_weights: Weights | None,
+    dst_weights: Weights | Iterable[int] | None,
+    enable_topo_check: bool,
+    name: str | None,
+    out: torch.Tensor | None,
+    timeout: float | None,
+    more_may_follow: bool,
+) -> Handle[torch.Tensor]:
     op = "neighbor_allreduce"
     agent = current(op)
     if isinstance(self_weight, str):
@@ -125,11 +134,48 @@ def neighbor_allreduce_nonblocking(
         _check_within(op, agent, mixing, form)
         form += " within"
     static = agent.topology
+    small = form == "static" and 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES and tensor.is_cpu
+    if small and more_may_follow and not agent.engine.events.active:
+        flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        one = Small(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
+        return agent.engine.submit(op, channel_name(op, name), one, timeout, name is not None)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         return _mix(agent, operation, tensor, mixing, form, enable_topo_check, static, out)
 
     return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnStaticTopology:
+    """The family of calls that give no weights."""
+
+    agent: Agent
+    static: StaticTopology
+
+    def alone(self, operation: Operation, small: Small) -> Steps[torch.Tensor]:
+        tensor = small.flat.view(small.shape)
+        return _mix(self.agent, operation, tensor, self.static.mixing, "static", True, self.static, small.out)
+
+    def together(self, operation: Operation, smalls: list[Small]) -> Steps[list[torch.Tensor]]:
+        mixing = self.static.mixing
+        parts = [small.flat for small in smalls]
+        published = self.agent.engine.publish_joined(operation, parts)
+        total = published.data.numel()
+        sends = [
+            Send(rank, published, 0, total, (total,), mixing.destinations[rank])
+            for rank in _rotated(self.agent, mixing.destinations)
+        ]
+        digest = self.static.digest ^ _FORMS["static"]
+        arrived = yield Exchange(sends, mixing.source_ranks, parts[0].dtype, (total,), digest=digest)
+        terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in mixing.sources.items()]
+        joined = torch.empty_like(published.data)
+        yield from weighted_sum(joined, published.data, mixing.self_weight, terms)
+        outs = [torch.empty(small.shape, dtype=joined.dtype) if small.out is None else small.out for small in smalls]
+        results = torch.split(joined, [part.numel() for part in parts])
+        for out, result in zip(outs, results, strict=True):
+            out.detach().copy_(result.view(out.shape))
+        return outs
 
 
 def _mixing(

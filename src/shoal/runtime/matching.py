@@ -104,6 +104,19 @@ class Rounds:
         """Messages have come that the operation, which wants no more, will not take up."""
         return bool(self._early.get((operation.name, operation.round)))
 
+    def has_begun(self, name: str, round_: int) -> bool:
+        """This agent is at, or past, a round."""
+        channel = self._channels.get(name)
+        if channel is None or round_ >= channel.rounds:
+            return False
+        operation = channel.active.get(round_)
+        return operation is None or operation.begun
+
+    def has_news(self, operation: Operation) -> bool:
+        """Somebody has said something about an operation that has not begun."""
+        key = (operation.name, operation.round)
+        return key in self._early or key in self._asks
+
     def fate(self, message: Message) -> tuple[Fate, Operation | None]:
         """What becomes of a message or a question, and the operation that it is about where that is in flight."""
         channel = self._channels.get(message.name)

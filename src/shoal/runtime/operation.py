@@ -23,6 +23,7 @@ from ..transport.link import Lease, Published
 from ..transport.wire import Message
 
 if TYPE_CHECKING:
+    from .bundles import Bundle, Small
     from .engine import Engine
 
 T = TypeVar("T")
@@ -100,6 +101,7 @@ class Operation:
     """One call, from its submission to its result."""
 
     __slots__ = (
+        "bundle",
         "deadline",
         "error",
         "generator",
@@ -110,6 +112,8 @@ class Operation:
         "op",
         "outcome",
         "round",
+        "sent",
+        "small",
         "stage",
         "stalled",
         "started",
@@ -135,6 +139,9 @@ class Operation:
         self.waiting_more = False
         self.stalled = False
         self.error: BaseException | None = None
+        self.small: Small | None = None  # what it is about, where it may go together with others
+        self.bundle: Bundle | None = None  # what it goes with
+        self.sent = False  # its first stage has been sent, as a part of a bundle
 
     def __str__(self) -> str:
         return describe(self.op, self.name, self.round)
@@ -142,6 +149,8 @@ class Operation:
     @property
     def waiting_for(self) -> list[int]:
         """The ranks that keep it from going on."""
+        if self.bundle is not None:
+            return self.bundle.waiting_for
         waiting = set(self.unconfirmed.values())
         if self.stage is not None:
             waiting |= self.stage.missing
@@ -151,8 +160,15 @@ class Operation:
         return sorted(waiting)
 
     @property
+    def begun(self) -> bool:
+        """It is on its way, by itself or with others."""
+        return self.generator is not None or self.bundle is not None
+
+    @property
     def computing(self) -> bool:
         """It has all messages of its stage and waits for nobody."""
+        if self.bundle is not None:
+            return self.bundle.computing
         return self.stage is not None and self.stage.complete and not self.waiting_more
 
 

@@ -46,10 +46,11 @@ def remind(operation: Operation, now: float, rank: int, outbox: Outbox) -> float
 
 def overdue(operation: Operation, rank: int, rounds: Rounds, outbox: Outbox) -> DeadlineExceeded:
     """The error of an operation that has waited long enough: who did not do what."""
-    waiting, stage = operation.waiting_for, operation.stage
+    waiting, part = operation.waiting_for, operation.bundle or operation
+    stage = part.stage
     if stage is not None and stage.missing:
         what = "they did not take part"
-    elif operation.waiting_more:
+    elif part.waiting_more:
         what = "a part of what they sent has not arrived"
     elif operation.unconfirmed:
         what = "they did not confirm that they expected it"

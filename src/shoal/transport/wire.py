@@ -120,9 +120,11 @@ _HEADER = struct.Struct("<BBBBHHHHIIIQQQQd")
 _LENGTH = struct.Struct("<I")
 _PREFIXED = struct.Struct("<I" + _HEADER.format[1:])
 MAX_DIMENSIONS = 64
-MAX_NAME = 4096
+MAX_NAME = 1 << 14
 MAX_BODY = 1 << 20
 PREFIX = _LENGTH.size
+_LONG = 256
+"""Texts of so many bytes are not kept: they come once, as the names of bundles."""
 
 
 def encode(message: Message) -> bytes:
@@ -199,8 +201,16 @@ def decode(frame: memoryview) -> Message:
     )  # fmt: skip
 
 
-@lru_cache(1024)
 def _text(raw: bytes) -> str:
+    return _known(raw) if len(raw) < _LONG else _read(raw)
+
+
+@lru_cache(1024)
+def _known(raw: bytes) -> str:
+    return _read(raw)
+
+
+def _read(raw: bytes) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

@@ -1,0 +1,393 @@
+"""Small operations that were submitted together travel together: one message to each neighbour, one sum.
+
+A call of four kilobytes costs its bookkeeping, not its bytes. What waits to begin when somebody drives, on the same
+topology and in the same dtype, therefore becomes a :class:`Bundle`: its tensors are joined, sent and summed as one, and
+cut apart again. The sum of a number does not depend on its neighbours in memory, so the bits are the same.
+
+A bundle is a bet that the neighbours submit the same operations together, and nobody relies on winning it. Its name
+says what is in it; an agent that has bundled otherwise cuts a bundle that comes into the messages it is made of, and
+takes its own bundle apart (its messages have been sent already). From there on everything goes the ordinary way:
+matching, questions, refusals, deadlines. So nothing here needs to know of errors, and no agent has to agree with
+another on what is bundled. Used under the engine's lock.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from ..transport.wire import MAX_NAME, Kind, Message, Payload
+from .matching import WINDOW, Channel, disagreement
+from .operation import MORE, Exchange, Operation, Stage, Steps
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+PREFIX = "~bundle "
+MOST_BYTES = 1 << 20
+MOST_OPERATIONS = 256
+PATIENCE = 0.1
+"""Seconds after which a bundle that waits is taken apart, so that each operation asks for itself."""
+
+
+class Family(Protocol):
+    """Operations that differ in nothing but their tensors."""
+
+    def alone(self, operation: Operation, small: Small) -> Steps[torch.Tensor]: ...
+
+    def together(self, operation: Operation, smalls: list[Small]) -> Steps[list[torch.Tensor]]: ...
+
+
+@dataclass(slots=True)
+class Small:
+    """What a small operation is about: a flat copy of the caller's tensor, and where its result goes."""
+
+    flat: torch.Tensor
+    shape: tuple[int, ...]
+    out: torch.Tensor | None
+    family: Family
+
+
+class Bundle(Operation):
+    """Several operations as one."""
+
+    __slots__ = ("channel", "members")
+
+    def __init__(self, name: str, members: list[Operation]) -> None:
+        super().__init__(members[0].op, name, 0, members[0].timeout)
+        self.members = members
+        self.channel = Channel(name)
+
+
+class _Run(NamedTuple):
+    """Operations of one name in successive rounds, with tensors of one shape."""
+
+    name: str
+    first: int
+    length: int
+    shape: tuple[int, ...]
+
+
+class Parcel(NamedTuple):
+    """A bundle of a neighbour that is cut apart once all of it is here."""
+
+    source: int
+    message: Message
+
+
+class Bundles:
+    """The bundles of one agent, its own and those that came."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._pending: deque[Operation] = deque()
+        self._active: dict[str, Bundle] = {}
+        self._early: dict[tuple[str, int], list[Parcel]] = {}  # by the operations that are in them
+        self._unread: list[Channel] = []
+
+    # Going out
+
+    def add(self, operation: Operation) -> None:
+        """Begin an operation with whatever else is submitted until somebody drives."""
+        self._pending.append(operation)
+
+    @property
+    def waiting(self) -> bool:
+        """Something has been submitted that has not begun."""
+        return bool(self._pending)
+
+    def start(self) -> None:
+        """Begin what was submitted. Takes the lock itself: it computes."""
+        engine = self._engine
+        while True:
+            with engine.lock:
+                if not self._pending:
+                    return
+                name, members = self._take()
+                bundle = self._make(name, members) if len(members) > 1 else None
+            try:
+                if bundle is not None:
+                    engine.resume(bundle, None)
+                    continue
+                for operation in members:
+                    engine.begin(operation)
+            except BaseException as interrupt:
+                with engine.lock:
+                    for operation in members:
+                        engine.fail(operation, interrupt)
+                raise
+
+    def _take(self) -> tuple[str, list[Operation]]:
+        """The next operations that may go together, and the name of their bundle."""
+        members: list[Operation] = []
+        runs: list[_Run] = []
+        nbytes = length = 0
+        while self._pending:
+            operation = self._pending[0]
+            small = operation.small
+            assert small is not None
+            if operation.handle is None:  # it has failed meanwhile
+                self._pending.popleft()
+                continue
+            if members:
+                first = members[0].small
+                assert first is not None
+                if small.family != first.family or small.flat.dtype != first.flat.dtype:
+                    break
+            nbytes += small.flat.numel() * small.flat.element_size()
+            last = runs[-1] if runs else None
+            if last and (last.name, last.first + last.length, last.shape) == (
+                operation.name,
+                operation.round,
+                small.shape,
+            ):
+                runs[-1] = _Run(last.name, last.first, last.length + 1, last.shape)
+            else:
+                length += len(json.dumps(operation.name)) + 32 + 12 * len(small.shape)
+                runs.append(_Run(operation.name, operation.round, 1, small.shape))
+            if members and (nbytes > MOST_BYTES or len(members) == MOST_OPERATIONS or length > MAX_NAME - 64):
+                break
+            members.append(operation)
+            self._pending.popleft()
+        return PREFIX + json.dumps(runs, separators=(",", ":")), members
+
+    def _make(self, name: str, members: list[Operation]) -> Bundle | None:
+        """A bundle, unless that would only be taken apart."""
+        self._unread = [channel for channel in self._unread if channel.unacknowledged]
+        if len(self._unread) >= WINDOW:
+            return None
+        if self._early:
+            parcels = [parcel for one in members for parcel in self._early.get((one.name, one.round), ())]
+            if any(parcel.message.name != name for parcel in parcels):
+                return None
+        if any(self._engine.rounds.has_news(one) for one in members):
+            return None
+        bundle = Bundle(name, members)
+        self._active[name] = bundle
+        smalls = []
+        for one in members:
+            one.bundle = bundle
+            assert one.small is not None
+            smalls.append(one.small)
+        bundle.generator = smalls[0].family.together(bundle, smalls)
+        return bundle
+
+    def go_on(self, bundle: Bundle, item: Exchange | str | None, result: Any, error: BaseException | None) -> None:
+        """Do what a bundle asked for when it stopped computing."""
+        if bundle.error is not None:  # it was taken apart, or given up, meanwhile
+            self._engine.close_generator(bundle)
+        elif item is MORE:
+            bundle.waiting_more = True
+        elif isinstance(item, Exchange):
+            self._enter(bundle, item)
+        else:
+            self._end(bundle, error)
+            for operation, one in zip(bundle.members, result or [None] * len(bundle.members), strict=True):
+                if operation.handle is not None:
+                    self._engine.settle(operation, one, error)
+
+    def _enter(self, bundle: Bundle, exchange: Exchange) -> None:
+        engine = self._engine
+        stage = bundle.stage = Stage(0, exchange, set(exchange.sources), {})
+        engine.outbox.post(bundle.channel, bundle, stage)
+        if bundle.channel.unacknowledged:
+            self._unread.append(bundle.channel)
+        first = bundle.members[0]
+        early = self._early.get((first.name, first.round), ())
+        for parcel in [one for one in early if one.message.name == bundle.name]:
+            self._forget(parcel)
+            self._match(bundle, parcel)
+            if bundle.error is not None:
+                return
+        alive = engine.membership.view.alive
+        if not stage.posted or any(rank not in alive for rank in stage.needs):
+            self.take_apart(bundle)
+        elif stage.complete:
+            engine.ready.append(bundle)
+        else:
+            engine.next_check = min(engine.next_check, time.monotonic() + PATIENCE)
+
+    def _end(self, bundle: Bundle, error: BaseException | None) -> None:
+        """Give back what a bundle holds."""
+        self._active.pop(bundle.name, None)
+        bundle.error = error
+        stage, bundle.stage = bundle.stage, None
+        for source, message in stage.arrived.items() if stage is not None else ():
+            self._engine.outbox.done_with(source, message)
+        for lease in bundle.leases:
+            lease.release()
+        bundle.leases = []
+        for operation in bundle.members:
+            operation.bundle = None
+
+    def take_apart(self, bundle: Bundle) -> None:
+        """Let every operation of a bundle go its own way. What they send has been sent."""
+        stage = bundle.stage
+        arrived, posted = (stage.arrived, stage.posted) if stage is not None else ({}, False)
+        if stage is not None:
+            stage.arrived = {}
+        self._end(bundle, _TakenApart())
+        self._engine.close_generator(bundle)
+        for operation in bundle.members:
+            if operation.handle is not None:
+                operation.sent = posted
+                self._engine.begin(operation)
+        for source, message in arrived.items():
+            self._cut(Parcel(source, message))
+
+    def take_apart_without(self, rank: int) -> None:
+        """An agent has left: what waits for it has to say so for itself."""
+        for bundle in list(self._active.values()):
+            if bundle.stage is not None and rank in bundle.stage.missing:
+                self.take_apart(bundle)
+
+    def fail(self, bundle: Bundle, error: BaseException) -> None:
+        """End a bundle and all operations in it."""
+        self._end(bundle, error)
+        self._engine.close_generator(bundle)
+        for operation in bundle.members:
+            self._engine.fail(operation, error)
+
+    def give_up(self, error: BaseException) -> None:
+        """The operations have been failed; forget what they shared."""
+        for bundle in list(self._active.values()):
+            self._end(bundle, error)
+            self._engine.close_generator(bundle)
+
+    def check(self, now: float) -> float:
+        """Take apart what has waited long enough. Returns when to come back."""
+        following = float("inf")
+        for bundle in list(self._active.values()):
+            if bundle.stage is None or not bundle.stage.missing:
+                continue
+            due = bundle.stage.started + PATIENCE
+            if now >= due:
+                self.take_apart(bundle)
+            else:
+                following = min(following, due)
+        return following
+
+    # Coming in
+
+    def came(self, source: int, message: Message) -> None:
+        """A bundle from a neighbour."""
+        parcel = Parcel(source, message)
+        bundle = self._active.get(message.name)
+        if bundle is not None and bundle.stage is not None:
+            self._match(bundle, parcel)
+            if bundle.error is None and bundle.stage.complete:
+                self._engine.ready.append(bundle)
+            return
+        runs = _runs(message)
+        if not runs:
+            what = "a bundle of operations that does not add up"
+            self._engine.outbox.refuse(source, message, f"rank {self._engine.rank} refused it: {what}")
+            return
+        for key in _keys(runs):
+            self._early.setdefault(key, []).append(parcel)
+        if bundle is None and any(self._engine.rounds.has_begun(*key) for key in _keys(runs)):
+            self._cut(parcel)
+
+    def _match(self, bundle: Bundle, parcel: Parcel) -> None:
+        source, message = parcel
+        stage = bundle.stage
+        assert stage is not None
+        if disagreement(bundle, stage, source, message, self._engine.rank):
+            self.take_apart(bundle)
+            self._cut(parcel)
+            return
+        stage.missing.discard(source)
+        stage.arrived[source] = message
+        if message.payload is not None and not message.payload.complete:
+            message.payload.owner = bundle
+
+    def begins(self, operation: Operation) -> None:
+        """An operation begins by itself; bundles that hold a message for it are of no use as they are."""
+        if self._early:
+            for parcel in list(self._early.get((operation.name, operation.round), ())):
+                self._cut(parcel)
+
+    def arrived(self, parcel: Parcel) -> None:
+        """More of a bundle that is to be cut apart is here."""
+        payload = parcel.message.payload
+        if payload is not None and payload.complete:
+            self._cut(parcel)
+
+    def _cut(self, parcel: Parcel) -> None:
+        """Turn a bundle into the messages that it is made of, in memory of our own."""
+        self._forget(parcel)
+        source, message = parcel
+        payload = message.payload
+        assert payload is not None
+        if not payload.complete:
+            payload.owner = parcel
+            return
+        data = payload.data.clone()
+        self._engine.outbox.done_with(source, message)
+        at = 0
+        for name, round_, count, shape in _runs(message):
+            size = torch.Size(shape).numel()
+            for number in range(round_, round_ + count):
+                part = Payload(data[at : at + size], size)
+                at += size
+                piece = Message(
+                    Kind.DATA,
+                    message.op,
+                    name,
+                    number,
+                    digest=message.digest,
+                    scale=message.scale,
+                    dtype=message.dtype,
+                    shape=shape,
+                    payload=part,
+                    nbytes=size * data.element_size(),
+                )
+                self._engine.hearing.on_message(source, piece)
+
+    def _forget(self, parcel: Parcel) -> None:
+        """Take a bundle out of the list of those that came early."""
+        if not self._early:
+            return
+        for key in _keys(_runs(parcel.message)):
+            left = [one for one in self._early.get(key, ()) if one is not parcel]
+            if left:
+                self._early[key] = left
+            else:
+                self._early.pop(key, None)
+
+
+class _TakenApart(Exception):
+    """What ended a bundle whose operations go on."""
+
+
+def _keys(runs: list[_Run]) -> Iterator[tuple[str, int]]:
+    return ((run.name, round_) for run in runs for round_ in range(run.first, run.first + run.length))
+
+
+def _runs(message: Message) -> list[_Run]:
+    """What is in a bundle; nothing if its name is nonsense or does not add up to its tensor."""
+    try:
+        runs = [
+            _Run(name, round_, count, tuple(shape))
+            for name, round_, count, shape in json.loads(message.name[len(PREFIX) :])
+        ]
+        total = sum(run.length * torch.Size(run.shape).numel() for run in runs)
+    except (ValueError, TypeError, RecursionError):
+        return []
+    sound = all(
+        isinstance(run.name, str)
+        and type(run.first) is int
+        and type(run.length) is int
+        and 0 <= run.first < 1 << 63
+        and 0 < run.length <= MOST_OPERATIONS
+        and all(type(size) is int and size >= 0 for size in run.shape)
+        for run in runs
+    )
+    payload = message.payload
+    return runs if sound and payload is not None and total == payload.data.numel() else []
