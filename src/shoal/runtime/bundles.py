@@ -141,18 +141,18 @@ class Bundles:
                 if small.family != first.family or small.flat.dtype != first.flat.dtype:
                     break
             nbytes += small.flat.numel() * small.flat.element_size()
-            last = runs[-1] if runs else None
-            if last and (last.name, last.first + last.length, last.shape) == (
-                operation.name,
-                operation.round,
-                small.shape,
-            ):
-                runs[-1] = _Run(last.name, last.first, last.length + 1, last.shape)
-            else:
-                length += len(json.dumps(operation.name)) + 32 + 12 * len(small.shape)
-                runs.append(_Run(operation.name, operation.round, 1, small.shape))
-            if members and (nbytes > MOST_BYTES or len(members) == MOST_OPERATIONS or length > MAX_NAME - 64):
+            entry = len(json.dumps(operation.name)) + 32 + 12 * len(small.shape)
+            length += entry
+            full = nbytes > MOST_BYTES or length > MAX_NAME - 64 or len(members) == MOST_OPERATIONS
+            if members and full:
                 break
+            run = _Run(operation.name, operation.round, 1, small.shape)
+            last = runs[-1] if runs else None
+            if last is not None and run == last._replace(first=last.first + last.length, length=1):
+                runs[-1] = last._replace(length=last.length + 1)
+                length -= entry
+            else:
+                runs.append(run)
             members.append(operation)
             self._pending.popleft()
         return PREFIX + json.dumps(runs, separators=(",", ":")), members

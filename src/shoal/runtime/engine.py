@@ -229,7 +229,11 @@ class Engine:
         view = self.membership.view
         gone = [rank for rank in stage.needs if rank not in view.alive] if view.epoch else []
         if gone or self.ended is not None:
-            self.fail(operation, self.ended or self.hearing.miss(operation, gone))
+            ended = self.ended
+            if ended is None:
+                self.fail(operation, self.hearing.miss(operation, gone))
+            else:
+                self.fail(operation, type(ended)(f"{operation} on rank {self.rank}: {ended}", ended.ranks))
         if operation.error is not None:
             return
         for source in self.rounds.asked_early(operation, stage):
