@@ -373,7 +373,9 @@ def test_ctrl_c_anywhere_in_an_operation_leaves_an_agent_that_can_shut_down(
         assert ended.seconds < SECONDS
         for one in pending[1:]:
             outcome = one.outcome()
-            assert (outcome.error, outcome.ranks) == ("PeerLost", (0,)), f"{outcome.error}: {outcome.trace}"
+            # Mismatch where they asked, and heard that the round ended there, before it had left.
+            assert outcome.error in ("PeerLost", "Mismatch"), f"{outcome.error}: {outcome.trace}"
+            assert 0 in outcome.ranks
 
 
 def interrupt_at(numel: int, point: Point, victim: bool) -> None:

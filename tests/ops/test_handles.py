@@ -280,6 +280,26 @@ def test_a_sender_may_be_many_rounds_ahead_on_a_directed_edge(fleet: Fleets) -> 
     assert fleet(2).run(run_unnamed) == [[float(i) for i in range(count)]] * 2
 
 
+def test_calls_without_a_name_run_at_most_two_unread_rounds_ahead(fleet: Fleets) -> None:
+    """Else an agent without sources would fill the memory of its machine while its reader sleeps."""
+    awake = threading.Event()
+
+    def run() -> list[bool]:
+        shoal.set_topology(shoal.topology.with_weights(*[torch.tensor([[1.0, 0], [1, 0]]).numpy()] * 2), True)
+        if shoal.rank() == 1:
+            awake.wait(10)
+        done = []
+        for i in range(3):
+            handle = shoal.neighbor_allreduce_nonblocking(torch.ones(9000))
+            done.append(wait_until(handle.poll, 5.0 if i < 2 else 0.1))
+            if i == 2:
+                awake.set()
+            handle.wait()
+        return done
+
+    assert fleet(2).run(run)[0] == [True, True, False]
+
+
 def test_a_name_whose_reader_is_behind_does_not_hold_up_other_names(fleet: Fleets) -> None:
     go = threading.Event()
 

@@ -15,7 +15,8 @@ from ..transport.wire import Message
 from .operation import Operation, Stage, describe
 
 WINDOW, SMALL_WINDOW = 2, 256
-"""Rounds of one name that a receiver may be behind: of large tensors, and of ones that travel inside the message."""
+"""Rounds of one name that a receiver may be behind: of large tensors, and of ones that travel inside the message. Calls
+without a name share one, so of those only the rounds count that have ended here: the caller may have many in flight."""
 TOMBSTONES = 4096
 
 Key = tuple[str, int]
@@ -47,7 +48,9 @@ class Channel:
         """Whether the receivers are near enough for one more round."""
         if not self.unacknowledged or not stage.exchange.sends:
             return True
-        large = self.name[0] != "~" and any(send.published.region is not None for send in stage.exchange.sends)
+        large = any(send.published.region is not None for send in stage.exchange.sends)
+        if large and self.name[0] == "~":
+            return sum(round_ not in self.active for round_ in self.unacknowledged) < WINDOW
         return min(self.unacknowledged) > operation.round - (WINDOW if large else SMALL_WINDOW)
 
     def defers(self, operation: Operation) -> bool:
