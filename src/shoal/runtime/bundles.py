@@ -4,20 +4,21 @@ A call of four kilobytes costs its bookkeeping, not its bytes. What waits to beg
 topology and in the same dtype, therefore becomes a :class:`Bundle`: its tensors are joined, sent and summed as one, and
 cut apart again. The sum of a number does not depend on its neighbours in memory, so the bits are the same.
 
-A bundle is a bet that the neighbours submit the same operations together, and nobody relies on winning it. Its name
-says what is in it; an agent that has bundled otherwise cuts a bundle that comes into the messages it is made of, and
-takes its own bundle apart (its messages have been sent already). From there on everything goes the ordinary way:
-matching, questions, refusals, deadlines. So nothing here needs to know of errors, and no agent has to agree with
-another on what is bundled. Used under the engine's lock.
+No agent has to agree with another on what is bundled. A bundle's name says what is in it. From a neighbour that has
+bundled the same, it is summed where it lies; what others send, in other bundles or one by one, is put in its place
+until everything is there. And whenever something does not fit, or does not come for a while, a bundle is taken apart
+(its messages have been sent already): from there on each operation goes the ordinary way of matching, questions,
+refusals and deadlines, so that nothing here needs to know of errors. Used under the engine's lock.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -57,12 +58,27 @@ class Small:
 class Bundle(Operation):
     """Several operations as one."""
 
-    __slots__ = ("channel", "members")
+    __slots__ = ("channel", "members", "partial", "places")
 
     def __init__(self, name: str, members: list[Operation]) -> None:
         super().__init__(members[0].op, name, 0, members[0].timeout)
         self.members = members
         self.channel = Channel(name)
+        self.partial: dict[int, _Partial] = {}
+        self.places: dict[Operation, tuple[int, int]] = {}  # where each tensor begins and ends
+        at = 0
+        for one in members:
+            assert one.small is not None
+            self.places[one] = (at, at := at + one.small.flat.numel())
+
+
+@dataclass(slots=True)
+class _Partial:
+    """What one source has sent for a bundle, in other bundles or one by one."""
+
+    data: torch.Tensor
+    like: Message
+    here: set[Operation] = field(default_factory=set)
 
 
 class _Run(NamedTuple):
@@ -162,12 +178,6 @@ class Bundles:
         self._unread = [channel for channel in self._unread if channel.unacknowledged]
         if len(self._unread) >= WINDOW:
             return None
-        if self._early:
-            parcels = [parcel for one in members for parcel in self._early.get((one.name, one.round), ())]
-            if any(parcel.message.name != name for parcel in parcels):
-                return None
-        if any(self._engine.rounds.has_news(one) for one in members):
-            return None
         bundle = Bundle(name, members)
         self._active[name] = bundle
         smalls = []
@@ -198,13 +208,9 @@ class Bundles:
         engine.outbox.post(bundle.channel, bundle, stage)
         if bundle.channel.unacknowledged:
             self._unread.append(bundle.channel)
-        first = bundle.members[0]
-        early = self._early.get((first.name, first.round), ())
-        for parcel in [one for one in early if one.message.name == bundle.name]:
-            self._forget(parcel)
-            self._match(bundle, parcel)
-            if bundle.error is not None:
-                return
+        self._take_early(bundle)
+        if bundle.error is not None:
+            return
         alive = engine.membership.view.alive
         if not stage.posted or any(rank not in alive for rank in stage.needs):
             self.take_apart(bundle)
@@ -212,6 +218,23 @@ class Bundles:
             engine.ready.append(bundle)
         else:
             engine.next_check = min(engine.next_check, time.monotonic() + PATIENCE)
+
+    def _take_early(self, bundle: Bundle) -> None:
+        """Take up what neighbours have sent for the operations of a bundle before it began."""
+        rounds = self._engine.rounds
+        for operation in bundle.members:
+            key = operation.name, operation.round
+            for parcel in list(self._early.get(key, ())):
+                if parcel.message.name == bundle.name:
+                    self._forget(parcel)
+                    self._match(bundle, parcel)
+                else:
+                    self._unpack(parcel)
+            if rounds.has_news(operation):
+                for source, message in rounds.came_early(operation, 0):
+                    self.put(operation, source, message)
+            if bundle.error is not None:
+                return
 
     def _end(self, bundle: Bundle, error: BaseException | None) -> None:
         """Give back what a bundle holds."""
@@ -232,6 +255,7 @@ class Bundles:
         arrived, posted = (stage.arrived, stage.posted) if stage is not None else ({}, False)
         if stage is not None:
             stage.arrived = {}
+        partial, bundle.partial = bundle.partial, {}
         self._end(bundle, _TakenApart())
         self._engine.close_generator(bundle)
         for operation in bundle.members:
@@ -239,7 +263,13 @@ class Bundles:
                 operation.sent = posted
                 self._engine.begin(operation)
         for source, message in arrived.items():
-            self._cut(Parcel(source, message))
+            self._unpack(Parcel(source, message))
+        for source, part in partial.items():
+            for operation in part.here:
+                assert operation.small is not None
+                start, end = bundle.places[operation]
+                shape, data = operation.small.shape, part.data[start:end]
+                self._engine.hearing.on_message(source, _piece(part.like, operation.name, operation.round, shape, data))
 
     def take_apart_without(self, rank: int) -> None:
         """An agent has left: what waits for it has to say so for itself."""
@@ -289,38 +319,50 @@ class Bundles:
             what = "a bundle of operations that does not add up"
             self._engine.outbox.refuse(source, message, f"rank {self._engine.rank} refused it: {what}")
             return
+        if any(self._engine.rounds.has_begun(*key) for key in _keys(runs)):
+            self._unpack(parcel)
+            return
         for key in _keys(runs):
             self._early.setdefault(key, []).append(parcel)
-        if bundle is None and any(self._engine.rounds.has_begun(*key) for key in _keys(runs)):
-            self._cut(parcel)
 
     def _match(self, bundle: Bundle, parcel: Parcel) -> None:
         source, message = parcel
         stage = bundle.stage
         assert stage is not None
-        if disagreement(bundle, stage, source, message, self._engine.rank):
+        if source in bundle.partial or disagreement(bundle, stage, source, message, self._engine.rank):
             self.take_apart(bundle)
-            self._cut(parcel)
+            self._unpack(parcel)
             return
         stage.missing.discard(source)
         stage.arrived[source] = message
         if message.payload is not None and not message.payload.complete:
             message.payload.owner = bundle
 
+    def put(self, operation: Operation, source: int, message: Message) -> None:
+        """A neighbour has sent by itself what goes into a bundle here."""
+        assert message.payload is not None
+        place = self._place(operation, source, message, message.shape)
+        if place is None:
+            self._engine.hearing.on_message(source, message)
+            return
+        place.copy_(message.payload.data)
+        self._engine.outbox.done_with(source, message)
+        self._count(operation, source)
+
     def begins(self, operation: Operation) -> None:
         """An operation begins by itself; bundles that hold a message for it are of no use as they are."""
         if self._early:
             for parcel in list(self._early.get((operation.name, operation.round), ())):
-                self._cut(parcel)
+                self._unpack(parcel)
 
     def arrived(self, parcel: Parcel) -> None:
-        """More of a bundle that is to be cut apart is here."""
+        """More of a bundle that is to be unpacked is here."""
         payload = parcel.message.payload
         if payload is not None and payload.complete:
-            self._cut(parcel)
+            self._unpack(parcel)
 
-    def _cut(self, parcel: Parcel) -> None:
-        """Turn a bundle into the messages that it is made of, in memory of our own."""
+    def _unpack(self, parcel: Parcel) -> None:
+        """Put what is in a bundle of a neighbour into bundles of ours, or make single messages of it."""
         self._forget(parcel)
         source, message = parcel
         payload = message.payload
@@ -328,27 +370,61 @@ class Bundles:
         if not payload.complete:
             payload.owner = parcel
             return
-        data = payload.data.clone()
-        self._engine.outbox.done_with(source, message)
         at = 0
-        for name, round_, count, shape in _runs(message):
-            size = torch.Size(shape).numel()
-            for number in range(round_, round_ + count):
-                part = Payload(data[at : at + size], size)
-                at += size
-                piece = Message(
-                    Kind.DATA,
-                    message.op,
-                    name,
-                    number,
-                    digest=message.digest,
-                    scale=message.scale,
-                    dtype=message.dtype,
-                    shape=shape,
-                    payload=part,
-                    nbytes=size * data.element_size(),
-                )
-                self._engine.hearing.on_message(source, piece)
+        for name, first, length, shape in _runs(message):
+            numel = math.prod(shape)
+            for round_ in range(first, first + length):
+                part = payload.data[at : at + numel]
+                at += numel
+                operation = self._engine.rounds.active(name, round_)
+                place = None if operation is None else self._place(operation, source, message, shape)
+                if operation is not None and place is not None:
+                    place.copy_(part)
+                    self._count(operation, source)
+                else:
+                    self._engine.hearing.on_message(source, _piece(message, name, round_, shape, part.clone()))
+        self._engine.outbox.done_with(source, message)
+
+    def _place(
+        self, operation: Operation, source: int, message: Message, shape: tuple[int, ...]
+    ) -> torch.Tensor | None:
+        """Where in a bundle a tensor from a neighbour goes. Where it does not fit, there is no bundle any more."""
+        bundle, small = operation.bundle, operation.small
+        if bundle is None or small is None:
+            return None
+        stage, partial = bundle.stage, bundle.partial.get(source)
+        fits = (
+            stage is not None
+            and source in stage.missing
+            and (message.op, message.digest) == (operation.op, stage.exchange.digest)
+            and (message.dtype, shape) == (small.flat.dtype, small.shape)
+            and not message.nothing
+            and (partial is None or (message.scale == partial.like.scale and operation not in partial.here))
+        )
+        if not fits:
+            self.take_apart(bundle)
+            return None
+        if partial is None:
+            total = sum(one.small.flat.numel() for one in bundle.members if one.small is not None)
+            partial = bundle.partial[source] = _Partial(torch.empty(total, dtype=message.dtype), message)
+        start, end = bundle.places[operation]
+        return partial.data[start:end]
+
+    def _count(self, operation: Operation, source: int) -> None:
+        """A tensor has been put in its place; with the last one, a source has sent all."""
+        bundle = operation.bundle
+        assert bundle is not None
+        stage, partial = bundle.stage, bundle.partial[source]
+        assert stage is not None
+        partial.here.add(operation)
+        if len(partial.here) < len(bundle.members):
+            return
+        del bundle.partial[source]
+        shape = (partial.data.numel(),)
+        stage.missing.discard(source)
+        stage.arrived[source] = _piece(partial.like, bundle.name, 0, shape, partial.data)
+        if stage.complete:
+            self._engine.ready.append(bundle)
 
     def _forget(self, parcel: Parcel) -> None:
         """Take a bundle out of the list of those that came early."""
@@ -360,6 +436,22 @@ class Bundles:
                 self._early[key] = left
             else:
                 self._early.pop(key, None)
+
+
+def _piece(like: Message, name: str, round_: int, shape: tuple[int, ...], data: torch.Tensor) -> Message:
+    """A message that says of one tensor what another said of several."""
+    return Message(
+        Kind.DATA,
+        like.op,
+        name,
+        round_,
+        digest=like.digest,
+        scale=like.scale,
+        dtype=like.dtype,
+        shape=shape,
+        payload=Payload(data, data.numel()),
+        nbytes=data.numel() * data.element_size(),
+    )
 
 
 class _TakenApart(Exception):
@@ -377,7 +469,7 @@ def _runs(message: Message) -> list[_Run]:
             _Run(name, round_, count, tuple(shape))
             for name, round_, count, shape in json.loads(message.name[len(PREFIX) :])
         ]
-        total = sum(run.length * torch.Size(run.shape).numel() for run in runs)
+        total = sum(run.length * math.prod(run.shape) for run in runs)
     except (ValueError, TypeError, RecursionError):
         return []
     sound = all(

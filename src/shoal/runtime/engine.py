@@ -40,7 +40,7 @@ from .membership import Membership
 from .operation import MORE, Arrived, Exchange, Handle, Operation, Stage, Steps
 from .outbox import Outbox
 from .patience import ASK_AFTER, overdue, remind
-from .wheel import Wheel
+from .wheel import AFTER_SMALL, Wheel
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -118,7 +118,7 @@ class Engine:
             if isinstance(steps, Small):
                 operation.small = steps
                 self.bundles.add(operation)
-                self.wheel.submitted()
+                self.wheel.submitted(AFTER_SMALL)
                 return handle
         if self.events.active:
             self.events.emit("submitted", op, name, operation.round)
@@ -224,7 +224,7 @@ class Engine:
         self.bundles.begins(operation)
         operation.stage = stage
         operation.next_stage = number + 1
-        for source, message in self.rounds.came_early(operation, stage):
+        for source, message in self.rounds.came_early(operation, number):
             self.hearing.match(operation, stage, source, message)
         view = self.membership.view
         gone = [rank for rank in stage.needs if rank not in view.alive] if view.epoch else []

@@ -50,10 +50,10 @@ class Hearing:
             self._bundles.came(source, message)
             return
         fate, operation = self._rounds.fate(message)
-        if fate is Fate.EARLY:
+        if operation is not None and operation.bundle is not None:
+            self._bundles.put(operation, source, message)
+        elif fate is Fate.EARLY:
             self._rounds.keep(source, message)
-            if operation is not None and operation.bundle is not None:  # this neighbour has not bundled as we have
-                self._bundles.take_apart(operation.bundle)
         elif fate is Fate.LATE:
             self._engine.outbox.done_with(source, message)
         elif fate is Fate.UNEXPECTED or operation is None or operation.stage is None:

@@ -107,6 +107,11 @@ class Rounds:
         """Messages have come that the operation, which wants no more, will not take up."""
         return bool(self._early.get((operation.name, operation.round)))
 
+    def active(self, name: str, round_: int) -> Operation | None:
+        """An operation that is in flight."""
+        channel = self._channels.get(name)
+        return channel.active.get(round_) if channel is not None else None
+
     def has_begun(self, name: str, round_: int) -> bool:
         """This agent is at, or past, a round."""
         channel = self._channels.get(name)
@@ -116,9 +121,8 @@ class Rounds:
         return operation is None or operation.begun
 
     def has_news(self, operation: Operation) -> bool:
-        """Somebody has said something about an operation that has not begun."""
-        key = (operation.name, operation.round)
-        return key in self._early or key in self._asks
+        """Messages for an operation have come before it began."""
+        return (operation.name, operation.round) in self._early
 
     def fate(self, message: Message) -> tuple[Fate, Operation | None]:
         """What becomes of a message or a question, and the operation that it is about where that is in flight."""
@@ -144,11 +148,11 @@ class Rounds:
         """Keep a question until its stage begins."""
         self._asks.setdefault((message.name, message.round), set()).add((message.stage, source))
 
-    def came_early(self, operation: Operation, stage: Stage) -> Iterator[tuple[int, Message]]:
+    def came_early(self, operation: Operation, stage: int) -> Iterator[tuple[int, Message]]:
         """Take out the messages that wait for a stage that begins."""
         early = self._early.get((operation.name, operation.round))
         if early:
-            for key in [key for key in early if key[0] == stage.number]:
+            for key in [key for key in early if key[0] == stage]:
                 yield key[1], early.pop(key)
 
     def asked_early(self, operation: Operation, stage: Stage) -> Iterator[int]:

@@ -21,6 +21,8 @@ AFTER_DRIVING = 0.002
 """Seconds for which the progress thread leaves the wheel after a caller has driven."""
 AFTER_SUBMITTING = 0.0005
 """Seconds for which it leaves it after a caller has submitted."""
+AFTER_SMALL = 0.002
+"""The same for what is small: more may follow, and what goes together is cheaper."""
 AT_MOST = 0.005
 """Seconds for which callers that submit and never wait can keep it away."""
 FOREVER = float("inf")
@@ -88,10 +90,10 @@ class Wheel:
         """The calling thread is driving right now."""
         return self._driver == threading.get_ident()
 
-    def submitted(self) -> None:
+    def submitted(self, away: float = AFTER_SUBMITTING) -> None:
         """Something new is to be driven, soon. With the lock."""
         if self._driver in (0, self._thread.ident):
-            soon = time.monotonic() + AFTER_SUBMITTING
+            soon = time.monotonic() + away
             if self._driver and not self._aside:
                 self._aside = True
                 self._left = soon
@@ -136,7 +138,7 @@ class Wheel:
     def _drive(self, done: Callable[[], bool], limit: float) -> None:
         vehicle, poller = self._vehicle, self._poller
         self._polled = False
-        while True:
+        while not done():
             vehicle.advance()
             if done():
                 return
