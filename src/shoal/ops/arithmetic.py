@@ -44,12 +44,27 @@ def weighted_sum(
     Yields :data:`MORE` whenever it has summed all that has come and not all has.
     """
     out, own = real(out), real(own)
+    weights = [weight for _, weight in terms]
     if out.numel() * out.element_size() <= BLOCK_BYTES and all(payload.complete for payload, _ in terms):
-        _weigh(out, own, own_weight, [real(payload.data) for payload, _ in terms], terms)
+        _weigh(out, own, own_weight, [real(payload.data) for payload, _ in terms], weights)
         return
     yield from _in_blocks(
-        out, own, [payload for payload, _ in terms], lambda o, x, ys: _weigh(o, x, own_weight, ys, terms)
+        out, own, [payload for payload, _ in terms], lambda o, x, ys: _weigh(o, x, own_weight, ys, weights)
     )
+
+
+def weigh_in_blocks(
+    out: torch.Tensor,
+    own: torch.Tensor,
+    own_weight: float,
+    terms: Sequence[torch.Tensor],
+    weights: Sequence[float],
+) -> None:
+    """``out = own_weight * own + sum of weight * term`` of tensors that are all here, flat and of one dtype."""
+    tensors = [real(tensor) for tensor in (out, own, *terms)]
+    block = max(1, BLOCK_BYTES // tensors[0].element_size())
+    for target, mine, *theirs in zip(*(torch.split(tensor, block) for tensor in tensors), strict=True):
+        _weigh(target, mine, own_weight, theirs, weights)
 
 
 def _weigh(
@@ -57,16 +72,16 @@ def _weigh(
     own: torch.Tensor,
     own_weight: float,
     blocks: Sequence[torch.Tensor],
-    terms: Sequence[tuple[Payload, float]],
+    weights: Sequence[float],
 ) -> None:
     if out.dtype in HALF:
         total = own.float().mul_(own_weight)
-        for block, (_, weight) in zip(blocks, terms, strict=True):
+        for block, weight in zip(blocks, weights, strict=True):
             total.add_(block.float(), alpha=weight)
         out.copy_(total)
         return
     torch.mul(own, own_weight, out=out)
-    for block, (_, weight) in zip(blocks, terms, strict=True):
+    for block, weight in zip(blocks, weights, strict=True):
         out.add_(block, alpha=weight)
 
 

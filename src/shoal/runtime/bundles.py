@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -205,12 +206,12 @@ class Bundles:
     def _enter(self, bundle: Bundle, exchange: Exchange) -> None:
         engine = self._engine
         stage = bundle.stage = Stage(0, exchange, set(exchange.sources), {})
-        engine.outbox.post(bundle.channel, bundle, stage)
-        if bundle.channel.unacknowledged:
-            self._unread.append(bundle.channel)
         self._take_early(bundle)
         if bundle.error is not None:
             return
+        engine.outbox.post(bundle.channel, bundle, stage)
+        if bundle.channel.unacknowledged:
+            self._unread.append(bundle.channel)
         alive = engine.membership.view.alive
         if not stage.posted or any(rank not in alive for rank in stage.needs):
             self.take_apart(bundle)
@@ -368,7 +369,7 @@ class Bundles:
         payload = message.payload
         assert payload is not None
         if not payload.complete:
-            payload.owner = parcel
+            payload.owner = partial(self.arrived, parcel)
             return
         at = 0
         for name, first, length, shape in _runs(message):

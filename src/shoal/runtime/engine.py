@@ -31,13 +31,14 @@ from ..transport.link import Lease, Published
 from ..transport.memory import Arena, ResultPool
 from ..transport.poller import Poller
 from ..transport.router import Router
+from ..transport.wire import Message
 from .bundles import Bundle, Bundles, Small
 from .departures import Departures
 from .events import Events
-from .hearing import Hearing
+from .hearing import Hearing, Service
 from .matching import Channel, Rounds
 from .membership import Membership
-from .operation import MORE, Arrived, Exchange, Handle, Operation, Stage, Steps
+from .operation import MORE, Arrived, Exchange, Handle, Operation, Send, Stage, Steps
 from .outbox import Outbox
 from .patience import ASK_AFTER, overdue, remind
 from .wheel import AFTER_SMALL, Wheel
@@ -74,6 +75,7 @@ class Engine:
         self.departures = Departures(rank, self.membership, self.router)
         self.outbox = Outbox(rank, self.router, self.membership, self.events, self.hearing.on_closed)
         self._callbacks: deque[tuple[Callable[[Handle[Any]], None], Handle[Any]]] = deque()
+        self.services: dict[str, Service] = {}
         self.refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self.ended: ShoalError | None = None  # why no operation is possible any more
         self.deaf = False
@@ -314,6 +316,23 @@ class Engine:
                 if stage.complete:
                     self.ready.append(operation)
 
+    def answer(self, source: int, request: Message, tensor: torch.Tensor) -> None:
+        """Send the one that asks for something, and waits for it as its second stage, a copy of a tensor."""
+        reply = Operation(request.op, request.name, request.round, self.timeout)
+        published = self.publish(reply, tensor)
+        numel = published.data.numel()
+        exchange = Exchange([Send(source, published, 0, numel, (numel,))], (), digest=request.digest)
+        self.outbox.post(Channel(request.name), reply, Stage(request.stage + 1, exchange, set(), {}))
+        for lease in reply.leases:
+            lease.release()
+
+    def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
+        """Keep the promise of something that a thread of this agent did by itself."""
+        with self.lock:
+            self._callbacks.extend((callback, handle) for callback in handle.end(result, error))
+            self.wheel.notify()
+            self.poller.wake()
+
     # Ended from outside
 
     def abort(self, error: ShoalError) -> None:
@@ -334,7 +353,7 @@ class Engine:
             for departure in self.departures.believed(now):
                 self.hearing.on_gone(departure)
         following = self.departures.next if not self.outbox.said_goodbye else float("inf")
-        following = min(following, self.bundles.check(now))
+        following = min(following, self.bundles.check(now), *(one.check(now) for one in self.services.values()))
         for operation in self.rounds.in_flight():
             if now >= operation.deadline and not operation.computing:
                 self.fail(operation, overdue(operation, self.rank, self.rounds, self.outbox))
@@ -409,6 +428,8 @@ class Engine:
         gone = NotInitialized("this agent has shut down while the operation was in flight; wait for its handle first")
         if not died and self.ended is None:
             self.bundles.start()
+        for service in self.services.values():
+            service.close()
         with self.lock:
             if self._closing:
                 return
@@ -440,7 +461,8 @@ class Engine:
 
     def abandon_in_child(self) -> None:
         """In a forked child: close what would keep this agent's end from being noticed. Touches no lock."""
-        for fd in [*self.router.descriptors(), *self.arena.descriptors(), *self.poller.descriptors()]:
+        found = [*self.router.descriptors(), *self.arena.descriptors(), *self.poller.descriptors()]
+        for fd in [*found, *(fd for service in self.services.values() for fd in service.descriptors())]:
             try:
                 os.close(fd)
             except OSError:

@@ -4,17 +4,37 @@ refusal, the news that somebody is gone. Everything here runs in the thread that
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import Mismatch, PeerLost
 from ..transport.wire import Kind, Message, Payload
-from .bundles import PREFIX, Parcel
+from .bundles import PREFIX
 from .departures import Departure
 from .matching import Fate, disagreement, unexpected
 from .operation import Operation, Stage, describe
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+class Service(Protocol):
+    """What answers messages that belong to no operation here. Called under the engine's lock, but for ``close``."""
+
+    def serve(self, source: int, message: Message) -> None:
+        """A neighbour asks for something: a first message under a name that begins with this service's word."""
+
+    def on_gone(self, rank: int) -> None: ...
+
+    def check(self, now: float) -> float:
+        """Do what is due; returns when to come back."""
+
+    def descriptors(self) -> list[int]:
+        """What a forked child must close."""
+
+    def holds_topology(self) -> list[str]:
+        """The names of what keeps the topology from being changed."""
+
+    def close(self) -> None: ...
 
 
 class Hearing:
@@ -49,6 +69,10 @@ class Hearing:
         if message.name.startswith(PREFIX):
             self._bundles.came(source, message)
             return
+        service = self._service(message)
+        if service is not None and message.stage == 0:
+            service.serve(source, message)
+            return
         fate, operation = self._rounds.fate(message)
         if operation is not None and operation.bundle is not None:
             self._bundles.put(operation, source, message)
@@ -67,6 +91,10 @@ class Hearing:
             self.match(operation, stage, source, message)
             if operation.error is None and stage.complete:
                 self._engine.ready.append(operation)
+
+    def _service(self, message: Message) -> Service | None:
+        services = self._engine.services
+        return services.get(message.name.partition(" ")[0]) if services and message.name.startswith("~") else None
 
     def match(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
         """Give a stage a message that is for it, if the two agree."""
@@ -120,6 +148,8 @@ class Hearing:
             self._engine.refused = error
 
     def _on_ask(self, source: int, message: Message) -> None:
+        if self._service(message) is not None:  # it answers when it can
+            return
         fate, operation = self._rounds.fate(message)
         if fate is Fate.EARLY:
             self._rounds.keep_ask(source, message)
@@ -142,8 +172,8 @@ class Hearing:
 
     def on_arrived(self, payload: Payload) -> None:
         owner = payload.owner
-        if isinstance(owner, Parcel):
-            self._bundles.arrived(owner)
+        if callable(owner):
+            owner()
         elif isinstance(owner, Operation) and owner.waiting_more:
             owner.waiting_more = False
             self._engine.ready.append(owner)
@@ -188,6 +218,8 @@ class Hearing:
             self._lose(f"rank {rank} was lost ({cause}{told})", rank)
         for token in self._engine.outbox.owed_by(rank):
             self._on_reply(token)
+        for service in self._engine.services.values():
+            service.on_gone(rank)
         self._bundles.take_apart_without(rank)
         for operation in self._rounds.in_flight():
             stage = operation.stage
@@ -206,8 +238,12 @@ class Hearing:
         self._bundles.give_up(ended)
 
     def miss(self, operation: Operation, ranks: list[int]) -> PeerLost:
-        """An operation needs agents that have left. To be missed makes that a loss, of which the others must hear."""
+        """An operation needs agents that have left. To be missed makes that a loss, of which the others must hear;
+        but not where nobody else takes part."""
         rank = ranks[0]
+        if operation.one_sided:
+            gone = "; ".join(self._membership.describe(one) for one in ranks)
+            return PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {gone}", ranks)
         cause = f"it left while rank {self._rank} needed it for {operation}"
         self._engine.outbox.pass_on(Departure(rank, cause, True, self._rank))
         what = "; ".join(self._membership.describe(one) for one in ranks)

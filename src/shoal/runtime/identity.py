@@ -66,7 +66,7 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
             that drops weights and is not doubly stochastic (star, grid), a warning says so once.
 
     Returns:
-        True; False (and an error in the log) before :func:`init`.
+        True; False (and an error in the log) before :func:`init`, and while there are windows.
 
     Raises:
         TypeError: It is no ``networkx.DiGraph``.
@@ -75,6 +75,12 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
     agent = seat().agent
     if agent is None:
         log.error("set_topology() before shoal.init() does nothing")
+        return False
+    held = [what for service in agent.engine.services.values() for what in service.holds_topology()]
+    if held:
+        log.error(
+            "set_topology() does nothing while there are windows, whose neighbours are fixed: %s", ", ".join(held)
+        )
         return False
     agent.set_topology(ExponentialTwoGraph(agent.size) if topology is None else topology, is_weighted)
     return True
@@ -150,5 +156,9 @@ def bytes_sent() -> int:
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """An uninitialised tensor over memory that Shoal uses again once the tensor is gone; good as ``out=``."""
-    return current("empty()").engine.pool.empty(tuple(shape), dtype)
+    """An uninitialised tensor over memory that neighbours on this machine can read where it lies.
+
+    Good as ``out=``, and for a window, which then needs no copy of it. The memory is used again once the tensor is
+    gone.
+    """
+    return current("empty()").engine.arena.empty(tuple(shape), dtype)

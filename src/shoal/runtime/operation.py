@@ -109,6 +109,7 @@ class Operation:
         "leases",
         "name",
         "next_stage",
+        "one_sided",
         "op",
         "outcome",
         "round",
@@ -141,6 +142,7 @@ class Operation:
         self.error: BaseException | None = None
         self.small: Small | None = None  # what it is about, where it may go together with others
         self.bundle: Bundle | None = None  # what it goes with
+        self.one_sided = False  # the others need not call anything for it
         self.sent = False  # its first stage has been sent, as a part of a bundle
 
     def __str__(self) -> str:
@@ -174,6 +176,7 @@ class Operation:
 
 def describe(op: str, name: str, round_: int) -> str:
     """How an operation is called in messages to people."""
+    name = name.removeprefix("~window ")
     return f"{op} round {round_}" if name.startswith("~") else f"{op} {name!r} round {round_}"
 
 

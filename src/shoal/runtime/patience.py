@@ -49,7 +49,7 @@ def overdue(operation: Operation, rank: int, rounds: Rounds, outbox: Outbox) -> 
     waiting, part = operation.waiting_for, operation.bundle or operation
     stage = part.stage
     if stage is not None and stage.missing:
-        what = "they did not take part"
+        what = "they did not answer" if operation.one_sided else "they did not take part"
     elif part.waiting_more:
         what = "a part of what they sent has not arrived"
     elif operation.unconfirmed:

@@ -110,6 +110,7 @@ class Arena:
         self._keep = keep
         self._free_large = 0
         self._next_ident = 1
+        self._lent: dict[int, Region] = {}
         self.retired: list[int] = []  # memory files that readers may forget; the router tells them
         self.closed = False
 
@@ -141,6 +142,35 @@ class Arena:
             self._free[region.size].append(region)
             if region.size > SMALL:
                 self._free_large += region.size
+
+    def next_ident(self) -> int:
+        """A number for a memory file that is none of the arena's."""
+        with self._lock:
+            self._next_ident += 1
+            return self._next_ident - 1
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous tensor in a region of its own, which comes back when the tensor is gone."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype)
+        region = self.allocate(nbytes)
+        # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
+        lease = (ctypes.c_char * nbytes).from_buffer(region.segment.area, region.offset)
+        tensor = torch.frombuffer(lease, dtype=dtype).view(shape)
+        address = tensor.data_ptr()
+        self._lent[address] = region
+        weakref.finalize(lease, self._take_back, address, region).atexit = False
+        return tensor
+
+    def _take_back(self, address: int, region: Region) -> None:
+        if self._lent.get(address) is region:
+            del self._lent[address]
+        self.release(region)
+
+    def find(self, tensor: torch.Tensor) -> Region | None:
+        """The region of a tensor that :meth:`empty` made."""
+        return self._lent.get(tensor.data_ptr())
 
     def _trim(self, wanted: int) -> None:
         """Give back large regions that nobody uses before taking more, so that changing sizes do not pile up."""
@@ -176,15 +206,18 @@ class PeerMemory:
 
     def __init__(self) -> None:
         self._segments: dict[int, torch.Tensor] = {}
+        self._descriptors: dict[int, int] = {}
 
-    def add(self, ident: int, fd: int) -> None:
-        """Map a descriptor that came with a message, and close it."""
+    def add(self, ident: int, fd: int, lockable: bool = False) -> None:
+        """Map a descriptor that came with a message, and close it, unless its file is to be locked."""
         try:
             seals = fcntl.fcntl(fd, 1034)  # F_GET_SEALS
             if not seals & F_SEAL_SHRINK:
                 raise ProtocolError("shared memory that its owner could shrink")
             size = os.fstat(fd).st_size
             area = mmap.mmap(fd, size)
+            if lockable:
+                self._descriptors[ident] = os.dup(fd)
         except (OSError, ValueError) as error:
             raise ProtocolError(f"shared memory that cannot be mapped: {error}") from None
         finally:
@@ -195,6 +228,21 @@ class PeerMemory:
 
     def forget(self, ident: int) -> None:
         self._segments.pop(ident, None)
+        fd = self._descriptors.pop(ident, -1)
+        if fd >= 0:
+            os.close(fd)
+
+    def segment(self, ident: int) -> tuple[torch.Tensor, int] | None:
+        """A whole memory file, and its descriptor (-1 where it was not sent to be locked)."""
+        data = self._segments.get(ident)
+        return None if data is None else (data, self._descriptors.get(ident, -1))
+
+    def descriptors(self) -> list[int]:
+        return list(self._descriptors.values())
+
+    def close(self) -> None:
+        for ident in list(self._segments):
+            self.forget(ident)
 
     def view(self, ident: int, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         segment = self._segments.get(ident)

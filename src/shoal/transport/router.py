@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from . import network, shared_memory
 from .handshake import Accepting, Connecting
 from .link import Link, Receiver
@@ -287,6 +289,25 @@ class Router:
         """A connection from this rank is open, so that its goodbye or its end will be noticed there."""
         return bool(self.incoming.get(rank))
 
+    def share(self, peer: int, ident: int, fd: int, lockable: bool) -> None:
+        """Let a peer on this machine map a memory file of ours; nothing for others."""
+        link = self.link(peer)
+        if isinstance(link, shared_memory.SharedMemoryLink):
+            link.share(ident, fd, lockable)
+
+    def shared_by(self, peer: int, ident: int) -> tuple[torch.Tensor, int]:
+        """A memory file that a peer has shared, and its descriptor, -1 if it is not to be locked."""
+        for connection in self.incoming.get(peer, ()):
+            if isinstance(connection, shared_memory.SharedMemoryIncoming):
+                found = connection.memory.segment(ident)
+                if found is not None:
+                    return found
+        raise KeyError(f"rank {peer} has shared no memory {ident}")
+
+    def inbox_of(self, peer: int) -> str:
+        """Where a peer that is a thread of this process hears."""
+        return self._endpoints[peer].inbox
+
     def retire_memory(self) -> None:
         """Tell everybody which memory files of ours are gone."""
         while self.arena.retired:
@@ -326,7 +347,11 @@ class Router:
         """Every descriptor that a forked child must close, or this agent's end would not be noticed."""
         socks = [getattr(link, "sock", None) for link in self.links.values()]
         socks += [connection.sock for connection in self._connections()] + list(self._listeners)
-        return [sock.fileno() for sock in socks if sock is not None] + list(self._pidfds.values())
+        found = [sock.fileno() for sock in socks if sock is not None] + list(self._pidfds.values())
+        for connection in self._connections():
+            if isinstance(connection, shared_memory.SharedMemoryIncoming):
+                found += connection.memory.descriptors()
+        return found
 
 
 def _accepted(listener: socket.socket) -> Iterable[socket.socket]:

@@ -28,7 +28,7 @@ from .link import Published, Receiver
 from .memory import PeerMemory
 from .poller import Poller
 from .sockets import Incoming, Outgoing
-from .wire import Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
+from .wire import LOCKABLE, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
 
 PACKET_BYTES = 1 << 16
 """Messages queued together share packets of up to this size; also the largest packet."""
@@ -98,10 +98,16 @@ class SharedMemoryLink(Outgoing):
         message.segment = region.segment.ident
         message.offset = region.offset + start * published.data.element_size()
 
-    def _share(self, ident: int, fd: int) -> None:
+    def _share(self, ident: int, fd: int, lockable: bool = False) -> None:
         self._seal()
-        self._packets.append((encode(Message(Kind.SEGMENT, segment=ident)), os.dup(fd)))
+        message = Message(Kind.SEGMENT, segment=ident, flags=LOCKABLE if lockable else 0)
+        self._packets.append((encode(message), os.dup(fd)))
         self._shared.add(ident)
+
+    def share(self, ident: int, fd: int, lockable: bool) -> None:
+        """Let the peer map a memory file before a message refers to it."""
+        if ident not in self._shared:
+            self._share(ident, fd, lockable)
 
     def forget(self, ident: int) -> None:
         """The peer may unmap a memory file of ours."""
@@ -182,7 +188,7 @@ class SharedMemoryIncoming(Incoming):
         if message.kind is Kind.SEGMENT:
             if not descriptors:
                 raise ProtocolError("shared memory without its descriptor")
-            self.memory.add(message.segment, descriptors.pop(0))
+            self.memory.add(message.segment, descriptors.pop(0), bool(message.flags & LOCKABLE))
             return
         if message.kind is Kind.FORGET:
             self.memory.forget(message.segment)
@@ -193,6 +199,10 @@ class SharedMemoryIncoming(Incoming):
         elif message.where is Where.STREAM:
             raise ProtocolError("a payload in pieces on a Unix socket")
         self._receiver.on_message(self.peer, message)
+
+    def close(self) -> None:
+        super().close()
+        self.memory.close()
 
 
 def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

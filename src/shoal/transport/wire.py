@@ -65,6 +65,8 @@ _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 WANTS_REPLY = 1
 """Flag of a DATA message: answer DONE, also where no memory has to be given back."""
+LOCKABLE = 4
+"""Flag of a SEGMENT: the receiver will lock bytes of the file, and keeps its descriptor."""
 DIED = 2
 """Flag of a NOTICE: the agent died (else it left in good order)."""
 

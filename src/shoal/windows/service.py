@@ -1,0 +1,151 @@
+"""What an owner does for neighbours on other machines: the same as they would do on its memory if they could reach it.
+
+It runs in whatever thread drives the exchange, so it never waits: what finds a lock taken is tried again a millisecond
+later, in the order of its coming.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..transport.wire import Message
+from .memory import MUTEX, OWN, Freed, How
+from .window import LOCK, UNLOCK, Window
+
+if TYPE_CHECKING:
+    from .registry import Windows
+
+AGAIN = 0.001
+_HOW = {how.value: how for how in How}
+
+
+class Service:
+    """The requests of other agents, under the engine's lock."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+        self._waiting: deque[tuple[int, Message]] = deque()
+        self._holders: dict[str, int] = {}  # the mutexes that agents of other machines have
+
+    def serve(self, source: int, message: Message) -> None:
+        """A request. It waits until all of its tensor is here, and for those before it from the same agent."""
+        payload = message.payload
+        if payload is not None and not payload.complete:
+            payload.owner = partial(self.serve_complete, source, message)
+            self._waiting.append((source, message))
+            return
+        if message.op == UNLOCK:
+            self._unlock(source, message)
+        elif any(one == source and other.name == message.name for one, other in self._waiting):
+            self._waiting.append((source, message))
+        elif not self._try(source, message):
+            self._waiting.append((source, message))
+            self._windows.engine.next_check = 0.0
+
+    def serve_complete(self, source: int, message: Message) -> None:
+        payload = message.payload
+        if payload is not None and payload.complete:
+            self.again()
+
+    def again(self) -> bool:
+        """Try what waits. Returns whether something has to be tried again by and by."""
+        blocked: set[tuple[int, str]] = set()
+        busy = False
+        for source, message in list(self._waiting):
+            key = source, message.name
+            payload = message.payload
+            if key in blocked or (payload is not None and not payload.complete):
+                blocked.add(key)
+                continue
+            if self._try(source, message):
+                self._waiting.remove((source, message))
+            else:
+                blocked.add(key)
+                busy = True
+        if busy:
+            self._windows.engine.next_check = min(self._windows.engine.next_check, time.monotonic() + AGAIN)
+        return busy
+
+    def _try(self, source: int, message: Message) -> bool:
+        """Do what is asked for. False if a lock is taken."""
+        window = self._windows.find(message.name)
+        if window is None or window.number != message.digest:
+            self._refuse(source, message, "has freed this window, or never made it")
+            return True
+        if message.op == LOCK:
+            if not window.memory.locks.try_acquire(MUTEX):
+                return False
+            self._holders[message.name] = source
+            self._answer(source, message)
+            return True
+        how = _HOW.get(message.op)
+        neighbours = window.destinations if how is How.GET else window.sources
+        if how is None or source not in neighbours:
+            self._refuse(source, message, f"has no edge for {message.op} from rank {source} in this window")
+            return True
+        if how is How.GET:
+            return self._give(window, source, message)
+        payload, layout = message.payload, window.memory.layout
+        if payload is None or (payload.data.numel(), payload.data.dtype) != (layout.numel, layout.dtype):
+            self._refuse(source, message, f"expects {layout.numel} elements of {layout.dtype}")
+            return True
+        p = message.scale if self._windows.with_p else None
+        try:
+            if not window.memory.try_write(how, source, payload.data.view(layout.shape), 1, p):
+                return False
+        except Freed:
+            self._refuse(source, message, "has freed this window")
+            return True
+        self._answer(source, message)
+        return True
+
+    def _give(self, window: Window, source: int, message: Message) -> bool:
+        if not window.memory.locks.try_acquire(OWN):
+            return False
+        try:
+            self._answer(source, message, window.memory.own)
+        finally:
+            window.memory.locks.release(OWN)
+        return True
+
+    def _unlock(self, source: int, message: Message) -> None:
+        """It is done with a mutex, or does not wait for it any more."""
+        self._windows.engine.outbox.done_with(source, message)
+        key = source, message.name
+        self._waiting = deque(one for one in self._waiting if (one[0], one[1].name) != key or one[1].op != LOCK)
+        if self._holders.get(message.name) == source:
+            del self._holders[message.name]
+            window = self._windows.find(message.name)
+            if window is not None:
+                window.memory.locks.release(MUTEX)
+            self.again()
+
+    def forget(self, rank: int) -> None:
+        """An agent is gone: free what it held, drop what it wanted."""
+        self._waiting = deque(one for one in self._waiting if one[0] != rank)
+        for name in [name for name, holder in self._holders.items() if holder == rank]:
+            del self._holders[name]
+            window = self._windows.find(name)
+            if window is not None:
+                window.memory.locks.release(MUTEX)
+
+    def forget_window(self, name: str) -> None:
+        """A window is freed: whoever wants something of it is told so."""
+        self._holders.pop(name, None)
+        self.again()
+
+    def _answer(self, source: int, message: Message, tensor: torch.Tensor | None = None) -> None:
+        engine = self._windows.engine
+        engine.outbox.done_with(source, message)
+        engine.answer(source, message, torch.empty(0) if tensor is None else tensor)
+
+    def _refuse(self, source: int, message: Message, why: str) -> None:
+        rank = self._windows.engine.rank
+        text = f"{message.op} {self._windows.name_of(message.name)!r}: rank {rank} {why}"
+        self._windows.engine.outbox.refuse(source, message, text)
+        message.flags = 0

@@ -1,0 +1,331 @@
+"""One agent's part in a window: its own memory, and the way to the memory of each neighbour.
+
+On one machine a neighbour's memory is mapped and written to directly, so that its owner need not do anything, not even
+run. Between machines the owner's exchange does on request what a direct writer would do, under the same locks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import DeadlineExceeded, Mismatch, PeerLost
+from ..runtime.operation import MORE, Exchange, Handle, Operation, Send, Steps
+from ..topology import Mixing
+from .locks import Busy
+from .memory import MUTEX, OWN, Freed, How, SlotState, WindowMemory
+
+if TYPE_CHECKING:
+    from .registry import Windows
+
+LOCK, UNLOCK = "win_lock", "win_unlock"
+
+
+class Window:
+    """A window of this agent.
+
+    Args:
+        tensor: The registered tensor.
+        memory: This agent's memory of it.
+        in_place: ``tensor`` is what neighbours get, where it lies; else a copy is, which each call renews.
+        mixing: The topology when it was made: default weights, and who may write and read.
+
+    Attributes:
+        number: Which window of this name it is, the same on all agents; tells it from one that was freed before.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        name: str,
+        tensor: torch.Tensor,
+        memory: WindowMemory,
+        in_place: bool,
+        mixing: Mixing,
+    ) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.memory = memory
+        self.in_place = in_place
+        self.mixing = mixing
+        self.number = -1
+        self.p = 1.0
+        self.direct: dict[int, WindowMemory] = {}
+        self.seen: dict[int, SlotState] = {}
+        self._windows = windows
+        self._engine = windows.engine
+        self._turn = threading.RLock()
+        self._gates: dict[int, threading.Lock] = defaultdict(threading.Lock)  # to mutexes on other machines
+        self._held: dict[int, tuple[int, int]] = {}  # mutexes: who of our threads has it, and how often
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        return self.mixing.source_ranks
+
+    @property
+    def destinations(self) -> tuple[int, ...]:
+        return self.mixing.destination_ranks
+
+    # Moving tensors
+
+    def send(
+        self,
+        how: How,
+        tensor: torch.Tensor,
+        self_weight: float | None,
+        weights: Mapping[int, float],
+        require_mutex: bool,
+        timeout: float,
+    ) -> bool:
+        """Put or accumulate ``tensor``, times a weight for each, into the slots that neighbours have for this agent."""
+        deadline = time.monotonic() + timeout
+        with self._turn:
+            self._publish_own(deadline)
+            share = self.p if self._windows.with_p else None
+        order = [rank for rank in self.mixing.rotated_destinations(self._engine.size) if rank in weights]
+        source = tensor.detach()
+        if require_mutex:
+            for rank in order:
+                with self.mutex([rank], deadline, how.value):
+                    self._send(how, source, {rank: weights[rank]}, share, deadline)
+        else:
+            self._send(how, source, {rank: weights[rank] for rank in order}, share, deadline)
+        if self_weight is None:
+            return True
+        with self._turn:
+            if share is not None:
+                self.p *= self_weight
+            with self._own(deadline, how.value) if self._is_own(tensor) else ExitStack():
+                source.mul_(self_weight)
+            self._publish_own(deadline)
+        return True
+
+    def _send(
+        self, how: How, tensor: torch.Tensor, weights: Mapping[int, float], share: float | None, deadline: float
+    ) -> None:
+        far = {rank: weight for rank, weight in weights.items() if rank not in self.direct}
+        handle = self._ask(how.value, far, tensor, share, deadline) if far else None
+        for rank, weight in weights.items():
+            memory = self.direct.get(rank)
+            if memory is None:
+                continue
+            with self._explained(how.value, rank, deadline):
+                self._check(how.value, rank)
+                p = None if share is None else share * weight
+                memory.write(how, self._engine.rank, tensor, weight, p, deadline, partial(self._check, how.value, rank))
+        if handle is not None:
+            handle.wait()
+
+    def get(self, weights: Mapping[int, float], require_mutex: bool, timeout: float) -> bool:
+        """Fetch the registered tensors of in-neighbours, times a weight, into this agent's slots for them."""
+        deadline = time.monotonic() + timeout
+        op = How.GET.value
+        for rank, weight in weights.items():
+            with ExitStack() as held:
+                if require_mutex:
+                    held.enter_context(self.mutex([rank], deadline, op))
+                memory = self.direct.get(rank)
+                if memory is None:
+                    found = self._ask(op, {rank: 1.0}, None, None, deadline).wait()[rank]
+                else:
+                    self._check(op, rank)
+                    with self._explained(op, rank, deadline):
+                        memory.locks.acquire(OWN, deadline, partial(self._check, op, rank))
+                        held.callback(memory.locks.release, OWN)
+                        if memory.freed:
+                            raise Freed
+                    found = memory.own
+                with self._explained(op, self._engine.rank, deadline):
+                    self.memory.write(How.GET, rank, found, weight, None, deadline)
+        return True
+
+    def update(
+        self,
+        self_weight: float,
+        weights: Mapping[int, float],
+        reset: list[int],
+        clone: bool,
+        require_mutex: bool,
+        timeout: float,
+        op: str,
+    ) -> torch.Tensor:
+        """The weighted sum of the registered tensor and the slots, in place or as a new tensor."""
+        deadline = time.monotonic() + timeout
+        with ExitStack() as held:
+            if require_mutex:
+                held.enter_context(self.mutex([self._engine.rank], deadline, op))
+            held.enter_context(self._turn)
+            held.enter_context(self._own(deadline, op))
+            tensor = self.tensor.detach()
+            flat = tensor.view(-1) if tensor.is_contiguous() and tensor.is_cpu else self.memory.own
+            if flat is self.memory.own:
+                flat.view(tensor.shape).copy_(tensor)
+            out = torch.empty(flat.shape, dtype=flat.dtype) if clone else flat
+            with self._explained(op, self._engine.rank, deadline):
+                p = self.memory.combine(out, flat, self_weight, weights, reset, deadline)
+            if self._windows.with_p:
+                self.p = self_weight * self.p + p
+            self.seen = {source: self.memory.state(source) for source in self.sources}
+            if clone:
+                return out.view(tensor.shape).to(tensor.device)
+            if flat is self.memory.own:
+                tensor.copy_(flat.view(tensor.shape))
+            elif not self.in_place:
+                self.memory.own.copy_(flat)
+            return self.tensor
+
+    def version(self, source: int) -> int:
+        """Puts and gets into a slot since the last update."""
+        now, seen = self.memory.state(source), self.seen.get(source)
+        return now.puts + now.gets - (seen.puts + seen.gets if seen is not None else 0)
+
+    # The registered tensor
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        return self.in_place and tensor.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr()
+
+    @contextmanager
+    def _own(self, deadline: float, op: str) -> Iterator[None]:
+        """Nobody gets the registered tensor meanwhile."""
+        with self._explained(op, self._engine.rank, deadline), self.memory.locks.hold([OWN], deadline):
+            yield
+
+    def _publish_own(self, deadline: float) -> None:
+        if not self.in_place:
+            with self._own(deadline, "win_put"):
+                self.memory.own.view(self.tensor.shape).copy_(self.tensor.detach())
+
+    # Mutexes
+
+    @contextmanager
+    def mutex(self, ranks: list[int], deadline: float, op: str) -> Iterator[None]:
+        """Hold the mutexes of these agents, taken in ascending order. A thread may hold one several times."""
+        with ExitStack() as held:
+            for rank in sorted(ranks):
+                self._lock(rank, deadline, op)
+                held.callback(self._unlock, rank)
+            yield
+
+    def _lock(self, rank: int, deadline: float, op: str) -> None:
+        me = threading.get_ident()
+        holder, times = self._held.get(rank, (0, 0))
+        if holder == me:
+            self._held[rank] = (me, times + 1)
+            return
+        memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
+        if memory is None:
+            with self._explained(op, rank, deadline, "the mutex"):
+                if not self._gates[rank].acquire(timeout=max(0.0, deadline - time.monotonic())):
+                    raise Busy
+            try:
+                self._ask(LOCK, {rank: 1.0}, None, None, deadline).wait()
+            except BaseException:
+                self._tell_unlock(rank)  # it may be granted after we have given up
+                self._gates[rank].release()
+                raise
+        else:
+            with self._explained(op, rank, deadline, "the mutex"):
+                memory.locks.acquire(MUTEX, deadline, lambda: self._check(op, rank))
+        self._held[rank] = (me, 1)
+
+    def _unlock(self, rank: int) -> None:
+        holder, times = self._held[rank]
+        if times > 1:
+            self._held[rank] = (holder, times - 1)
+            return
+        del self._held[rank]
+        memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
+        if memory is None:
+            self._tell_unlock(rank)
+            self._gates[rank].release()
+        else:
+            memory.locks.release(MUTEX)
+
+    def _tell_unlock(self, rank: int) -> None:
+        if rank in self._engine.membership.view.alive and self._engine.ended is None:
+            self._ask(UNLOCK, {rank: 1.0}, None, None, time.monotonic() + self._engine.timeout)
+
+    # Asking an owner on another machine
+
+    def _ask(
+        self, op: str, weights: Mapping[int, float], tensor: torch.Tensor | None, share: float | None, deadline: float
+    ) -> Handle[dict[int, torch.Tensor]]:
+        """Have the owners do it. The result is what each answered: a tensor, flat, for a get."""
+        engine = self._engine
+        for rank in weights:
+            self._check(op, rank)
+        layout = self.memory.layout
+
+        def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
+            operation.one_sided = True
+            published = {}
+            for weight in set(weights.values()):
+                scaled = torch.empty(0) if tensor is None else tensor if weight == 1 else tensor * weight
+                published[weight] = engine.publish(operation, scaled)
+            sends = []
+            for rank, weight in weights.items():
+                one = published[weight]
+                p = 0.0 if share is None else share * weight
+                sends.append(Send(rank, one, 0, one.data.numel(), (one.data.numel(),), p))
+            yield Exchange(sends, (), digest=self.number)
+            if op == UNLOCK:
+                return {}
+            arrived = yield Exchange((), list(weights), digest=self.number)
+            found = {}
+            for rank, message in arrived.items():
+                payload = message.payload
+                assert payload is not None
+                while not payload.complete:
+                    yield MORE
+                found[rank] = payload.data.clone() if op == How.GET.value else payload.data
+                if op == How.GET.value and (payload.data.numel(), payload.data.dtype) != (layout.numel, layout.dtype):
+                    raise Mismatch(f"{op} {self.name!r}: rank {rank} answered with another tensor", (rank, engine.rank))
+            return found
+
+        rest = max(0.001, deadline - time.monotonic())
+        return engine.submit(op, self._windows.channel(self.name), steps, rest, False)
+
+    # Errors
+
+    def _check(self, op: str, rank: int) -> None:
+        engine = self._engine
+        if engine.ended is not None:
+            raise type(engine.ended)(f"{op} {self.name!r} on rank {engine.rank}: {engine.ended}", engine.ended.ranks)
+        if rank != engine.rank and rank not in engine.membership.view.alive:
+            what = engine.membership.describe(rank)
+            raise PeerLost(
+                f"{op} {self.name!r} on rank {engine.rank} needs rank {rank}, which is gone: {what}", (rank,)
+            )
+
+    @contextmanager
+    def _explained(self, op: str, rank: int, deadline: float, what: str = "") -> Iterator[None]:
+        """Say in the field's terms what went wrong with somebody's memory."""
+        try:
+            yield
+        except Busy:
+            what = what or ("its own memory" if rank == self._engine.rank else "the memory")
+            raise DeadlineExceeded(
+                f"{op} {self.name!r} on rank {self._engine.rank} waited for {what} of this window at rank {rank}, "
+                "which another agent or thread kept locked. If it is only slow, pass timeout= or raise SHOAL_TIMEOUT",
+                (rank,),
+            ) from None
+        except Freed:
+            raise Mismatch(
+                f"{op} {self.name!r} on rank {self._engine.rank}: rank {rank} has freed this window",
+                (rank, self._engine.rank),
+            ) from None
+
+    def close(self) -> None:
+        """Give up the memory; neighbours that come are told so."""
+        self.memory.free()
+        for memory in {id(one): one for one in (self.memory, *self.direct.values())}.values():
+            if memory is self.memory or self._windows.is_mapped(memory):
+                memory.locks.close()
+        self.direct = {}
