@@ -3,6 +3,7 @@
 import ast
 import doctest
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,7 @@ def test_topology_util_has_bluefogs_names(name):
 
 @pytest.mark.parametrize("module", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.name)
 def test_topology_imports_nothing_from_the_rest_of_shoal(module):
-    standard = {"__future__", "bisect", "collections", "dataclasses", "itertools", "math", "numbers", "types", "typing"}
-    allowed = {"networkx", "numpy", ".", *standard}
+    allowed = {"networkx", "numpy", ".", *sys.stdlib_module_names}
     if module.name == "drawing.py":
         allowed |= {"matplotlib"}
     assert set(imported_packages(module)) <= allowed

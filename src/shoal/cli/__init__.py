@@ -15,6 +15,7 @@ from typing import Protocol, cast
 COMMANDS = {
     "run": ("shoal.cli.run", "start the agents of a job on this machine"),
     "bench": ("shoal.cli.bench", "measure how fast agents average on this machine, beside their peers"),
+    "topology": ("shoal.cli.topology", "list, show, draw and compare topologies, and say which one to take"),
     "doctor": ("shoal.cli.doctor", "say what a bug report needs, and whether agents can run on this machine"),
 }
 

@@ -6,13 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 
 import networkx as nx
 
 from ._validate import check_size
-from .schedule import Schedule, as_schedule
+from .schedule import Schedule, Static
 
 Make = Callable[..., "nx.DiGraph | Schedule"]
+
+# As annotations read in a module that postpones their evaluation, and in one that does not.
+_NUMBERS = ("int", "float", "int | None", "float | None", int, float, int | None, float | None)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Topology:
         symmetric: every round's W equals its transpose.
         doubly: every round's W has row and column sums of one.
         exact: promises the exact mean after one period (for the sizes that `refuses` lets through).
-        refuses: why it cannot be made for this number of agents; empty if it can.
+        refuses: why it cannot be made for this number of agents with its default options; empty if it can.
         agents_per_machine: its `make` takes this option, and the drawing groups agents by it.
     """
 
@@ -41,6 +45,12 @@ class Topology:
     refuses: Callable[[int], str] = lambda size: ""
     agents_per_machine: bool = False
 
+    @property
+    def options(self) -> dict[str, float | None]:
+        """The numbers that `make` takes besides the number of agents, with their defaults."""
+        _, *parameters = signature(self.make).parameters.values()
+        return {option.name: option.default for option in parameters if option.annotation in _NUMBERS}
+
     def schedule(self, size: int, **options: float) -> Schedule:
         """This topology for `size` agents, as a schedule.
 
@@ -50,7 +60,10 @@ class Topology:
         reason = self.refuses(check_size(size))
         if reason:
             raise ValueError(f"{self.name} for {size} agents: {reason}")
-        return as_schedule(self.make(size, **options))
+        made = self.make(size, **options)
+        if isinstance(made, Schedule):
+            return made
+        return Static(made, name=" ".join([self.name, *(f"{option}={value}" for option, value in options.items())]))
 
 
 CATALOG: dict[str, Topology] = {}

@@ -9,33 +9,27 @@ for itself and saves with its state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cached_property, lru_cache
+from zlib import crc32
 
 import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from ._edges import Edges as Edges
+from ._edges import View, assemble
 from ._validate import as_digraph, as_int, check_rank, check_size
 from .mixing import Mixing
 
-
-class Edges(NamedTuple):
-    """A whole round, sparse: agent ``destination[k]`` multiplies the value of ``source[k]`` by ``weight[k]``.
-
-    Self weights are among them, as edges from an agent to itself. int64, int64 and float64, each [edges], ascending by
-    destination and then by source.
-    """
-
-    destination: NDArray[np.int64]
-    source: NDArray[np.int64]
-    weight: NDArray[np.float64]
+_RECENT_ROUNDS = 16
 
 
 class Schedule(ABC):
     """A topology in time. Rounds count from 0 without end.
 
     A subclass defines :meth:`mixing` and `period`. One for many thousands of agents also overrides :meth:`edges`, which
-    must say the same.
+    must say the same; or it is an :class:`EdgeSchedule`, which has the one from the other.
 
     Attributes:
         size: number of agents n.
@@ -83,30 +77,74 @@ class Schedule(ABC):
         return f"<{self.describe()}>"
 
     def _check(self, round: int, rank: int) -> tuple[int, int]:
+        return self._check_round(round), check_rank(rank, self.size)
+
+    def _check_round(self, round: int) -> int:
         round = as_int(round, "round")
         if round < 0:
             raise ValueError(f"round {round} is negative. Rounds count from 0.")
-        return round, check_rank(rank, self.size)
+        return round
 
 
-class Static(Schedule):
-    """The same graph in every round, with its weights, or with uniform ones."""
+class EdgeSchedule(Schedule):
+    """A schedule that is known a whole round at a time, and from which every agent reads off its own part.
+
+    A subclass defines :meth:`_edges`; sends, receives and the arrays of all agents then cannot disagree. The rounds
+    that were asked for last are kept, as agents of one process ask for the same ones.
+    """
+
+    @abstractmethod
+    def _edges(self, round: int) -> Edges:
+        """The edges of a round, which is below the period if there is one."""
+
+    def edges(self, round: int) -> Edges:
+        """The round of all agents at once; the arrays are shared and read-only."""
+        return self._view(round).edges
+
+    def mixing(self, round: int, rank: int) -> Mixing:
+        round, rank = self._check(round, rank)
+        return self._view(round).mixing(rank)
+
+    def _view(self, round: int) -> View:
+        round = self._check_round(round)
+        return self._views(round if self.period is None else round % self.period)
+
+    @cached_property
+    def _views(self) -> Callable[[int], View]:
+        return lru_cache(maxsize=_RECENT_ROUNDS)(lambda round: View(self._edges(round)))
+
+    def __getstate__(self) -> dict[str, object]:
+        # Rounds that were kept are not worth sending, and the cache around them cannot be pickled.
+        return {name: value for name, value in self.__dict__.items() if name != "_views"}
+
+
+class Static(EdgeSchedule):
+    """The same graph in every round, with its weights, or with uniform ones.
+
+    The edges are taken over when it is made: what is done to `graph` later changes nothing.
+
+    Args:
+        graph: nodes 0 to n - 1; edge (j, i) carries ``W[i, j]`` as `weight`, one if it has none.
+        weighted: whether to use the weights of the graph. If not, every agent weighs itself and its sources equally.
+        name: what it is called. Without one it is described by a checksum of its edges.
+
+    Raises:
+        TypeError, ValueError: no graph over the ranks 0 to n - 1, or weights that are not finite real numbers.
+    """
 
     period = 1
 
-    def __init__(self, graph: nx.Graph, *, weighted: bool = True, name: str = "static graph") -> None:
-        self._graph = as_digraph(graph)
-        self._weighted = weighted
-        self._name = name
-        self.size = check_size(self._graph.number_of_nodes())
+    def __init__(self, graph: nx.Graph, *, weighted: bool = True, name: str = "") -> None:
+        digraph = as_digraph(graph)
+        self.size = check_size(digraph.number_of_nodes())
+        self._edges_of_all = _edges_of(digraph) if weighted else _uniform(digraph)
+        self._name = name or f"static graph {crc32(b''.join(array.tobytes() for array in self._edges_of_all)):08x}"
 
-    def mixing(self, round: int, rank: int) -> Mixing:
-        _, rank = self._check(round, rank)
-        return Mixing.from_graph(self._graph, rank, weighted=self._weighted)
+    def _edges(self, round: int) -> Edges:
+        return self._edges_of_all
 
     def describe(self) -> str:
-        weights = "" if self._weighted else ", uniform weights"
-        return f"{self._name} of {self.size} agents{weights}"
+        return f"{self._name} of {self.size} agents"
 
 
 def as_schedule(topology: nx.Graph | Schedule) -> Schedule:
@@ -150,3 +188,23 @@ class Clock:
                 "Make the schedule with the same arguments, or set clock.round yourself."
             )
         self.round = as_int(state["round"], "round")
+
+
+def _edges_of(graph: nx.DiGraph) -> Edges:
+    weights = [weight for *_, weight in graph.edges(data="weight", default=1.0)]
+    if weights and np.asarray(weights).dtype.kind not in "fiu":
+        raise TypeError("the weights of a graph must be real numbers. Set them, or pass weighted=False.")
+    if not np.isfinite(weights).all():
+        raise ValueError("the weights of a graph must be finite. Check how they were computed.")
+    return _unordered(graph, weights)
+
+
+def _uniform(graph: nx.DiGraph) -> Edges:
+    edges = _unordered(graph, np.ones(graph.number_of_edges()))
+    heard = np.bincount(edges.destination)
+    return edges._replace(weight=(1.0 / heard)[edges.destination])
+
+
+def _unordered(graph: nx.DiGraph, weights: ArrayLike) -> Edges:
+    ends = np.array(graph.edges, dtype=np.int64).reshape(-1, 2)
+    return assemble(graph.number_of_nodes(), ends[:, 1], ends[:, 0], weights)

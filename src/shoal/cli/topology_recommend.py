@@ -1,0 +1,223 @@
+"""``shoal topology recommend``: which topology to take for so many agents on a given network, and why.
+
+The network is described on the command line, or measured (``--measure``) by agents: by those of the job if the command
+itself is run by ``shoal run`` or another launcher, else by some that it starts on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..runtime.launch import detect
+from ..sim.network_model import Link, Network
+from ..sim.recommend import Recommendation, recommend
+from ..sim.units import format_rate, format_seconds, parse_rate, parse_seconds
+from ..topology.analysis import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
+
+SHOWN = 12
+DEFAULT_AGENTS = 16
+DEFAULT_ERROR = 1e-3
+_MOST_MEASURING = 4
+_WIDTH_IN_FILE = 132
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.epilog = "docs/network-model.md says what is predicted, how, and how well."
+    parser.add_argument(
+        "-n", "--agents", type=_count, metavar="N", help=f"how many agents ({DEFAULT_AGENTS}; those that measure)"
+    )
+    parser.add_argument("--per-machine", type=_count, metavar="K", help="agents on each machine, sharing its card (1)")
+    parser.add_argument(
+        "--latency", type=_as_argument(parse_seconds), metavar="TIME", help="between machines, as in 5ms (50us)"
+    )
+    parser.add_argument(
+        "--bandwidth", type=_as_argument(parse_rate), metavar="RATE", help="of a machine's card, as in 1gbit (10gbit)"
+    )
+    parser.add_argument(
+        "--overhead",
+        type=_as_argument(parse_seconds),
+        metavar="TIME",
+        help="for which each message occupies a card besides its bytes (0)",
+    )
+    parser.add_argument(
+        "--inside-bandwidth",
+        type=_as_argument(parse_rate),
+        metavar="RATE",
+        help="of an agent, inside a machine and out of it (no limit)",
+    )
+    parser.add_argument(
+        "--model-mb", type=_positive, default=DEFAULT_BYTES / 1e6, metavar="MB", help="10^6 bytes to average (100)"
+    )
+    parser.add_argument(
+        "--error", type=_positive, default=DEFAULT_ERROR, help=f"the consensus error to reach ({DEFAULT_ERROR:g})"
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the network: with the agents of this job, or with some started on this machine",
+    )
+    parser.add_argument("--all", action="store_true", help=f"show all of them, not the {SHOWN} fastest")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rank and print; under a launcher, rank 0 prints.
+
+    Raises:
+        ValueError: the request makes no sense, with what to do about it.
+    """
+    if args.error >= 1:
+        raise ValueError(f"--error {args.error:g}: agents begin with an error of 1. Pass a number below it.")
+    network = _measured(args) if args.measure else _described(args)
+    if network is None:
+        return 0
+    found = recommend(network, args.model_mb * 1e6, args.error)
+    if args.json:
+        print(json.dumps(_plain(found), indent=1))
+    else:
+        _show(found, None if args.all else SHOWN)
+    return 0
+
+
+def _described(args: argparse.Namespace) -> Network:
+    inside = Link(bandwidth=args.inside_bandwidth or math.inf)
+    return Network(args.agents or DEFAULT_AGENTS, _card(args), args.per_machine or 1, inside)
+
+
+def _card(args: argparse.Namespace) -> Link:
+    latency = DEFAULT_LATENCY if args.latency is None else args.latency
+    return Link(latency, args.bandwidth or DEFAULT_BANDWIDTH, args.overhead or 0.0)
+
+
+def _measured(args: argparse.Namespace) -> Network | None:
+    """The network as agents find it, with what the command line says of it put in; None on agents other than rank 0."""
+    from ..sim.probe import Measured, measure, measure_here
+
+    if args.inside_bandwidth is not None:
+        raise ValueError("--inside-bandwidth is what --measure measures. Leave out one of the two.")
+    said = args.latency is not None or args.bandwidth is not None or args.overhead is not None
+    launch = detect()
+    found: Measured
+    if launch.launcher == "none" or launch.size == 1:
+        print("measuring with agents on this machine", file=sys.stderr)
+        found = measure_here(max(2, min(args.agents or DEFAULT_AGENTS, _MOST_MEASURING)))
+    else:
+        import shoal
+
+        shoal.init()
+        found = measure()
+        shoal.shutdown()
+        if launch.rank:
+            return None
+    agents = args.agents or (found.agents if launch.size > 1 else DEFAULT_AGENTS)
+    if found.between is None and not said:
+        if args.per_machine is not None and args.per_machine < agents:
+            raise ValueError(
+                f"--per-machine {args.per_machine} puts {agents} agents on several machines, but one was measured. "
+                "Give --latency and --bandwidth of the network between machines, or run this with shoal run --nnodes."
+            )
+        return Network(agents, Link(), agents, found.inside or Link())
+    between = _card(args) if found.between is None or said else found.between
+    return Network(agents, between, args.per_machine or found.agents_per_machine, found.inside or Link())
+
+
+def _show(found: Recommendation, most: int | None) -> None:
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILE, highlight=False)
+    console.print(_in_words(found.network, found.nbytes))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("way to average", no_wrap=True)
+    table.add_column(f"to {found.error:g}", justify="right", no_wrap=True)
+    table.add_column("a round", justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    groups = found.ties()
+    for one, *others in groups[:most]:
+        same = f"; the same: {', '.join(other.name for other in others)}" if others else ""
+        table.add_row(one.name, format_seconds(one.seconds), format_seconds(one.seconds_per_round), one.why + same)
+    console.print(table)
+    if most is not None and len(groups) > most:
+        slower = sum(len(group) for group in groups[most:])
+        console.print(f"and {slower} slower ones: --all", style="dim")
+    for name, why in found.passed_over.items() if most is None else ():
+        console.print(f"{name}: {why}", style="dim")
+    console.print()
+    for sentence in found.advice():
+        console.print(sentence)
+
+
+def _in_words(network: Network, nbytes: float) -> str:
+    inside, between = network.inside, network.between
+    said = [f"{network.size} agents on {network.machines} machine{'' if network.machines == 1 else 's'}"]
+    if network.machines > 1:
+        said.append(f"a card {_link_in_words(between)}")
+    if inside != Link():
+        said.append(f"a port inside {_link_in_words(inside)}")
+    return f"{', '.join(said)}; {nbytes / 1e6:g} MB to average"
+
+
+def _link_in_words(link: Link) -> str:
+    said = [format_rate(link.bandwidth), f"{format_seconds(link.latency)} latency"]
+    if link.overhead:
+        said.append(f"{format_seconds(link.overhead)} a message")
+    return " and ".join([", ".join(said[:-1]), said[-1]])
+
+
+def _plain(found: Recommendation) -> dict[str, Any]:
+    """For JSON, which knows no infinity: null in its place."""
+    network = found.network
+    links = {name: asdict(getattr(network, name)) for name in ("between", "inside")}
+    content = {
+        "network": {"agents": network.size, "agents_per_machine": network.agents_per_machine, **links},
+        "nbytes": found.nbytes,
+        "error": found.error,
+        "candidates": [asdict(one) for one in found.candidates],
+        "passed_over": found.passed_over,
+        "advice": found.advice(),
+    }
+    plain: dict[str, Any] = _without_infinity(content)
+    return plain
+
+
+def _without_infinity(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_infinity(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_infinity(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of agents: write 1 or more")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
+    return value
+
+
+def _as_argument(parse: Callable[[str], float]) -> Callable[[str], float]:
+    """The parser with its own words in argparse's message, which has none for a ``ValueError``."""
+
+    def checked(text: str) -> float:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked

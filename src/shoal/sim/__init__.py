@@ -1,0 +1,20 @@
+"""How long would it take? A model of networks, for what no one machine can hold.
+
+:class:`Network` says what agents have between them, :func:`simulate` plays steps of training on it, and
+:func:`recommend` ranks the topologies of the catalog for it. It needs numpy and networkx only; measuring a real network
+(:mod:`shoal.sim.probe`) runs agents.
+"""
+
+from .allreduce import direct_allreduce as direct_allreduce
+from .allreduce import hierarchical as hierarchical
+from .allreduce import hierarchical_allreduce as hierarchical_allreduce
+from .allreduce import parameter_server as parameter_server
+from .allreduce import ring_allreduce as ring_allreduce
+from .allreduce import tree_allreduce as tree_allreduce
+from .messages import Messages as Messages
+from .messages import Step as Step
+from .messages import rounds_of as rounds_of
+from .network_model import Link as Link
+from .network_model import Network as Network
+from .simulate import Timeline as Timeline
+from .simulate import simulate as simulate

@@ -1,0 +1,105 @@
+"""CECA: exact in ceil(log2 n) rounds of one message with two buffers, and an ordinary schedule without the second."""
+
+from math import ceil, log2
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shoal
+from shoal.topology import Ceca, CecaPairs, OnePeerExponential
+from support.topology_suite import product
+
+FAMILIES = [pytest.param(Ceca, size) for size in range(1, 41)] + [
+    pytest.param(CecaPairs, size) for size in (1, *range(2, 41, 2))
+]
+
+
+@pytest.mark.parametrize(("family", "size"), FAMILIES)
+def test_the_average_is_exact_after_the_logarithm_of_rounds(family, size):
+    values = np.random.default_rng(size).normal(size=(size, 3))
+    schedule = family(size)
+    assert len(schedule.steps) == (ceil(log2(size)) if size > 1 else 0)
+    np.testing.assert_allclose(schedule.average(values), np.tile(values.mean(axis=0), (size, 1)), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("family", "size"), FAMILIES)
+def test_the_matrices_of_both_buffers_have_the_exact_average_as_their_product(family, size):
+    schedule = family(size)
+    total = np.eye(2 * size)
+    for round in range(schedule.period):
+        total = schedule.buffered_matrix(round) @ total
+    np.testing.assert_allclose(total[:size, :size], 1 / size, rtol=0, atol=1e-15)
+    np.testing.assert_array_equal(total[:size, size:], 0)
+
+
+@pytest.mark.parametrize(("family", "size"), FAMILIES)
+def test_everybody_sends_and_hears_one_message_a_round(family, size):
+    schedule = family(size)
+    for round in range(len(schedule.steps)):
+        for rank in range(size):
+            view = schedule.mixing(round, rank)
+            assert len(view.source_ranks) == len(view.destination_ranks) == 1
+            assert view.source_ranks == (schedule.sources(round)[rank],)
+            if family is CecaPairs:
+                assert view.source_ranks == view.destination_ranks
+
+
+@given(st.integers(2, 10**6))
+def test_windows_end_with_everybody_else(size):
+    steps = Ceca(3).steps if size == 3 else None
+    window = 0
+    for digit in bin(size - 1)[2:]:
+        window = 2 * window + int(digit)
+    assert window == size - 1
+    assert steps is None or [step.window for step in steps] == [0, 1]
+
+
+def test_a_round_less_is_not_exact():
+    for size in (3, 6, 7, 12):
+        schedule = Ceca(size)
+        held = schedule.start(np.eye(size))
+        for round, step in enumerate(schedule.steps[:-1]):
+            held = step.update(held, step.message(held)[schedule.sources(round)])
+        assert np.abs(held.mean - 1 / size).max() > 0.05
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
+def test_powers_of_two_are_exact_without_the_second_buffer(size):
+    np.testing.assert_array_equal(product(Ceca(size)), product(OnePeerExponential(size)))
+    np.testing.assert_array_equal(product(CecaPairs(size)), np.full((size, size), 1 / size))
+
+
+@pytest.mark.parametrize("size", [3, 6, 12, 25])
+def test_other_numbers_need_the_second_buffer(size):
+    assert np.abs(product(Ceca(size)) - 1 / size).max() > 0.01
+
+
+@pytest.mark.parametrize("size", [3, 25])
+def test_an_odd_number_has_no_pairs_and_is_told_of_two_ports(size):
+    with pytest.raises(ValueError, match="Ceca, with two ports"):
+        CecaPairs(size)
+
+
+@pytest.mark.parametrize("size", [5, 6])
+def test_a_fleet_of_agents_has_the_exact_mean(size):
+    schedule = Ceca(size)
+
+    def agent():
+        import torch
+
+        held = schedule.start(torch.full((3,), float(shoal.rank())))
+        for round, step in enumerate(schedule.steps):
+            who = schedule.mixing(round, shoal.rank())
+            heard = shoal.neighbor_allreduce(
+                step.message(held),
+                self_weight=0.0,
+                src_weights=dict.fromkeys(who.source_ranks, 1.0),
+                dst_weights=dict.fromkeys(who.destination_ranks, 1.0),
+            )
+            held = step.update(held, heard)
+        return held.mean.tolist()
+
+    for mean in shoal.Fleet(size, timeout=20.0).run(agent):
+        assert mean == pytest.approx([(size - 1) / 2] * 3)
