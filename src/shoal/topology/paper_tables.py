@@ -251,8 +251,8 @@ def bluefog_table(agents: int, *, nbytes: float, latency: float, bandwidth: floa
 def busiest_node_table(agents: int, degree: int, *, nbytes: float) -> tuple[BusiestRow, ...]:
     """BAGUA's table of latency and bandwidth at the busiest node, and BytePS beside it.
 
-    From BAGUA's tutorial: its page on decentralized SGD has the rows with one peer or none, and the one on low precision
-    says O(k) of k peers.
+    From BAGUA's tutorial: its page on decentralized SGD has the rows with one peer or none, and the one on low
+    precision says O(k) of k peers.
 
     Args:
         agents: n, without the servers.
