@@ -400,7 +400,8 @@ def test_an_agent_that_has_left_is_named_by_those_that_still_need_it(fleet: Flee
         assert shoal.pair_gossip(torch.tensor(float(shoal.rank())), other()).item() == 0.5  # who is left goes on
         together.wait(10)
         started = time.monotonic()
-        with pytest.raises(shoal.PeerLost, match="has left") as caught:
+        # Seen here, or heard from the other one, who saw it first.
+        with pytest.raises(shoal.PeerLost, match=r"rank 2 (has left|is gone: it left while)") as caught:
             shoal.allreduce(torch.ones(3))
         assert time.monotonic() - started < SOON
         assert caught.value.ranks == (2,)

@@ -16,7 +16,7 @@ import torch
 from ..runtime.operation import MORE, Arrived
 from ..transport.wire import Payload
 
-BLOCK_BYTES = 1 << 19
+BLOCK_BYTES = 1 << 20
 """Large enough that calls into torch cost little beside their bytes, small enough that a few blocks fit the cache."""
 HALF = (torch.float16, torch.bfloat16)
 Waiting = Generator[str, Arrived, None]

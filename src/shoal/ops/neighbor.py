@@ -146,7 +146,7 @@ def _submit(
     return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OnStaticTopology:
     """The family of calls that give no weights."""
 
@@ -173,8 +173,9 @@ class _OnStaticTopology:
         yield from weighted_sum(joined, published.data, mixing.self_weight, terms)
         outs = [torch.empty(small.shape, dtype=joined.dtype) if small.out is None else small.out for small in smalls]
         results = torch.split(joined, [part.numel() for part in parts])
-        for out, result in zip(outs, results, strict=True):
-            out.detach().copy_(result.view(out.shape))
+        with torch.no_grad():
+            for small, out, result in zip(smalls, outs, results, strict=True):
+                out.copy_(result if len(small.shape) == 1 else result.view(small.shape))
         return outs
 
 

@@ -144,6 +144,8 @@ class Bundles:
         """The next operations that may go together, and the name of their bundle."""
         members: list[Operation] = []
         runs: list[_Run] = []
+        name, first, following = "", 0, -1  # the run that grows
+        shape: tuple[int, ...] = ()
         nbytes = length = 0
         while self._pending:
             operation = self._pending[0]
@@ -152,26 +154,24 @@ class Bundles:
             if operation.handle is None:  # it has failed meanwhile
                 self._pending.popleft()
                 continue
-            if members:
-                first = members[0].small
-                assert first is not None
-                if small.family != first.family or small.flat.dtype != first.flat.dtype:
-                    break
+            goes_on = operation.round == following and operation.name == name and small.shape == shape
             nbytes += small.flat.numel() * small.flat.element_size()
-            entry = len(json.dumps(operation.name)) + 32 + 12 * len(small.shape)
-            length += entry
-            full = nbytes > MOST_BYTES or length > MAX_NAME - 64 or len(members) == MOST_OPERATIONS
-            if members and full:
-                break
-            run = _Run(operation.name, operation.round, 1, small.shape)
-            last = runs[-1] if runs else None
-            if last is not None and run == last._replace(first=last.first + last.length, length=1):
-                runs[-1] = last._replace(length=last.length + 1)
-                length -= entry
-            else:
-                runs.append(run)
+            length += 0 if goes_on else len(json.dumps(operation.name)) + 32 + 12 * len(small.shape)
+            if members:
+                like = members[0].small
+                assert like is not None
+                full = nbytes > MOST_BYTES or length > MAX_NAME - 64 or len(members) == MOST_OPERATIONS
+                if full or small.flat.dtype != like.flat.dtype or small.family != like.family:
+                    break
+            if not goes_on:
+                if members:
+                    runs.append(_Run(name, first, following - first, shape))
+                name, shape, first = operation.name, small.shape, operation.round
+            following = operation.round + 1
             members.append(operation)
             self._pending.popleft()
+        if members:
+            runs.append(_Run(name, first, following - first, shape))
         return PREFIX + json.dumps(runs, separators=(",", ":")), members
 
     def _make(self, name: str, members: list[Operation]) -> Bundle | None:
