@@ -51,6 +51,11 @@ def many(ring: float) -> Figures:
     return Figures("many", 4096, 4, {"ring": [ring * MS], **gloo})
 
 
+def windows(nbytes: int, window: float, copies: float = 80) -> Figures:
+    seconds = {"all_reduce": 200.0, "window": window} | ({"copies": copies} if nbytes == 100_000_000 else {})
+    return Figures("windows", nbytes, 4, {case: [one * MS] for case, one in seconds.items()})
+
+
 def published(nbytes: float) -> Figures:
     return Figures("published", MIB, 4, {"published": [nbytes], "in flight": [3], "neighbours": [2]})
 
@@ -71,6 +76,10 @@ LIMITS = [
     ("ring, 4 B, 4 agents", 0, small(4, 0.119), small(4, 0.121)),
     ("ring, 4 B, 2 agents", 0, small(2, 0.099), small(2, 0.101)),
     ("100 operations in flight, 4 KB", 0, many(7.9), many(8.1)),
+    ("win_put + win_update, 4 B", 0, windows(4, 99.9), windows(4, 100.1)),
+    ("win_put + win_update, 16 MB", 0, windows(16_000_000, 199), windows(16_000_000, 201)),
+    ("win_put + win_update, 100 MB", 0, windows(100_000_000, 199), windows(100_000_000, 201)),
+    ("win_put + win_update, 100 MB", 1, windows(100_000_000, 119.9), windows(100_000_000, 120.1)),
     ("published by 3 operations for 2 neighbours", 0, published(3 * MIB), published(3 * MIB + 64)),
     ("memory that 10,000 rounds add", 0, rounds(MIB), rounds(MIB + 1)),
     ("average 25 MiB over 1 Gbit/s", 0, wire(0.2324), wire(0.2325)),
@@ -283,10 +292,11 @@ def test_the_quick_benchmark_measures_everything_and_judges_nothing(tmp_path: Pa
     content = json.loads(path.read_text())
     kinds = [(one["kind"], one["agents"]) for one in content["figures"]]
     published = ("published", 4)
-    assert kinds == [published, published, published, ("rounds", 4), ("small", 4), ("many", 4), ("large", 4),
-                     ("large", 4), ("small", 2)]  # fmt: skip
+    window = ("windows", 4)
+    assert kinds == [published, published, published, ("rounds", 4), ("small", 4), ("many", 4), window, window, window,
+                     ("large", 4), ("large", 4), ("small", 2)]  # fmt: skip
     assert content["machine"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert len(content["rows"]) == 15
+    assert len(content["rows"]) == 19
     for row in content["rows"]:
         assert row["what"] in done.stdout and row["met"] is None
     # Whatever the machine is busy with, a neighbourhood of any size reads one copy.

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 import shoal
 
-from . import memory, scaling, speed, wire
+from . import memory, scaling, speed, windows, wire
 from .meter import Reporter
 
 PARTS = {
     "large": speed.large,
     "small": speed.small,
+    "windows": windows.measure,
     "memory": memory.measure,
     "scaling": scaling.measure,
     "wire": wire.measure,

@@ -95,6 +95,18 @@ def _many(figures: Figures) -> list[Row]:
     return [replace(row, limit="< 8 ms", met=t["ring"] < 0.008)]
 
 
+def _windows(figures: Figures) -> list[Row]:
+    t = _medians(figures)
+    what, all_reduce = f"win_put + win_update, {_size(figures.nbytes)}", "Gloo all_reduce"
+    if figures.nbytes == 4:
+        return [costs(what, t["window"], all_reduce, t["all_reduce"], 0.5)]
+    rows = [faster(what, t["window"], all_reduce, t["all_reduce"])]
+    rows = [replace(row, limit="faster", met=t["window"] < t["all_reduce"]) for row in rows]
+    if "copies" in t:
+        rows.append(costs(what, t["window"], "4 copies, all agents", t["copies"], 1.5))
+    return rows
+
+
 def _published(figures: Figures) -> list[Row]:
     [published], [flying], [neighbours] = (figures.values[key] for key in ("published", "in flight", "neighbours"))
     operations = "1 operation" if flying == 1 else f"{flying:g} operations"
@@ -132,6 +144,7 @@ _ROWS: dict[str, Callable[[Figures], list[Row]]] = {
     "large": _large,
     "small": _small,
     "many": _many,
+    "windows": _windows,
     "published": _published,
     "rounds": _rounds,
     "wire": _wire,
@@ -143,4 +156,6 @@ def _medians(figures: Figures) -> dict[str, float]:
 
 
 def _size(nbytes: int) -> str:
+    if nbytes < 1000:
+        return f"{nbytes} B"
     return f"{nbytes // MIB} MiB" if nbytes % MIB == 0 else f"{nbytes / 1e6:g} MB"

@@ -32,7 +32,7 @@ from ..bench.wire import missing_tool
 AGENTS = 4
 LARGEST_SCALE = 8
 # In this order: what is said of memory should not depend on what large tensors have left behind.
-_LOCAL = ("memory", "small", "large")
+_LOCAL = ("memory", "small", "windows", "large")
 _WIDTH_IN_FILE = 132
 
 

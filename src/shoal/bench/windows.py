@@ -1,0 +1,64 @@
+"""One-sided windows against ``torch.distributed`` over Gloo: put to all neighbours, then update. An agent's part.
+
+Nobody waits for anybody in it: an agent writes into its neighbours' slots and averages what lies in its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import shoal
+
+from .figures import Figures
+from .meter import Case, Reporter, compare
+
+MB = 1_000_000
+CALLS = 200
+"""Calls that are timed together at 4 B."""
+
+
+def measure(reporter: Reporter, quick: bool) -> list[Figures]:
+    """Put and update on a ring, at 4 B, 16 MB and 100 MB."""
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    sizes = (4, MB // 4, MB) if quick else (4, 16 * MB, 100 * MB)
+    return [_at(reporter, nbytes, nbytes == sizes[-1], quick) for nbytes in sizes]
+
+
+def _at(reporter: Reporter, nbytes: int, with_copies: bool, quick: bool) -> Figures:
+    x = shoal.empty(nbytes // 4)  # a window in place
+    x.fill_(float(shoal.rank()))
+    reduced, out = torch.full_like(x, 0.0), torch.full_like(x, 0.0)
+    shoal.win_create(x, "bench")
+
+    def put_and_update() -> None:
+        shoal.win_put(x, "bench")
+        shoal.win_update("bench")
+
+    def copy_four_times() -> None:
+        for _ in range(4):
+            out.copy_(x)
+
+    cases: dict[str, Case] = {"all_reduce": lambda: dist.all_reduce(reduced), "window": put_and_update}
+    if with_copies:
+        cases["copies"] = copy_four_times
+    calls = (20 if quick else CALLS) if nbytes < MB // 4 else 1
+    repetitions = 3 if quick else 25 if calls > 1 else 15
+    seconds = compare(reporter, f"windows of {nbytes / MB:g} MB", cases, repetitions, calls)
+    _check(x)
+    shoal.barrier()
+    shoal.win_free("bench")
+    return Figures("windows", nbytes, shoal.size(), seconds)
+
+
+def _check(x: torch.Tensor) -> None:
+    """One more round, in step, is the average over the ring."""
+    around = [shoal.rank(), *shoal.in_neighbor_ranks()]
+    dist.barrier()
+    x.fill_(float(shoal.rank()))
+    shoal.barrier()
+    shoal.win_put(x, "bench")
+    shoal.barrier()
+    shoal.win_update("bench")
+    if not torch.allclose(x[:1000], torch.tensor(sum(around) / len(around))):
+        raise AssertionError(f"rank {shoal.rank()} averaged to {x[:4].tolist()}..., and {sum(around)} / 3 is right")
