@@ -11,6 +11,7 @@ from .errors import ShoalError as ShoalError
 from .monitor.timeline import timeline_context as timeline_context
 from .monitor.timeline import timeline_end_activity as timeline_end_activity
 from .monitor.timeline import timeline_start_activity as timeline_start_activity
+from .ops.alltoall import neighbor_alltoall as neighbor_alltoall
 from .ops.collective import allgather as allgather
 from .ops.collective import allgather_nonblocking as allgather_nonblocking
 from .ops.collective import allreduce as allreduce

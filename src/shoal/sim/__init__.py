@@ -5,6 +5,7 @@
 (:mod:`shoal.sim.probe`) runs agents.
 """
 
+from ..algorithms.gradients import per_agent as per_agent
 from .allreduce import direct_allreduce as direct_allreduce
 from .allreduce import hierarchical as hierarchical
 from .allreduce import hierarchical_allreduce as hierarchical_allreduce
@@ -18,3 +19,5 @@ from .network_model import Link as Link
 from .network_model import Network as Network
 from .simulate import Timeline as Timeline
 from .simulate import simulate as simulate
+from .stacked import StackedFleet as StackedFleet
+from .stacked import StackedMix as StackedMix

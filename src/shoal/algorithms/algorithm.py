@@ -1,0 +1,79 @@
+"""An algorithm is its equation: a frozen dataclass of numbers with ``init`` and ``step``.
+
+``mix`` is its only way to communicate (:class:`~shoal.algorithms.Mix`), so the same object runs on a thousand agents
+stacked as the rows of one tensor, in threads, in processes and on a cluster. To write one, see docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from .mix import Mix
+from .needs import Need
+
+State = tuple[torch.Tensor, ...]
+"""What an algorithm remembers between steps, beside ``x``."""
+
+
+class Gradient:
+    """The gradients of the agents' own objectives, at the sample of a step.
+
+    Args:
+        function: ``x`` to a tensor of its shape: ``[n, d]`` in a stacked fleet, ``[d]`` in a real agent.
+        full: The gradient over all of an agent's data, where ``function`` takes a sample of it.
+        draw: Called with the :class:`Mix` before each step, to choose the step's sample.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        full: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        draw: Callable[[Mix], None] | None = None,
+    ) -> None:
+        self._function, self._full, self._draw = function, full or function, draw
+
+    def draw(self, mix: Mix) -> None:
+        """Choose the sample of the step that begins."""
+        if self._draw is not None:
+            self._draw(mix)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The gradient at ``x`` on the step's sample."""
+        return self._function(x)
+
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        """The gradient at ``x`` on all of the agent's data."""
+        return self._full(x)
+
+
+class Algorithm(ABC):
+    """A decentralized algorithm.
+
+    Attributes:
+        source: The paper and the equation.
+        one_gradient: A step takes the gradient once, at its own ``x``: what local momentum may stand in for.
+    """
+
+    source: ClassVar[str]
+    one_gradient: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """What the mixing must be for the algorithm to converge to what it says; checked before the first step."""
+        return ()
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> Any:
+        """The state before the first step: a tuple of tensors, empty if nothing is remembered."""
+        return ()
+
+    @abstractmethod
+    def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
+        """One step of every agent: the new ``x`` and the new state. ``x`` is not changed."""
+
+    def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+        """What an agent would answer now; ``x`` itself unless the algorithm says otherwise."""
+        return x

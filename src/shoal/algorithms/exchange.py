@@ -1,0 +1,131 @@
+"""The exchange of an algorithm in a real agent: a thread, a process, a machine of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import networkx as nx
+import numpy as np
+import torch
+
+from ..ops.alltoall import neighbor_alltoall
+from ..ops.collective import allreduce
+from ..ops.neighbor import neighbor_allreduce
+from ..runtime.agent import current
+from ..topology.schedule import Schedule
+from .algorithm import Algorithm, Gradient
+from .mix import Everybody, Machine, Mix
+from .needs import check
+from .run import Measure, Run, steps_of
+from .weights import Ranks, Rounds, Weights
+
+
+class Exchange(Mix):
+    """The verbs of :class:`Mix` over Shoal's operations, for the calling agent.
+
+    Args:
+        topology: A graph with its weights, or a schedule, over all agents.
+        seed: Of the algorithm's random numbers; the same on all agents.
+        name: What the exchanges are matched by between agents.
+
+    Raises:
+        ValueError: The topology is for another number of agents.
+    """
+
+    def __init__(self, topology: nx.Graph | Schedule, seed: int = 0, name: str = "algorithm") -> None:
+        super().__init__(seed)
+        agent = current("algorithms.Exchange")
+        self.size, self.rank = agent.size, agent.rank
+        self._rounds = Rounds(topology)
+        if self._rounds.size != self.size:
+            raise ValueError(f"the topology has {self._rounds.size} agents, and there are {self.size}")
+        self._name = name
+        self._views: dict[tuple[int, str], tuple[float, dict[int, float], list[int]]] = {}
+        self._links: dict[int, list[int]] = {}
+
+    def __call__(self, x: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+        return self._weigh("mix", x, nbytes)
+
+    def pull(self, x: torch.Tensor) -> torch.Tensor:
+        return self._weigh("pull", x, None)
+
+    def push(self, x: torch.Tensor) -> torch.Tensor:
+        return self._weigh("push", x, None)
+
+    def _weigh(self, form: str, x: torch.Tensor, nbytes: int | None) -> torch.Tensor:
+        own, sources, destinations = self._view(form)
+        self.sent += len(destinations) * (x.nbytes if nbytes is None else nbytes)
+        return neighbor_allreduce(x, own, sources, destinations, enable_topo_check=False, name=self._name)
+
+    def _view(self, form: str) -> tuple[float, dict[int, float], list[int]]:
+        """This agent's own weight, its sources with theirs, and its destinations."""
+        key = self._rounds.turn(self.round), form
+        if key not in self._views:
+            weights = self._rounds[self.round]
+            used: Weights = getattr(weights, form)
+            mine: Ranks = np.flatnonzero(weights.destination == self.rank)
+            sources = dict(zip(weights.source[mine].tolist(), used[mine].tolist(), strict=True))
+            theirs = weights.destination[weights.source == self.rank]
+            found = sources.pop(self.rank, 0.0), sources, [one for one in theirs.tolist() if one != self.rank]
+            if len(self._views) > 256:
+                self._views.clear()
+            self._views[key] = found
+        return self._views[key]
+
+    def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
+        if group not in (Everybody, Machine):
+            raise ValueError(f"group={group!r}: pass {Everybody!r} or {Machine!r}")
+        self.sent += x.nbytes
+        return allreduce(x, average=True, is_hierarchical_local=group == Machine, name=f"{self._name} mean")
+
+    @property
+    def _neighbours(self) -> list[int]:
+        turn = self._rounds.turn(self.round)
+        if turn not in self._links:
+            here, there = self._rounds[self.round].neighbours
+            if len(self._links) > 256:
+                self._links.clear()
+            self._links[turn] = there[here == self.rank].tolist()
+        return self._links[turn]
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        return x.expand(len(self._neighbours), *x.shape)
+
+    def gather(self, messages: torch.Tensor) -> torch.Tensor:
+        return messages.sum(0)
+
+    def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+        ranks = self._neighbours
+        self.sent += messages.nbytes if nbytes is None else nbytes * len(ranks)
+        return neighbor_alltoall(messages, ranks, name=f"{self._name} edges")
+
+    def sign(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([[1.0 if self.rank < one else -1.0] for one in self._neighbours], dtype=like.dtype)
+
+    def _agents(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([self.rank])
+
+
+def run(
+    algorithm: Algorithm,
+    x: torch.Tensor,
+    gradient: Gradient | Callable[[torch.Tensor], torch.Tensor],
+    topology: nx.Graph | Schedule,
+    steps: int,
+    *,
+    seed: int = 0,
+    measure: Measure | None = None,
+    every: int = 1,
+    progress: bool = False,
+    resume: Run | None = None,
+) -> Run:
+    """Run an algorithm on the agents that there are: each calls it with its own ``x`` ``[d]`` and its own gradient.
+
+    Arguments as for :meth:`shoal.sim.StackedFleet.run`; ``topology`` and ``seed`` must be the same on all agents.
+
+    Raises:
+        ValueError: The mixing is not what the algorithm needs; the message says which condition fails.
+    """
+    check(type(algorithm).__name__, algorithm.needs, topology)
+    mix = Exchange(topology, seed)
+    return steps_of(algorithm, x, gradient, mix, steps, measure=measure, every=every, progress=progress, resume=resume)

@@ -1,0 +1,108 @@
+"""How an algorithm communicates: the few verbs that its equation is written with.
+
+One text serves a fleet and an agent. In a stacked fleet ``x`` is ``[n, d]``, a row for each agent; in a real agent it
+is ``[d]``. The last dimension is always the agent's own vector, so norms, sums and choices go along ``dim=-1``, and a
+number that an agent has is ``[n, 1]`` or ``[1]``: it multiplies ``x`` either way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+Everybody = "all"
+Machine = "machine"
+
+
+class Mix(ABC):
+    """The exchange of one algorithm, in one place.
+
+    Attributes:
+        size: Number of agents.
+        round: The number of the step; the runner counts it. It chooses the round of the topology and what is drawn.
+        seed: What the random numbers are made from.
+        sent: Bytes sent so far: by all agents of a stacked fleet, by this one in a real agent.
+    """
+
+    size: int
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.round = 0
+        self.sent = 0
+        self._draws = 0
+
+    def begin(self, round_: int) -> None:
+        """A new step."""
+        self.round = round_
+        self._draws = 0
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+        """``W x`` with this round's W.
+
+        Args:
+            x: ``[n, d]`` or ``[d]``.
+            nbytes: Bytes of an agent's message where it would travel in a shorter form than ``x``, for the books.
+        """
+
+    @abstractmethod
+    def pull(self, x: torch.Tensor) -> torch.Tensor:
+        """``R x``, R row-stochastic on this round's edges: W itself if it is, else uniform over self and sources."""
+
+    @abstractmethod
+    def push(self, x: torch.Tensor) -> torch.Tensor:
+        """``C x``, C column-stochastic on this round's edges: W itself if it is, else each sender shares equally."""
+
+    @abstractmethod
+    def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
+        """The mean over a group: ``"all"`` agents, or those of the agent's ``"machine"``."""
+
+    @abstractmethod
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """The agent's own row for each neighbour: ``[n, d]`` to ``[links, d]``, ``[d]`` to ``[deg, d]``."""
+
+    @abstractmethod
+    def gather(self, messages: torch.Tensor) -> torch.Tensor:
+        """The sum of an agent's rows: ``[links, d]`` to ``[n, d]``, ``[deg, d]`` to ``[d]``."""
+
+    @abstractmethod
+    def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+        """Send each neighbour its row, and have in its place what the neighbour sent. Same shape."""
+
+    @abstractmethod
+    def sign(self, like: torch.Tensor) -> torch.Tensor:
+        """+1 for each row of ``edges`` where the agent's rank is below the neighbour's, else -1: ``[links, 1]``."""
+
+    @abstractmethod
+    def _agents(self, like: torch.Tensor) -> torch.Tensor:
+        """int64, the ranks: ``[n, 1]``, or ``[1]``."""
+
+    @staticmethod
+    def ones(x: torch.Tensor) -> torch.Tensor:
+        """A one for each agent: ``[n, 1]`` or ``[1]``."""
+        return x.new_ones((*x.shape[:-1], 1))
+
+    def uniform(self, like: torch.Tensor) -> torch.Tensor:
+        """Random numbers in [0, 1), shape and dtype of ``like`` (one row for each agent).
+
+        They depend on the seed, the agent, the round, how often the step has asked, and the place, and on nothing else:
+        stacked or real, an agent draws the same.
+        """
+        self._draws += 1
+        key = _hash(torch.tensor(self.seed) * 1_000_003 + self.round)
+        key = _hash(key + self._draws)
+        rows = _hash(key.to(like.device) + self._agents(like))
+        columns = torch.arange(like.shape[-1], device=like.device)
+        bits = _hash(rows + columns)
+        exact = ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+        return exact.clamp_(max=1 - 2.0**-24).to(like.dtype) if like.dtype != torch.float64 else exact
+
+
+def _hash(z: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64, which wraps as uint64 would."""
+    z = z + -7046029254386353131
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685
+    return z ^ ((z >> 31) & ((1 << 33) - 1))

@@ -1,0 +1,167 @@
+"""What algorithms need of the mixing, checked before the first step, with the reason and what to take instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+import numpy as np
+
+from ..topology.schedule import Schedule, as_schedule
+from .weights import TOLERANCE, Rounds, RoundWeights
+
+LOOKED_AT = 64
+"""Rounds of a schedule that are checked when its period is longer, or when it has none."""
+
+
+class Facts:
+    """What is known of a topology: of each of its rounds, or of all together."""
+
+    def __init__(self, topology: nx.Graph | Schedule) -> None:
+        self.schedule = as_schedule(topology)
+        self.size = self.schedule.size
+        period = self.schedule.period
+        self.static = period == 1
+        self.rounds = Rounds(self.schedule)
+        self.looked_at = min(period or LOOKED_AT, LOOKED_AT)
+
+    def first(self, fails: Callable[[RoundWeights], str]) -> str:
+        """What is wrong with the first round that fails; empty if none does."""
+        for number in range(self.looked_at):
+            found = fails(self.rounds[number])
+            if found:
+                return found if self.static else f"{found} in round {number}"
+        return ""
+
+    @cached_property
+    def smallest_eigenvalue(self) -> float:
+        """Of a static symmetric W; a lower bound where it is only known to some error."""
+        from ..topology.spectrum import smallest_eigenvalue
+
+        found = smallest_eigenvalue(self.schedule)
+        return float(found.value)
+
+
+@dataclass(frozen=True)
+class Need:
+    """A condition.
+
+    Attributes:
+        name: What it is called, for the table of the algorithms.
+        problem: What is wrong with a topology; empty if nothing is.
+        remedy: What to do about it.
+    """
+
+    name: str
+    problem: Callable[[Facts], str]
+    remedy: str
+
+
+def _sums(of: str, weights: RoundWeights) -> str:
+    ends = weights.destination if of == "row" else weights.source
+    sums = np.bincount(ends, weights=weights.mix, minlength=weights.size)
+    worst = int(np.abs(sums - 1).argmax())
+    return "" if abs(sums[worst] - 1) < TOLERANCE else f"{of} {worst} of W sums to {sums[worst]:.6g}"
+
+
+def _rows(facts: Facts) -> str:
+    return facts.first(lambda weights: _sums("row", weights))
+
+
+def _doubly(facts: Facts) -> str:
+    return _rows(facts) or facts.first(lambda weights: _sums("column", weights))
+
+
+def _symmetric(facts: Facts) -> str:
+    def fails(weights: RoundWeights) -> str:
+        forth = weights.destination * weights.size + weights.source
+        back = weights.source * weights.size + weights.destination
+        order = np.argsort(back, kind="stable")
+        same = np.array_equal(forth, back[order]) and np.abs(weights.mix - weights.mix[order]).max() < TOLERANCE
+        return "" if same else "W is not symmetric"
+
+    return facts.first(fails)
+
+
+def _links(facts: Facts) -> str:
+    def fails(weights: RoundWeights) -> str:
+        here, there = weights.destination[~weights.own], weights.source[~weights.own]
+        forth, back = np.sort(here * weights.size + there), np.sort(there * weights.size + here)
+        return "" if np.array_equal(forth, back) else "there are one-way edges"
+
+    return facts.first(fails)
+
+
+def _static(facts: Facts) -> str:
+    period = facts.schedule.period
+    return "" if facts.static else f"the topology changes ({'no period' if period is None else f'period {period}'})"
+
+
+def _tree(facts: Facts) -> str:
+    links = int((~facts.rounds[0].own).sum())
+    problem = _static(facts) or _links(facts)
+    if problem:
+        return problem
+    return (
+        "" if links == 2 * (facts.size - 1) else f"{links // 2} links join {facts.size} agents, and a tree has one less"
+    )
+
+
+def _connected(facts: Facts) -> str:
+    seen = nx.DiGraph()
+    seen.add_nodes_from(range(facts.size))
+    for number in range(facts.looked_at):
+        weights = facts.rounds[number]
+        seen.add_edges_from(zip(weights.source.tolist(), weights.destination.tolist(), strict=True))
+        if nx.is_strongly_connected(seen):
+            return ""
+    parts = nx.number_strongly_connected_components(seen)
+    return f"its agents fall into {parts} parts that do not all hear of each other"
+
+
+CONNECTED = Need("connected", _connected, "Add edges until every agent can reach every other.")
+ROW_STOCHASTIC = Need("row stochastic", _rows, "Let the weights that each agent gives itself and its sources sum to 1.")
+DOUBLY_STOCHASTIC = Need(
+    "doubly stochastic",
+    _doubly,
+    "Take Metropolis-Hastings weights on an undirected graph; on a directed one, SGP, PushDIGing or PushPull.",
+)
+SYMMETRIC = Need(
+    "symmetric", _symmetric, "Take an undirected graph with Metropolis-Hastings weights; on others, GradientTracking."
+)
+STATIC = Need("static", _static, "Take a static graph, or GradientTracking, which allows W to change.")
+LINKS = Need("links both ways", _links, "Take an undirected graph.")
+TREE = Need("spanning tree", _tree, "Take shoal.topology.SpanningTreeGraph or ChainGraph.")
+
+
+def eigenvalue_above(bound: float, instead: str) -> Need:
+    """The smallest eigenvalue of a symmetric static W lies above (or, to rounding, at) a bound."""
+
+    def problem(facts: Facts) -> str:
+        found = facts.smallest_eigenvalue
+        return "" if found >= bound - 1e-9 else f"the smallest eigenvalue of W is {found:.4f}"
+
+    return Need(f"smallest eigenvalue at least {bound:.3g}", problem, instead)
+
+
+def check(what: str, needs: Iterable[Need], topology: nx.Graph | Schedule) -> None:
+    """Refuse a mixing that an algorithm cannot converge on.
+
+    Args:
+        what: The algorithm, for the message.
+        needs: What it needs, the simplest first: the first that fails is told.
+
+    Raises:
+        ValueError: Which condition fails, and what to use instead.
+    """
+    facts = Facts(topology)
+    if facts.size == 1:
+        return
+    for need in needs:
+        problem = need.problem(facts)
+        if problem:
+            raise ValueError(
+                f"{what} needs W to be {need.name}, and {problem} ({facts.schedule.describe()}). {need.remedy}"
+            )

@@ -1,0 +1,103 @@
+"""What holds for every algorithm in the catalog: one object, one result, wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import networkx as nx
+import pytest
+import torch
+from real_agents import run_one
+
+import shoal
+from shoal.algorithms import CATALOG, Algorithm, Entry, check
+from shoal.sim import StackedFleet, per_agent
+from support.least_squares import DIMENSION, SIZE, loss, optimum, problem
+from support.world import World
+
+Fleets = Callable[..., shoal.Fleet]
+STEPS = 100
+REAL_SIZE = 4
+
+every_entry = pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items()])
+
+
+def stacked(entry: Entry, size: int, steps: int) -> torch.Tensor:
+    """The estimates of a stacked fleet, float64 [size, d]."""
+    start = torch.zeros(DIMENSION, dtype=torch.float64)
+    fleet = StackedFleet(entry.topology(size), seed=3)
+    return fleet.run(entry.example(), start, per_agent(loss, *problem(size)), steps).estimate
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with World(REAL_SIZE) as one:
+        yield one
+
+
+@every_entry
+def test_threads_agree_with_the_stacked_fleet(entry: Entry, fleet: Fleets) -> None:
+    found = torch.tensor(fleet(REAL_SIZE).run(run_one, entry.name, STEPS), dtype=torch.float64)
+    assert (found - stacked(entry, REAL_SIZE, STEPS)).abs().max() < 1e-12
+
+
+@every_entry
+@pytest.mark.transport("shared_memory")
+def test_processes_agree_with_the_stacked_fleet(entry: Entry, world: World) -> None:
+    found = torch.tensor(world.results(run_one, entry.name, STEPS), dtype=torch.float64)
+    assert (found - stacked(entry, REAL_SIZE, STEPS)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items() if one.exact])
+def test_the_exact_ones_find_the_optimum(entry: Entry) -> None:
+    assert (stacked(entry, SIZE, entry.steps) - optimum()).abs().max() < 1e-8
+
+
+@every_entry
+def test_a_run_that_goes_on_equals_one_that_never_stopped(entry: Entry) -> None:
+    fleet = StackedFleet(entry.topology(SIZE), seed=1)
+    gradient = per_agent(loss, *problem(), batch=5)
+    start = torch.zeros(DIMENSION, dtype=torch.float64)
+    whole = fleet.run(entry.example(), start, gradient, 30)
+    half = fleet.run(entry.example(), start, gradient, 13)
+    rest = fleet.run(entry.example(), start, gradient, 17, resume=half)
+    assert torch.equal(whole.x, rest.x)
+    assert torch.equal(whole.estimate, rest.estimate)
+    assert (whole.steps, whole.sent) == (rest.steps, rest.sent)
+
+
+@every_entry
+def test_what_is_sent_is_what_the_catalog_says(entry: Entry) -> None:
+    topology = shoal.topology.as_schedule(entry.topology(SIZE))
+    fleet = StackedFleet(topology)
+    start = torch.zeros(SIZE, 1000, dtype=torch.float64)
+
+    def sent(steps: int) -> int:
+        return fleet.run(entry.example(), start, lambda x: x - 1, steps).sent
+
+    edges = [topology.edges(round_) for round_ in range(10, 20)]
+    links = sum(int((one.destination != one.source).sum()) for one in edges)
+    messages = (sent(20) - sent(10)) / (8000 * links)
+    # Beside tensors there may be single numbers, such as the weight of push-sum.
+    assert messages == pytest.approx(entry.messages, rel=0.01)
+
+
+@every_entry
+def test_neither_the_start_nor_the_state_is_changed(entry: Entry) -> None:
+    fleet = StackedFleet(entry.topology(SIZE))
+    gradient = per_agent(loss, *problem())
+    start = torch.randn(SIZE, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before = start.clone()
+    first = fleet.run(entry.example(), start, gradient, 5)
+    kept = [first.x.clone(), *(one.clone() for one in first.state)]
+    fleet.run(entry.example(), start, gradient, 5, resume=first)
+    assert torch.equal(start, before)
+    assert all(torch.equal(one, then) for one, then in zip([first.x, *first.state], kept, strict=True))
+
+
+@every_entry
+def test_agents_that_never_meet_are_refused(entry: Entry) -> None:
+    apart = nx.DiGraph([(0, 0), (1, 1), (2, 2), (3, 3)])
+    example: Algorithm = entry.example()
+    with pytest.raises(ValueError, match=r"needs W to be .*, and "):
+        check(entry.name, example.needs, apart)
