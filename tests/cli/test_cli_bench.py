@@ -56,6 +56,12 @@ def windows(nbytes: int, window: float, copies: float = 80) -> Figures:
     return Figures("windows", nbytes, 4, {case: [one * MS] for case, one in seconds.items()})
 
 
+def latency(torch_seconds: float, python_seconds: float) -> Figures:
+    """One of a hundred takes so long, all others are quick."""
+    values = {"torch": [torch_seconds], "Python": [python_seconds]}
+    return Figures("latency", 4, 2, {what: [0.1 * MS] * 99 + slow for what, slow in values.items()})
+
+
 def published(nbytes: float) -> Figures:
     return Figures("published", MIB, 4, {"published": [nbytes], "in flight": [3], "neighbours": [2]})
 
@@ -80,6 +86,8 @@ LIMITS = [
     ("win_put + win_update, 16 MB", 0, windows(16_000_000, 199), windows(16_000_000, 201)),
     ("win_put + win_update, 100 MB", 0, windows(100_000_000, 199), windows(100_000_000, 201)),
     ("win_put + win_update, 100 MB", 1, windows(100_000_000, 119.9), windows(100_000_000, 120.1)),
+    ("win_put, 4 B, to a machine busy in torch: 99%", 0, latency(9.9 * MS, 1), latency(10.1 * MS, 1)),
+    ("win_put, 4 B, to a machine busy in Python: 99%", 1, latency(1, 49.9 * MS), latency(1, 50.1 * MS)),
     ("published by 3 operations for 2 neighbours", 0, published(3 * MIB), published(3 * MIB + 64)),
     ("memory that 10,000 rounds add", 0, rounds(MIB), rounds(MIB + 1)),
     ("average 25 MiB over 1 Gbit/s", 0, wire(0.2324), wire(0.2325)),

@@ -17,6 +17,7 @@ PARTS = {
     "large": speed.large,
     "small": speed.small,
     "windows": windows.measure,
+    "latency": windows.over_wire,
     "memory": memory.measure,
     "scaling": scaling.measure,
     "wire": wire.measure,

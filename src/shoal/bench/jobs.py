@@ -43,11 +43,11 @@ def run_agents(parts: Sequence[str], agents: int, quick: bool, progress: Progres
 
 
 def run_over_wire(quick: bool, progress: Progress) -> list[Figures]:
-    """Measure the part ``wire`` with an agent in each of two network namespaces. Needs root."""
+    """Measure the parts that need another machine, with an agent in each of two network namespaces. Needs root."""
     with two_machines() as machines:
         meeting = ["--nnodes", "2", "--rendezvous", f"{ADDRESSES[0]}:{_PORT}"]
         commands = [
-            [*enter, *_launch(["wire"], quick, "-n", "1", *meeting, "--node-rank", str(node))]
+            [*enter, *_launch(["wire", "latency"], quick, "-n", "1", *meeting, "--node-rank", str(node))]
             for node, enter in enumerate(machines)
         ]
         return run_job(commands, {"GLOO_SOCKET_IFNAME": DEVICE}, progress)

@@ -140,6 +140,18 @@ def _wire(figures: Figures) -> list[Row]:
     ]
 
 
+def _latency(figures: Figures) -> list[Row]:
+    rows = []
+    for computes, limit in {"torch": 0.010, "Python": 0.050}.items():
+        values = sorted(figures.values[computes])
+        percentile = values[min(len(values) - 1, int(0.99 * len(values)))]
+        what = f"win_put, {_size(figures.nbytes)}, to a machine busy in {computes}: 99%"
+        typical = f"median of {len(values):,}"
+        limited = f"< {1e3 * limit:g} ms"
+        rows.append(Row(what, percentile, "s", typical, median(values), "", limited, percentile < limit))
+    return rows
+
+
 _ROWS: dict[str, Callable[[Figures], list[Row]]] = {
     "large": _large,
     "small": _small,
@@ -148,6 +160,7 @@ _ROWS: dict[str, Callable[[Figures], list[Row]]] = {
     "published": _published,
     "rounds": _rounds,
     "wire": _wire,
+    "latency": _latency,
 }
 
 

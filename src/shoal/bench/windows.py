@@ -5,6 +5,8 @@ Nobody waits for anybody in it: an agent writes into its neighbours' slots and a
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -16,6 +18,9 @@ from .meter import Case, Reporter, compare
 MB = 1_000_000
 CALLS = 200
 """Calls that are timed together at 4 B."""
+BUSY_SECONDS = 6.0
+PAUSE = 0.003
+"""Between two puts to an agent that computes, on average; not a multiple of anything that it does."""
 
 
 def measure(reporter: Reporter, quick: bool) -> list[Figures]:
@@ -23,6 +28,50 @@ def measure(reporter: Reporter, quick: bool) -> list[Figures]:
     shoal.set_topology(shoal.RingGraph(shoal.size()))
     sizes = (4, MB // 4, MB) if quick else (4, 16 * MB, 100 * MB)
     return [_at(reporter, nbytes, nbytes == sizes[-1], quick) for nbytes in sizes]
+
+
+def over_wire(reporter: Reporter, quick: bool) -> list[Figures]:
+    """How long a put of 4 B to another machine takes whose main thread computes: in torch, and in pure Python."""
+    shoal.set_topology(shoal.RingGraph(2))
+    x = torch.zeros(1)
+    shoal.win_create(x, "latency")
+    seconds = {}
+    for number, (what, compute) in enumerate({"torch": _torch_operations, "Python": _pure_python}.items()):
+        reporter.progress("puts to an agent that computes", number, 2)
+        dist.barrier()
+        end = time.monotonic() + (1.0 if quick else BUSY_SECONDS)
+        if shoal.rank() == 0:
+            seconds[what] = _latencies(x, end - 0.5)
+        else:
+            while time.monotonic() < end:
+                compute()
+        dist.barrier()
+    shoal.barrier()
+    shoal.win_free("latency")
+    return [Figures("latency", 4, 2, seconds)]
+
+
+def _latencies(x: torch.Tensor, end: float) -> list[float]:
+    time.sleep(0.2)  # until the other one is busy
+    found = []
+    while time.monotonic() < end:
+        start = time.perf_counter()
+        shoal.win_put(x, "latency")
+        found.append(time.perf_counter() - start)
+        time.sleep(PAUSE * float(torch.rand(1)) * 2)
+    return found
+
+
+def _torch_operations() -> None:
+    a = torch.rand(600, 600)
+    for _ in range(5):
+        a = torch.tanh(a @ a)
+
+
+def _pure_python() -> None:
+    total = 0
+    for number in range(100_000):
+        total += number * number
 
 
 def _at(reporter: Reporter, nbytes: int, with_copies: bool, quick: bool) -> Figures:
