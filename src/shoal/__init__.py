@@ -68,6 +68,19 @@ from .ops.window import win_slots as win_slots
 from .ops.window import win_update as win_update
 from .ops.window import win_update_then_collect as win_update_then_collect
 from .ops.window import win_wait as win_wait
+from .optim import CommunicationType as CommunicationType
+from .optim import DecentralizedOptimizer as DecentralizedOptimizer
+from .optim import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
+from .optim import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
+from .optim import DistributedAllreduceOptimizer as DistributedAllreduceOptimizer
+from .optim import DistributedGradientAllreduceOptimizer as DistributedGradientAllreduceOptimizer
+from .optim import (
+    DistributedHierarchicalNeighborAllreduceOptimizer as DistributedHierarchicalNeighborAllreduceOptimizer,
+)
+from .optim import DistributedNeighborAllreduceOptimizer as DistributedNeighborAllreduceOptimizer
+from .optim import Way as Way
+from .optim import consensus as consensus
+from .optim import consensus_distance as consensus_distance
 from .runtime.agent import bind as bind
 from .runtime.bootstrap import init as init
 from .runtime.bootstrap import shutdown as shutdown

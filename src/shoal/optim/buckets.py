@@ -1,0 +1,101 @@
+"""Parameters in a few large pieces of memory, so that a model is a few messages and not one for each tensor.
+
+Each parameter stays the tensor it was, with its shape and strides; its data lie in a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ..runtime.agent import current
+
+BUCKET_BYTES = 16 << 20
+"""Large enough that a message costs little beside its bytes, small enough that the first leaves early."""
+
+
+class Bucket:
+    """Some parameters of one dtype on one device.
+
+    Attributes:
+        params: In the order in which they lie.
+        flat: Their data, ``[numel]``.
+    """
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        self.params = params
+        self.numel = sum(param.numel() for param in params)
+        self._spare: torch.Tensor | None = None
+        self.flat = self._room()
+        for param, view in zip(params, self.views(self.flat), strict=True):
+            view.copy_(param.detach())
+            param.data = view
+
+    def _room(self) -> torch.Tensor:
+        like = self.params[0]
+        if not like.is_cpu:
+            return torch.empty(self.numel, dtype=like.dtype, device=like.device)
+        return current("optim").engine.arena.empty((self.numel,), like.dtype)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part of a flat tensor, in its shape and strides."""
+        found, at = [], 0
+        for param in self.params:
+            part = flat[at : at + param.numel()]
+            found.append(
+                part.as_strided(param.shape, param.stride(), part.storage_offset())
+                if _is_dense(param)
+                else part.view(param.shape)
+            )
+            at += param.numel()
+        return found
+
+    def room_for_result(self) -> torch.Tensor:
+        """Memory of the bucket's size that nothing lies in."""
+        if self._spare is None:
+            self._spare = self._room()
+        return self._spare
+
+    def move_to(self, flat: torch.Tensor) -> None:
+        """The parameters' data are now these; where they were is free for the next result."""
+        self._spare, self.flat = self.flat, flat
+        for param, view in zip(self.params, self.views(flat), strict=True):
+            param.data = view
+
+    def adopt(self) -> None:
+        """Take in again what somebody has put elsewhere, as ``param.data = ...`` and ``module.to(...)`` do."""
+        for param, view in zip(self.params, self.views(self.flat), strict=True):
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param.detach())
+                param.data = view
+
+    def gather_gradients(self) -> torch.Tensor:
+        """The gradients, flat, zeros where there is none."""
+        flat = self.room_for_result()
+        for param, view in zip(self.params, self.views(flat), strict=True):
+            if param.grad is None:
+                view.zero_()
+            else:
+                view.copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
+        return flat
+
+
+def _is_dense(param: torch.Tensor) -> bool:
+    """Its strides leave no gap, as in ``channels_last``."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return param.numel() > 0 and span == param.numel()
+
+
+def into_buckets(params: Iterable[torch.nn.Parameter], nbytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Buckets of at most ``nbytes`` each (or of one larger parameter), in the order given."""
+    open_: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    full: list[list[torch.nn.Parameter]] = []
+    for param in params:
+        group = open_.setdefault((param.dtype, param.device), [])
+        held = sum(one.numel() * one.element_size() for one in group)
+        if group and held + param.numel() * param.element_size() > nbytes:
+            full.append(group)
+            group = open_[param.dtype, param.device] = []
+        group.append(param)
+    return [Bucket(group) for group in [*full, *open_.values()] if group]

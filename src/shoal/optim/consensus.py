@@ -1,0 +1,50 @@
+"""Models of agents that differ a little: their average, for evaluation or saving, and how far they are from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..ops.collective import allreduce, allreduce_nonblocking
+
+
+def _averaged(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters, and buffers that hold numbers with fractions (running means); counters are each agent's own."""
+    tensors = [*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())]
+    return [one.detach() for one in tensors]
+
+
+@contextmanager
+def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterator[torch.nn.Module]:
+    """The average of all agents' models, for as long as the block lasts; then each agent's own again. All call it.
+
+    Parameters and floating-point buffers (such as a batch norm's running statistics) are averaged; integer buffers (its
+    counter) are left as they are.
+
+    Args:
+        model: This agent's; it holds the average inside the block.
+        timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
+    """
+    tensors = _averaged(model)
+    handles = [
+        allreduce_nonblocking(one, name=f"consensus.{number}", timeout=timeout) for number, one in enumerate(tensors)
+    ]
+    means = [handle.wait() for handle in handles]
+    own = [one.clone() for one in tensors]
+    for one, mean in zip(tensors, means, strict=True):
+        one.copy_(mean)
+    try:
+        yield model
+    finally:
+        for one, mine in zip(tensors, own, strict=True):
+            one.copy_(mine)
+
+
+@torch.no_grad()
+def consensus_distance(model: torch.nn.Module, *, timeout: float | None = None) -> float:
+    """``sqrt(mean over agents of |x_i - mean x|^2)`` over all parameters, the same on every agent. All call it."""
+    flat = torch.cat([one.detach().reshape(-1).double() for one in model.parameters()])
+    mean = allreduce(flat, name="consensus_distance.mean", timeout=timeout)
+    return allreduce((flat - mean).square().sum(), name="consensus_distance", timeout=timeout).sqrt().item()

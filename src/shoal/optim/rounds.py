@@ -1,0 +1,94 @@
+"""What the next exchange of an optimizer is: the attributes that a user sets, read at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+import torch
+
+from ..ops.collective import allreduce_nonblocking
+from ..ops.hierarchical import hierarchical_neighbor_allreduce_nonblocking
+from ..ops.neighbor import neighbor_allreduce_nonblocking
+from ..runtime.operation import Handle
+
+Weights = Mapping[int, float]
+
+
+class CommunicationType(Enum):
+    """How an optimizer exchanges."""
+
+    neighbor_allreduce = "neighbor.allreduce"
+    hierarchical_neighbor_allreduce = "hierarchical.neighbor.allreduce"
+    allreduce = "allreduce"
+    empty = "empty"
+
+
+@dataclass
+class Settings:
+    """The attributes of an optimizer that say how it exchanges. None of the weights: the static topology.
+
+    Attributes:
+        self_weight: w_ii of this agent (``self_weights``, as the paper writes it, is the same).
+        src_weights: ``{source: weight}``, pull.
+        dst_weights: ``{destination: weight}``, or destinations: push.
+        src_machine_weights, dst_machine_weights: The same between machines.
+        enable_topo_check: Confirm that both ends of an edge know of it.
+        communication_type: How.
+        num_steps_per_communication: Forward passes between two exchanges.
+    """
+
+    self_weight: float | None = None
+    src_weights: Weights | None = None
+    dst_weights: Weights | Iterable[int] | None = None
+    src_machine_weights: Weights | None = None
+    dst_machine_weights: Weights | Iterable[int] | None = None
+    enable_topo_check: bool = True
+    communication_type: CommunicationType = CommunicationType.neighbor_allreduce
+    num_steps_per_communication: int = 1
+
+    def set(self, name: str, value: Any) -> None:
+        """Set one, checked.
+
+        Raises:
+            TypeError, ValueError: It is not what it must be.
+        """
+        if name == "communication_type" and not isinstance(value, CommunicationType):
+            raise TypeError(f"communication_type must be a shoal.CommunicationType, not {value!r}")
+        if name == "num_steps_per_communication" and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise ValueError(f"num_steps_per_communication must be a whole number from 1 on, not {value!r}")
+        setattr(self, name, value)
+
+    def start(self, tensor: torch.Tensor, out: torch.Tensor, name: str) -> Handle[torch.Tensor] | None:
+        """Begin the exchange of a flat tensor; its result will be in ``out``. None where nothing is exchanged."""
+        if self.communication_type is CommunicationType.empty:
+            return None
+        if self.communication_type is CommunicationType.allreduce:
+            return allreduce_nonblocking(tensor, name=name, out=out)
+        if self.communication_type is CommunicationType.neighbor_allreduce:
+            return neighbor_allreduce_nonblocking(
+                tensor,
+                self.self_weight,
+                self.src_weights,
+                self.dst_weights,
+                enable_topo_check=self.enable_topo_check,
+                name=name,
+                out=out,
+            )
+        return hierarchical_neighbor_allreduce_nonblocking(
+            tensor,
+            self.self_weight,
+            self.src_machine_weights,
+            self.dst_machine_weights,
+            enable_topo_check=self.enable_topo_check,
+            name=name,
+            out=out,
+        )
+
+
+NAMES = tuple(field.name for field in fields(Settings))
+ALIASES = {"self_weights": "self_weight"}

@@ -1,0 +1,91 @@
+"""The optimizers do what their equations say, to rounding: against the same steps taken by hand, all agents at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+
+Fleets = Callable[..., shoal.Fleet]
+SIZE, STEPS, LR, MOMENTUM = 4, 5, 0.1, 0.9
+
+
+MODEL = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+"""Where all agents begin. Torch's generator is shared by the threads of a fleet, so they cannot make equal ones."""
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def gradient(model: nn.Module, x: Tensor, rank: int, step: int) -> Tensor:
+    """Of one agent's loss at given parameters."""
+    nn.utils.vector_to_parameters(x.clone(), model.parameters())
+    model.zero_grad()
+    model(batch(rank, step)).square().mean().backward()
+    return torch.cat([one.grad.view(-1) for one in model.parameters() if one.grad is not None])
+
+
+def by_hand(way: shoal.Way, W: Tensor) -> Tensor:
+    """SGD with momentum of all agents, as rows."""
+    model = deepcopy(MODEL)
+    x = flat(model).repeat(SIZE, 1)
+    momentum = torch.zeros_like(x)
+    for step in range(STEPS):
+        g = torch.stack([gradient(model, x[rank], rank, step) for rank in range(SIZE)])
+        if way is shoal.Way.gradients:
+            g = W @ g
+        momentum = MOMENTUM * momentum + g
+        if way is shoal.Way.adapt_then_combine:
+            x = W @ (x - LR * momentum)
+        elif way is shoal.Way.adapt_with_combine:
+            x = W @ x - LR * momentum
+        else:
+            x = x - LR * momentum
+    return x
+
+
+def train(way: shoal.Way, bucket_bytes: int, communication: shoal.CommunicationType) -> Tensor:
+    shoal.set_topology(shoal.RingGraph(SIZE), is_weighted=True)
+    model = deepcopy(MODEL)
+    plain = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    optimizer = shoal.DecentralizedOptimizer(
+        plain, model, way, bucket_bytes=bucket_bytes, communication_type=communication
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(shoal.rank(), step)).square().mean().backward()
+        optimizer.step()
+    return flat(model)
+
+
+RING = torch.from_numpy(shoal.topology.mixing_matrix(shoal.RingGraph(SIZE)))
+MEAN = torch.full((SIZE, SIZE), 1 / SIZE, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("way", list(shoal.Way), ids=lambda way: way.name)
+def test_every_way_is_its_equation(fleet: Fleets, way: shoal.Way, bucket_bytes: int) -> None:
+    kind = shoal.CommunicationType.neighbor_allreduce
+    found = torch.stack(fleet(SIZE).run(train, way, bucket_bytes, kind))
+    W = MEAN if way is shoal.Way.gradients else RING
+    assert (found - by_hand(way, W)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("way", [shoal.Way.adapt_then_combine, shoal.Way.adapt_with_combine], ids=lambda way: way.name)
+def test_communication_over_all_and_over_none(fleet: Fleets, way: shoal.Way) -> None:
+    for kind, W in (
+        (shoal.CommunicationType.allreduce, MEAN),
+        (shoal.CommunicationType.empty, torch.eye(SIZE).double()),
+    ):
+        found = torch.stack(fleet(SIZE).run(train, way, 1 << 20, kind))
+        assert (found - by_hand(way, W)).abs().max() < 1e-12
