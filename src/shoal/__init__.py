@@ -78,6 +78,9 @@ from .optim import (
     DistributedHierarchicalNeighborAllreduceOptimizer as DistributedHierarchicalNeighborAllreduceOptimizer,
 )
 from .optim import DistributedNeighborAllreduceOptimizer as DistributedNeighborAllreduceOptimizer
+from .optim import DistributedPullGetOptimizer as DistributedPullGetOptimizer
+from .optim import DistributedPushSumOptimizer as DistributedPushSumOptimizer
+from .optim import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .optim import Way as Way
 from .optim import consensus as consensus
 from .optim import consensus_distance as consensus_distance

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from time import monotonic
+from typing import TypeVar
 
 import torch
 
@@ -34,7 +36,10 @@ from ..windows.registry import PREFIX, Windows
 from ..windows.window import Window
 from .arguments import as_ranks, channel_name, check_tensor
 
+T = TypeVar("T")
 _NUMBERS = tuple(dtype for dtype in DTYPES if dtype != torch.bool)
+_calls = count()
+"""Tells the calls of this process apart for who listens to their events."""
 
 
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, timeout: float | None = None) -> bool:
@@ -63,7 +68,8 @@ def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, time
     if name is None:
         raise ValueError("win_create: give the window a name")
     channel_name("win_create", name)
-    return _windows(agent).create(name, tensor, zero_init, timeout)
+    windows = _windows(agent)
+    return _shown(windows, "win_create", name, lambda: windows.create(name, tensor, zero_init, timeout))
 
 
 def win_free(name: str | None = None) -> bool:
@@ -246,9 +252,8 @@ def win_update(
     else:
         weights = _weights(op, window, neighbor_weights, window.sources, "neighbor_weights")
         self_weight = _weight(op, window, self_weight, "self_weight")
-    return window.update(
-        self_weight, weights, sorted(weights) if reset else [], clone, require_mutex, _seconds(windows, timeout), op
-    )
+    own, emptied, seconds = self_weight, sorted(weights) if reset else [], _seconds(windows, timeout)
+    return _shown(windows, op, name, lambda: window.update(own, weights, emptied, clone, require_mutex, seconds, op))
 
 
 def win_update_then_collect(name: str, require_mutex: bool = True, *, timeout: float | None = None) -> torch.Tensor:
@@ -263,7 +268,8 @@ def win_update_then_collect(name: str, require_mutex: bool = True, *, timeout: f
     windows = _windows(current(op))
     window = windows.get(op, name)
     ones = dict.fromkeys(window.sources, 1)
-    return window.update(1, ones, list(ones), False, require_mutex, _seconds(windows, timeout), op)
+    seconds = _seconds(windows, timeout)
+    return _shown(windows, op, name, lambda: window.update(1, ones, list(ones), False, require_mutex, seconds, op))
 
 
 @contextmanager
@@ -358,6 +364,23 @@ def _windows(agent: Agent) -> Windows:
         return found
 
 
+def _shown(windows: Windows, op: str, name: str, function: Callable[[], T]) -> T:
+    """Call the function, and tell whoever listens to the agent's events when it began and how it ended."""
+    events = windows.engine.events
+    if not events.active:
+        return function()
+    channel = windows.channel(name)
+    number = -1 - next(_calls)  # below zero: what the call exchanges between machines has this name, and rounds of 0 on
+    events.emit("submitted", op, channel, number)
+    try:
+        result = function()
+    except BaseException as error:
+        events.emit("failed", op, channel, number, detail=f"{type(error).__name__}: {error}")
+        raise
+    events.emit("finished", op, channel, number)
+    return result
+
+
 def _seconds(windows: Windows, timeout: float | None) -> float:
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout={timeout}: it must be a positive number of seconds")
@@ -396,7 +419,9 @@ def _send(
             )
     weights = _weights(op, window, dst_weights, window.destinations, "dst_weights")
     seconds = _seconds(windows, timeout)
-    return lambda: window.send(how, tensor, self_weight, weights, require_mutex, seconds)
+    return lambda: _shown(
+        windows, op, name, lambda: window.send(how, tensor, self_weight, weights, require_mutex, seconds)
+    )
 
 
 def _get(
@@ -421,7 +446,7 @@ def _get(
     window = windows.get(op, name)
     weights = _weights(op, window, src_weights, window.sources, "src_weights")
     seconds = _seconds(windows, timeout)
-    return lambda: window.get(weights, require_mutex, seconds)
+    return lambda: _shown(windows, op, name, lambda: window.get(weights, require_mutex, seconds))
 
 
 def _weights(

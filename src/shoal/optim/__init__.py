@@ -8,6 +8,9 @@ from .bluefog import (
     DistributedHierarchicalNeighborAllreduceOptimizer as DistributedHierarchicalNeighborAllreduceOptimizer,
 )
 from .bluefog import DistributedNeighborAllreduceOptimizer as DistributedNeighborAllreduceOptimizer
+from .bluefog import DistributedPullGetOptimizer as DistributedPullGetOptimizer
+from .bluefog import DistributedPushSumOptimizer as DistributedPushSumOptimizer
+from .bluefog import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .consensus import consensus as consensus
 from .consensus import consensus_distance as consensus_distance
 from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer

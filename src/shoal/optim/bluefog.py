@@ -9,6 +9,7 @@ import torch
 
 from .optimizer import DecentralizedOptimizer, Way
 from .rounds import CommunicationType
+from .window_flight import GetFlight, PushSumFlight, PutFlight
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -80,3 +81,55 @@ def DistributedHierarchicalNeighborAllreduceOptimizer(
     """Adapt with combine between machines, under BlueFog's older name."""
     kind = CommunicationType.hierarchical_neighbor_allreduce
     return DistributedAdaptWithCombineOptimizer(optimizer, model, kind, num_steps_per_communication, **options)
+
+
+def DistributedWinPutOptimizer(
+    optimizer: torch.optim.Optimizer,
+    model: Models,
+    num_steps_per_communication: int = 1,
+    window_prefix: str | None = None,
+    **options: Any,
+) -> DecentralizedOptimizer:
+    """Asynchronous adapt with combine: put the parameters into the neighbours' windows while the model computes, then
+    average with what the neighbours have put, whenever that was, and take the local step.
+
+    Read at each exchange: ``dst_weights``. ``close()`` frees the windows.
+    """
+    options |= {"flight": PutFlight, "num_steps_per_communication": num_steps_per_communication}
+    return _windowed(optimizer, model, Way.adapt_with_combine, window_prefix, options)
+
+
+def DistributedPullGetOptimizer(
+    optimizer: torch.optim.Optimizer,
+    model: Models,
+    num_steps_per_communication: int = 1,
+    window_prefix: str | None = None,
+    **options: Any,
+) -> DecentralizedOptimizer:
+    """The same by getting: fetch the neighbours' parameters while the model computes.
+
+    Read at each exchange: ``src_weights``.
+    """
+    options |= {"flight": GetFlight, "num_steps_per_communication": num_steps_per_communication}
+    return _windowed(optimizer, model, Way.adapt_with_combine, window_prefix, options)
+
+
+def DistributedPushSumOptimizer(
+    optimizer: torch.optim.Optimizer,
+    model: Models,
+    num_steps_per_communication: int = 1,
+    window_prefix: str | None = None,
+    **options: Any,
+) -> DecentralizedOptimizer:
+    """Asynchronous stochastic gradient push, for directed graphs: no mass is lost, whoever is slow.
+
+    Read at each exchange: ``self_weight`` and ``dst_weights``, which must sum to 1; equal shares if they are not set.
+    """
+    options |= {"flight": PushSumFlight, "num_steps_per_communication": num_steps_per_communication}
+    return _windowed(optimizer, model, Way.adapt_then_combine, window_prefix, options)
+
+
+def _windowed(
+    optimizer: torch.optim.Optimizer, model: Models, way: Way, window_prefix: str | None, options: dict[str, Any]
+) -> DecentralizedOptimizer:
+    return DecentralizedOptimizer(optimizer, model, way, **{"name": window_prefix or "optimizer", **options})

@@ -48,12 +48,23 @@ class Flight:
             if handle is not None:
                 bucket.move_to(handle.wait())
 
-    def abandon(self) -> None:
-        """Wait for what is under way, since the neighbours do, and leave the parameters as they are."""
-        handles, self._handles = self._handles, None
-        for handle in handles or ():
+    def before_local_step(self) -> None:
+        """The parameters are about to be changed by the wrapped optimizer."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self.abandon()
+
+    def wait(self) -> None:
+        """Wait for what is under way."""
+        for handle in self._handles or ():
             if handle is not None:
                 handle.wait()
+
+    def abandon(self) -> None:
+        """Wait for what is under way, since the neighbours do, and leave the parameters as they are."""
+        self.wait()
+        self._handles = None
 
     def average_gradients(self) -> None:
         """Every gradient becomes the mean over all agents; one that an agent lacks counts as zero."""

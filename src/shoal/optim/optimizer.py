@@ -45,6 +45,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         way: When it exchanges what.
         bucket_bytes: How much goes into one message.
         name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent.
+        flight: How parameters travel: in step with the neighbours, or through windows (``window_flight.py``).
         settings: The attributes to begin with.
 
     Raises:
@@ -63,6 +64,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         *,
         bucket_bytes: int = BUCKET_BYTES,
         name: str = "optimizer",
+        flight: type[Flight] = Flight,
         **settings: Any,
     ) -> None:
         # Optimizer.__init__ would make groups, state and hooks of its own; they are the wrapped optimizer's.
@@ -73,7 +75,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._rounds = self._forwards = 0
         self._warned = False
         self._names = _names_of(self._models, self._inner)
-        self._flight = Flight(lambda: self._names, name, bucket_bytes)
+        self._flight = flight(lambda: self._names, name, bucket_bytes)
         self.found_inf = self.grad_scale = None
         for key, value in settings.items():
             setattr(self, key, value)
@@ -181,6 +183,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._unscale()
         if self._way is Way.gradients and exchanges:
             self._flight.average_gradients()
+        if exchanges:
+            self._flight.before_local_step()
         if not self._overflowed:
             self._inner.step()
         if self._way is Way.adapt_then_combine and exchanges:
@@ -192,6 +196,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             self._forwards = 0
         self._warned = False
         return loss
+
+    def synchronize(self) -> None:
+        """Wait until what this agent has begun to send or fetch has arrived. ``step()`` does what follows from it."""
+        self._flight.wait()
 
     @property
     def _enough_passes(self) -> bool:
@@ -249,7 +257,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Give the model back: no hook, no claim on its parameters, which keep their values."""
-        self._flight.abandon()
+        self._flight.close()
         self._hook.remove()
         for param in self._names:
             if hasattr(param, _OWNER):

@@ -1,0 +1,146 @@
+"""Exchanges of an optimizer through one-sided windows: nobody waits for anybody."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ..ops import window as ops
+from ..runtime.identity import out_neighbor_ranks
+from ..runtime.operation import Handle
+from .buckets import Bucket
+from .flight import Flight
+from .rounds import Settings
+
+
+class WindowFlight(Flight, ABC):
+    """Each bucket is a window. A subclass says what is moved at take-off, and what becomes of it at landing."""
+
+    def __init__(self, params: Callable[[], Mapping[torch.nn.Parameter, str]], name: str, bucket_bytes: int) -> None:
+        super().__init__(params, name, bucket_bytes)
+        self._moves: list[Handle[bool] | None] | None = None
+        self._windows: list[str] = []
+
+    @property
+    def under_way(self) -> bool:
+        return self._moves is not None
+
+    def take_off(self, settings: Settings) -> None:
+        self._moves = [self._move(bucket, name, settings) for bucket, name in self._open()]
+
+    def land(self) -> None:
+        if self._moves is None:
+            return
+        self.abandon()
+        for bucket, name in self._open():
+            self._take(bucket, name)
+
+    def wait(self) -> None:
+        for move in self._moves or ():
+            if move is not None:
+                move.wait()
+
+    def abandon(self) -> None:
+        self.wait()
+        self._moves = None
+
+    def changed(self) -> None:
+        self.close()
+        super().changed()
+
+    def close(self) -> None:
+        """Free the windows."""
+        self.abandon()
+        for name in self._windows:
+            if name in ops.get_current_created_window_names():
+                ops.win_free(name)
+        self._windows = []
+
+    def _open(self) -> list[tuple[Bucket, str]]:
+        """The buckets with the names of their windows, made with all neighbours the first time."""
+        buckets = self._ready()
+        for number, bucket in enumerate(buckets[len(self._windows) :], len(self._windows)):
+            name = f"{self._name}.{number}"
+            self._register(bucket, name)
+            self._windows.append(name)
+        return list(zip(buckets, self._windows, strict=True))
+
+    def _register(self, bucket: Bucket, name: str) -> None:
+        ops.win_create(bucket.flat, name)
+
+    @abstractmethod
+    def _move(self, bucket: Bucket, name: str, settings: Settings) -> Handle[bool] | None:
+        """Begin to move a bucket, if it is to be moved now."""
+
+    def _take(self, bucket: Bucket, name: str) -> None:
+        ops.win_update(name)
+
+
+class PutFlight(WindowFlight):
+    """Put the parameters into the neighbours' windows; average with what has been put into one's own."""
+
+    def _move(self, bucket: Bucket, name: str, settings: Settings) -> Handle[bool]:
+        return ops.win_put_nonblocking(bucket.flat, name, dst_weights=settings.dst_weights)
+
+
+class GetFlight(WindowFlight):
+    """Get the neighbours' parameters; average with them."""
+
+    def _move(self, bucket: Bucket, name: str, settings: Settings) -> Handle[bool]:
+        return ops.win_get_nonblocking(name, src_weights=settings.src_weights)
+
+
+FLOOR = 0.25
+"""Below this associated weight an agent keeps what it has until more has come.
+
+An agent that is faster than its neighbours would give away share after share; a local step, divided by the little that
+is left, would then throw it far off.
+"""
+
+
+class PushSumFlight(WindowFlight):
+    """Stochastic gradient push through windows (Assran et al. 2019, arXiv:1811.10792).
+
+    Beside the parameters ``z`` each bucket has ``u`` and the associated weight ``p``: ``u`` takes the local step that
+    ``z`` has taken, a share of ``u`` and ``p`` goes to each neighbour, and what has come is added: ``z = u / p``.
+    """
+
+    def __init__(self, params: Callable[[], Mapping[torch.nn.Parameter, str]], name: str, bucket_bytes: int) -> None:
+        super().__init__(params, name, bucket_bytes)
+        self._biased: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
+
+    def _register(self, bucket: Bucket, name: str) -> None:
+        ops.turn_on_win_ops_with_associated_p()
+        u = bucket.room_for_result()
+        u.copy_(self._before.get(name, bucket.flat))
+        self._biased[name], self._before[name] = u, bucket.flat.clone()
+        ops.win_create(u, name, zero_init=True)
+
+    def before_local_step(self) -> None:
+        for bucket, name in self._open():
+            self._before[name].copy_(bucket.flat)
+
+    def _move(self, bucket: Bucket, name: str, settings: Settings) -> Handle[bool] | None:
+        u = self._biased[name]
+        u.add_(bucket.flat).sub_(self._before[name])
+        if ops.win_associated_p(name) < FLOOR:
+            return None
+        weights = settings.dst_weights
+        if weights is None:
+            ranks = out_neighbor_ranks()
+            weights = dict.fromkeys(ranks, 1 / (len(ranks) + 1))
+        given = dict(weights) if isinstance(weights, Mapping) else {}
+        own = settings.self_weight if settings.self_weight is not None else 1 - sum(given.values())
+        if not given or abs(own + sum(given.values()) - 1) > 1e-6:
+            raise ValueError(
+                f"push-sum: the shares of an agent must sum to 1 (column stochastic): self_weight={own:g} and "
+                f"dst_weights={weights}; give {{destination: share}} and leave the rest as self_weight"
+            )
+        return ops.win_accumulate_nonblocking(u, name, self_weight=own, dst_weights=given)
+
+    def _take(self, bucket: Bucket, name: str) -> None:
+        u = ops.win_update_then_collect(name)
+        torch.div(u, ops.win_associated_p(name), out=bucket.flat)

@@ -1,0 +1,111 @@
+"""The optimizers over windows: in step they are the equation, out of step they still agree, and no mass is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from copy import deepcopy
+
+import networkx as nx
+import pytest
+import torch
+from test_optimizer import LR, MODEL, MOMENTUM, RING, SIZE, STEPS, batch, by_hand, flat
+
+import shoal
+
+Fleets = Callable[..., shoal.Fleet]
+Make = Callable[..., shoal.DecentralizedOptimizer]
+
+IRREGULAR = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)])
+
+
+def train_in_step(make: Make, bucket_bytes: int) -> torch.Tensor:
+    shoal.set_topology(shoal.RingGraph(SIZE))
+    model = deepcopy(MODEL)
+    optimizer = make(torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM), model, bucket_bytes=bucket_bytes)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(shoal.rank(), step)).square().mean().backward()
+        optimizer.synchronize()
+        shoal.barrier()
+        optimizer.step()
+        shoal.barrier()
+    optimizer.close()
+    assert shoal.get_current_created_window_names() == []
+    return flat(model)
+
+
+@pytest.mark.parametrize("bucket_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("make", [shoal.DistributedWinPutOptimizer, shoal.DistributedPullGetOptimizer])
+def test_put_and_get_in_step_are_adapt_with_combine(fleet: Fleets, make: Make, bucket_bytes: int) -> None:
+    found = torch.stack(fleet(SIZE).run(train_in_step, make, bucket_bytes))
+    assert (found - by_hand(shoal.Way.adapt_with_combine, RING)).abs().max() < 1e-12
+
+
+def test_push_sum_agrees_on_the_mean_over_a_directed_graph_out_of_step(fleet: Fleets) -> None:
+    done = []
+
+    def run() -> torch.Tensor:
+        shoal.set_topology(IRREGULAR)
+        model = deepcopy(MODEL)
+        start = flat(model) + shoal.rank()
+        torch.nn.utils.vector_to_parameters(start, model.parameters())
+        optimizer = shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        for step in range(2000):
+            optimizer.step()
+            if step == 300:
+                done.append(shoal.rank())
+            if len(done) == SIZE and step > 300:
+                break
+            time.sleep(0.0002 * shoal.rank())
+        shoal.barrier()
+        for _ in range(80):  # what is still on its way
+            optimizer.step()
+            shoal.barrier()
+        optimizer.close()
+        return flat(model)
+
+    found = torch.stack(fleet(SIZE).run(run))
+    assert (found - (flat(MODEL) + 1.5)).abs().max() < 1e-9
+
+
+def test_push_sum_takes_the_gradient_step(fleet: Fleets) -> None:
+    """Summed over agents, the biased parameters move by minus the sum of the steps: nothing is dropped."""
+
+    def run() -> tuple[float, float]:
+        shoal.set_topology(IRREGULAR)
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        with torch.no_grad():
+            model.weight.fill_(5.0)
+        optimizer = shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for _ in range(6):
+            optimizer.zero_grad()
+            (model.weight.sum() * (shoal.rank() + 1)).backward()
+            optimizer.step()
+            shoal.barrier()
+        for _ in range(100):
+            optimizer.zero_grad()
+            (model.weight.sum() * 0).backward()
+            optimizer.step()
+            shoal.barrier()
+        found = model.weight.item()
+        optimizer.close()
+        return found, 5.0 - 6 * 2.5
+
+    for found, expected in fleet(SIZE).run(run):
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_push_sum_refuses_shares_that_do_not_sum_to_one(fleet: Fleets) -> None:
+    def run() -> None:
+        shoal.set_topology(shoal.RingGraph(SIZE))
+        model = deepcopy(MODEL)
+        optimizer = shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        optimizer.self_weight = 0.5
+        optimizer.dst_weights = dict.fromkeys(shoal.out_neighbor_ranks(), 0.5)
+        with pytest.raises(ValueError, match="must sum to 1"):
+            optimizer.step()
+        shoal.barrier()
+        optimizer.close()
+
+    fleet(SIZE).run(run)
