@@ -76,7 +76,6 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._warned = False
         self._names = _names_of(self._models, self._inner)
         self._flight = flight(lambda: self._names, name, bucket_bytes)
-        self.found_inf = self.grad_scale = None
         for key, value in settings.items():
             setattr(self, key, value)
         me = weakref.ref(self)
@@ -88,7 +87,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             if alive is not None and module.training and torch.is_grad_enabled():
                 alive._begin_pass()
 
-        self._hook = self._models[0].register_forward_pre_hook(before_forward)
+        # A compiled model is compiled around it.
+        outside: Any = torch.compiler.disable(before_forward)
+        self._hook = self._models[0].register_forward_pre_hook(outside)
 
     # It stands for the optimizer that it wraps
 
@@ -134,12 +135,6 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         else:
             known = ", ".join((*NAMES, *ALIASES))
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r} to set; there are: {known}")
-
-    def __delattr__(self, name: str) -> None:
-        if name in ("found_inf", "grad_scale"):  # GradScaler deletes what it has set
-            super().__setattr__(name, None)
-        else:
-            super().__delattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a decentralized optimizer cannot be pickled or copied; save its state_dict()")
@@ -228,15 +223,17 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     @property
     def _overflowed(self) -> bool:
-        return self.found_inf is not None and bool(self.found_inf.item())
+        found = self.__dict__.get("found_inf")  # a GradScaler sets it for the time of a step
+        return found is not None and bool(found.item())
 
     def _unscale(self) -> None:
         """Divide the gradients by what a GradScaler has multiplied the loss by, unless the user has done so."""
-        if self.grad_scale is None or self._overflowed:
+        scale = self.__dict__.get("grad_scale")
+        if scale is None or self._overflowed:
             return
         for param in self._names:
             if param.grad is not None:
-                param.grad.div_(self.grad_scale.to(param.grad.device))
+                param.grad.div_(scale.to(param.grad.device))
 
     # State
 
