@@ -88,8 +88,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 alive._begin_pass()
 
         # A compiled model is compiled around it.
-        outside: Any = torch.compiler.disable(before_forward)
-        self._hook = self._models[0].register_forward_pre_hook(outside)
+        compiler: Any = torch.compiler
+        self._hook = self._models[0].register_forward_pre_hook(compiler.disable(before_forward))
 
     # It stands for the optimizer that it wraps
 
