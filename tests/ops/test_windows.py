@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import networkx as nx
 import pytest
 import torch
 
 import shoal
+from shoal.windows.memory import WindowMemory
 from support.leftovers import descriptors
 
 Fleets = Callable[..., shoal.Fleet]
@@ -320,3 +322,78 @@ def test_a_world_of_one_has_windows_too() -> None:
         return found
 
     assert shoal.Fleet(1).run(run) == [0.5]
+
+
+def test_accumulates_of_any_shape_add_up(fleet: Fleets) -> None:
+    def run() -> list[torch.Tensor]:
+        shoal.set_topology(shoal.RingGraph(2))
+        found = []
+        for name, x in {"matrix": torch.arange(6.0).view(2, 3), "number": torch.tensor(2.0)}.items():
+            shoal.win_create(x.clone(), name, zero_init=True)
+            for _ in range(3):
+                shoal.win_accumulate(x, name)
+            shoal.barrier()
+            found.append(shoal.win_update_then_collect(name).clone())
+        shoal.barrier()
+        shoal.win_free()
+        return found
+
+    for matrix, number in fleet(2).run(run):
+        assert torch.equal(matrix, torch.arange(6.0).view(2, 3) * 4)
+        assert number.item() == 8.0
+
+
+def test_win_get_takes_weights_and_mutex_by_position(fleet: Fleets) -> None:
+    def run() -> float:
+        shoal.set_topology(shoal.RingGraph(2))
+        x = torch.tensor(float(shoal.rank() + 1))
+        shoal.win_create(x, "x", zero_init=True)
+        other = 1 - shoal.rank()
+        shoal.barrier()
+        shoal.win_get("x", {other: 3.0}, True)
+        first = shoal.win_update("x", 0.0, {other: 1.0}, clone=True).item()
+        shoal.win_get("x", [other])
+        assert shoal.win_update("x", 0.0, {other: 1.0}, clone=True).item() == other + 1
+        with pytest.raises(ValueError, match="src_weights is given twice"):
+            shoal.win_get("x", [other], [other])
+        with pytest.raises(ValueError, match="the name is given twice"):
+            shoal.win_get("x", "x")
+        shoal.barrier()
+        shoal.win_free("x")
+        return first
+
+    assert fleet(2).run(run) == [6.0, 3.0]
+
+
+def test_a_put_after_an_update_has_read_counts_as_new(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it comes before the update has returned."""
+    combine = WindowMemory.combine
+    between: dict[int, Callable[[], None]] = {}
+
+    def slowly(self: WindowMemory, *args: Any) -> Any:
+        found = combine(self, *args)
+        between.pop(shoal.rank(), lambda: None)()
+        return found
+
+    monkeypatch.setattr(WindowMemory, "combine", slowly)
+
+    def run() -> int:
+        shoal.set_topology(shoal.RingGraph(2))
+        x = torch.tensor(1.0)
+        shoal.win_create(x, "x")
+        has_read, has_put = "has read", "has put"
+        if shoal.rank() == 0:
+            between[0] = lambda: (done[has_read].set(), done[has_put].wait(10))[0]
+            shoal.win_update("x")
+        else:
+            done[has_read].wait(10)
+            shoal.win_put(x, "x")
+            done[has_put].set()
+        shoal.barrier()
+        version = shoal.get_win_version("x")[1 - shoal.rank()]
+        shoal.barrier()
+        shoal.win_free("x")
+        return version
+
+    done = {"has read": threading.Event(), "has put": threading.Event()}
+    assert fleet(2).run(run)[0] == 1

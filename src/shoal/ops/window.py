@@ -161,14 +161,17 @@ def win_accumulate_nonblocking(
     *,
     timeout: float | None = None,
 ) -> Handle[bool]:
-    """:func:`win_accumulate` without waiting. The tensor must not change until the handle is done."""
+    """:func:`win_accumulate` without waiting. The tensor must not change until the handle is done.
+
+    With a ``self_weight``, do not update or collect this window before that either.
+    """
     function = _send(How.ACCUMULATE, tensor, name, self_weight, dst_weights, require_mutex, timeout)
     return _windows(current("win_accumulate")).start(function)
 
 
 def win_get(
     tensor: torch.Tensor | str | None = None,
-    name: str | Mapping[int, float] | None = None,
+    name: str | Mapping[int, float] | Iterable[int] | None = None,
     src_weights: Mapping[int, float] | Iterable[int] | None = None,
     require_mutex: bool = False,
     *,
@@ -192,7 +195,7 @@ def win_get(
 
 def win_get_nonblocking(
     tensor: torch.Tensor | str | None = None,
-    name: str | Mapping[int, float] | None = None,
+    name: str | Mapping[int, float] | Iterable[int] | None = None,
     src_weights: Mapping[int, float] | Iterable[int] | None = None,
     require_mutex: bool = False,
     *,
@@ -285,7 +288,9 @@ def win_mutex(
             so that agents that want several do not wait in a circle. With ``for_self`` they say nothing.
         timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
 
-    A thread that holds a mutex may take it again. One whose holder is killed is free at once.
+    A thread that holds a mutex may take it again. One whose holder is killed is free at once. Take all that you need in
+    one call: who holds one and asks for another, also through ``require_mutex=True``, may wait in a circle with others
+    until the deadline.
     """
     op = "win_mutex"
     agent = current(op)
@@ -426,19 +431,21 @@ def _send(
 
 def _get(
     tensor: torch.Tensor | str | None,
-    name: str | Mapping[int, float] | None,
+    name: str | Mapping[int, float] | Iterable[int] | None,
     src_weights: Mapping[int, float] | Iterable[int] | None,
     require_mutex: bool,
     timeout: float | None,
 ) -> Callable[[], bool]:
     op = How.GET.value
     if isinstance(tensor, str):
-        if isinstance(name, Mapping):
+        if isinstance(src_weights, bool):  # win_get(name, src_weights, require_mutex), as BlueFog has it
+            require_mutex, src_weights = src_weights, None
+        if isinstance(name, str):
+            raise ValueError(f"{op}: the name is given twice, {tensor!r} and {name!r}")
+        if name is not None:
             if src_weights is not None:
                 raise ValueError(f"{op}: src_weights is given twice")
             src_weights = name
-        elif name is not None:
-            raise ValueError(f"{op}: the name is given twice, {tensor!r} and {name!r}")
         name = tensor
     if not isinstance(name, str):
         raise ValueError(f"{op}: name={name!r}; give the name of a window")

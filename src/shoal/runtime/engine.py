@@ -78,6 +78,7 @@ class Engine:
         self.services: dict[str, Service] = {}
         self.refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self.ended: ShoalError | None = None  # why no operation is possible any more
+        self.aborted = False  # not even a one-sided one, which the loss of others does not end
         self.deaf = False
         self._closing = False
 
@@ -98,6 +99,7 @@ class Engine:
         steps: Callable[[Operation], Steps[T]] | Small,
         timeout: float | None = None,
         alone: bool = True,
+        one_sided: bool = False,
     ) -> Handle[T]:
         """Begin an operation.
 
@@ -108,14 +110,16 @@ class Engine:
                 what a small operation is about, which begins with others when somebody drives.
             timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
             alone: Refuse a second operation under the same name while one is in flight.
+            one_sided: The others need not call anything for it; so it goes on when one is lost that it does not need.
         """
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout}: it must be a positive number of seconds")
         with self.lock:
-            self._check_open(op)
+            self._check_open(op, one_sided)
             operation = self.rounds.begin(op, name, self.timeout if timeout is None else timeout, alone)
             handle: Handle[T] = Handle(self, operation)
             operation.handle = handle
+            operation.one_sided = one_sided
             self.next_check = min(self.next_check, operation.deadline)
             if isinstance(steps, Small):
                 operation.small = steps
@@ -132,12 +136,17 @@ class Engine:
             self.after()
         return handle
 
-    def _check_open(self, op: str) -> None:
+    def reason_against(self, one_sided: bool) -> ShoalError | None:
+        """Why operations are not possible any more."""
+        return self.ended if self.aborted or not one_sided else None
+
+    def _check_open(self, op: str, one_sided: bool) -> None:
         if self._closing:
             raise NotInitialized(f"{op}: this agent has shut down; call shoal.init() first")
-        if self.ended is not None:
-            raise type(self.ended)(f"{op}: {self.ended}", self.ended.ranks)
-        if self.refused is not None:
+        ended = self.reason_against(one_sided)
+        if ended is not None:
+            raise type(ended)(f"{op}: {ended}", ended.ranks)
+        if self.refused is not None and not one_sided:
             refused, self.refused = self.refused, None
             raise refused
 
@@ -230,8 +239,8 @@ class Engine:
             self.hearing.match(operation, stage, source, message)
         view = self.membership.view
         gone = [rank for rank in stage.needs if rank not in view.alive] if view.epoch else []
-        if gone or self.ended is not None:
-            ended = self.ended
+        ended = self.reason_against(operation.one_sided)
+        if gone or ended is not None:
             if ended is None:
                 self.fail(operation, self.hearing.miss(operation, gone))
             else:
@@ -338,7 +347,7 @@ class Engine:
     def abort(self, error: ShoalError) -> None:
         """End all operations, now and from now on, with ``error``. The others are not told."""
         with self.lock:
-            self.ended = self.ended or error
+            self.ended, self.aborted = self.ended or error, True
             for operation in self.rounds.in_flight():
                 self.fail(operation, error)
             self.bundles.give_up(error)

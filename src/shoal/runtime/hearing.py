@@ -228,12 +228,12 @@ class Hearing:
         self._engine.router.drop(rank)
 
     def _lose(self, what: str, rank: int) -> None:
-        """Without this agent nothing goes on: end all operations, now and from now on."""
+        """Without this agent nothing goes on that needs all: end such operations, now and from now on."""
         ended = self._engine.ended
         if ended is None:
             ended = PeerLost(f"{what}; the agents that are left can shut down and start again", (rank,))
             self._engine.ended = ended
-        for operation in self._rounds.in_flight():
+        for operation in [one for one in self._rounds.in_flight() if not one.one_sided]:
             self._engine.fail(operation, PeerLost(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
         self._bundles.give_up(ended)
 

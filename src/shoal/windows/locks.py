@@ -1,9 +1,10 @@
 """Locks on the bytes of a memory file. The kernel gives a lock up when its holder dies.
 
 A lock in shared memory itself would stay locked for ever when its holder is killed. A byte-range lock on an open file
-description does not, costs a microsecond, and needs no memory. It has two gaps that are closed here: it does not
-exclude two threads that use one description (a lock of this process besides), and it cannot wait until a deadline (it
-is tried again and again, more and more rarely).
+description does not, costs a microsecond, and needs no memory. It has three gaps that are closed here: it does not
+exclude two threads that use one description (so what this process holds is kept besides), it is lost when the
+description is closed (which therefore waits for the last holder), and it cannot wait until a deadline (it is tried
+again and again, more and more rarely).
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ import os
 import struct
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 F_OFD_SETLK = 37
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
@@ -25,7 +24,19 @@ _SHORTEST, _LONGEST = 20e-6, 1e-3
 
 
 class Busy(Exception):
-    """The lock was not free until the deadline."""
+    """The lock was not free until the deadline.
+
+    Attributes:
+        keeper: The rank that had it, where that is known.
+    """
+
+    def __init__(self, keeper: int | None = None) -> None:
+        super().__init__(keeper)
+        self.keeper = keeper
+
+
+class Freed(Exception):
+    """What the locks are for has been given up."""
 
 
 class ByteLocks:
@@ -34,27 +45,34 @@ class ByteLocks:
     def __init__(self, fd: int) -> None:
         # A description of our own: locks belong to descriptions, and a descriptor that was sent shares its sender's.
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        self._threads: dict[int, threading.Lock] = defaultdict(threading.Lock)
+        # Also keeps the descriptor open while a thread is about to use its number, which could be somebody else's then.
+        self._guard = threading.Lock()
+        self._held: set[int] = set()
+        self._closed = False
 
     def try_acquire(self, byte: int) -> bool:
-        """Take a lock if it is free."""
-        mine = self._threads[byte]
-        if not mine.acquire(blocking=False):
-            return False
-        try:
-            if self._fd >= 0:  # a window that was freed may still be looked at by threads of this process
-                fcntl.fcntl(self._fd, F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-        except BaseException as error:
-            mine.release()
-            if isinstance(error, (BlockingIOError, PermissionError)):
+        """Take a lock if it is free.
+
+        Raises:
+            Freed: The locks have been closed.
+        """
+        with self._guard:
+            if self._closed:
+                raise Freed
+            if byte in self._held:
                 return False
-            raise
-        return True
+            try:
+                fcntl.fcntl(self._fd, F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+            except (BlockingIOError, PermissionError):
+                return False
+            self._held.add(byte)
+            return True
 
     def release(self, byte: int) -> None:
-        if self._fd >= 0:
+        with self._guard:
+            self._held.discard(byte)
             fcntl.fcntl(self._fd, F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
-        self._threads[byte].release()
+            self._close_if_unused()
 
     def acquire(self, byte: int, deadline: float, check: Callable[[], None] = lambda: None) -> None:
         """Take a lock, waiting until ``deadline`` (``time.monotonic()``).
@@ -64,6 +82,7 @@ class ByteLocks:
 
         Raises:
             Busy: Somebody else held it all the time.
+            Freed: The locks have been closed.
         """
         pause = _SHORTEST
         tries = 0
@@ -78,25 +97,17 @@ class ByteLocks:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
 
-    @contextmanager
-    def hold(self, bytes_: list[int], deadline: float, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Hold several locks, taken in ascending order."""
-        held: list[int] = []
-        try:
-            for byte in sorted(bytes_):
-                self.acquire(byte, deadline, check)
-                held.append(byte)
-            yield
-        finally:
-            for byte in reversed(held):
-                self.release(byte)
-
     @property
     def descriptor(self) -> int:
         return self._fd
 
     def close(self) -> None:
-        """Give up the description, and with it whatever is held."""
-        if self._fd >= 0:
+        """Grant no lock any more, and give up the description once nothing is held."""
+        with self._guard:
+            self._closed = True
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        if self._closed and not self._held and self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

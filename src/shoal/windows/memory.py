@@ -1,8 +1,8 @@
 """The memory of one window: what its owner and its neighbours see of it, and the only ways to change it.
 
-For each in-neighbour there are two slots and an index that says which of them counts. Whoever writes fills the other
-slot, with the count, the associated weight and the time beside it, and then turns the index, all under the lock of the
-edge. So a reader sees one whole write or the one before it, also when the writer is killed on the way; the kernel then
+For each in-neighbour there are two slots and a number of turns, whose last bit says which of them counts. Whoever writes
+fills the other slot, with the counts, the associated weight and the time beside it, and then adds a turn, all under the
+lock of the edge. So a reader sees one whole write or the one before it, also when the writer is killed on the way; the kernel then
 frees the lock. A slot may be marked as empty, which stands for zeros that nobody had to write.
 
 The order of locks is: mutexes (by rank), then the owner's tensor, then edges (ascending). Who holds an edge waits for
@@ -12,7 +12,8 @@ no other window, so nobody waits in a circle.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,15 +21,17 @@ import numpy as np
 import torch
 
 from ..ops.arithmetic import weigh_in_blocks
-from .locks import ByteLocks
+from .locks import Busy, ByteLocks, Freed
 
 MUTEX, OWN, EDGES = 0, 1, 2
 """The bytes that are locked: the users' mutex, the owner's tensor, and from EDGES on one for each in-neighbour."""
+_OWNER = -1
+"""The owner of the memory, where somebody's rank is meant."""
 _PAGE = 4096
 _EDGE_BYTES = 256
 _META_BYTES = 64
-_FREED = 0
-_INDEX = 0
+_FREED, _KEEPERS = 0, 1
+_TURN = 0
 _P, _PUTS, _GETS, _ACCUMULATES, _EMPTY, _WHEN = range(6)
 
 
@@ -38,10 +41,6 @@ class How(Enum):
     PUT = "win_put"
     ACCUMULATE = "win_accumulate"
     GET = "win_get"
-
-
-class Freed(Exception):
-    """The owner has freed the window."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +140,67 @@ class WindowMemory:
         """From now on neighbours that come are told that the window is gone."""
         self._flags[_FREED] = 1
 
-    @property
-    def freed(self) -> bool:
-        return bool(self._flags[_FREED])
+    # Locks
+
+    def try_acquire(self, byte: int, who: int) -> bool:
+        """Take a lock for an agent if it is free.
+
+        Raises:
+            Freed: The window is gone.
+        """
+        if not self.locks.try_acquire(byte):
+            return False
+        self._sign(byte, who)
+        return True
+
+    def acquire(self, byte: int, who: int, deadline: float, check: Callable[[], None] = lambda: None) -> None:
+        """Take a lock for an agent, waiting until ``deadline``; ``check`` is called meanwhile.
+
+        Raises:
+            Busy: Another agent or thread had it all the time.
+            Freed: The window is gone.
+        """
+
+        def look() -> None:
+            if self._flags[_FREED]:
+                raise Freed
+            check()
+
+        try:
+            self.locks.acquire(byte, deadline, look)
+        except Busy:
+            raise Busy(self._keeper(byte, who)) from None
+        self._sign(byte, who)
+
+    def _sign(self, byte: int, who: int) -> None:
+        """Say who has a lock that was just taken, or give it back if what it protects is gone."""
+        if self._flags[_FREED]:
+            self.locks.release(byte)
+            raise Freed
+        if byte < EDGES:
+            self._flags[_KEEPERS + byte] = who
+
+    @contextmanager
+    def hold(
+        self, bytes_: list[int], who: int, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Hold several locks, taken in ascending order."""
+        held: list[int] = []
+        try:
+            for byte in sorted(bytes_):
+                self.acquire(byte, who, deadline, check)
+                held.append(byte)
+            yield
+        finally:
+            for byte in reversed(held):
+                self.locks.release(byte)
+
+    def _keeper(self, byte: int, who: int) -> int | None:
+        """Who else has a lock: the last that took it, or for an edge the agent at its other end. None: the owner."""
+        if byte < EDGES:
+            return int(self._flags[_KEEPERS + byte])
+        source = self.layout.sources[byte - EDGES]
+        return None if who == source else source
 
     # Writing to a slot
 
@@ -166,7 +223,7 @@ class WindowMemory:
             Freed: The window is gone.
         """
         byte = EDGES + self._edge[source]
-        self.locks.acquire(byte, deadline, check)
+        self.acquire(byte, _OWNER if how is How.GET else source, deadline, check)
         try:
             self._write(how, self._edge[source], tensor, weight, p)
         finally:
@@ -175,7 +232,7 @@ class WindowMemory:
     def try_write(self, how: How, source: int, tensor: torch.Tensor, weight: float, p: float | None) -> bool:
         """The same, if the slot is not locked right now. Returns whether it was done."""
         byte = EDGES + self._edge[source]
-        if not self.locks.try_acquire(byte):
+        if not self.try_acquire(byte, source):
             return False
         try:
             self._write(how, self._edge[source], tensor, weight, p)
@@ -184,14 +241,10 @@ class WindowMemory:
         return True
 
     def _write(self, how: How, edge: int, tensor: torch.Tensor, weight: float, p: float | None) -> None:
-        if self.freed:
-            raise Freed
-        now = int(self._index[edge][_INDEX])
-        current, meta, idle = (
-            self._slots[edge][now],
-            self._meta[edge][now],
-            self._slots[edge][1 - now].view(tensor.shape),
-        )
+        turn = int(self._index[edge][_TURN])
+        now = turn & 1
+        meta = self._meta[edge][now]
+        current, idle = (self._slots[edge][which].view(tensor.shape) for which in (now, 1 - now))
         puts, gets, accumulates = (int(meta[one]) for one in (_PUTS, _GETS, _ACCUMULATES))
         before = float(meta[_P : _P + 1].view(np.float64)[0])
         if how is How.ACCUMULATE:
@@ -210,7 +263,7 @@ class WindowMemory:
         else:
             torch.mul(tensor, weight, out=idle)
         self._describe(edge, 1 - now, after, (puts, gets, accumulates), False)
-        self._index[edge][_INDEX] = 1 - now
+        self._index[edge][_TURN] = turn + 1
 
     def _describe(self, edge: int, which: int, p: float, counts: tuple[int, int, int], empty: bool) -> None:
         meta = self._meta[edge][which]
@@ -229,38 +282,43 @@ class WindowMemory:
         weights: Mapping[int, float],
         reset: list[int],
         deadline: float,
-    ) -> float:
+    ) -> tuple[float, dict[int, SlotState]]:
         """``out = own_weight * own + sum of weight * slot``, all flat, and empty the slots of ``reset``.
 
         Each slot is read, and emptied, in one step that no write comes between. Returns the sum of the associated
-        weights, each times its weight.
+        weights, each times its weight, and what had happened to the slots by then.
         """
         edges = sorted({self._edge[source] for source in (*weights, *reset)})
-        with self.locks.hold([EDGES + edge for edge in edges], deadline):
+        with self.hold([EDGES + edge for edge in edges], _OWNER, deadline):
             blocks, shares, p = [], [], 0.0
             for source, weight in sorted(weights.items()):
                 edge = self._edge[source]
-                now = int(self._index[edge][_INDEX])
+                now = int(self._index[edge][_TURN]) & 1
                 if not self._meta[edge][now][_EMPTY]:
                     blocks.append(self._slots[edge][now])
                     shares.append(weight)
                 p += weight * self.state(source).p
             weigh_in_blocks(out, own, own_weight, blocks, shares)
+            seen = {source: self.state(source) for source in self.layout.sources}
             for source in reset:
                 edge = self._edge[source]
-                now = int(self._index[edge][_INDEX])
+                turn = int(self._index[edge][_TURN])
+                now = turn & 1
                 meta = self._meta[edge][now]
                 counts = (int(meta[_PUTS]), int(meta[_GETS]), int(meta[_ACCUMULATES]))
                 when = int(meta[_WHEN])
                 self._describe(edge, 1 - now, 0.0, counts, True)
                 self._meta[edge][1 - now][_WHEN] = when
-                self._index[edge][_INDEX] = 1 - now
-        return p
+                self._index[edge][_TURN] = turn + 1
+            return p, seen
 
     def state(self, source: int) -> SlotState:
         """What has happened to a slot. Taken without its lock: good for looking, or for who holds the lock."""
         edge = self._edge[source]
-        meta = self._meta[edge][int(self._index[edge][_INDEX])].copy()
+        turn = -1
+        while turn != int(self._index[edge][_TURN]):  # while it is copied, two writes may pass
+            turn = int(self._index[edge][_TURN])
+            meta = self._meta[edge][turn & 1].copy()
         age = (time.monotonic_ns() - int(meta[_WHEN])) / 1e9
         p = float(meta[_P : _P + 1].view(np.float64)[0])
         return SlotState(int(meta[_PUTS]), int(meta[_GETS]), int(meta[_ACCUMULATES]), age, p)

@@ -112,8 +112,11 @@ class Windows:
         try:
             return self.engine.submit("win_create", f"~create {PREFIX} {name}", steps, timeout).wait()
         except BaseException:
-            if name in self._windows:
+            if self._windows.get(name) is window:
                 self.free(name)
+            else:  # it was refused before it began
+                window.close()
+                segment.close()
             raise
 
     def _open(self, window: Window, rank: int, told: list[int]) -> None:
@@ -128,21 +131,22 @@ class Windows:
             )
         router = self.engine.router
         kind = router.transport_to(rank)
+        # A neighbour that needed nobody else may have freed its window by now: what is sent to it then, it refuses.
         if kind == "threads":
-            window.direct[rank] = _here[(router.inbox_of(rank), window.name, window.number)]
+            memory = _here.get((router.inbox_of(rank), window.name, window.number))
+            if memory is not None:
+                window.direct[rank] = memory
         elif kind == "shared_memory":
+            try:
+                (data, fd), (own, _) = router.shared_by(rank, ident), router.shared_by(rank, own_ident)
+            except KeyError:
+                return
             sources = tuple(sorted(self.agent.topology.graph.predecessors(rank)))
             sources = tuple(source for source in sources if source != rank)
             layout = Layout(mine.shape, mine.dtype, sources, ident == own_ident)
-            data, fd = router.shared_by(rank, ident)
-            own, _ = router.shared_by(rank, own_ident)
             nbytes = mine.numel * mine.dtype.itemsize
             flat = own[own_offset : own_offset + nbytes].view(mine.dtype)
-            window.direct[rank] = WindowMemory(layout, data, ByteLocks(fd), flat)
-
-    def is_mapped(self, memory: WindowMemory) -> bool:
-        """It is a neighbour's memory, mapped by this agent for itself."""
-        return memory not in _here.values()
+            window.map(rank, WindowMemory(layout, data, ByteLocks(fd), flat))
 
     def free(self, name: str | None) -> bool:
         """Free one window, or all. Neighbours that go on writing to it get an error."""
@@ -152,7 +156,8 @@ class Windows:
                 window.close()
                 self.engine.arena.retired.append(segment.ident)
                 segment.close()
-                self._service.forget_window(self.channel(one))
+                self._service.forget_window(window, self.channel(one))
+            self.engine.poller.wake()  # whoever drives has refusals to send
         return True
 
     # Running

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..transport.wire import Message
-from .memory import MUTEX, OWN, Freed, How
+from .locks import Freed
+from .memory import MUTEX, OWN, How
 from .window import LOCK, UNLOCK, Window
 
 if TYPE_CHECKING:
@@ -77,8 +78,15 @@ class Service:
         if window is None or window.number != message.digest:
             self._refuse(source, message, "has freed this window, or never made it")
             return True
+        try:
+            return self._do(window, source, message)
+        except Freed:
+            self._refuse(source, message, "has freed this window")
+            return True
+
+    def _do(self, window: Window, source: int, message: Message) -> bool:
         if message.op == LOCK:
-            if not window.memory.locks.try_acquire(MUTEX):
+            if not window.memory.try_acquire(MUTEX, source):
                 return False
             self._holders[message.name] = source
             self._answer(source, message)
@@ -95,17 +103,13 @@ class Service:
             self._refuse(source, message, f"expects {layout.numel} elements of {layout.dtype}")
             return True
         p = message.scale if self._windows.with_p else None
-        try:
-            if not window.memory.try_write(how, source, payload.data.view(layout.shape), 1, p):
-                return False
-        except Freed:
-            self._refuse(source, message, "has freed this window")
-            return True
+        if not window.memory.try_write(how, source, payload.data.view(layout.shape), 1, p):
+            return False
         self._answer(source, message)
         return True
 
     def _give(self, window: Window, source: int, message: Message) -> bool:
-        if not window.memory.locks.try_acquire(OWN):
+        if not window.memory.try_acquire(OWN, source):
             return False
         try:
             self._answer(source, message, window.memory.own)
@@ -134,9 +138,10 @@ class Service:
             if window is not None:
                 window.memory.locks.release(MUTEX)
 
-    def forget_window(self, name: str) -> None:
+    def forget_window(self, window: Window, name: str) -> None:
         """A window is freed: whoever wants something of it is told so."""
-        self._holders.pop(name, None)
+        if self._holders.pop(name, None) is not None:
+            window.memory.locks.release(MUTEX)
         self.again()
 
     def _answer(self, source: int, message: Message, tensor: torch.Tensor | None = None) -> None:

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,22 @@ import torch
 from ..errors import DeadlineExceeded, Mismatch, PeerLost
 from ..runtime.operation import MORE, Exchange, Handle, Operation, Send, Steps
 from ..topology import Mixing
-from .locks import Busy
-from .memory import MUTEX, OWN, Freed, How, SlotState, WindowMemory
+from .locks import Busy, Freed
+from .memory import MUTEX, OWN, How, SlotState, WindowMemory
 
 if TYPE_CHECKING:
     from .registry import Windows
 
 LOCK, UNLOCK = "win_lock", "win_unlock"
+
+
+@dataclass(slots=True)
+class _Held:
+    """A mutex that this agent has: which of its threads, how often, and in whose memory (None: on another machine)."""
+
+    thread: int
+    times: int
+    memory: WindowMemory | None
 
 
 class Window:
@@ -63,7 +73,9 @@ class Window:
         self._engine = windows.engine
         self._turn = threading.RLock()
         self._gates: dict[int, threading.Lock] = defaultdict(threading.Lock)  # to mutexes on other machines
-        self._held: dict[int, tuple[int, int]] = {}  # mutexes: who of our threads has it, and how often
+        self._held: dict[int, _Held] = {}
+        self._mapped: list[WindowMemory] = []  # of processes of this machine
+        self._closed = False
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -91,12 +103,13 @@ class Window:
             share = self.p if self._windows.with_p else None
         order = [rank for rank in self.mixing.rotated_destinations(self._engine.size) if rank in weights]
         source = tensor.detach()
+        outgoing = source.cpu()
         if require_mutex:
             for rank in order:
                 with self.mutex([rank], deadline, how.value):
-                    self._send(how, source, {rank: weights[rank]}, share, deadline)
+                    self._send(how, outgoing, {rank: weights[rank]}, share, deadline)
         else:
-            self._send(how, source, {rank: weights[rank] for rank in order}, share, deadline)
+            self._send(how, outgoing, {rank: weights[rank] for rank in order}, share, deadline)
         if self_weight is None:
             return True
         with self._turn:
@@ -137,10 +150,8 @@ class Window:
                 else:
                     self._check(op, rank)
                     with self._explained(op, rank, deadline):
-                        memory.locks.acquire(OWN, deadline, partial(self._check, op, rank))
+                        memory.acquire(OWN, self._engine.rank, deadline, partial(self._check, op, rank))
                         held.callback(memory.locks.release, OWN)
-                        if memory.freed:
-                            raise Freed
                     found = memory.own
                 with self._explained(op, self._engine.rank, deadline):
                     self.memory.write(How.GET, rank, found, weight, None, deadline)
@@ -169,10 +180,9 @@ class Window:
                 flat.view(tensor.shape).copy_(tensor)
             out = torch.empty(flat.shape, dtype=flat.dtype) if clone else flat
             with self._explained(op, self._engine.rank, deadline):
-                p = self.memory.combine(out, flat, self_weight, weights, reset, deadline)
+                p, self.seen = self.memory.combine(out, flat, self_weight, weights, reset, deadline)
             if self._windows.with_p:
                 self.p = self_weight * self.p + p
-            self.seen = {source: self.memory.state(source) for source in self.sources}
             if clone:
                 return out.view(tensor.shape).to(tensor.device)
             if flat is self.memory.own:
@@ -194,7 +204,8 @@ class Window:
     @contextmanager
     def _own(self, deadline: float, op: str) -> Iterator[None]:
         """Nobody gets the registered tensor meanwhile."""
-        with self._explained(op, self._engine.rank, deadline), self.memory.locks.hold([OWN], deadline):
+        me = self._engine.rank
+        with self._explained(op, me, deadline), self.memory.hold([OWN], me, deadline):
             yield
 
     def _publish_own(self, deadline: float) -> None:
@@ -215,42 +226,41 @@ class Window:
 
     def _lock(self, rank: int, deadline: float, op: str) -> None:
         me = threading.get_ident()
-        holder, times = self._held.get(rank, (0, 0))
-        if holder == me:
-            self._held[rank] = (me, times + 1)
+        held = self._held.get(rank)
+        if held is not None and held.thread == me:
+            held.times += 1
             return
         memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
+        with self._explained(op, rank, deadline, "the mutex"):
+            if memory is not None:
+                memory.acquire(MUTEX, self._engine.rank, deadline, partial(self._check, op, rank))
+            elif not self._gates[rank].acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise Busy(self._engine.rank)
         if memory is None:
-            with self._explained(op, rank, deadline, "the mutex"):
-                if not self._gates[rank].acquire(timeout=max(0.0, deadline - time.monotonic())):
-                    raise Busy
             try:
                 self._ask(LOCK, {rank: 1.0}, None, None, deadline).wait()
             except BaseException:
-                self._tell_unlock(rank)  # it may be granted after we have given up
-                self._gates[rank].release()
+                self._give_up_far(rank)  # it may be granted after we have given up
                 raise
-        else:
-            with self._explained(op, rank, deadline, "the mutex"):
-                memory.locks.acquire(MUTEX, deadline, lambda: self._check(op, rank))
-        self._held[rank] = (me, 1)
+        self._held[rank] = _Held(me, 1, memory)
 
     def _unlock(self, rank: int) -> None:
-        holder, times = self._held[rank]
-        if times > 1:
-            self._held[rank] = (holder, times - 1)
+        held = self._held[rank]
+        held.times -= 1
+        if held.times:
             return
         del self._held[rank]
-        memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
-        if memory is None:
-            self._tell_unlock(rank)
-            self._gates[rank].release()
+        if held.memory is None:
+            self._give_up_far(rank)
         else:
-            memory.locks.release(MUTEX)
+            held.memory.locks.release(MUTEX)
 
-    def _tell_unlock(self, rank: int) -> None:
-        if rank in self._engine.membership.view.alive and self._engine.ended is None:
-            self._ask(UNLOCK, {rank: 1.0}, None, None, time.monotonic() + self._engine.timeout)
+    def _give_up_far(self, rank: int) -> None:
+        try:
+            if rank in self._engine.membership.view.alive and self._engine.reason_against(one_sided=True) is None:
+                self._ask(UNLOCK, {rank: 1.0}, None, None, time.monotonic() + self._engine.timeout)
+        finally:
+            self._gates[rank].release()
 
     # Asking an owner on another machine
 
@@ -259,12 +269,13 @@ class Window:
     ) -> Handle[dict[int, torch.Tensor]]:
         """Have the owners do it. The result is what each answered: a tensor, flat, for a get."""
         engine = self._engine
+        if self._closed and op != UNLOCK:
+            raise self._freed_by(op, engine.rank)
         for rank in weights:
             self._check(op, rank)
         layout = self.memory.layout
 
         def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
-            operation.one_sided = True
             published = {}
             for weight in set(weights.values()):
                 scaled = torch.empty(0) if tensor is None else tensor if weight == 1 else tensor * weight
@@ -290,14 +301,15 @@ class Window:
             return found
 
         rest = max(0.001, deadline - time.monotonic())
-        return engine.submit(op, self._windows.channel(self.name), steps, rest, False)
+        return engine.submit(op, self._windows.channel(self.name), steps, rest, alone=False, one_sided=True)
 
     # Errors
 
     def _check(self, op: str, rank: int) -> None:
         engine = self._engine
-        if engine.ended is not None:
-            raise type(engine.ended)(f"{op} {self.name!r} on rank {engine.rank}: {engine.ended}", engine.ended.ranks)
+        ended = engine.reason_against(one_sided=True)
+        if ended is not None:
+            raise type(ended)(f"{op} {self.name!r} on rank {engine.rank}: {ended}", ended.ranks)
         if rank != engine.rank and rank not in engine.membership.view.alive:
             what = engine.membership.describe(rank)
             raise PeerLost(
@@ -309,23 +321,34 @@ class Window:
         """Say in the field's terms what went wrong with somebody's memory."""
         try:
             yield
-        except Busy:
-            what = what or ("its own memory" if rank == self._engine.rank else "the memory")
+        except Busy as busy:
+            me = self._engine.rank
+            keeper = rank if busy.keeper is None else busy.keeper
+            what = what or ("its own memory" if rank == me else "the memory")
+            by = f"another thread of rank {me}" if keeper == me else f"rank {keeper}"
             raise DeadlineExceeded(
-                f"{op} {self.name!r} on rank {self._engine.rank} waited for {what} of this window at rank {rank}, "
-                "which another agent or thread kept locked. If it is only slow, pass timeout= or raise SHOAL_TIMEOUT",
-                (rank,),
+                f"{op} {self.name!r} on rank {me} waited for {what} of this window at rank {rank}, which {by} kept "
+                "locked. If it is only slow, pass timeout= or raise SHOAL_TIMEOUT",
+                (keeper,),
             ) from None
         except Freed:
-            raise Mismatch(
-                f"{op} {self.name!r} on rank {self._engine.rank}: rank {rank} has freed this window",
-                (rank, self._engine.rank),
-            ) from None
+            raise self._freed_by(op, self._engine.rank if self._closed else rank) from None
+
+    def _freed_by(self, op: str, rank: int) -> Mismatch:
+        me = self._engine.rank
+        return Mismatch(f"{op} {self.name!r} on rank {me}: rank {rank} has freed this window", (rank, me))
+
+    # The memory
+
+    def map(self, rank: int, memory: WindowMemory) -> None:
+        """Reach a neighbour's memory directly, from another process."""
+        self._mapped.append(memory)
+        self.direct[rank] = memory
 
     def close(self) -> None:
         """Give up the memory; neighbours that come are told so."""
+        self._closed = True
         self.memory.free()
-        for memory in {id(one): one for one in (self.memory, *self.direct.values())}.values():
-            if memory is self.memory or self._windows.is_mapped(memory):
-                memory.locks.close()
+        for memory in (self.memory, *self._mapped):
+            memory.locks.close()
         self.direct = {}

@@ -1,0 +1,204 @@
+"""What windows leave behind when they are made and freed again and again, also while somebody uses them.
+
+The long counts are for ``make soak``; each has a shorter one that runs always.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import networkx as nx
+import pytest
+import torch
+from test_windows_killed import HOW, OVER, kill_a_sender_at_a_random_time
+from window_points import cycle
+
+import shoal
+from shoal.windows.locks import ByteLocks, Freed
+from support.leftovers import nothing_is_left
+from support.world import World
+
+MEGABYTE = 1 << 20
+Fleets = Callable[..., shoal.Fleet]
+
+
+def cycle_in_processes(environment: dict[str, str], count: int, warm: int) -> None:
+    with World(2, environment=environment) as world:
+        for left, grown in world.results(cycle, count, warm, patience=1500.0):
+            assert not left
+            assert grown < 2 * MEGABYTE, f"{grown:,} bytes more after {count - warm} windows"
+
+
+@OVER
+def test_windows_made_and_freed_500_times_leave_nothing_behind(environment: dict[str, str]) -> None:
+    cycle_in_processes(environment, 500, 100)
+
+
+@pytest.mark.transport("threads")
+def test_windows_of_threads_made_and_freed_500_times_leave_nothing_behind() -> None:
+    with nothing_is_left():
+        for left, grown in shoal.Fleet(2, timeout=20.0).run(cycle, 500, 100):
+            assert not left
+            assert grown < 2 * MEGABYTE
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@OVER
+def test_windows_made_and_freed_10_000_times_leave_nothing_behind(environment: dict[str, str]) -> None:
+    cycle_in_processes(environment, 10_000, 500)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(25))
+@HOW
+@OVER
+def test_a_sender_killed_at_any_of_many_times_leaves_a_whole_value(
+    environment: dict[str, str], how: str, seed: int
+) -> None:
+    kill_a_sender_at_a_random_time(environment, how, 1000 + seed)
+
+
+# Freed while it is used
+
+
+def test_windows_freed_while_the_own_worker_writes_to_neighbours_harm_nobody(fleet: Fleets) -> None:
+    def run() -> int:
+        failures = 0
+        for i in range(40):
+            assert shoal.win_create(torch.ones(2000), "x", zero_init=True)
+            handles = [shoal.win_accumulate_nonblocking(torch.ones(2000), "x") for _ in range(6)]
+            if i % 2:
+                with suppress(shoal.Mismatch):  # a neighbour has freed it already
+                    shoal.win_wait(handles[0])
+            shoal.win_free("x")
+            for handle in handles[i % 2 :]:
+                try:
+                    shoal.win_wait(handle)
+                except shoal.Mismatch as error:
+                    assert "has freed this window" in str(error)
+                    failures += 1
+        shoal.barrier()
+        return failures
+
+    assert sum(fleet(3).run(run)) > 0
+
+
+def test_a_window_may_be_freed_with_its_mutexes_in_hand(fleet: Fleets) -> None:
+    def run() -> None:
+        for i in range(6):
+            assert shoal.win_create(torch.ones(5), "x")
+            shoal.barrier()
+            with suppress(shoal.Mismatch), shoal.win_mutex("x", for_self=i % 2 == 0):
+                shoal.win_free("x")
+            if shoal.get_current_created_window_names():  # somebody whose mutex was wanted was faster
+                shoal.win_free("x")
+            shoal.barrier()
+
+    fleet(3).run(run)
+
+
+def test_a_window_that_a_neighbour_has_freed_before_all_have_made_it_refuses_writes(fleet: Fleets) -> None:
+    """On a line 0 - 1 - 2 the window of 0 needs only 1, which still waits for 2 when 0 frees it."""
+
+    def run() -> None:
+        shoal.set_topology(nx.path_graph(3, create_using=nx.DiGraph).to_undirected().to_directed())
+        rank = shoal.rank()
+        if rank == 2:
+            time.sleep(0.1)  # most likely enough for the others; the test holds in any order
+        assert shoal.win_create(torch.ones(5), "x")
+        if rank == 0:
+            shoal.win_free("x")
+        shoal.barrier()
+        if rank == 1:
+            with pytest.raises(shoal.Mismatch, match="has freed this window"):
+                shoal.win_put(torch.ones(5), "x", dst_weights={0: 1.0})
+        if rank == 2:
+            shoal.win_put(torch.ones(5), "x")
+        shoal.barrier()
+
+    fleet(3).run(run)
+
+
+def test_a_window_that_cannot_be_made_leaves_nothing_behind(fleet: Fleets) -> None:
+    def run() -> None:
+        if shoal.rank() == 1:
+            shoal.shutdown()
+            return
+        for _ in range(3):
+            with pytest.raises((shoal.PeerLost, shoal.Mismatch)):
+                shoal.win_create(torch.ones(5), "x", timeout=5.0)
+
+    fleet(2).run(run)
+
+
+# The locks themselves
+
+
+@contextmanager
+def memory_file() -> Iterator[int]:
+    fd = os.memfd_create("locks")
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def test_what_is_held_when_locks_are_closed_stays_locked_until_it_is_released() -> None:
+    with nothing_is_left(), memory_file() as fd:
+        ours, theirs = ByteLocks(fd), ByteLocks(fd)
+        assert ours.try_acquire(0) and ours.try_acquire(1)
+        ours.close()
+        with pytest.raises(Freed):
+            ours.try_acquire(2)
+        assert not theirs.try_acquire(0)
+        ours.release(0)
+        assert theirs.try_acquire(0) and not theirs.try_acquire(1)
+        ours.release(1)
+        assert ours.descriptor < 0
+        assert theirs.try_acquire(1)
+        theirs.release(0)
+        theirs.release(1)
+        theirs.close()
+
+
+def test_closing_locks_while_threads_take_them_locks_no_other_file() -> None:
+    """The number of a closed descriptor goes to the next file that is opened."""
+    ends: list[BaseException] = []
+
+    def use(locks: ByteLocks, byte: int) -> None:
+        try:
+            while True:
+                if locks.try_acquire(byte):
+                    locks.release(byte)
+        except BaseException as error:
+            ends.append(error)
+
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with nothing_is_left():
+            for _ in range(100):
+                with memory_file() as fd:
+                    locks = ByteLocks(fd)
+                    threads = [threading.Thread(target=use, args=(locks, byte % 2)) for byte in range(4)]
+                    for thread in threads:
+                        thread.start()
+                    locks.close()
+                    with memory_file() as other, memory_file() as another:
+                        for thread in threads:
+                            thread.join(10.0)
+                        for innocent in (other, another):
+                            probe = ByteLocks(innocent)
+                            for byte in range(2):
+                                assert probe.try_acquire(byte)
+                                probe.release(byte)
+                            probe.close()
+    finally:
+        sys.setswitchinterval(switching)
+    assert len(ends) == 400 and all(isinstance(error, Freed) for error in ends), ends

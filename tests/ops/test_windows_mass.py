@@ -1,0 +1,66 @@
+"""Nothing is lost and nothing is doubled: the total over all agents after thousands of interleaved operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+import shoal
+from processes.window_agents import Flow, Mass, first_mass, move_mass
+from support.world import World
+
+Fleets = Callable[..., shoal.Fleet]
+OVER = [
+    pytest.param({}, id="shared_memory", marks=pytest.mark.transport("shared_memory")),
+    pytest.param({"SHOAL_TRANSPORT": "network"}, id="network", marks=pytest.mark.transport("network")),
+]
+
+
+def assert_conserved(found: list[list[Mass]], flow: Flow) -> None:
+    """After each phase the sum over the agents is the first one: equal, or to rounding if shares are rounded."""
+    size = len(found)
+    first = [math.fsum(one) for one in zip(*(first_mass(rank, flow.numel) for rank in range(size)), strict=True)]
+    for phase in range(flow.phases):
+        now = [one[phase] for one in found]
+        values = [math.fsum(one) for one in zip(*(mass.values for mass in now), strict=True)]
+        p = math.fsum(mass.p for mass in now)
+        if flow.dyadic:
+            assert (values, p) == (first, size), f"phase {phase}"
+        else:
+            operations = flow.phases * flow.operations * flow.threads * size
+            rounding = operations * 2.0**-53  # each operation rounds a part of the total a few times
+            assert all(math.isclose(a, b, rel_tol=4 * rounding) for a, b in zip(values, first, strict=True)), (
+                f"phase {phase}"
+            )
+            assert math.isclose(p, size, rel_tol=4 * rounding), f"phase {phase}"
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
+def test_dyadic_shares_conserve_values_and_associated_weights_exactly(fleet: Fleets, in_place: bool) -> None:
+    flow = Flow(in_place=in_place)
+    assert_conserved(fleet(4).run(move_mass, flow), flow)
+
+
+def test_other_shares_conserve_values_and_associated_weights_to_rounding(fleet: Fleets) -> None:
+    flow = Flow(dyadic=False, seed=1)
+    assert_conserved(fleet(4).run(move_mass, flow), flow)
+
+
+def test_large_tensors_conserve_every_element(fleet: Fleets) -> None:
+    flow = Flow(phases=2, operations=20, numel=200_000, seed=2)
+    assert_conserved(fleet(3).run(move_mass, flow), flow)
+
+
+def test_several_threads_of_an_agent_conserve_mass_under_its_mutex(fleet: Fleets) -> None:
+    flow = Flow(phases=2, operations=60, threads=3, seed=3)
+    assert_conserved(fleet(3).run(move_mass, flow), flow)
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_processes_conserve_mass_exactly(environment: dict[str, str], threads: int) -> None:
+    flow = Flow(phases=3, operations=200 // threads, threads=threads, seed=4)
+    with World(4, environment=environment) as world:
+        assert_conserved(world.results(move_mass, flow), flow)

@@ -1,0 +1,192 @@
+"""Wrong calls on windows are errors at the caller alone: its own process and all others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import shoal
+from processes.window_agents import every_operation
+from support.world import World
+
+CALLER, LEFT, STRANGER, RIGHT = 0, 3, 2, 1
+"""The agents of a ring of four, as agent 0 sees them."""
+COMPLAINTS = {
+    "no window": ("KeyError", "'y'"),
+    "another shape": ("ValueError", "shape [2]"),
+    "another dtype": ("ValueError", "torch.float32"),
+    "stranger": ("ValueError", f"[{STRANGER}]"),
+    "nobody": ("ValueError", "4"),
+}
+"""The class of the exception of each kind of wrong call, and what it must say."""
+Failure = tuple[str, str]
+"""The class of an exception and what it says."""
+
+
+# What agents do
+
+
+def failure_of(call: Callable[[], object]) -> Failure:
+    """What a call raises; empty if it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def make_window(name: str = "x") -> None:
+    """A ring, and a window of two float32 on all its agents."""
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    assert shoal.win_create(torch.full((2,), float(shoal.rank())), name)
+    shoal.barrier()
+
+
+def wrong_calls(stranger: int) -> dict[str, Failure]:
+    """Call everything wrongly that can be called wrongly, with ``stranger`` for a rank that is no neighbour."""
+    good = torch.zeros(2)
+    calls: dict[str, Callable[[], object]] = {
+        "put to no window": lambda: shoal.win_put(good, "y"),
+        "accumulate to no window": lambda: shoal.win_accumulate(good, "y"),
+        "get from no window": lambda: shoal.win_get("y"),
+        "update no window": lambda: shoal.win_update("y"),
+        "collect no window": lambda: shoal.win_update_then_collect("y"),
+        "lock no window": lambda: shoal.win_mutex("y").__enter__(),
+        "free no window": lambda: shoal.win_free("y"),
+        "count no window": lambda: shoal.get_win_version("y"),
+        "put another shape": lambda: shoal.win_put(torch.zeros(3), "x"),
+        "accumulate another shape": lambda: shoal.win_accumulate(torch.zeros(2, 1), "x"),
+        "put another dtype": lambda: shoal.win_put(torch.zeros(2, dtype=torch.float64), "x"),
+        "accumulate another dtype": lambda: shoal.win_accumulate(torch.zeros(2, dtype=torch.int32), "x"),
+        "put to a stranger": lambda: shoal.win_put(good, "x", dst_weights={stranger: 1.0}),
+        "accumulate to a stranger": lambda: shoal.win_accumulate(good, "x", dst_weights=[stranger]),
+        "get from a stranger": lambda: shoal.win_get("x", src_weights={stranger: 1.0}),
+        "update with a stranger": lambda: shoal.win_update("x", 0.5, {stranger: 0.5}),
+        "lock a stranger": lambda: shoal.win_mutex("x", ranks=[stranger]).__enter__(),
+        "put to nobody": lambda: shoal.win_put(good, "x", dst_weights={shoal.size(): 1.0}),
+        "put later to no window": lambda: shoal.win_put_nonblocking(good, "y"),
+        "put later to a stranger": lambda: shoal.win_put_nonblocking(good, "x", dst_weights={stranger: 1.0}),
+    }
+    return {what: failure_of(call) for what, call in calls.items()}
+
+
+def keep_working(rounds: int, name: str = "x") -> None:
+    """Put, get and update as usual, whatever others do meanwhile."""
+    for _ in range(rounds):
+        shoal.win_put(torch.ones(2), name)
+        shoal.win_get(name)
+        shoal.win_update(name)
+
+
+def free(name: str = "x") -> None:
+    shoal.win_free(name)
+
+
+def counts(name: str = "x") -> int:
+    """How often anything has been written to the slots of this agent."""
+    return sum(one.puts + one.gets + one.accumulates for one in shoal.win_slots(name).values())
+
+
+def create_another(odd: int, shape: int, dtype: torch.dtype) -> bool:
+    """Make a window together; agent ``odd`` with another shape or dtype than the others' two float32."""
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    mine = torch.zeros(shape, dtype=dtype) if shoal.rank() == odd else torch.zeros(2)
+    return shoal.win_create(mine, "x", timeout=10.0)
+
+
+def put_to(to: int, name: str = "x") -> bool:
+    return shoal.win_put(torch.ones(2), name, dst_weights={to: 1.0})
+
+
+def get_from(source: int, name: str = "x") -> bool:
+    return shoal.win_get(name, src_weights={source: 1.0})
+
+
+def names() -> list[str]:
+    return shoal.get_current_created_window_names()
+
+
+# The tests
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("shared_memory", marks=pytest.mark.transport("shared_memory")),
+        pytest.param("network", marks=pytest.mark.transport("network")),
+    ],
+)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(4, environment={"SHOAL_TRANSPORT": request.param}) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def all_go_on(world: World) -> Iterator[None]:
+    """After each test every agent is there, has no window, and all work together as ever."""
+    yield
+    assert world.alive == [0, 1, 2, 3]
+    assert world.results(names) == [[]] * 4
+    found = world.results(every_operation, 3)
+    assert [one["put"] for one in found] == [[10.0 * (j + 1) * (i + 1) for j in range(4) if j != i] for i in range(4)]
+
+
+def test_wrong_calls_are_errors_at_the_caller_while_the_others_work(world: World) -> None:
+    world.results(make_window)
+    busy = [world.run_on(rank, keep_working, 40) for rank in (RIGHT, STRANGER, LEFT)]
+    found = world.results(wrong_calls, STRANGER, on=[CALLER])[0]
+    assert [one.outcome().error for one in busy] == [""] * 3
+    for what, (error, message) in found.items():
+        expected, said = next(one for end, one in COMPLAINTS.items() if what.endswith(end))
+        assert error == expected, what
+        assert said in message, f"{what}: {message}"
+    world.results(free)
+
+
+def test_wrong_calls_write_to_no_slot(world: World) -> None:
+    world.results(make_window)
+    world.results(wrong_calls, STRANGER, on=[CALLER])
+    assert world.results(counts) == [0] * 4
+    world.results(free)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [(3, torch.float32), (2, torch.float64)], ids=["shape", "dtype"])
+def test_a_window_of_another_kind_is_an_error_at_both_ends_of_each_of_its_edges(
+    world: World, shape: int, dtype: torch.dtype
+) -> None:
+    outcomes = world.run(create_another, CALLER, shape, dtype)
+    assert [one.error for one in outcomes] == ["Mismatch", "Mismatch", "", "Mismatch"]
+    for one in outcomes:
+        if one.error:
+            assert CALLER in one.ranks
+            assert str(dtype) in one.message and f"[{shape}]" in one.message
+    assert world.results(names) == [[], [], ["x"], []]
+    [writer] = world.run(put_to, RIGHT, on=[STRANGER])  # it made its window, its neighbours did not
+    assert writer.error == "Mismatch" and RIGHT in writer.ranks and "freed" in writer.message
+    world.results(free, on=[STRANGER])
+
+
+def test_a_window_that_a_neighbour_has_freed_is_an_error_for_what_goes_there(world: World) -> None:
+    world.results(make_window)
+    world.results(free, on=[RIGHT])
+    for function in (put_to, get_from):
+        [outcome] = world.run(function, RIGHT, on=[CALLER])
+        assert outcome.error == "Mismatch" and RIGHT in outcome.ranks and "freed" in outcome.message
+        assert world.results(function, LEFT, on=[CALLER]) == [True]
+    [outcome] = world.run(put_to, CALLER, on=[RIGHT])
+    assert outcome.error == "KeyError" and "'x'" in outcome.message
+    world.results(free, on=[CALLER, STRANGER, LEFT])
+
+
+def test_windows_of_other_names_are_not_touched_by_one_that_is_freed(world: World) -> None:
+    world.results(make_window, "kept")
+    world.results(make_window)
+    busy = [world.run_on(rank, keep_working, 40, "kept") for rank in (RIGHT, STRANGER, LEFT)]
+    world.results(free, on=[CALLER])
+    world.results(keep_working, 40, "kept", on=[CALLER])
+    assert [one.outcome().error for one in busy] == [""] * 3
+    world.results(free, on=[RIGHT, STRANGER, LEFT])
+    assert world.results(names) == [["kept"]] * 4
+    world.results(free, "kept")
