@@ -6,6 +6,7 @@ import torch
 
 import shoal
 from shoal.algorithms import CATALOG, own, run
+from shoal.topology.circulant import Circulant
 from support.least_squares import DIMENSION, loss, problem
 
 
@@ -16,3 +17,25 @@ def run_one(name: str, steps: int) -> list[float]:
     start = torch.zeros(DIMENSION, dtype=torch.float64)
     gradient = own(loss, A[shoal.rank()], b[shoal.rank()])
     return run(entry.example(), start, gradient, entry.topology(shoal.size()), steps, seed=3).estimate.tolist()
+
+
+def binary_ring(size: int) -> Circulant:
+    """A ring with weights that are exact in binary."""
+    return Circulant(size, {0: 0.5, 1: 0.25, -1: 0.25})
+
+
+def binary_problem(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Curvatures of 1 or 2, and where each agent's loss is least, in quarters: float64 ``[size, d]`` each."""
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randint(1, 3, (size, DIMENSION), generator=generator)
+    b = torch.randint(-16, 17, (size, DIMENSION), generator=generator)
+    return a.double(), b.double() / 4
+
+
+def run_binary(name: str, steps: int) -> list[float]:
+    """This agent's estimate on :func:`binary_problem`."""
+    rank, size = shoal.rank(), shoal.size()
+    a, b = (one[rank] for one in binary_problem(size))
+    start = torch.zeros(DIMENSION, dtype=torch.float64)
+    algorithm = CATALOG[name].example()
+    return run(algorithm, start, lambda x: a * (x - b), binary_ring(size), steps, seed=3).estimate.tolist()

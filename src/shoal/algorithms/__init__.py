@@ -4,17 +4,40 @@ An :class:`Algorithm` is a frozen dataclass with ``init`` and ``step``. It runs 
 agents (:class:`shoal.sim.StackedFleet`), and on real ones (:func:`run`): threads, processes, a cluster.
 """
 
+from .admm import DecentralizedADMM as DecentralizedADMM
 from .algorithm import Algorithm as Algorithm
 from .algorithm import Gradient as Gradient
+from .beer import BEER as BEER
 from .catalog import CATALOG as CATALOG
 from .catalog import Entry as Entry
 from .catalog import register as register
+from .censored import CensoredGradientDescent as CensoredGradientDescent
+from .choco import ChocoSGD as ChocoSGD
+from .choco import DeepSqueeze as DeepSqueeze
+from .dual_averaging import DualAveraging as DualAveraging
+from .exact import EXTRA as EXTRA
+from .exact import NIDS as NIDS
+from .exact import ExactDiffusion as ExactDiffusion
 from .exchange import Exchange as Exchange
 from .exchange import run as run
 from .gradient_descent import GradientDescent as GradientDescent
 from .gradients import own as own
+from .local_steps import GossipPGA as GossipPGA
+from .local_steps import LocalSteps as LocalSteps
+from .low_precision import LowPrecision as LowPrecision
 from .mix import Mix as Mix
+from .momentum import AveragedMomentum as AveragedMomentum
+from .momentum import DecentLaM as DecentLaM
+from .momentum import Momentum as Momentum
+from .momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
 from .needs import Need as Need
 from .needs import check as check
+from .power_gossip import PowerGossip as PowerGossip
+from .push_pull import PushPull as PushPull
+from .push_sum import SGP as SGP
+from .push_sum import PushDIGing as PushDIGing
+from .push_sum import PushSum as PushSum
+from .relay_sum import RelaySum as RelaySum
 from .run import Run as Run
 from .tracking import GradientTracking as GradientTracking
+from .variance_reduction import DecentralizedSVRG as DecentralizedSVRG

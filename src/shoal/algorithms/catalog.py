@@ -34,7 +34,8 @@ class Entry:
         use: When to use it, in one sentence.
         exact: It converges to the optimum of the sum; else near it.
         steps: Steps after which the example is within 1e-8 of it, if it is exact.
-        compressed: It quantises or chooses: runs agree exactly, on numbers that are exact in binary.
+        compressed: It quantises or chooses, or else a last bit grows: its runs are compared exactly, for a few steps on
+            numbers that are exact in binary.
     """
 
     name: str

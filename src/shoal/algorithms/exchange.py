@@ -43,7 +43,7 @@ class Exchange(Mix):
         self._views: dict[tuple[int, str], tuple[float, dict[int, float], list[int]]] = {}
         self._links: dict[int, list[int]] = {}
 
-    def __call__(self, x: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
         return self._weigh("mix", x, nbytes)
 
     def pull(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,9 +52,10 @@ class Exchange(Mix):
     def push(self, x: torch.Tensor) -> torch.Tensor:
         return self._weigh("push", x, None)
 
-    def _weigh(self, form: str, x: torch.Tensor, nbytes: int | None) -> torch.Tensor:
+    def _weigh(self, form: str, x: torch.Tensor, nbytes: int | torch.Tensor | None) -> torch.Tensor:
         own, sources, destinations = self._view(form)
-        self.sent += len(destinations) * (x.nbytes if nbytes is None else nbytes)
+        self.exchanges += 1
+        self.sent += len(destinations) * (x.nbytes if nbytes is None else int(nbytes))
         return neighbor_allreduce(x, own, sources, destinations, enable_topo_check=False, name=self._name)
 
     def _view(self, form: str) -> tuple[float, dict[int, float], list[int]]:
@@ -75,6 +76,7 @@ class Exchange(Mix):
     def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
         if group not in (Everybody, Machine):
             raise ValueError(f"group={group!r}: pass {Everybody!r} or {Machine!r}")
+        self.exchanges += 1
         self.sent += x.nbytes
         return allreduce(x, average=True, is_hierarchical_local=group == Machine, name=f"{self._name} mean")
 
@@ -96,11 +98,13 @@ class Exchange(Mix):
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         ranks = self._neighbours
+        self.exchanges += 1
         self.sent += messages.nbytes if nbytes is None else nbytes * len(ranks)
         return neighbor_alltoall(messages, ranks, name=f"{self._name} edges")
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([[1.0 if self.rank < one else -1.0] for one in self._neighbours], dtype=like.dtype)
+        signs = [1.0 if self.rank < one else -1.0 for one in self._neighbours]
+        return torch.tensor(signs, dtype=like.dtype, device=like.device).unsqueeze(1)
 
     def _agents(self, like: torch.Tensor) -> torch.Tensor:
         return torch.tensor([self.rank])
@@ -128,4 +132,6 @@ def run(
     """
     check(type(algorithm).__name__, algorithm.needs, topology)
     mix = Exchange(topology, seed)
-    return steps_of(algorithm, x, gradient, mix, steps, measure=measure, every=every, progress=progress, resume=resume)
+    # Of many bars in one terminal nobody could read any.
+    shown = progress and mix.rank == 0
+    return steps_of(algorithm, x, gradient, mix, steps, measure=measure, every=every, progress=shown, resume=resume)

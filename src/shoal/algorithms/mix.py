@@ -23,6 +23,8 @@ class Mix(ABC):
         round: The number of the step; the runner counts it. It chooses the round of the topology and what is drawn.
         seed: What the random numbers are made from.
         sent: Bytes sent so far: by all agents of a stacked fleet, by this one in a real agent.
+        exchanges: How often the algorithm has exchanged something; in a step it may do so several times.
+        seconds: What the steps would have taken on a network, if there is a model of one; else None.
     """
 
     size: int
@@ -31,6 +33,8 @@ class Mix(ABC):
         self.seed = seed
         self.round = 0
         self.sent = 0
+        self.exchanges = 0
+        self.seconds: float | None = None
         self._draws = 0
 
     def begin(self, round_: int) -> None:
@@ -38,13 +42,17 @@ class Mix(ABC):
         self.round = round_
         self._draws = 0
 
+    def end(self) -> None:  # noqa: B027 - only some mixes have something to do then
+        """The step has been taken."""
+
     @abstractmethod
-    def __call__(self, x: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
         """``W x`` with this round's W.
 
         Args:
             x: ``[n, d]`` or ``[d]``.
-            nbytes: Bytes of an agent's message where it would travel in a shorter form than ``x``, for the books.
+            nbytes: Bytes of an agent's message where it would travel in a shorter form than ``x``, for the books: one
+                number, or one for each agent, integers ``[n, 1]`` or ``[1]``.
         """
 
     @abstractmethod
@@ -91,13 +99,14 @@ class Mix(ABC):
         stacked or real, an agent draws the same.
         """
         self._draws += 1
-        key = _hash(torch.tensor(self.seed) * 1_000_003 + self.round)
+        key = _hash(_hash(torch.tensor(self.seed)) + self.round)
         key = _hash(key + self._draws)
         rows = _hash(key.to(like.device) + self._agents(like))
         columns = torch.arange(like.shape[-1], device=like.device)
         bits = _hash(rows + columns)
         exact = ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
-        return exact.clamp_(max=1 - 2.0**-24).to(like.dtype) if like.dtype != torch.float64 else exact
+        # Rounding to a shorter dtype must not make a one of them.
+        return exact.clamp_(max=1 - torch.finfo(like.dtype).eps / 2).to(like.dtype)
 
 
 def _hash(z: torch.Tensor) -> torch.Tensor:

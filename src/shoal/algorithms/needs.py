@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 import networkx as nx
 import numpy as np
 
+from ..topology.reach import Neighbours
 from ..topology.schedule import Schedule, as_schedule
-from .weights import TOLERANCE, Rounds, RoundWeights
+from .weights import TOLERANCE, Ranks, Rounds, RoundWeights
 
 LOOKED_AT = 64
 """Rounds of a schedule that are checked when its period is longer, or when it has none."""
@@ -60,8 +62,11 @@ class Need:
 
 
 def _sums(of: str, weights: RoundWeights) -> str:
-    ends = weights.destination if of == "row" else weights.source
-    sums = np.bincount(ends, weights=weights.mix, minlength=weights.size)
+    if weights.shares is not None:
+        sums = np.array([sum(weights.shares.values())])
+    else:
+        ends = weights.destination if of == "row" else weights.source
+        sums = np.bincount(ends, weights=weights.mix, minlength=weights.size)
     worst = int(np.abs(sums - 1).argmax())
     return "" if abs(sums[worst] - 1) < TOLERANCE else f"{of} {worst} of W sums to {sums[worst]:.6g}"
 
@@ -75,23 +80,28 @@ def _doubly(facts: Facts) -> str:
 
 
 def _symmetric(facts: Facts) -> str:
-    def fails(weights: RoundWeights) -> str:
-        forth = weights.destination * weights.size + weights.source
-        back = weights.source * weights.size + weights.destination
-        order = np.argsort(back, kind="stable")
-        same = np.array_equal(forth, back[order]) and np.abs(weights.mix - weights.mix[order]).max() < TOLERANCE
-        return "" if same else "W is not symmetric"
+    return facts.first(lambda weights: "" if _is_symmetric(weights) else "W is not symmetric")
 
-    return facts.first(fails)
+
+def _is_symmetric(weights: RoundWeights) -> bool:
+    shares = weights.shares
+    if shares is not None:
+        return all(abs(share - shares.get(-hop % weights.size, np.inf)) < TOLERANCE for hop, share in shares.items())
+    forth = weights.destination * weights.size + weights.source
+    back = weights.source * weights.size + weights.destination
+    order = np.argsort(back, kind="stable")
+    return np.array_equal(forth, back[order]) and bool(np.abs(weights.mix - weights.mix[order]).max() < TOLERANCE)
 
 
 def _links(facts: Facts) -> str:
-    def fails(weights: RoundWeights) -> str:
-        here, there = weights.destination[~weights.own], weights.source[~weights.own]
-        forth, back = np.sort(here * weights.size + there), np.sort(there * weights.size + here)
-        return "" if np.array_equal(forth, back) else "there are one-way edges"
+    return facts.first(lambda weights: "" if _is_mutual(weights) else "there are one-way edges")
 
-    return facts.first(fails)
+
+def _is_mutual(weights: RoundWeights) -> bool:
+    if weights.shares is not None:
+        return all(-hop % weights.size in weights.shares for hop in weights.shares)
+    here, there = weights.destination[~weights.own], weights.source[~weights.own]
+    return np.array_equal(np.sort(here * weights.size + there), np.sort(there * weights.size + here))
 
 
 def _static(facts: Facts) -> str:
@@ -100,7 +110,7 @@ def _static(facts: Facts) -> str:
 
 
 def _tree(facts: Facts) -> str:
-    links = int((~facts.rounds[0].own).sum())
+    links = facts.rounds[0].messages
     problem = _static(facts) or _links(facts)
     if problem:
         return problem
@@ -110,15 +120,35 @@ def _tree(facts: Facts) -> str:
 
 
 def _connected(facts: Facts) -> str:
-    seen = nx.DiGraph()
-    seen.add_nodes_from(range(facts.size))
-    for number in range(facts.looked_at):
+    rounds = range(facts.looked_at)
+    shares = [facts.rounds[number].shares for number in rounds]
+    if all(one is not None for one in shares):
+        # Hops reach the multiples of what they and the number of agents have in common.
+        parts = gcd(facts.size, *(hop for one in shares if one is not None for hop in one))
+    else:
+        parts = _parts(facts, rounds)
+    return "" if parts == 1 else f"its agents fall into {parts} parts that do not all hear of each other"
+
+
+def _parts(facts: Facts, rounds: range) -> int:
+    seen = np.empty(0, np.int64)
+    for number in rounds:
         weights = facts.rounds[number]
-        seen.add_edges_from(zip(weights.source.tolist(), weights.destination.tolist(), strict=True))
-        if nx.is_strongly_connected(seen):
-            return ""
-    parts = nx.number_strongly_connected_components(seen)
-    return f"its agents fall into {parts} parts that do not all hear of each other"
+        seen = np.union1d(seen, weights.source * facts.size + weights.destination)
+        # After 1, 2, 4, ... rounds: each look costs as much as all that came before.
+        if (number & (number + 1) == 0 or number + 1 == len(rounds)) and _reaches_all(facts.size, seen):
+            return 1
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(facts.size))
+    graph.add_edges_from(zip((seen // facts.size).tolist(), (seen % facts.size).tolist(), strict=True))
+    return int(nx.number_strongly_connected_components(graph))
+
+
+def _reaches_all(size: int, edges: Ranks) -> bool:
+    """There is a way from agent 0 to everybody, and one back; ``edges`` are ``source * size + destination``."""
+    source, destination = edges // size, edges % size
+    ways = ((source, destination), (destination, source))
+    return all((Neighbours(size, *ends).hops_from(0) >= 0).all() for ends in ways)
 
 
 CONNECTED = Need("connected", _connected, "Add edges until every agent can reach every other.")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
 from .algorithm import Algorithm, Gradient
 from .mix import Mix
 
 Measure = Callable[[torch.Tensor], Mapping[str, float]]
 """Takes the estimates, gives figures of them."""
+
+_WHOLE = ("step", "rounds", "bytes")
 
 
 @dataclass
@@ -26,8 +31,11 @@ class Run:
         state: The algorithm's, to go on with.
         steps: How many steps have been taken, since the state was new.
         sent: Bytes sent in them: by all agents of a stacked fleet, by this one in a real agent.
-        records: A row for each time that was recorded: ``step``, ``bytes`` sent since the beginning, ``seconds`` of the
-            network model if there was one, and the figures of the measure. pandas.DataFrame takes it as it is.
+        rounds: Exchanges in them, of which an algorithm may make several in a step.
+        seconds: What the steps would have taken on the network that the run was given; None without one.
+        records: A row for each time that was recorded: ``step``, then ``rounds``, ``bytes`` and (if there was a
+            network) ``seconds`` since the beginning, and the figures of the measure. pandas.DataFrame takes it as it
+            is.
     """
 
     x: torch.Tensor
@@ -35,17 +43,44 @@ class Run:
     state: Any
     steps: int
     sent: int = 0
+    rounds: int = 0
+    seconds: float | None = None
     records: list[dict[str, float]] = field(default_factory=list)
 
     def column(self, name: str) -> torch.Tensor:
         """One figure over the steps, float64 ``[records]``, for a plot.
 
         Raises:
-            KeyError: Nothing of that name was recorded.
+            KeyError: Nothing of that name was recorded each time.
         """
-        if self.records and name not in self.records[0]:
-            raise KeyError(f"no column {name!r}; there are: {', '.join(self.records[0])}")
+        if self.records and name not in self._columns:
+            raise KeyError(f"no column {name!r}; there are: {', '.join(self._columns)}")
         return torch.tensor([row[name] for row in self.records], dtype=torch.float64)
+
+    def table(self, rows: int = 20) -> Table:
+        """The records for a terminal or a notebook, as ``rich.print`` shows them.
+
+        Args:
+            rows: At most so many, evenly spaced, with the first and the last among them.
+
+        Raises:
+            ValueError: ``rows`` is no count.
+        """
+        if rows < 2:
+            raise ValueError(f"rows={rows}: pass at least 2, for the first and the last")
+        made = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for name in self._columns:
+            made.add_column(name, justify="right")
+        last = len(self.records) - 1
+        for number in range(min(rows, last + 1)):
+            row = self.records[number if last < rows else round(number * last / (rows - 1))]
+            made.add_row(*(f"{row[name]:,.0f}" if name in _WHOLE else f"{row[name]:.4g}" for name in self._columns))
+        return made
+
+    @property
+    def _columns(self) -> list[str]:
+        """Those that every row has: a run may have been resumed with another measure."""
+        return [name for name in self.records[-1] if all(name in row for row in self.records)] if self.records else []
 
 
 def steps_of(
@@ -68,9 +103,10 @@ def steps_of(
         gradient: A :class:`Gradient`, or a function of ``x``.
         mix: The exchange.
         steps: How many.
-        measure: Figures of the estimates, recorded every ``every`` steps, before the first and after the last.
+        measure: Figures of the estimates, recorded every ``every`` steps, before the first and after the last. Without
+            one there are records only if the mix tells seconds.
         every: How often to record.
-        progress: Show a bar.
+        progress: Show a bar on stderr, if that is a terminal or a notebook.
         resume: A run to go on with: its ``x``, state, records, and the number of its steps.
 
     Raises:
@@ -79,7 +115,11 @@ def steps_of(
     if steps < 0 or every < 1:
         raise ValueError(f"steps={steps}, every={every}: pass a number of steps, and 1 or more for every")
     grad = gradient if isinstance(gradient, Gradient) else Gradient(gradient)
-    first, mix.sent = (0, 0) if resume is None else (resume.steps, resume.sent)
+    first = 0
+    if resume is not None:
+        first, mix.sent, mix.exchanges = resume.steps, resume.sent, resume.rounds
+        if mix.seconds is not None:
+            mix.seconds = resume.seconds or 0.0
     mix.begin(first)
     grad.draw(mix)
     with torch.no_grad():
@@ -89,17 +129,28 @@ def steps_of(
         records = [] if resume is None else list(resume.records)
 
         def record(done: int) -> None:
-            if measure is not None:
-                figures = measure(algorithm.estimate(x, state))
-                records.append({"step": done, "bytes": mix.sent, **{name: float(one) for name, one in figures.items()}})
+            if measure is None and mix.seconds is None:
+                return
+            books = {"step": done, "rounds": mix.exchanges, "bytes": mix.sent}
+            clock = {} if mix.seconds is None else {"seconds": mix.seconds}
+            figures = {} if measure is None else measure(algorithm.estimate(x, state))
+            records.append({**books, **clock, **{name: float(one) for name, one in figures.items()}})
 
         if resume is None:
             record(0)
-        rounds = range(first, first + steps)
-        for number in track(rounds, "steps", transient=True) if progress else rounds:
+        for number in _shown(range(first, first + steps), progress):
             mix.begin(number)
             grad.draw(mix)
             x, state = algorithm.step(x, state, grad, mix)
+            mix.end()
             if (number + 1 - first) % every == 0 or number + 1 == first + steps:
                 record(number + 1)
-        return Run(x, algorithm.estimate(x, state), state, first + steps, mix.sent, records)
+        estimate = algorithm.estimate(x, state)
+        return Run(x, estimate, state, first + steps, mix.sent, mix.exchanges, mix.seconds, records)
+
+
+def _shown(rounds: range, progress: bool) -> Iterable[int]:
+    console = Console(stderr=True)
+    if not progress or not (console.is_terminal or console.is_jupyter):
+        return rounds
+    return track(rounds, "steps", console=console, transient=True)

@@ -1,11 +1,15 @@
 """What a round of a topology means to an algorithm: W as it is, its row- and column-stochastic forms, and its edges.
 
-The stacked fleet and the real exchange both read their weights from here, so that they cannot disagree.
+The stacked fleet and the real exchange both read their weights from here, so that they cannot disagree. Where all
+agents do alike, as on a ring, a round is known by its few shares, and the arrays of its edges are made only for those
+who ask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, lru_cache
+from typing import Literal
 
 import networkx as nx
 import numpy as np
@@ -15,24 +19,52 @@ from ..topology.schedule import Edges, Schedule, as_schedule
 
 Ranks = NDArray[np.int64]
 Weights = NDArray[np.float64]
-TOLERANCE = 1e-9
+Shares = dict[int, float]
+"""``{hop: weight}`` of the agent `hop` ranks behind."""
+Form = Literal["mix", "pull", "push"]
+TOLERANCE = 1e-6
+"""As in :mod:`shoal.topology`: weights may have been rounded to float32."""
 _KEPT_ROUNDS = 64
+_KEPT_WITHOUT_PERIOD = 2
 
 
 class RoundWeights:
     """One round, sparse. Arrays are [edges], ascending by destination and then by source, self weights among them.
 
-    Attributes:
+    Args:
         size: number of agents.
-        destination, source: int64.
-        own: bool, the edge goes from an agent to itself.
-        mix: W, as the topology has it.
+        edges: makes the arrays, when they are first asked for.
+        shares: {hop: weight} of all hops, and 0 among them, if all agents do alike.
     """
 
-    def __init__(self, size: int, edges: Edges) -> None:
-        self.size = size
-        self.destination, self.source, self.mix = edges
-        self.own = self.destination == self.source
+    def __init__(self, size: int, edges: Callable[[], Edges], shares: Shares | None = None) -> None:
+        self.size, self.shares = size, shares
+        self._make = edges
+
+    @cached_property
+    def _edges(self) -> Edges:
+        return self._make()
+
+    @property
+    def destination(self) -> Ranks:
+        """int64."""
+        return self._edges.destination
+
+    @property
+    def source(self) -> Ranks:
+        """int64."""
+        return self._edges.source
+
+    @property
+    def mix(self) -> Weights:
+        """W, as the topology has it."""
+        return self._edges.weight
+
+    @cached_property
+    def own(self) -> NDArray[np.bool_]:
+        """The edge goes from an agent to itself."""
+        own: NDArray[np.bool_] = self.destination == self.source
+        return own
 
     @cached_property
     def pull(self) -> Weights:
@@ -49,6 +81,24 @@ class RoundWeights:
         if np.abs(columns - 1).max() < TOLERANCE:
             return self.mix
         return (1.0 / np.bincount(self.source, minlength=self.size))[self.source]
+
+    def shares_of(self, form: Form) -> Shares | None:
+        """The shares of W, or of its row- or column-stochastic form, if all agents do alike; else None."""
+        if self.shares is None or form == "mix" or abs(sum(self.shares.values()) - 1) < TOLERANCE:
+            return self.shares
+        return dict.fromkeys(self.shares, 1.0 / len(self.shares))
+
+    @cached_property
+    def sends(self) -> int | Ranks:
+        """Messages of an agent to others: one number where all do alike, else int64 [n]."""
+        if self.shares is not None:
+            return len(self.shares) - 1
+        return np.bincount(self.source[~self.own], minlength=self.size)
+
+    @cached_property
+    def messages(self) -> int:
+        """Messages of all agents."""
+        return self.sends * self.size if isinstance(self.sends, int) else int(self.sends.sum())
 
     @cached_property
     def neighbours(self) -> tuple[Ranks, Ranks]:
@@ -73,12 +123,17 @@ class RoundWeights:
 
 
 class Rounds:
-    """The rounds of a topology as algorithms read them; the last ones are kept."""
+    """The rounds of a topology as algorithms read them; the last ones are kept, where they come again."""
 
     def __init__(self, topology: nx.Graph | Schedule) -> None:
-        self.schedule = as_schedule(topology)
-        self.size = self.schedule.size
-        self._of = lru_cache(maxsize=_KEPT_ROUNDS)(lambda turn: RoundWeights(self.size, self.schedule.edges(turn)))
+        schedule = self.schedule = as_schedule(topology)
+        size = self.size = schedule.size
+
+        # A closure over self would be a cycle, and its arrays would stay until the garbage collector comes.
+        def make(turn: int) -> RoundWeights:
+            return RoundWeights(size, lambda: schedule.edges(turn), schedule.hop_shares(turn))
+
+        self._of = lru_cache(_KEPT_WITHOUT_PERIOD if schedule.period is None else _KEPT_ROUNDS)(make)
 
     def __getitem__(self, round_: int) -> RoundWeights:
         return self._of(self.turn(round_))

@@ -1,0 +1,73 @@
+"""Censored gradient descent: an agent keeps silent while it has little news, and its neighbours go on with the old."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..topology.circulant import ring
+from .algorithm import Algorithm, Gradient, State
+from .catalog import Entry, register
+from .mix import Mix
+from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, Need
+
+
+@dataclass(frozen=True)
+class CensoredGradientDescent(Algorithm):
+    """Event-triggered decentralized gradient descent, adapt then combine.
+
+    Agent i takes its step, ``x_i <- x_i - lr g(x_i)``, and sends it only if ``|x_i - s_i| >= tau decay^k`` at step k,
+    s being what it sent last; else its neighbours go on with ``s_i``. Then ``x+ = W s + (x - s)``, which keeps the mean
+    of the x. The rule of silence is that of COCA (Liu, Xu, Wu, Tian, Ling 2019, doi:10.1109/TSP.2019.2907258); there it
+    censors ADMM. Everybody sends at the first step. The graph must be static: a new neighbour would not have ``s_i``.
+
+    With ``tau=0`` it is :class:`~shoal.algorithms.GradientDescent`, and where the threshold falls to nothing it ends
+    where that ends. ``mix.sent`` counts those that sent, without the bit that says whether. Between real agents the
+    tensors travel all the same: it shows what could be saved, and saves nothing yet.
+
+    The state is s, the shape of ``x``.
+
+    Args:
+        lr: The step.
+        tau: The threshold at the first step, a length in the space of the parameters.
+        decay: Its factor from step to step, at most 1.
+    """
+
+    lr: float
+    tau: float
+    decay: float
+    source: ClassVar[str] = "Liu, Xu, Wu, Tian, Ling 2019, doi:10.1109/TSP.2019.2907258"
+    one_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not (self.tau >= 0 and 0 <= self.decay <= 1):
+            raise ValueError(f"tau={self.tau}, decay={self.decay}: pass a threshold from 0 up, and a decay in [0, 1]")
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, STATIC, CONNECTED
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        # Infinitely far from anything, so that the first step sends.
+        return (torch.full_like(x, math.inf),)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        (s,) = state
+        x = x - self.lr * grad(x)
+        news = (x - s).norm(dim=-1, keepdim=True) >= self.tau * self.decay**mix.round
+        s = torch.where(news, x, s)
+        return mix(s, nbytes=news * x.shape[-1] * x.element_size()) + (x - s), (s,)
+
+
+register(
+    Entry(
+        "censored D-PSGD",
+        lambda: CensoredGradientDescent(0.05, tau=3.0, decay=0.97),
+        ring,
+        0.3,
+        "Where a message costs more than a step, and silence costs nothing.",
+    )
+)

@@ -1,0 +1,112 @@
+"""Gossip with compressed messages and one step of gradient descent: it ends near the optimum, as D-PSGD does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from ..compression import Compressor, TopK
+from ..topology.circulant import ring
+from .algorithm import Algorithm, Gradient, State
+from .catalog import Entry, register
+from .mix import Mix
+from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Need
+
+STATIC_COPIES = replace(STATIC, remedy="Take a static graph, or DeepSqueeze, which keeps no copies of its neighbours.")
+
+
+@dataclass(frozen=True)
+class ChocoSGD(Algorithm):
+    """Everybody keeps a public copy ``h`` of each neighbour, and sends what its own copy lacks, compressed.
+
+    ``y = x - lr g(x)``, ``q = C(y - h)``, ``h+ = h + q``, ``x+ = y + gamma (W - I) h+`` (Koloskova, Stich, Jaggi 2019,
+    arXiv:1902.00340, algorithm 2). ``s = W h`` is kept instead of the neighbours' copies (algorithm 5 there); it
+    follows from what is sent, ``s+ = s + W q``, as long as W stays the same. The mean over the agents is not
+    disturbed by the compression.
+
+    Args:
+        lr: The step.
+        gamma: How far to go towards the neighbours' copies, in (0, 1]; the coarser the compression, the less.
+        compressor: A contraction.
+    """
+
+    lr: float
+    gamma: float
+    compressor: Compressor
+    source: ClassVar[str] = "Koloskova, Stich, Jaggi 2019, arXiv:1902.00340, algorithms 2 and 5"
+    one_gradient: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return torch.zeros_like(x), torch.zeros_like(x)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        h, s = state
+        y = x - self.lr * grad(x)
+        q = self.compressor(y - h, mix)
+        h = h + q
+        s = s + mix(q, nbytes=self.compressor.nbytes(q.shape[-1], q.dtype))
+        return y + self.gamma * (s - h), (h, s)
+
+
+@dataclass(frozen=True)
+class DeepSqueeze(Algorithm):
+    """Compresses the parameters themselves, and adds the error of each message to the next.
+
+    ``y = x - lr g(x)``, ``v = y + e``, ``c = C(v)``, ``e+ = v - c``, ``x+ = y + gamma (W - I) c`` (Tang et al. 2019,
+    arXiv:1907.07346, algorithm 1). Keeps no copies of neighbours, so W may change; wants a smaller ``gamma`` than
+    CHOCO-SGD and ends farther from the optimum, since its messages do not shrink as it converges.
+
+    Args:
+        lr: The step.
+        gamma: How much of the mixing to do, in (0, 1]; the coarser the compression, the less.
+        compressor: A contraction.
+    """
+
+    lr: float
+    gamma: float
+    compressor: Compressor
+    source: ClassVar[str] = "Tang et al. 2019, arXiv:1907.07346, algorithm 1"
+    one_gradient: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (torch.zeros_like(x),)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        (e,) = state
+        y = x - self.lr * grad(x)
+        v = y + e
+        c = self.compressor(v, mix)
+        mixed = mix(c, nbytes=self.compressor.nbytes(c.shape[-1], c.dtype))
+        return y + self.gamma * (mixed - c), (v - c,)
+
+
+register(
+    Entry(
+        "CHOCO-SGD",
+        lambda: ChocoSGD(1 / 32, 0.25, TopK(0.2)),
+        ring,
+        0.2 + 1 / 64,
+        "Slow networks: any compressor that is a contraction, for one more tensor of memory and gamma to tune.",
+        compressed=True,
+    )
+)
+register(
+    Entry(
+        "DeepSqueeze",
+        lambda: DeepSqueeze(1 / 32, 0.125, TopK(0.2)),
+        ring,
+        0.2 + 1 / 64,
+        "As CHOCO-SGD where W changes from round to round; ends farther from the optimum.",
+        compressed=True,
+    )
+)

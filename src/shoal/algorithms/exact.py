@@ -1,0 +1,176 @@
+"""Algorithms that find the optimum of the sum with one message a step: they remember one step, and correct themselves.
+
+All three need one symmetric W for all steps. Where it changes, or is not symmetric, gradient tracking is exact too, for
+twice the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..topology.circulant import ring
+from .algorithm import Algorithm, Gradient, State
+from .catalog import Entry, register
+from .mix import Mix
+from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Need, eigenvalue_above
+
+FIXED_AND_SYMMETRIC = (STATIC, DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED)
+
+
+@dataclass(frozen=True)
+class ExactDiffusion(Algorithm):
+    """Exact diffusion, or D2: adapt, correct by what the last exchange changed, combine.
+
+    ``psi+ = x - lr g(x)``, ``x+ = W (psi+ + x - psi)``, with ``psi = x`` at first; or, in one line,
+    ``x+ = W (2 x - x_prev - lr (g - g_prev))`` after ``x1 = W (x0 - lr g0)`` (Yuan, Ying, Zhao, Sayed 2017,
+    arXiv:1702.05122; Tang, Lian, Yan, Zhang, Liu 2018, arXiv:1803.07068).
+
+    Exact, however different the agents' objectives are. State: ``psi``, as ``x``.
+
+    Args:
+        lr: The step.
+        lazy: ``(I + W) / 2`` in place of W: slower, and stable where W has an eigenvalue below -1/3.
+    """
+
+    lr: float
+    lazy: bool = False
+    source: ClassVar[str] = "Yuan, Ying, Zhao, Sayed 2017, arXiv:1702.05122; Tang et al. 2018, arXiv:1803.07068"
+    one_gradient: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        if self.lazy:
+            return FIXED_AND_SYMMETRIC
+        lazily = "Take ExactDiffusion(lr, lazy=True), which mixes with (I + W) / 2, or give agents more self weight."
+        return *FIXED_AND_SYMMETRIC, eigenvalue_above(-1 / 3, lazily)
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (x,)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        (before,) = state
+        psi = x - self.lr * grad(x)
+        phi = psi + x - before
+        return _lazily(phi, mix) if self.lazy else mix(phi), (psi,)
+
+
+@dataclass(frozen=True)
+class EXTRA(Algorithm):
+    """EXTRA: decentralized gradient descent, and the sum of all that mixing has ever changed.
+
+    ``x+ = W x + s - lr g(x)``, ``s+ = s + (W x - x) / 2``, with ``s = 0`` at first; that is
+    ``x+ = (I + W) x - (I + W)/2 x_prev - lr (g - g_prev)`` after ``x1 = W x0 - lr g0`` (Shi, Ling, Wu, Yin 2015,
+    arXiv:1404.6264, with ``(I + W) / 2`` for the second matrix), summed over the steps: one message in place of two.
+
+    Exact, however different the agents' objectives are. The step that it bears shrinks with the smallest eigenvalue of
+    W: ``lr < (1 + lambda_min) / L``. State: ``s``, as ``x``.
+
+    Args:
+        lr: The step.
+    """
+
+    lr: float
+    source: ClassVar[str] = "Shi, Ling, Wu, Yin 2015, arXiv:1404.6264"
+    one_gradient: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return FIXED_AND_SYMMETRIC
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (torch.zeros_like(x),)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        (s,) = state
+        mixed = mix(x)
+        return mixed + s - self.lr * grad(x), (s + (mixed - x) / 2,)
+
+
+@dataclass(frozen=True)
+class NIDS(Algorithm):
+    """NIDS: exact with the step of plain gradient descent, ``lr < 2 / L``, whatever the network.
+
+    ``psi+ = x - lr g(x)``, ``z+ = z - x + (I + W)/2 (x + psi+ - psi)``, ``x+ = prox(z+)``; in the first step
+    ``z+ = psi+`` (Li, Shi, Yan 2019, arXiv:1704.07807, with one step for all). Without ``prox`` it is
+    ``x+ = (I + W)/2 (2 x - x_prev - lr (g - g_prev))``.
+
+    State: ``z`` and ``psi``, as ``x``.
+
+    Args:
+        lr: The step.
+        prox: The proximal operator of ``lr r``, where the agents minimise the mean of ``f_i + r`` and ``r`` is not
+            smooth, such as ``torch.nn.Softshrink(lr * weight)`` for the L1 norm; the same on all agents.
+    """
+
+    lr: float
+    prox: Callable[[torch.Tensor], torch.Tensor] | None = None
+    source: ClassVar[str] = "Li, Shi, Yan 2019, arXiv:1704.07807"
+    one_gradient: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return FIXED_AND_SYMMETRIC
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return x, x
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        z, before = state
+        psi = x - self.lr * grad(x)
+        z = psi if mix.round == 0 else z - x + _lazily(psi + x - before, mix)
+        return z if self.prox is None else self.prox(z), (z, psi)
+
+
+def _lazily(x: torch.Tensor, mix: Mix) -> torch.Tensor:
+    """``(I + W)/2 x``."""
+    return (x + mix(x)) / 2
+
+
+register(
+    Entry(
+        "exact diffusion (D2)",
+        lambda: ExactDiffusion(0.1),
+        ring,
+        1,
+        "Data that differ between agents, on one undirected graph: exact at the price of D-PSGD.",
+        exact=True,
+        steps=1000,
+    )
+)
+register(
+    Entry(
+        "exact diffusion, lazy",
+        lambda: ExactDiffusion(0.1, lazy=True),
+        ring,
+        1,
+        "As above, where W has an eigenvalue below -1/3.",
+        exact=True,
+        steps=1000,
+    )
+)
+register(
+    Entry(
+        "EXTRA",
+        lambda: EXTRA(0.1),
+        ring,
+        1,
+        "As exact diffusion, with the exchange hidden behind the gradient, for smaller steps.",
+        exact=True,
+        steps=1000,
+    )
+)
+register(
+    Entry(
+        "NIDS",
+        lambda: NIDS(0.1),
+        ring,
+        1,
+        "As exact diffusion, with a step that does not depend on the network, and a term that is not smooth.",
+        exact=True,
+        steps=1000,
+    )
+)

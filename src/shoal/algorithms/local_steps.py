@@ -1,0 +1,235 @@
+"""Exchanging less often, or now and then with everybody: the same algorithm over another ``mix``.
+
+Both wrappers change what the algorithm's W is from step to step, so they take any algorithm that allows W to change.
+They compose: ``LocalSteps(GossipPGA(GradientDescent(lr), every=1), every=16)`` is Local SGD, which takes 16 steps alone
+and then the mean of all (Stich 2018, arXiv:1805.09767).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..topology.circulant import ring
+from .algorithm import Algorithm, Gradient
+from .catalog import Entry, register
+from .gradient_descent import GradientDescent
+from .mix import Everybody, Mix
+from .needs import LINKS, STATIC, TREE, Need
+from .tracking import GradientTracking
+
+
+@dataclass(frozen=True)
+class _Sometimes(Algorithm):
+    """What the wrappers share: the algorithm says all but what ``mix`` is."""
+
+    algorithm: Algorithm
+    every: int
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every={self.every}: pass a number of steps, at least 1")
+        who, wrapped = type(self).__name__, type(self.algorithm).__name__
+        needed = {need.name for need in self.algorithm.needs}  # by name, for the remedies differ
+        if STATIC.name in needed:
+            raise ValueError(
+                f"{wrapped} needs the same W in every step, and {who} changes it. Take an algorithm that allows W to "
+                "change: GradientDescent, or GradientTracking, which is exact."
+            )
+        if LINKS.name in needed or TREE.name in needed:
+            raise ValueError(
+                f"{wrapped} sends each neighbour a message of its own, and {who} can only change an average. Take an "
+                "algorithm that mixes: GradientDescent, or GradientTracking, which is exact."
+            )
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return self.algorithm.needs
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> Any:
+        return self.algorithm.init(x, grad, mix)
+
+    def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+        return self.algorithm.estimate(x, state)
+
+
+@dataclass(frozen=True)
+class LocalSteps(_Sometimes):
+    """Exchange in every ``every``-th step only, W = I in the others (Koloskova et al. 2020, arXiv:2003.10422).
+
+    Steps ``every - 1``, ``2 every - 1``, ... exchange; the k-th exchange uses round k of the topology. Algorithms that
+    are exact on changing W stay exact; GradientDescent ends farther from the optimum, the rarer it exchanges.
+
+    Args:
+        algorithm: Any that allows W to change, and communicates by averages.
+        every: Steps for each exchange; 1 is the algorithm itself.
+
+    Raises:
+        ValueError: ``every`` is no count, or the algorithm needs one W for all steps or a message for each edge.
+    """
+
+    source: ClassVar[str] = "Koloskova et al. 2020, arXiv:2003.10422; Stich 2018, arXiv:1805.09767"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.algorithm, LocalSteps):
+            raise ValueError("LocalSteps of LocalSteps: pass the algorithm itself, and the product of the two counts")
+
+    def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
+        step = mix.round
+        if (step + 1) % self.every:
+            return self.algorithm.step(x, state, grad, _Quiet(mix))
+        exchange = _Numbered(mix)
+        mix.round = step // self.every
+        try:
+            return self.algorithm.step(x, state, grad, exchange)
+        finally:
+            mix.round = step
+
+
+@dataclass(frozen=True)
+class GossipPGA(_Sometimes):
+    """Gossip with periodic global averaging: in every ``every``-th step the mean of all takes the place of ``W x``.
+
+    Steps ``every - 1``, ``2 every - 1``, ... average, the first after ``every - 1`` steps of gossip (Chen et al. 2021,
+    arXiv:2105.09080).
+
+    Args:
+        algorithm: Any that allows W to change, and communicates by averages.
+        every: Steps for each global average; 1 averages in all of them.
+
+    Raises:
+        ValueError: ``every`` is no count, or the algorithm needs one W for all steps or a message for each edge.
+    """
+
+    source: ClassVar[str] = "Chen, Yuan, Zhang, Pan, Xu, Yin 2021, arXiv:2105.09080"
+
+    def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
+        everybody = (mix.round + 1) % self.every == 0
+        return self.algorithm.step(x, state, grad, _Everybody(mix) if everybody else mix)
+
+
+class _Through(Mix):
+    """Another's verbs, under the number of the step at which it was made."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__(mix.seed)
+        self._mix, self.size, self.round = mix, mix.size, mix.round
+
+    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
+        return self._mix(x, nbytes=nbytes)
+
+    def pull(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.pull(x)
+
+    def push(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.push(x)
+
+    def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
+        return self._mix.average(x, group)
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.spread(x)
+
+    def gather(self, messages: torch.Tensor) -> torch.Tensor:
+        return self._mix.gather(messages)
+
+    def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+        return self._mix.edges(messages, nbytes=nbytes)
+
+    def sign(self, like: torch.Tensor) -> torch.Tensor:
+        return self._mix.sign(like)
+
+    def uniform(self, like: torch.Tensor) -> torch.Tensor:
+        return self._mix.uniform(like)
+
+    def _agents(self, like: torch.Tensor) -> torch.Tensor:
+        return self._mix._agents(like)
+
+
+class _Numbered(_Through):
+    """Draws by the number of the step, where the one behind it has the number of an exchange."""
+
+    def uniform(self, like: torch.Tensor) -> torch.Tensor:
+        exchange, self._mix.round = self._mix.round, self.round
+        try:
+            return self._mix.uniform(like)
+        finally:
+            self._mix.round = exchange
+
+
+class _Quiet(_Through):
+    """W = I, and nothing is sent. A new tensor each time, as of any exchange."""
+
+    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
+        return x.clone()
+
+    def pull(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    def push(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
+        return x.clone()
+
+    def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+        raise ValueError(
+            "between exchanges no neighbour sends a message, and this algorithm needs one from each. "
+            "LocalSteps takes algorithms that communicate by averages."
+        )
+
+
+class _Everybody(_Through):
+    """W = 1 1^T / n, which is its own row- and column-stochastic form."""
+
+    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
+        return self._mix.average(x)
+
+    def pull(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.average(x)
+
+    def push(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.average(x)
+
+
+register(
+    Entry(
+        "D-PSGD with local steps",
+        lambda: LocalSteps(GradientDescent(0.05), every=5),
+        ring,
+        1 / 5,
+        "Slow networks: a fifth of the messages, where the agents' data are alike.",
+    )
+)
+register(
+    Entry(
+        "gradient tracking with local steps",
+        lambda: LocalSteps(GradientTracking(0.05), every=2),
+        ring,
+        2 / 2,
+        "Slow networks, and data that differ between agents.",
+        exact=True,
+        steps=4000,
+    )
+)
+register(
+    Entry(
+        "Gossip-PGA",
+        lambda: GossipPGA(GradientDescent(0.05), every=5),
+        ring,
+        4 / 5 + 1 / 10,  # on a ring a mean counts as half a message to each of the two neighbours
+        "Sparse graphs of many agents, where an all-reduce now and then is affordable.",
+    )
+)
+register(
+    Entry(
+        "Local SGD",
+        lambda: LocalSteps(GossipPGA(GradientDescent(0.05), every=1), every=5),
+        ring,
+        1 / 10,
+        "Slow networks with a good all-reduce; the topology says no more than who takes part.",
+    )
+)

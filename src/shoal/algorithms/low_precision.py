@@ -1,0 +1,65 @@
+"""BAGUA's low-precision decentralized SGD: the change of the parameters travels in eight bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from ..compression import Compressor, MinMaxUInt8
+from ..topology.circulant import ring
+from .algorithm import Algorithm, Gradient, State
+from .catalog import Entry, register
+from .choco import STATIC_COPIES
+from .mix import Mix
+from .needs import CONNECTED, DOUBLY_STOCHASTIC, SYMMETRIC, Need
+
+
+@dataclass(frozen=True)
+class LowPrecision(Algorithm):
+    """D-PSGD in which every agent's parameters are what it has told its neighbours.
+
+    ``q = C(W x - lr g(x) - x)``, ``x+ = x + q``: since all messages together are the parameters, the neighbours'
+    replicas of them are never wrong (Tang et al. 2018, arXiv:1803.06652, algorithm 1, "difference compression").
+    ``s = W x`` is kept instead of the replicas and grows by the mixed messages, so W must stay the same. On a ring with
+    weights of a third and :class:`~shoal.compression.MinMaxUInt8` it is BAGUA's low-precision decentralized SGD, which
+    computes ``x + L / 3 + R / 3 - 5 w / 3`` with replicas L and R, its own w, and ``x = w - lr g``.
+
+    Nothing corrects the error of a message, so the compressor must be a fine one: for a coarse one take ChocoSGD. In
+    the first round, before any message, the parameters are mixed once as they are.
+
+    Args:
+        lr: The step.
+        compressor: Eight bits, a minimum and a maximum by default.
+    """
+
+    lr: float
+    compressor: Compressor = field(default_factory=MinMaxUInt8)
+    source: ClassVar[str] = "Gan et al. 2021, arXiv:2107.01499; Tang et al. 2018, arXiv:1803.06652, algorithm 1"
+    one_gradient: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (mix(x),)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        (s,) = state
+        q = self.compressor(s - self.lr * grad(x) - x, mix)
+        s = s + mix(q, nbytes=self.compressor.nbytes(q.shape[-1], q.dtype))
+        return x + q, (s,)
+
+
+register(
+    Entry(
+        "low-precision D-PSGD",
+        lambda: LowPrecision(1 / 32, MinMaxUInt8(dyadic=True)),
+        ring,
+        1016 / 8000,
+        "D-PSGD with a byte for each parameter and nothing to tune.",
+        compressed=True,
+    )
+)

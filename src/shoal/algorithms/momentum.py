@@ -1,0 +1,292 @@
+"""Momentum, and what averaging with neighbours does to it.
+
+Local momentum composes with any algorithm that takes one gradient a step. On data that differ between agents it makes
+the error of D-PSGD as large as a step of ``lr / (1 - beta)`` would; the algorithms of their own below do without that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ..topology.circulant import ring
+from ..topology.window import DENSE_LIMIT
+from .algorithm import Algorithm, Gradient, State
+from .catalog import Entry, register
+from .exact import ExactDiffusion
+from .gradient_descent import GradientDescent
+from .mix import Mix
+from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Facts, Need
+
+
+def require_one_gradient(what: str, algorithm: Algorithm) -> None:
+    """Refuse an algorithm whose gradient nothing can stand in for.
+
+    Raises:
+        TypeError: It takes its gradient more than once a step, or not at its own ``x``.
+    """
+    if not algorithm.one_gradient:
+        raise TypeError(
+            f"{what} stands in for the gradient of an algorithm that takes it once a step, at its own x, and "
+            f"{type(algorithm).__name__} does not. Take one with one_gradient = True, such as GradientDescent or "
+            f"ExactDiffusion; where it wraps another, put {what} inside."
+        )
+
+
+@dataclass(frozen=True)
+class Momentum(Algorithm):
+    """Local momentum for any algorithm with ``one_gradient``: each agent's own, and nothing more is sent.
+
+    ``m+ = beta m + g(x)``, and the algorithm sees ``m+`` for its gradient; with Nesterov's, ``g(x) + beta m+``. Over
+    GradientDescent it is DmSGD (Yu, Jin, Yang 2019, arXiv:1905.03817), over ExactDiffusion EDM (Hu et al. 2025,
+    arXiv:2501.19082).
+
+    An exact algorithm stays exact. GradientDescent ends where it would with the step ``lr / (1 - beta)``, which is
+    farther from the optimum: see :class:`DecentLaM`. State: ``m``, as ``x``, and then the algorithm's.
+
+    Args:
+        algorithm: Whose gradient it stands in for; it says what W must be.
+        beta: How much of the last step's stays, 0 <= beta < 1.
+        nesterov: Look ahead.
+
+    Raises:
+        TypeError: The algorithm takes its gradient more than once a step, or not at its own ``x``.
+        ValueError: ``beta`` is out of its range.
+    """
+
+    algorithm: Algorithm
+    beta: float
+    nesterov: bool = False
+    source: ClassVar[str] = "Yu, Jin, Yang 2019, arXiv:1905.03817; Hu et al. 2025, arXiv:2501.19082"
+    one_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_one_gradient("Momentum", self.algorithm)
+        _check_beta(self.beta)
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return self.algorithm.needs
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return torch.zeros_like(x), *self.algorithm.init(x, grad, mix)
+
+    def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        m, *inner = state
+        g = grad(x)
+        m = self.beta * m + g
+        direction = g + self.beta * m if self.nesterov else m
+        x, after = self.algorithm.step(x, tuple(inner), Gradient(lambda _: direction), mix)
+        return x, (m, *after)
+
+    def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+        return self.algorithm.estimate(x, state[1:])
+
+
+@dataclass(frozen=True)
+class DecentLaM(Algorithm):
+    """Momentum of all that a step of D-PSGD would change, the averaging with it.
+
+    ``gt = (x - W (x - lr g(x))) / lr``, ``m+ = beta m + gt``, ``x+ = x - lr m+`` (Yuan et al. 2021, arXiv:2104.11981).
+
+    It ends where GradientDescent with the same ``lr`` does, without momentum's share of the error. The averaging has
+    momentum here too, and on one-way edges, whose W has complex eigenvalues, it may swing itself up. State: ``m``, as
+    ``x``.
+
+    Args:
+        lr: The step.
+        beta: How much of the last step's stays, 0 <= beta < 1.
+
+    Raises:
+        ValueError: ``beta`` is out of its range.
+    """
+
+    lr: float
+    beta: float
+    source: ClassVar[str] = "Yuan et al. 2021, arXiv:2104.11981"
+    one_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_beta(self.beta)
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return STATIC, DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (torch.zeros_like(x),)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        (m,) = state
+        change = (x - mix(x - self.lr * grad(x))) / self.lr
+        m = self.beta * m + change
+        return x - self.lr * m, (m,)
+
+
+@dataclass(frozen=True)
+class QuasiGlobalMomentum(Algorithm):
+    """QG-DmSGD: momentum of how the agents really moved, which is nearly the same on all of them.
+
+    ``x+ = W (x - lr (beta m + g(x)))``, ``m+ = beta m + (1 - beta) (x - x+) / lr`` (Lin, Karimireddy, Stich, Jaggi
+    2021, arXiv:2102.04761, with mu = beta). With Nesterov's, ``g + beta (beta m + g)`` in the brackets.
+
+    Where it comes to rest ``m`` is zero, so it ends where GradientDescent with the same ``lr`` does; with Nesterov's,
+    where it does with ``(1 + beta) lr``. Averaging with neighbours has momentum too: on long one-way rings, and where
+    agents give themselves little weight, it swings itself up, which is checked for a static W of up to 512 agents.
+    State: ``m``, as ``x``.
+
+    Args:
+        lr: The step.
+        beta: How much of the last step's stays, 0 <= beta < 1.
+        nesterov: Look ahead.
+
+    Raises:
+        ValueError: ``beta`` is out of its range.
+    """
+
+    lr: float
+    beta: float
+    nesterov: bool = False
+    source: ClassVar[str] = "Lin, Karimireddy, Stich, Jaggi 2021, arXiv:2102.04761"
+    one_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_beta(self.beta)
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, CONNECTED, _dies_out(self.beta)
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (torch.zeros_like(x),)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        (m,) = state
+        g = grad(x)
+        direction = self.beta * m + g
+        if self.nesterov:
+            direction = g + self.beta * direction
+        new = mix(x - self.lr * direction)
+        return new, (self.beta * m + (1 - self.beta) * (x - new) / self.lr,)
+
+
+@dataclass(frozen=True)
+class AveragedMomentum(Algorithm):
+    """DmSGD whose momentum is averaged with the neighbours too: twice the parameters in a step.
+
+    ``m+ = W (beta m + g(x))``, ``x+ = W (x - lr m+)`` (Ying et al. 2021, arXiv:2110.13363). Ends between
+    GradientDescent with ``lr`` and with ``lr / (1 - beta)``. State: ``m``, as ``x``.
+
+    Args:
+        lr: The step.
+        beta: How much of the last step's stays, 0 <= beta < 1.
+
+    Raises:
+        ValueError: ``beta`` is out of its range.
+    """
+
+    lr: float
+    beta: float
+    source: ClassVar[str] = "Ying et al. 2021, arXiv:2110.13363"
+    one_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_beta(self.beta)
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, CONNECTED
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (torch.zeros_like(x),)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        (m,) = state
+        m = mix(self.beta * m + grad(x))
+        return mix(x - self.lr * m), (m,)
+
+
+def _dies_out(beta: float) -> Need:
+    """What quasi-global momentum makes of each disagreement between agents must shrink, gradients or not.
+
+    Along an eigenvector of W, with eigenvalue w, a step takes ``(x, lr m)`` to ``(w x - w beta lr m, (1 - beta) (1 - w)
+    x + beta (1 + (1 - beta) w) lr m)``: two numbers, whose matrix has its eigenvalues from its trace and determinant.
+    """
+
+    def problem(facts: Facts) -> str:
+        if not facts.static or facts.size > DENSE_LIMIT:
+            return ""
+        weights = facts.rounds[0]
+        W = np.zeros((facts.size, facts.size))
+        W[weights.destination, weights.source] = weights.mix
+        found = np.linalg.eigvals(W).astype(np.complex128)
+        trace, determinant = found + beta * (1 + (1 - beta) * found), found * beta * (2 - beta)
+        root = np.sqrt(trace**2 - 4 * determinant)
+        growth = np.maximum(abs(trace + root), abs(trace - root)) / 2
+        worst = int(growth.argmax())
+        if growth[worst] < 1 + 1e-6:
+            return ""
+        return f"with beta={beta} its eigenvalue {found[worst]:.3f} makes them grow {growth[worst]:.3f} times in a step"
+
+    return Need(
+        "such that differences die out under its momentum",
+        problem,
+        "Give agents more weight of their own, add edges, or take Momentum(GradientDescent(lr), beta).",
+    )
+
+
+def _check_beta(beta: float) -> None:
+    if not 0 <= beta < 1:
+        raise ValueError(f"beta={beta}: momentum keeps a share of the last step's, 0 <= beta < 1; 0.9 is usual")
+
+
+register(
+    Entry(
+        "DmSGD",
+        lambda: Momentum(GradientDescent(0.005), 0.9),
+        ring,
+        1,
+        "D-PSGD with the usual momentum, where the agents' data are alike.",
+    )
+)
+register(
+    Entry(
+        "exact diffusion with momentum (EDM)",
+        lambda: Momentum(ExactDiffusion(0.05), 0.8, nesterov=True),
+        ring,
+        1,
+        "Momentum on data that differ, on one undirected graph.",
+        exact=True,
+        steps=1000,
+    )
+)
+register(
+    Entry(
+        "DecentLaM",
+        lambda: DecentLaM(0.02, 0.9),
+        ring,
+        1,
+        "Momentum and large batches on data that differ, on one undirected graph.",
+    )
+)
+register(
+    Entry(
+        "QG-DmSGD",
+        lambda: QuasiGlobalMomentum(0.02, 0.9),
+        ring,
+        1,
+        "Momentum on data that differ, on any doubly stochastic mixing; the usual choice for deep learning.",
+    )
+)
+register(
+    Entry(
+        "DmSGD, averaged momentum",
+        lambda: AveragedMomentum(0.01, 0.9),
+        ring,
+        2,
+        "Momentum on well connected graphs, such as the exponential ones, at twice the messages.",
+    )
+)

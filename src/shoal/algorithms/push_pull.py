@@ -1,0 +1,72 @@
+"""Push-pull: gradient tracking that pulls parameters and pushes gradients, on any strongly connected directed graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .algorithm import Algorithm, Gradient, State
+from .catalog import Entry, register
+from .mix import Mix
+from .needs import CONNECTED, Need
+from .push_sum import aperiodic, irregular_digraph
+
+
+@dataclass(frozen=True)
+class PushPull(Algorithm):
+    """Exact on directed graphs, however different the objectives are, and without a division by small weights.
+
+    ``x+ = R (x - lr y)``, ``y+ = C (y + g(x+) - g(x))``, ``y = g`` at first (push-pull; Pu et al. 2020,
+    arXiv:1810.06653). With ``atc=False``: ``x+ = R x - lr y``, ``y+ = C y + g(x+) - g(x)`` (AB; Xin, Khan 2018,
+    arXiv:1803.02503). R is row-stochastic, so agreement is kept; C column-stochastic, so the y always add up to the
+    gradients; see :meth:`Mix.pull` and :meth:`Mix.push`. Sends twice the parameters in a step.
+
+    Args:
+        lr: The step.
+        atc: Adapt, then combine; else AB.
+    """
+
+    lr: float
+    atc: bool = True
+    source: ClassVar[str] = "Pu et al. 2020, arXiv:1810.06653; Xin, Khan 2018, arXiv:1803.02503"
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return CONNECTED, aperiodic("pull"), aperiodic("push")
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        g = grad(x)
+        return g, g
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        y, g = state
+        x = mix.pull(x - self.lr * y) if self.atc else mix.pull(x) - self.lr * y
+        new = grad(x)
+        y = mix.push(y + new - g) if self.atc else mix.push(y) + new - g
+        return x, (y, new)
+
+
+register(
+    Entry(
+        "push-pull",
+        lambda: PushPull(0.08),
+        irregular_digraph,
+        2,
+        "Data that differ between agents, over one-way links, without push-sum's division by small weights.",
+        exact=True,
+        steps=600,
+    )
+)
+register(
+    Entry(
+        "AB",
+        lambda: PushPull(0.08, atc=False),
+        irregular_digraph,
+        2,
+        "As above, with the exchange hidden behind the gradient.",
+        exact=True,
+        steps=600,
+    )
+)

@@ -1,0 +1,187 @@
+"""Push-sum: averages, and optimization, on directed graphs where no agent knows how many listen to the others.
+
+Each agent shares out what it has, so that nothing is lost, but some agents gather more than others. A number ``w`` that
+begins at one and is shared out alike says how much more: ``u / w`` is unbiased.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import networkx as nx
+import torch
+
+from .algorithm import Algorithm, Gradient, State
+from .catalog import Entry, register
+from .mix import Mix
+from .needs import CONNECTED, Facts, Need
+from .weights import Form, RoundWeights, Weights
+
+
+def aperiodic(form: Form) -> Need:
+    """On a static graph, values do not go round in step for ever.
+
+    Args:
+        form: The weights that matter, ``"pull"`` or ``"push"``.
+    """
+
+    def problem(facts: Facts) -> str:
+        weights = facts.rounds[0]
+        if not facts.static or _keeps(weights, form):
+            return ""
+        used = getattr(weights, form) != 0
+        graph = nx.DiGraph(zip(weights.source[used].tolist(), weights.destination[used].tolist(), strict=True))
+        return "" if nx.is_aperiodic(graph) else "values go round it in step and never settle"
+
+    return Need("aperiodic", problem, "Let agents keep a part of what they have: give them self weights.")
+
+
+def _keeps(weights: RoundWeights, form: Form) -> bool:
+    """Some agent gives itself a part, which is enough on a connected graph."""
+    shares = weights.shares_of(form)
+    if shares is not None:
+        return shares.get(0, 0.0) != 0
+    values: Weights = getattr(weights, form)
+    return bool((values[weights.own] != 0).any())
+
+
+@dataclass(frozen=True)
+class PushSum(Algorithm):
+    """The mean of what the agents begin with; the gradient is not used.
+
+    ``u+ = C u``, ``w+ = C w``, and ``u / w`` is the answer (Kempe, Dobra, Gehrke 2003; in BlueFog's paper, Ying et al.
+    2021, arXiv:2111.04287, equations 19 to 21). C is column-stochastic on any strongly connected directed graph, which
+    may change: see :meth:`Mix.push`. The totals of u and of w never change.
+
+    ``x`` is u; the state is w, ``[n, 1]`` or ``[1]``; the estimate is ``u / w``.
+    """
+
+    source: ClassVar[str] = "Kempe, Dobra, Gehrke 2003; Ying et al. 2021, arXiv:2111.04287, eqs. 19 to 21"
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return CONNECTED, aperiodic("push")
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (mix.ones(x),)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        (w,) = state
+        return mix.push(x), (mix.push(w),)
+
+    def estimate(self, x: torch.Tensor, state: State) -> torch.Tensor:
+        return x / state[0]
+
+
+@dataclass(frozen=True)
+class SGP(PushSum):
+    """Stochastic gradient push: gradient descent on directed graphs.
+
+    ``u+ = C (u - lr g(u / w))``, ``w+ = C w`` (Assran et al. 2019, arXiv:1811.10792, algorithm 1).
+
+    Agent i takes steps of ``lr / w_i``: an agent that gathers little has a small w and long steps. Where ``lr / w_i``
+    times the Lipschitz constant of its gradient exceeds about 2, the run diverges, to NaN in the end. On a graph where
+    all agents gather alike w is one, and this is :class:`~shoal.algorithms.GradientDescent`. Where the agents'
+    objectives differ it ends near the optimum, at a distance of the order of ``lr``.
+
+    ``x`` is u; the state is w, ``[n, 1]`` or ``[1]``; the estimate is ``u / w``.
+
+    Args:
+        lr: The step, before it is divided by w.
+    """
+
+    lr: float
+    source: ClassVar[str] = "Assran et al. 2019, arXiv:1811.10792, algorithm 1"
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        (w,) = state
+        return mix.push(x - self.lr * grad(x / w)), (mix.push(w),)
+
+
+@dataclass(frozen=True)
+class PushDIGing(PushSum):
+    """Push-sum gradient tracking: exact on directed graphs, also changing ones, however the objectives differ.
+
+    ``u+ = C (u - lr y)``, ``w+ = C w``, ``z+ = u+ / w+``, ``y+ = C (y + g(z+) - g(z))``, ``y = g`` at first (Ying et
+    al. 2021, arXiv:2111.04287, equations 27 to 31). With ``atc=False``: ``y+ = C y + g(z+) - g(z)`` (Nedic, Olshevsky,
+    Shi 2017, arXiv:1607.03218). Sends twice the parameters in a step.
+
+    ``x`` is u; the state is w (``[n, 1]`` or ``[1]``), y and the last gradient; the estimate is ``z = u / w``.
+
+    Args:
+        lr: The step. As in :class:`SGP`, an agent with a small w moves further.
+        atc: Add the gradients' difference before it is shared out; else after.
+    """
+
+    lr: float
+    atc: bool = True
+    source: ClassVar[str] = (
+        "Nedic, Olshevsky, Shi 2017, arXiv:1607.03218; Ying et al. 2021, arXiv:2111.04287, eqs. 27 to 31"
+    )
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        g = grad(x)
+        return mix.ones(x), g, g
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        w, y, g = state
+        x, w = mix.push(x - self.lr * y), mix.push(w)
+        new = grad(x / w)
+        y = mix.push(y + new - g) if self.atc else mix.push(y) + new - g
+        return x, (w, y, new)
+
+
+def irregular_digraph(size: int) -> nx.DiGraph:
+    """A one-way ring, with one-way chords from some agents: strongly connected, no weights, degrees that differ.
+
+    Args:
+        size: Number of agents.
+    """
+    hops = ((1, range(size)), (3, range(0, size, 2)), (size // 2, range(0, size, 3)))
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(size))
+    graph.add_edges_from((rank, (rank + hop) % size) for hop, ranks in hops for rank in ranks)
+    return graph
+
+
+register(
+    Entry(
+        "push-sum",
+        PushSum,
+        irregular_digraph,
+        1,
+        "The mean of what agents have, over one-way links.",
+    )
+)
+register(
+    Entry(
+        "SGP",
+        lambda: SGP(0.02),
+        irregular_digraph,
+        1,
+        "Training over one-way links, where the agents' data are alike.",
+    )
+)
+register(
+    Entry(
+        "push-sum gradient tracking",
+        lambda: PushDIGing(0.03),
+        irregular_digraph,
+        2,
+        "Data that differ between agents, over one-way links, also where the links change.",
+        exact=True,
+        steps=1500,
+    )
+)
+register(
+    Entry(
+        "Push-DIGing",
+        lambda: PushDIGing(0.03, atc=False),
+        irregular_digraph,
+        2,
+        "As above, as it was first written.",
+        exact=True,
+        steps=1500,
+    )
+)

@@ -1,0 +1,107 @@
+"""Censored gradient descent: who has little news keeps silent, and the books show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shoal
+from shoal.algorithms import CensoredGradientDescent, GradientDescent, LocalSteps, own, run
+from shoal.sim import StackedFleet
+from shoal.topology import OnePeerHypercube, StarGraph, mixing_matrix, with_metropolis_hastings_weights
+from shoal.topology.circulant import ring
+from support.least_squares import DIMENSION, SIZE, loss, problem
+from support.quadratic import gradients
+
+Fleets = Callable[..., shoal.Fleet]
+IRREGULAR = with_metropolis_hastings_weights(StarGraph(SIZE).to_undirected())
+ROW = DIMENSION * 8
+
+
+def starts(size: int = SIZE) -> torch.Tensor:
+    return torch.randn(size, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+
+def test_with_no_threshold_it_is_gradient_descent_bit_for_bit() -> None:
+    fleet, gradient = StackedFleet(IRREGULAR), gradients()
+    found = fleet.run(CensoredGradientDescent(0.05, 0.0, 0.9), starts(), gradient, 60)
+    expected = fleet.run(GradientDescent(0.05), starts(), gradient, 60)
+    assert torch.equal(found.x, expected.x)
+    assert found.sent == expected.sent
+
+
+def test_a_step_is_the_equation_and_agents_send_what_has_moved_far_enough() -> None:
+    """x+ = W s + (x - s), s the last that was sent, sent when it is at least tau decay^k away."""
+    algorithm = CensoredGradientDescent(0.05, 1.0, 0.9)
+    fleet, gradient = StackedFleet(IRREGULAR), gradients()
+    W = torch.from_numpy(mixing_matrix(IRREGULAR))
+    listeners = (W != 0).sum(0) - 1
+    now = fleet.run(algorithm, starts(), gradient, 0)
+    silent = 0
+    for k in range(25):
+        then = fleet.run(algorithm, starts(), gradient, 1, resume=now)
+        half = now.x - 0.05 * gradient(now.x)
+        s, kept = then.state[0], now.state[0]
+        moved = (half - kept).norm(dim=1)
+        sends = moved >= 0.9**k
+        assert torch.equal(s, torch.where(sends.unsqueeze(1), half, kept))
+        assert (then.x - (W @ s + half - s)).abs().max() < 1e-13
+        assert then.sent - now.sent == ROW * int(listeners[sends].sum())
+        silent += int((~sends).sum())
+        now = then
+    assert 0 < silent < 25 * SIZE
+
+
+def test_silence_does_not_move_the_mean() -> None:
+    algorithm = CensoredGradientDescent(0.05, 1.0, 1.0)
+    fleet, gradient = StackedFleet(ring(SIZE)), gradients()
+    before = fleet.run(algorithm, starts(), gradient, 9)
+    after = fleet.run(algorithm, starts(), gradient, 1, resume=before)
+    expected = (before.x - 0.05 * gradient(before.x)).mean(0)
+    assert (after.x.mean(0) - expected).abs().max() < 1e-13
+
+
+def test_it_ends_where_gradient_descent_ends_for_fewer_bytes() -> None:
+    fleet, gradient = StackedFleet(ring(SIZE)), gradients()
+    found = fleet.run(CensoredGradientDescent(0.05, 3.0, 0.97), starts(), gradient, 1000)
+    plain = fleet.run(GradientDescent(0.05), starts(), gradient, 1000)
+    assert (found.x - plain.x).abs().max() < 1e-10
+    assert found.sent < plain.sent / 2
+
+
+def test_below_a_threshold_that_nobody_reaches_only_the_first_step_is_sent() -> None:
+    gradient = gradients()
+    found = StackedFleet(IRREGULAR).run(CensoredGradientDescent(0.05, 1e9, 1.0), starts(), gradient, 20)
+    assert found.sent == 2 * (SIZE - 1) * ROW
+
+
+def test_real_agents_keep_the_same_books(fleet: Fleets) -> None:
+    A, b = problem(4)
+    graph = with_metropolis_hastings_weights(StarGraph(4).to_undirected())
+    algorithm = CensoredGradientDescent(0.05, 1.0, 0.95)
+    start = starts(4)
+
+    def agent() -> int:
+        rank = shoal.rank()
+        return run(algorithm, start[rank], own(loss, A[rank], b[rank]), graph, 40).sent
+
+    stacked = StackedFleet(graph).run(algorithm, start, gradients(4), 40)
+    found = fleet(4).run(agent)
+    assert sum(found) == stacked.sent
+    assert 6 * ROW < stacked.sent < 40 * 6 * ROW
+
+
+@pytest.mark.parametrize(("tau", "decay"), [(-1.0, 0.5), (1.0, 1.1), (1.0, -0.1), (float("nan"), 0.5)])
+def test_thresholds_that_are_none_are_refused(tau: float, decay: float) -> None:
+    with pytest.raises(ValueError, match="threshold from 0 up, and a decay in"):
+        CensoredGradientDescent(0.1, tau, decay)
+
+
+def test_a_topology_that_changes_is_refused() -> None:
+    """A neighbour of this round that was none before has not heard what an agent sent last."""
+    with pytest.raises(ValueError, match="CensoredGradientDescent needs W to be static"):
+        StackedFleet(OnePeerHypercube(4)).run(CensoredGradientDescent(0.1, 1.0, 0.9), torch.ones(4, 1), lambda x: x, 1)
+    with pytest.raises(ValueError, match="needs the same W in every step"):
+        LocalSteps(CensoredGradientDescent(0.1, 1.0, 0.9), every=2)

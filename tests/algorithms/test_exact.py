@@ -1,0 +1,106 @@
+"""Exact diffusion, EXTRA and NIDS: their recursions, the conditions on W, and what lies beyond them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.algorithms import EXTRA, NIDS, Algorithm, ExactDiffusion, check
+from shoal.algorithms.run import steps_of
+from shoal.sim import StackedFleet, StackedMix
+from shoal.topology import Circulant, OnePeerExponential
+from shoal.topology.circulant import exponential, ring
+from support.closed_forms import gradients, matrix
+from support.least_squares import DIMENSION, SIZE, optimum, problem
+
+LR = 0.1
+GRADIENT = gradients(SIZE)
+START = torch.randn(SIZE, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def after(algorithm: Algorithm, steps: int, start: torch.Tensor = START) -> torch.Tensor:
+    return StackedFleet(ring(SIZE)).run(algorithm, start, GRADIENT, steps).x
+
+
+def unchecked(algorithm: Algorithm, topology: Circulant | OnePeerExponential, steps: int) -> float:
+    """How far from the optimum the algorithm ends on a mixing that it may not be meant for."""
+    x = steps_of(algorithm, START, GRADIENT, StackedMix(topology), steps).x
+    return float((x - optimum()).abs().max())
+
+
+def weighted_ring(own: float) -> Circulant:
+    return Circulant(SIZE, {0: own, 1: (1 - own) / 2, -1: (1 - own) / 2})
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_exact_diffusion_is_its_recursion_over_two_steps(lazy: bool) -> None:
+    W = matrix(ring(SIZE))
+    W = (torch.eye(SIZE, dtype=W.dtype) + W) / 2 if lazy else W
+    before, x = START, W @ (START - LR * GRADIENT(START))
+    for _ in range(20):
+        before, x = x, W @ (2 * x - before - LR * (GRADIENT(x) - GRADIENT(before)))
+    assert (after(ExactDiffusion(LR, lazy), 21) - x).abs().max() < 1e-12
+
+
+def test_extra_is_its_recursion_over_two_steps() -> None:
+    W, unit = matrix(ring(SIZE)), torch.eye(SIZE, dtype=torch.float64)
+    before, x = START, W @ START - LR * GRADIENT(START)
+    for _ in range(20):
+        before, x = x, (unit + W) @ x - (unit + W) / 2 @ before - LR * (GRADIENT(x) - GRADIENT(before))
+    assert (after(EXTRA(LR), 21) - x).abs().max() < 1e-12
+
+
+def test_nids_is_a_step_alone_and_then_lazy_exact_diffusion() -> None:
+    alone = START - LR * GRADIENT(START)
+    assert torch.equal(after(NIDS(LR), 21), after(ExactDiffusion(LR, lazy=True), 20, alone))
+
+
+def test_nids_with_a_proximal_operator_finds_the_optimum_of_a_sum_that_is_not_smooth() -> None:
+    weight = 0.3
+    x = after(NIDS(LR, torch.nn.Softshrink(LR * weight)), 1000)
+    slope = GRADIENT(x[:1].expand_as(x)).mean(0)
+    zero = x[0] == 0
+    assert (x - x[0]).abs().max() < 1e-12
+    assert 0 < zero.sum() < DIMENSION
+    assert (slope[zero].abs() <= weight).all()
+    assert (slope + weight * x[0].sign())[~zero].abs().max() < 1e-12
+
+
+def test_the_step_of_nids_does_not_depend_on_the_network_and_that_of_extra_does() -> None:
+    A, _ = problem()
+    curvature = float(torch.linalg.eigvalsh(A.mT @ A).max())
+    lambda_min = -1 / 3
+    assert unchecked(NIDS(1.9 / curvature), ring(SIZE), 700) < 1e-9
+    assert unchecked(EXTRA(0.9 * (1 + lambda_min) / curvature), ring(SIZE), 700) < 1e-9
+    assert not unchecked(EXTRA(1.9 / curvature), ring(SIZE), 700) < 1e3
+
+
+@pytest.mark.parametrize("own", [0.34, 1 / 3])
+def test_exact_diffusion_converges_down_to_an_eigenvalue_of_minus_a_third(own: float) -> None:
+    check("ExactDiffusion", ExactDiffusion(LR).needs, weighted_ring(own))
+    assert unchecked(ExactDiffusion(LR), weighted_ring(own), 700) < 1e-9
+
+
+@pytest.mark.parametrize("own", [0.30, 0.1])
+def test_exact_diffusion_is_refused_below_an_eigenvalue_of_minus_a_third_where_it_diverges(own: float) -> None:
+    with pytest.raises(ValueError, match=r"smallest eigenvalue of W is -0\.[48].*lazy=True"):
+        StackedFleet(weighted_ring(own)).run(ExactDiffusion(LR), START, GRADIENT, 1)
+    assert not unchecked(ExactDiffusion(LR), weighted_ring(own), 300) < 1e3
+
+
+@pytest.mark.parametrize("algorithm", [ExactDiffusion(LR, lazy=True), NIDS(LR)])
+def test_half_of_the_identity_helps_where_an_eigenvalue_is_below_minus_a_third(algorithm: Algorithm) -> None:
+    check("it", algorithm.needs, weighted_ring(0.1))
+    assert unchecked(algorithm, weighted_ring(0.1), 700) < 1e-9
+
+
+@pytest.mark.parametrize("algorithm", [ExactDiffusion(LR), ExactDiffusion(LR, lazy=True), EXTRA(LR), NIDS(LR)])
+def test_a_changing_or_one_way_mixing_is_refused_for_gradient_tracking(algorithm: Algorithm) -> None:
+    with pytest.raises(ValueError, match=r"static, and the topology changes \(period 4\).*GradientTracking"):
+        StackedFleet(OnePeerExponential(SIZE)).run(algorithm, START, GRADIENT, 1)
+    with pytest.raises(ValueError, match=r"symmetric, and W is not symmetric.*GradientTracking"):
+        StackedFleet(exponential(SIZE)).run(algorithm, START, GRADIENT, 1)
+
+
+def test_exact_diffusion_would_diverge_on_a_changing_mixing() -> None:
+    assert unchecked(ExactDiffusion(LR), OnePeerExponential(SIZE), 87) > 1e5

@@ -1,0 +1,190 @@
+"""Momentum: where it comes to rest, by linear algebra, and its path, by sums over all steps before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from shoal.algorithms import (
+    Algorithm,
+    AveragedMomentum,
+    DecentLaM,
+    DualAveraging,
+    ExactDiffusion,
+    GradientDescent,
+    GradientTracking,
+    LocalSteps,
+    Momentum,
+    QuasiGlobalMomentum,
+    check,
+)
+from shoal.algorithms.run import steps_of
+from shoal.sim import StackedFleet, StackedMix
+from shoal.topology import Circulant, OnePeerExponential, OnePeerHypercube, Schedule
+from shoal.topology.circulant import exponential, ring
+from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_gradient_descent
+from support.least_squares import DIMENSION, SIZE, optimum
+
+LR, BETA = 0.04, 0.8
+GRADIENT = gradients(SIZE)
+START = torch.randn(SIZE, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+W = matrix(ring(SIZE))
+
+
+def rest(algorithm: Algorithm, steps: int = 1500) -> torch.Tensor:
+    """Where it ends, and stays."""
+    fleet = StackedFleet(ring(SIZE))
+    run = fleet.run(algorithm, START, GRADIENT, steps)
+    assert (fleet.run(algorithm, START, GRADIENT, 1, resume=run).x - run.x).abs().max() < 1e-12
+    return run.x
+
+
+def path(algorithm: Algorithm, steps: int = 8) -> list[torch.Tensor]:
+    fleet = StackedFleet(ring(SIZE))
+    return [fleet.run(algorithm, START, GRADIENT, number).x for number in range(steps + 1)]
+
+
+def unchecked(algorithm: Algorithm, topology: Schedule, steps: int) -> float:
+    x = steps_of(algorithm, START, GRADIENT, StackedMix(topology), steps).x
+    return float((x - optimum()).abs().max())
+
+
+@pytest.mark.parametrize("atc", [True, False])
+def test_gradient_descent_rests_where_linear_algebra_says(atc: bool) -> None:
+    assert (rest(GradientDescent(LR, atc)) - rest_of_gradient_descent(W, LR, atc)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("atc", [True, False])
+def test_local_momentum_rests_where_gradient_descent_with_the_longer_step_does(atc: bool, nesterov: bool) -> None:
+    found = rest(Momentum(GradientDescent(LR * (1 - BETA), atc), BETA, nesterov))
+    assert (found - rest_of_gradient_descent(W, LR, atc)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "step"),
+    [
+        (DecentLaM(LR, BETA), LR),
+        (QuasiGlobalMomentum(LR, BETA), LR),
+        (QuasiGlobalMomentum(LR, BETA, nesterov=True), LR * (1 + BETA)),
+    ],
+    ids=("DecentLaM", "quasi-global", "quasi-global, Nesterov"),
+)
+def test_decentlam_and_quasi_global_momentum_rest_where_gradient_descent_does(
+    algorithm: Algorithm, step: float
+) -> None:
+    assert (rest(algorithm) - rest_of_gradient_descent(W, step, atc=True)).abs().max() < 1e-10
+
+
+def test_averaged_momentum_rests_where_linear_algebra_says() -> None:
+    H, c = gradient_of_all(SIZE)
+    mixing, unit = on_all(W), torch.eye(len(H), dtype=H.dtype)
+    momentum = mixing @ torch.linalg.solve(unit - BETA * mixing, mixing)  # W m, with m = W (beta m + g), for each g
+    expected = torch.linalg.solve(unit - mixing + LR * momentum @ H, LR * momentum @ c).view(SIZE, DIMENSION)
+    assert (rest(AveragedMomentum(LR, BETA)) - expected).abs().max() < 1e-10
+
+
+def test_the_momenta_end_in_the_order_that_was_measured() -> None:
+    lr, beta = 0.01, 0.9
+
+    def off(x: torch.Tensor) -> float:
+        return float((x.mean(0) - optimum()).norm())
+
+    plain, longer = (off(rest_of_gradient_descent(W, step, atc=True)) for step in (lr, lr / (1 - beta)))
+    averaged = off(StackedFleet(ring(SIZE)).run(AveragedMomentum(lr, beta), START, GRADIENT, 1500).x)
+    assert plain < averaged < longer
+
+
+def test_decentlam_is_a_heavy_ball_over_the_whole_step() -> None:
+    x = path(DecentLaM(LR, BETA))
+    for before, here, then in zip([START, *x], x, x[1:], strict=False):
+        expected = W @ (here - LR * GRADIENT(here)) + BETA * (here - before)
+        assert (then - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_quasi_global_momentum_is_the_fading_sum_of_all_moves(nesterov: bool) -> None:
+    x = path(QuasiGlobalMomentum(LR, BETA, nesterov))
+    for number in range(len(x) - 1):
+        moves = [(1 - BETA) * BETA ** (number - 1 - k) * (x[k] - x[k + 1]) for k in range(number)]
+        momentum = sum(moves, torch.zeros_like(START))
+        here = LR * GRADIENT(x[number])
+        direction = (1 + BETA) * here + BETA**2 * momentum if nesterov else here + BETA * momentum
+        assert (x[number + 1] - W @ (x[number] - direction)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_local_momentum_is_the_fading_sum_of_all_gradients(nesterov: bool) -> None:
+    x = path(Momentum(GradientDescent(LR), BETA, nesterov))
+    for number in range(len(x) - 1):
+        gradients = [BETA ** (number - k) * GRADIENT(x[k]) for k in range(number + 1)]
+        momentum = sum(gradients, torch.zeros_like(START))
+        direction = GRADIENT(x[number]) + BETA * momentum if nesterov else momentum
+        assert (x[number + 1] - W @ (x[number] - LR * direction)).abs().max() < 1e-12
+
+
+def test_momentum_without_memory_is_the_algorithm_itself() -> None:
+    plain = path(GradientDescent(LR))[-1]
+    assert torch.equal(path(Momentum(GradientDescent(LR), 0.0))[-1], plain)
+    assert torch.equal(path(QuasiGlobalMomentum(LR, 0.0))[-1], plain)
+    assert (path(DecentLaM(LR, 0.0))[-1] - plain).abs().max() < 1e-12
+
+
+def test_momentum_answers_what_the_algorithm_answers() -> None:
+    fleet = StackedFleet(ring(SIZE))
+    plain = fleet.run(DualAveraging(LR), START, GRADIENT, 8)
+    assert not torch.equal(plain.estimate, plain.x)
+    assert torch.equal(fleet.run(Momentum(DualAveraging(LR), 0.0), START, GRADIENT, 8).estimate, plain.estimate)
+
+
+def test_momentum_needs_what_the_algorithm_needs() -> None:
+    with pytest.raises(ValueError, match=r"Momentum needs W to be static"):
+        StackedFleet(OnePeerExponential(SIZE)).run(Momentum(ExactDiffusion(LR), BETA), START, GRADIENT, 1)
+
+
+def test_momentum_is_refused_where_a_step_takes_its_gradient_at_another_point() -> None:
+    with pytest.raises(TypeError, match=r"GradientTracking does not\. Take one with one_gradient = True"):
+        Momentum(GradientTracking(LR), BETA)
+    with pytest.raises(TypeError, match=r"LocalSteps does not.*put Momentum inside"):
+        Momentum(LocalSteps(GradientDescent(LR), 2), BETA)
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.0])
+def test_a_share_that_is_none_is_refused(beta: float) -> None:
+    makers: list[Callable[[], Algorithm]] = [
+        lambda: Momentum(GradientDescent(LR), beta),
+        lambda: DecentLaM(LR, beta),
+        lambda: QuasiGlobalMomentum(LR, beta),
+        lambda: AveragedMomentum(LR, beta),
+    ]
+    for make in makers:
+        with pytest.raises(ValueError, match=r"0 <= beta < 1"):
+            make()
+
+
+@pytest.mark.parametrize("topology", [exponential(SIZE), OnePeerHypercube(SIZE)], ids=lambda one: one.describe())
+def test_decentlam_is_refused_on_one_way_and_on_changing_mixings_where_it_diverges(topology: Schedule) -> None:
+    algorithm = DecentLaM(0.01, 0.9)
+    with pytest.raises(ValueError, match=r"symmetric|static"):
+        StackedFleet(topology).run(algorithm, START, GRADIENT, 1)
+    assert not unchecked(algorithm, topology, 1000) < 1e3
+
+
+@pytest.mark.parametrize("topology", [exponential(SIZE), OnePeerHypercube(SIZE)], ids=lambda one: one.describe())
+def test_quasi_global_momentum_takes_one_way_and_changing_mixings(topology: Schedule) -> None:
+    found = StackedFleet(topology).run(QuasiGlobalMomentum(0.01, 0.9), START, GRADIENT, 1000).x
+    plain = StackedFleet(topology).run(GradientDescent(0.01), START, GRADIENT, 1000).x
+    assert (found - optimum()).norm() < 1.5 * (plain - optimum()).norm()
+
+
+def test_quasi_global_momentum_is_refused_where_it_swings_up_the_differences_between_agents() -> None:
+    little = Circulant(SIZE, {0: 0.1, 1: 0.45, -1: 0.45})
+    for topology, beta in ((ring(SIZE, connect_style=2), 0.9), (little, 0.5)):
+        algorithm = QuasiGlobalMomentum(0.01, beta)
+        with pytest.raises(ValueError, match=r"die out under its momentum, and with beta=.* its eigenvalue"):
+            StackedFleet(topology).run(algorithm, START, GRADIENT, 1)
+        assert not unchecked(algorithm, topology, 3000) < 1e3
+    assert unchecked(QuasiGlobalMomentum(0.01, 0.9), little, 3000) < 1
+    check("it", QuasiGlobalMomentum(0.01, 0.9).needs, little)

@@ -1,0 +1,80 @@
+"""Push-pull and AB: exact on directed graphs, with the rows of one matrix and the columns of another."""
+
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+import torch
+
+from shoal.algorithms import GradientTracking, PushPull
+from shoal.algorithms.push_sum import irregular_digraph
+from shoal.sim import StackedFleet, StackedMix
+from shoal.topology import Alternating, Static, with_uniform_weights
+from shoal.topology.circulant import ring
+from support.least_squares import DIMENSION, SIZE, optimum
+from support.quadratic import gradients
+
+both_forms = pytest.mark.parametrize("atc", [True, False])
+
+
+def starts() -> torch.Tensor:
+    return torch.randn(SIZE, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+
+
+@both_forms
+def test_it_is_gradient_tracking_where_w_is_doubly_stochastic(atc: bool) -> None:
+    fleet, gradient = StackedFleet(ring(SIZE)), gradients()
+    found = fleet.run(PushPull(0.05, atc), starts(), gradient, 50)
+    assert torch.equal(found.x, fleet.run(GradientTracking(0.05, atc), starts(), gradient, 50).x)
+
+
+@both_forms
+def test_it_is_exact_where_w_is_row_stochastic_only(atc: bool) -> None:
+    """W pulls as it is, and the pushes get shares of their own."""
+    graph = with_uniform_weights(irregular_digraph(SIZE))
+    found = StackedFleet(graph).run(PushPull(0.08, atc), starts(), gradients(), 1500)
+    assert (found.x - optimum()).abs().max() < 1e-12
+
+
+@both_forms
+def test_it_is_exact_where_the_links_change(atc: bool) -> None:
+    graph = irregular_digraph(SIZE)
+    topology = Alternating([Static(graph), Static(graph.reverse())])
+    found = StackedFleet(topology).run(PushPull(0.05, atc), starts(), gradients(), 2000)
+    assert (found.x - optimum()).abs().max() < 1e-12
+
+
+@both_forms
+def test_what_is_tracked_always_adds_up_to_the_gradients(atc: bool) -> None:
+    fleet, gradient = StackedFleet(irregular_digraph(SIZE)), gradients()
+    found = fleet.run(PushPull(0.05, atc), starts(), gradient, 0)
+    for _ in range(20):
+        found = fleet.run(PushPull(0.05, atc), starts(), gradient, 1, resume=found)
+        y, g = found.state
+        assert (y.sum(0) - gradient(found.x).sum(0)).abs().max() < 1e-12
+        assert torch.equal(g, gradient(found.x))
+
+
+@both_forms
+def test_agents_that_agree_at_the_optimum_of_one_objective_stay(atc: bool) -> None:
+    """R keeps agreement, which C would not: where nothing pulls, nothing moves."""
+    start = torch.ones(SIZE, DIMENSION, dtype=torch.float64)
+    found = StackedFleet(irregular_digraph(SIZE)).run(PushPull(0.05, atc), start, lambda x: x - 1, 30)
+    assert (found.x - 1).abs().max() < 1e-14
+
+
+def test_tracking_with_rows_alone_ends_elsewhere() -> None:
+    """Why C is there: pulled, the y forget whose gradients they add up."""
+    mix, gradient = StackedMix(irregular_digraph(SIZE)), gradients()
+    x = starts()
+    y = g = gradient(x)
+    for _ in range(2000):
+        x = mix.pull(x - 0.05 * y)
+        new = gradient(x)
+        y, g = mix.pull(y + new - g), new
+    assert (x - optimum()).abs().max() > 0.01
+
+
+def test_values_that_go_round_in_step_are_refused() -> None:
+    with pytest.raises(ValueError, match="PushPull needs W to be aperiodic"):
+        StackedFleet(nx.cycle_graph(4, create_using=nx.DiGraph)).run(PushPull(0.1), torch.ones(4, 1), lambda x: x, 1)

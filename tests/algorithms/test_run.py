@@ -1,0 +1,140 @@
+"""The records of a run, its table, and its progress bar."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+import shoal
+from shoal.algorithms import GradientDescent, Run, run
+from shoal.sim import Link, Network, StackedFleet
+from shoal.topology.circulant import ring
+from support.leftovers import nothing_is_left
+
+
+def made(steps: int, every: int = 1) -> Run:
+    fleet = StackedFleet(ring(4))
+
+    def figures(x: torch.Tensor) -> dict[str, float]:
+        return {"distance": float((x - 1).norm()), "largest": float(x.max())}
+
+    network = Network(4, Link(1e-3, 1e6))
+    start = torch.zeros(3)
+    return fleet.run(GradientDescent(0.5), start, lambda x: x - 1, steps, measure=figures, every=every, network=network)
+
+
+def lines_of(found: Run, **options: int) -> list[list[str]]:
+    """The words of the table's lines, without the rule under its head."""
+    console = Console(width=100, file=None)
+    with console.capture() as captured:
+        console.print(found.table(**options))
+    return [words for line in captured.get().splitlines() if (words := line.split()) and words[0].isascii()]
+
+
+def test_records_are_plain_numbers_by_name() -> None:
+    found = made(6, every=4)
+    assert [type(row) for row in found.records] == [dict] * 3
+    assert {type(value) for row in found.records for value in row.values()} <= {int, float}
+    assert [list(row) for row in found.records] == [["step", "rounds", "bytes", "seconds", "distance", "largest"]] * 3
+    assert [row["step"] for row in found.records] == [0, 4, 6]
+    assert [row["distance"] for row in found.records] == pytest.approx([12**0.5 * 0.5**step for step in (0, 4, 6)])
+
+
+def test_a_column_is_a_figure_over_the_records() -> None:
+    found = made(6, every=4)
+    assert found.column("bytes").tolist() == [0, 4 * 8 * 12, 6 * 8 * 12]
+    with pytest.raises(KeyError, match="no column 'loss'; there are: step, rounds, bytes, seconds, distance, largest"):
+        found.column("loss")
+
+
+def test_the_table_shows_every_record() -> None:
+    head, *body = lines_of(made(3))
+    assert head == ["step", "rounds", "bytes", "seconds", "distance", "largest"]
+    assert [line[:3] for line in body] == [["0", "0", "0"], ["1", "1", "96"], ["2", "2", "192"], ["3", "3", "288"]]
+    assert body[1][4] == f"{12**0.5 / 2:.4g}"
+
+
+def test_a_long_table_keeps_its_first_and_last_row() -> None:
+    _, *body = lines_of(made(200), rows=5)
+    assert [line[0] for line in body] == ["0", "50", "100", "150", "200"]
+    with pytest.raises(ValueError, match="rows=1"):
+        made(1).table(rows=1)
+
+
+def test_the_table_of_a_run_without_records_is_empty() -> None:
+    assert lines_of(Run(torch.zeros(1), torch.zeros(1), (), 0)) == []
+
+
+def test_a_resumed_run_with_another_measure_shows_what_both_have() -> None:
+    fleet, start = StackedFleet(ring(4)), torch.zeros(3)
+    first = fleet.run(GradientDescent(0.5), start, lambda x: x, 1, measure=lambda x: {"a": 1.0, "b": 2.0})
+    both = fleet.run(GradientDescent(0.5), start, lambda x: x, 1, measure=lambda x: {"b": 3.0}, resume=first)
+    assert lines_of(both)[0] == ["step", "rounds", "bytes", "b"]
+    assert both.column("b").tolist() == [2.0, 2.0, 3.0]
+    with pytest.raises(KeyError, match="no column 'a'"):
+        both.column("a")
+
+
+BAR = """
+import torch
+from shoal.algorithms import GradientDescent
+from shoal.sim import StackedFleet
+from shoal.topology.circulant import ring
+StackedFleet(ring(4)).run(GradientDescent(0.5), torch.zeros(3), lambda x: x, 50, progress=True)
+"""
+
+
+def test_the_bar_is_silent_where_nobody_looks() -> None:
+    done = subprocess.run([sys.executable, "-c", BAR], capture_output=True, timeout=50, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
+
+
+def test_the_bar_shows_on_a_terminal_and_goes_again() -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen([sys.executable, "-c", BAR], stdout=subprocess.PIPE, stderr=theirs, env=environment) as bar:
+        os.close(theirs)
+        shown = b""
+        # Linux ends a terminal whose other side is closed with an error.
+        try:
+            while piece := os.read(ours, 4096):
+                shown += piece
+        except OSError:
+            pass
+        finally:
+            os.close(ours)
+        assert bar.stdout is not None
+        assert bar.stdout.read() == b""
+        assert bar.wait(timeout=50) == 0
+    assert b"steps" in shown
+    assert b"\x1b[2K" in shown
+
+
+def _mean() -> float:
+    start = torch.full((2,), float(shoal.rank()), dtype=torch.float64)
+    found = run(GradientDescent(0.0), start, lambda x: x, ring(shoal.size()), 60, progress=True)
+    return float(found.x[0])
+
+
+def test_many_agents_may_ask_for_a_bar() -> None:
+    assert shoal.Fleet(4, timeout=20.0).run(_mean) == pytest.approx([1.5] * 4)
+
+
+def test_a_fleet_runs_where_an_event_loop_does() -> None:
+    """As in a notebook, whose cells run inside the loop of the main thread."""
+
+    async def cell() -> list[float]:
+        ticks = asyncio.create_task(asyncio.sleep(0))
+        found = shoal.Fleet(3, timeout=20.0).run(_mean)
+        await ticks
+        return found
+
+    with nothing_is_left():
+        assert asyncio.run(cell()) == pytest.approx([1.0] * 3)

@@ -1,0 +1,266 @@
+"""What each compressor promises: its error, its mean, its bytes, and that an agent and a fleet compress alike."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shoal
+from shoal.algorithms import Exchange
+from shoal.compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
+from shoal.sim.stacked import StackedMix
+from shoal.topology.circulant import ring
+
+ALL: list[Compressor] = [
+    Identity(),
+    TopK(0.25),
+    RandomK(0.25),
+    RandomK(0.25, scaled=True),
+    QSGD(),
+    QSGD(7),
+    QSGD(7, "euclidean"),
+    Sign(),
+    MinMaxUInt8(),
+    MinMaxUInt8(chunk=3),
+    MinMaxUInt8(dyadic=True),
+]
+every_compressor = pytest.mark.parametrize("compressor", ALL, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+SAMPLES = 20_000
+
+
+def mix(agents: int, round_: int = 0) -> StackedMix:
+    made = StackedMix(ring(agents), seed=11)
+    made.begin(round_)
+    return made
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def energy(x: torch.Tensor) -> float:
+    return float(x.square().sum())
+
+
+# Numbers whose squares neither vanish nor overflow.
+numbers = st.one_of(st.just(0.0), st.floats(1e-100, 1e100), st.floats(-1e100, -1e-100))
+vectors = st.lists(numbers, min_size=1, max_size=24).map(lambda row: torch.tensor([row], dtype=torch.float64))
+
+
+@given(vectors, st.sampled_from([one for one in ALL if not one.unbiased and not isinstance(one, RandomK)]))
+def test_a_deterministic_contraction_loses_no_more_than_it_says(x: torch.Tensor, compressor: Compressor) -> None:
+    error = energy(compressor(x, mix(1)) - x)
+    assert error <= (1 - compressor.delta(x.shape[-1])) * energy(x) * (1 + 1e-12)
+
+
+@given(vectors, st.integers(0, 1000))
+def test_random_k_never_adds_to_the_error(x: torch.Tensor, round_: int) -> None:
+    assert energy(RandomK(0.25)(x, mix(1, round_)) - x) <= energy(x)
+
+
+@pytest.mark.parametrize(
+    "compressor", [RandomK(0.25), RandomK(0.75, scaled=True), QSGD(7), QSGD(7, "euclidean")], ids=str
+)
+def test_a_random_one_loses_no_more_than_it_says_in_the_mean(compressor: Compressor) -> None:
+    x = normal(12)
+    lost = (compressor(x.expand(SAMPLES, -1), mix(SAMPLES)) - x).square().sum(-1) / energy(x)
+    # Hoeffding: the mean of numbers between 0 and their largest is off by more with a chance below 1e-9.
+    margin = float(lost.max()) * math.sqrt(math.log(1e9) / (2 * SAMPLES))
+    assert 0 < float(lost.mean()) <= 1 - compressor.delta(12) + margin
+
+
+def test_random_k_loses_what_the_lemmas_say() -> None:
+    x = normal(12)
+    for compressor, expected in ((RandomK(0.25), 1 - 0.25), (RandomK(0.25, scaled=True), 1 / 0.25 - 1)):
+        lost = (compressor(x.expand(SAMPLES, -1), mix(SAMPLES)) - x).square().sum(-1) / energy(x)
+        margin = float(lost.max()) * math.sqrt(math.log(1e9) / (2 * SAMPLES))
+        assert float(lost.mean()) == pytest.approx(expected, abs=margin)
+
+
+@every_dtype
+@pytest.mark.parametrize("compressor", [one for one in ALL if one.unbiased], ids=str)
+def test_the_mean_of_an_unbiased_one_is_the_vector(compressor: Compressor, dtype: torch.dtype) -> None:
+    x = normal(12, dtype=dtype)
+    drawn = compressor(x.expand(SAMPLES, -1), mix(SAMPLES)).double()
+    # Hoeffding, for each number: what it can be lies within the range that was seen.
+    margin = (drawn.amax(0) - drawn.amin(0)) * math.sqrt(math.log(1e9) / (2 * SAMPLES))
+    assert ((drawn.mean(0) - x).abs() <= margin + 1e-12).all()
+
+
+def test_what_is_called_biased_is() -> None:
+    x = normal(12)
+    for compressor in ALL:
+        if not compressor.unbiased:
+            drawn = compressor(x.expand(SAMPLES, -1), mix(SAMPLES))
+            assert (drawn.mean(0) - x).abs().max() > 1e-4, compressor
+
+
+@every_compressor
+@every_dtype
+def test_an_agent_compresses_its_row_as_the_fleet_does(compressor: Compressor, dtype: torch.dtype) -> None:
+    rows = normal(4, 37, dtype=dtype)
+
+    def alone() -> list[float]:
+        exchange = Exchange(ring(4), seed=11)
+        exchange.begin(5)
+        return [float(one) for one in compressor(rows[shoal.rank()], exchange)]
+
+    found = torch.tensor(shoal.Fleet(4).run(alone), dtype=torch.float64)
+    together = compressor(rows, mix(4, 5))
+    assert together.dtype == dtype
+    assert torch.equal(found, together.double())
+
+
+@every_compressor
+@every_dtype
+def test_zeros_stay_zeros(compressor: Compressor, dtype: torch.dtype) -> None:
+    zeros = torch.zeros(3, 8, dtype=dtype)
+    assert torch.equal(compressor(zeros, mix(3)), zeros)
+
+
+@every_compressor
+@every_dtype
+def test_a_single_number_can_be_compressed(compressor: Compressor, dtype: torch.dtype) -> None:
+    x = torch.tensor([[3.0], [-3.0]], dtype=dtype)
+    found = compressor(x, mix(2))
+    assert found.shape == x.shape
+    # A power of two next to it, or a step of at most an eighth of it.
+    assert ((found / x >= 2 / 3) & (found / x <= 4 / 3)).all()
+
+
+@every_compressor
+def test_it_leaves_its_argument_as_it_was(compressor: Compressor) -> None:
+    x = normal(3, 9)
+    before = x.clone()
+    compressor(x, mix(3))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@every_compressor
+def test_what_is_not_finite_stays_visible_and_in_its_row(compressor: Compressor, bad: float) -> None:
+    x = normal(64, 8)
+    clean = compressor(x, mix(64))
+    x[::2, 5] = bad
+    found = compressor(x, mix(64))
+    seen = ~found.isfinite().all(-1)
+    assert torch.equal(found[1::2], clean[1::2])
+    if isinstance(compressor, RandomK):
+        assert torch.equal(seen[::2], clean[::2, 5] != 0)  # where it was drawn
+        assert seen.any()
+    else:
+        assert seen[::2].all()
+
+
+def test_top_k_takes_the_first_of_equals() -> None:
+    x = torch.tensor([[1.0, -2.0, 2.0, 2.0, -1.0, 2.0]])
+    assert TopK(0.5)(x, mix(1)).tolist() == [[0.0, -2.0, 2.0, 2.0, 0.0, 0.0]]
+
+
+@given(vectors, st.floats(0.01, 1.0))
+def test_top_k_takes_the_largest(x: torch.Tensor, share: float) -> None:
+    d = x.shape[-1]
+    count = max(1, round(share * d))
+    places = sorted(range(d), key=lambda place: (-abs(float(x[0, place])), place))[:count]
+    expected = torch.zeros_like(x)
+    expected[0, places] = x[0, places]
+    assert torch.equal(TopK(share)(x, mix(1)), expected)
+
+
+def test_random_k_sends_as_many_as_it_says_at_places_that_change() -> None:
+    first, second = (RandomK(0.3)(torch.ones(50, 10), mix(50, round_)) for round_ in (0, 1))
+    assert (first.sum(-1) == 3).all()
+    assert not torch.equal(first, second)
+    assert len(first.unique(dim=0)) > 25
+
+
+def test_qsgd_gives_multiples_of_a_power_of_two_next_to_the_number() -> None:
+    x = normal(50, 30)
+    step = 2.0 ** torch.log2(x.abs().amax(-1, keepdim=True) / 127).ceil()
+    found = QSGD(127)(x, mix(50))
+    assert torch.equal(found / step, (found / step).round())
+    assert ((found - x).abs() < step).all()
+    assert ((found / step).abs() <= 127).all()
+
+
+def test_qsgd_keeps_what_are_multiples_of_its_step() -> None:
+    x = torch.randint(-127, 128, (20, 30), generator=torch.Generator().manual_seed(1)).double()
+    x[:, 0] = 127
+    assert torch.equal(QSGD(127)(x, mix(20)), x)
+
+
+def test_sign_has_one_magnitude_the_power_of_two_nearest_to_the_mean() -> None:
+    x = normal(50, 30)
+    mean = x.abs().mean(-1, keepdim=True)
+    found = Sign()(x, mix(50))
+    magnitude = found.abs().amax(-1, keepdim=True)
+    assert torch.equal(found, magnitude * torch.where(x < 0, -1.0, 1.0))
+    assert torch.equal(torch.log2(magnitude), torch.log2(magnitude).round())
+    assert ((magnitude / mean >= 2 / 3) & (magnitude / mean <= 4 / 3)).all()
+
+
+@every_dtype
+@pytest.mark.parametrize("chunk", [None, 7, 30])
+def test_min_max_is_within_half_a_step_and_keeps_the_greatest(chunk: int | None, dtype: torch.dtype) -> None:
+    x = normal(50, 30, dtype=dtype)
+    found = MinMaxUInt8(chunk)(x, mix(50))
+    for part, mine in zip(x.split(chunk or 30, -1), found.split(chunk or 30, -1), strict=True):
+        width = part.amax(-1, keepdim=True) - part.amin(-1, keepdim=True) + 1e-7
+        assert ((mine - part).abs() <= width / 510 * (1 + 1e-4)).all()
+
+
+def test_min_max_is_the_kernel_of_bagua() -> None:
+    x = [0.5, -1.0, 0.25, 0.26, 2.0]
+    scale = 255 / (3.0 + 1e-7)
+    top = round(2.0 * scale)
+    codes = [min(round(one * scale), top) - (top - 255) for one in x]
+    assert min(codes) == 0 and max(codes) == 255
+    expected = [(code + top - 255) / scale for code in codes]
+    found = MinMaxUInt8()(torch.tensor([x], dtype=torch.float64), mix(1))
+    assert found.tolist()[0] == pytest.approx(expected, rel=1e-14)
+
+
+def test_dyadic_min_max_has_a_power_of_two_for_a_step() -> None:
+    x = normal(50, 30)
+    width = x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)
+    step = 2.0 ** -torch.log2(254 / width).floor()
+    found = MinMaxUInt8(dyadic=True)(x, mix(50))
+    codes = found / step
+    assert torch.equal(codes, (x / step).round())
+    assert (codes.amax(-1) - codes.amin(-1) <= 255).all()
+
+
+def test_the_bytes_are_those_of_the_message() -> None:
+    assert Identity().nbytes(1000, torch.float32) == 4000
+    assert TopK(0.2).nbytes(1000, torch.float64) == 200 * 8 + 125  # a bit for each place
+    assert TopK(0.01).nbytes(1000, torch.float64) == 10 * (8 + 4)  # a position for each number
+    assert RandomK(0.2).nbytes(1000, torch.float32) == 200 * 4
+    assert QSGD(127).nbytes(1000, torch.float32) == 1000 + 4
+    assert QSGD(7).nbytes(1001, torch.float32) == 501 + 4
+    assert QSGD(1).nbytes(1000, torch.float32) == 250 + 4
+    assert Sign().nbytes(1001, torch.float16) == 126 + 2
+    assert MinMaxUInt8().nbytes(1000, torch.float32) == 1000 + 8
+    assert MinMaxUInt8(chunk=300).nbytes(1000, torch.float32) == 1000 + 4 * 8
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.5, math.nan])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    for make in (TopK, RandomK):
+        with pytest.raises(ValueError, match="above 0 and at most 1"):
+            make(share)
+
+
+def test_numbers_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="levels=0"):
+        QSGD(0)
+    with pytest.raises(ValueError, match="norm='one'"):
+        QSGD(norm="one")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="chunk=0"):
+        MinMaxUInt8(chunk=0)
+    with pytest.raises(ValueError, match=r"eps=0\.0"):
+        MinMaxUInt8(eps=0.0)

@@ -1,0 +1,65 @@
+"""The page about algorithms: its table is the catalog, its code runs, and the algorithm it adds passes every test."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.algorithms import CATALOG, Entry
+
+TESTS = Path(__file__).parent
+DOCS = TESTS.parent / "docs"
+sys.path += [str(DOCS), str(TESTS / "algorithms")]
+
+import algorithms_table  # noqa: E402
+import test_every_algorithm as suite  # noqa: E402
+
+STACKED, REAL, NEW = re.findall(r"```python\n(.*?)```", algorithms_table.PAGE.read_text(), re.DOTALL)
+
+
+@pytest.fixture
+def added() -> Iterator[Entry]:
+    """The page's new algorithm, in the catalog for one test."""
+    before = dict(CATALOG)
+    exec(compile(NEW, "docs/algorithms.md", "exec", dont_inherit=True), {"__name__": "page"})
+    [name] = CATALOG.keys() - before.keys()
+    try:
+        yield CATALOG[name]
+    finally:
+        CATALOG.clear()
+        CATALOG.update(before)
+
+
+def test_the_table_is_the_catalog() -> None:
+    assert algorithms_table.PAGE.read_text() == algorithms_table.page(), "run python docs/algorithms_table.py"
+
+
+def test_the_examples_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(STACKED, names)
+    exec(REAL, names)
+    first, second = capsys.readouterr().out.split("\n", 1)
+    assert first.startswith("torch.Size([1000, 10]) {'step': 300, ") and "'bytes': " in first and "'spread': " in first
+    assert names["run"].records[-1]["spread"] < names["run"].records[1]["spread"]
+    assert second.count("tensor(") == 4
+
+
+def test_a_new_algorithm_takes_less_than_40_lines() -> None:
+    assert len(NEW.splitlines()) < 40
+
+
+def test_a_new_algorithm_brings_its_tests(added: Entry) -> None:
+    suite.test_threads_agree_with_the_stacked_fleet(added, shoal.Fleet)
+    suite.test_a_run_that_goes_on_equals_one_that_never_stopped(added)
+    suite.test_what_is_sent_is_what_the_catalog_says(added)
+    suite.test_neither_the_start_nor_the_state_is_changed(added)
+    suite.test_agents_that_never_meet_are_refused(added)
+    assert added.name in algorithms_table.table()
