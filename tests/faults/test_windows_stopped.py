@@ -254,3 +254,17 @@ def test_an_agent_killed_while_it_is_stopped_with_a_lock_leaves_it_free(environm
         for one in [each.outcome() for each in waiting]:
             assert not one.error, one.trace
             assert one.value - at < SECONDS
+
+
+@OVER_NETWORK
+def test_a_stopped_target_does_not_keep_others_from_being_written_to() -> None:
+    healthy = 1
+    with World(SIZE, environment=NETWORK) as world:
+        world.results(open_window, 100_000)
+        with stopped(world):
+            found = world.results(accumulate_with_deadlines, STOPPED, 4, SHORT, on=[OTHER])
+            assert found == [Tried(0, 4)]
+            [outcome] = world.run(write, PUT, 2.0, healthy, SHORT, on=[OTHER])
+            assert not outcome.error, outcome.trace
+        assert world.results(read, OTHER, on=[healthy]) == [whole(2.0)]
+        world.results(shoal.barrier)

@@ -253,7 +253,7 @@ class Engine:
         channel = self.rounds.channel(operation)
         if operation.sent:
             stage.posted, operation.sent = True, False
-        elif channel.deferred or not channel.may_send(operation, stage):
+        elif (channel.deferred and not operation.one_sided) or not channel.may_send(operation, stage):
             channel.deferred.append((operation, stage))
         else:
             self.outbox.post(channel, operation, stage)
@@ -315,12 +315,15 @@ class Engine:
             pass  # it is running; whoever runs it sees the error next
 
     def send_deferred(self, channel: Channel) -> None:
-        while channel.deferred:
-            operation, stage = channel.deferred[0]
+        waiting, channel.deferred = channel.deferred, deque()
+        while waiting:
+            operation, stage = waiting.popleft()
             if operation.stage is stage and not channel.may_send(operation, stage):
-                return
-            channel.deferred.popleft()
-            if operation.stage is stage:
+                channel.deferred.append((operation, stage))
+                if not operation.one_sided:  # those behind it have to wait for their turn
+                    channel.deferred.extend(waiting)
+                    return
+            elif operation.stage is stage:
                 self.outbox.post(channel, operation, stage)
                 if stage.complete:
                     self.ready.append(operation)

@@ -7,7 +7,7 @@ has made the call waits; what comes for a call that has ended here without expec
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from enum import Enum, auto
 
@@ -35,13 +35,14 @@ class Fate(Enum):
 class Channel:
     """The rounds of one name on this agent."""
 
-    __slots__ = ("active", "deferred", "name", "rounds", "unacknowledged")
+    __slots__ = ("active", "deferred", "name", "rounds", "unacknowledged", "unread")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.rounds = 0
         self.active: dict[int, Operation] = {}
         self.unacknowledged: dict[int, int] = {}
+        self.unread: Counter[int] = Counter()  # messages, by receiver
         self.deferred: deque[tuple[Operation, Stage]] = deque()
 
     def may_send(self, operation: Operation, stage: Stage) -> bool:
@@ -49,6 +50,8 @@ class Channel:
         if not self.unacknowledged or not stage.exchange.sends:
             return True
         large = any(send.published.region is not None for send in stage.exchange.sends)
+        if operation.one_sided:  # it waits for nobody but its own receivers
+            return not large or all(self.unread[send.destination] < WINDOW for send in stage.exchange.sends)
         if large and self.name[0] == "~":
             return sum(round_ not in self.active for round_ in self.unacknowledged) < WINDOW
         return min(self.unacknowledged) > operation.round - (WINDOW if large else SMALL_WINDOW)
@@ -57,10 +60,12 @@ class Channel:
         """Whether it waits here for its turn to send."""
         return any(waiting is operation for waiting, _ in self.deferred)
 
-    def sent(self, round_: int) -> None:
+    def sent(self, round_: int, receiver: int) -> None:
+        self.unread[receiver] += 1
         self.unacknowledged[round_] = self.unacknowledged.get(round_, 0) + 1
 
-    def acknowledged(self, round_: int) -> None:
+    def acknowledged(self, round_: int, receiver: int) -> None:
+        self.unread[receiver] -= 1
         left = self.unacknowledged.get(round_, 1) - 1
         if left:
             self.unacknowledged[round_] = left

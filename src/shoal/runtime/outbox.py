@@ -74,7 +74,7 @@ class Outbox:
                 if published.lease is not None:
                     published.lease.hold()
                 self._owed[token] = _Owed(send.destination, operation, published.lease, channel)
-                channel.sent(operation.round)
+                channel.sent(operation.round, send.destination)
                 if exchange.checked:
                     operation.unconfirmed[token] = send.destination
             link = self._link(send.destination)
@@ -155,7 +155,7 @@ class Outbox:
             return None
         if owed.lease is not None:
             owed.lease.release()
-        owed.channel.acknowledged(owed.operation.round)
+        owed.channel.acknowledged(owed.operation.round, owed.receiver)
         owed.operation.unconfirmed.pop(token, None)
         return owed.operation, owed.channel
 
