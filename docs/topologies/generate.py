@@ -80,7 +80,8 @@ shoal topology compare -n 64 --per-machine 8 --latency 50us --bandwidth 25gbit
 shoal topology recommend --agents 64 --per-machine 8 --latency 5ms --bandwidth 1gbit --model-mb 100
 ```
 
-[topology.md](../topology.md) explains graphs, weights, schedules and clocks.
+[topology.md](../topology.md) explains graphs, weights, schedules and clocks, and how to ask for the figures below.
+[papers.md](papers.md) has the tables of costs that papers print, and predictions beside what papers report.
 
 **How to read it.** A message is one model, sent by one agent to another; a round is over when all messages of it are.
 *Exact after* counts the rounds until everybody holds the exact average, and *rounds to 1e-6* those until the

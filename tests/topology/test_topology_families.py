@@ -49,7 +49,7 @@ def test_the_static_graphs_have_the_gaps_that_were_measured(size):
         if gap is None:
             assert find(name).refuses(size)
         else:
-            measured = spectral_gap(find(name).schedule(size).matrix(0))
+            measured = spectral_gap(find(name).schedule(size).matrix(0)).value
             assert measured == pytest.approx(gap, abs=5e-4 if gap > 0.1 else 5e-5), name
 
 
@@ -128,7 +128,7 @@ def test_a_hypercube_is_networkx_own(dimensions):
     theirs = nx.relabel_nodes(nx.hypercube_graph(dimensions), bits).to_directed()
     graph = HypercubeGraph(2**dimensions)
     assert {(source, destination) for source, destination in graph.edges if source != destination} == set(theirs.edges)
-    assert spectral_gap(graph) == pytest.approx(2 / (dimensions + 1))
+    assert spectral_gap(graph).value == pytest.approx(2 / (dimensions + 1))
 
 
 @given(st.integers(1, 40), st.integers(1, 5))
@@ -166,7 +166,7 @@ def test_there_is_no_tree_over_parts_without_a_way_between():
 
 @pytest.mark.parametrize(("size", "gap"), [(16, 0.150), (32, 0.086), (64, 0.054)])
 def test_small_worlds_have_the_gaps_that_were_measured(size, gap):
-    assert spectral_gap(SmallWorldGraph(size)) == pytest.approx(gap, abs=5e-4)
+    assert spectral_gap(SmallWorldGraph(size)).value == pytest.approx(gap, abs=5e-4)
 
 
 @given(st.integers(1, 40), st.sampled_from([2, 4, 6]), st.floats(0, 1), st.integers(0, 2**32))
@@ -183,9 +183,43 @@ def test_small_worlds_that_are_never_connected_are_refused(monkeypatch):
     def apart(size, *_, **__):
         return nx.empty_graph(size)
 
-    monkeypatch.setattr("networkx.generators.random_graphs.watts_strogatz_graph", apart)
+    monkeypatch.setattr("shoal.topology.small_world._draw", apart)
     with pytest.raises(ValueError, match="none of 100 small worlds of 12 agents was connected"):
         SmallWorldGraph(12)
+
+
+def test_small_worlds_are_drawn_again_until_one_is_connected():
+    """Of degree two, most draws fall apart."""
+    for seed in range(20):
+        assert nx.is_strongly_connected(SmallWorldGraph(10, degree=2, rewired=0.5, seed=seed))
+
+
+def test_a_small_world_is_the_same_whatever_the_releases_of_what_it_is_made_with():
+    edges = sorted((a, b) for a, b in SmallWorldGraph(9, seed=7).edges if a < b)
+    assert edges == [
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (0, 7),
+        (1, 3),
+        (1, 4),
+        (1, 5),
+        (1, 6),
+        (1, 8),
+        (2, 3),
+        (2, 5),
+        (2, 6),
+        (3, 4),
+        (3, 8),
+        (4, 6),
+        (5, 6),
+        (6, 8),
+        (7, 8),
+    ]
+
+
+def test_another_seed_makes_another_small_world():
+    assert not IsTopologyEquivalent(SmallWorldGraph(20, seed=1), SmallWorldGraph(20, seed=2))
 
 
 def test_a_small_world_that_is_not_rewired_is_a_ring_of_near_neighbours():

@@ -17,6 +17,9 @@ from .messages import Step as Step
 from .messages import rounds_of as rounds_of
 from .network_model import Link as Link
 from .network_model import Network as Network
+from .networks import StackedModel as StackedModel
+from .networks import loss_of as loss_of
+from .pace import Pace as Pace
 from .simulate import Timeline as Timeline
 from .simulate import simulate as simulate
 from .stacked import StackedFleet as StackedFleet

@@ -49,17 +49,16 @@ def fit_link(observations: Sequence[Observation]) -> Link:
     columns = {"bandwidth": degree * nbytes, "latency": np.ones_like(degree)}
     if len(set(degree.tolist())) > 1:
         columns["overhead"] = degree
-    best, least = None, math.inf
-    # At most one optional unknown can be at its bound of zero without the other: trying all subsets is exact.
-    for count in range(len(columns)):
-        for left_out in itertools.combinations([name for name in columns if name != "bandwidth"], count):
-            names = [name for name in columns if name not in left_out]
+    best: dict[str, float] = {}
+    least = math.inf
+    # None may be negative. The best such fit is the plain one of those that are not zero, so trying all sets is exact.
+    for count in range(1, len(columns) + 1):
+        for names in itertools.combinations(columns, count):
             shares = np.stack([columns[name] / seconds for name in names], axis=1)
             found, *_ = np.linalg.lstsq(shares, np.ones_like(seconds), rcond=None)
             error = float(((shares @ found - 1) ** 2).sum())
-            values = dict(zip(names, found.tolist(), strict=True))
-            if min(values.values()) >= 0 and values["bandwidth"] > 0 and error < least:
-                best, least = values, error
-    if best is None:
+            if found.min() >= 0 and error < least:
+                best, least = dict(zip(names, found.tolist(), strict=True)), error
+    if not best.get("bandwidth"):
         raise ValueError("longer messages did not take longer. Measure larger ones, or on a quieter machine.")
     return Link(best.get("latency", 0.0), 1 / best["bandwidth"], best.get("overhead", 0.0))

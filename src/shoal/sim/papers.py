@@ -1,261 +1,275 @@
 """What the network model says of clusters that papers report on, beside what they report.
 
-``python -m shoal.sim.papers`` prints three tables: the BlueFog paper's figure 12 (arXiv:2111.04287), Ring-Star's
-cluster (doi 10.1007/978-3-030-43823-4_28), and Horovod on all of Summit (Romero et al., NSDI 2022). What a paper does
-not say is an :class:`Assumption` with its source, and is printed with the table that rests on it.
+``python -m shoal.sim.papers`` prints a page, Markdown: figures from :mod:`~shoal.sim.clusters`, and the tables of costs
+that papers print (:mod:`shoal.topology.paper_tables`). Every assumption stands beside the table that rests on it, and
+where the model and a paper differ the page says so. docs/topologies/papers.md is this page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterable, Sequence
 
-import numpy as np
+from ..topology.paper_tables import bluefog_table, busiest_node_table, ring_star_table
+from ..topology.protocols import Counted
+from . import clusters
+from .clusters import Assumption, Figure12
+from .units import format_seconds
 
-from ..topology.inner_outer import InnerOuterExponential
-from ..topology.one_peer import OnePeerExponential
-from .allreduce import hierarchical, ring_allreduce, tree_allreduce
-from .messages import Messages, Step, messages_of_round, rounds_of
-from .network_model import Link, Network
-from .simulate import simulate
+FIGURE_12_SIZES = (4, 8, 16, 32, 64, 128)
+RING_STAR_SIZES = (16, 32, 64)
+SUMMIT_SIZE = 27_600
+SUMMIT_SHARE = 0.93
+_SYNCHRONOUS_SHARE = 0.60
+"""Of Kurth et al. 2018 on Summit without gradient lag, as the Horovod paper quotes it; above 0.90 with it."""
 
-GBIT = 1.25e8
-FLOAT = 4
+_WIDTH = 120
+_AGENTS, _GROUP, _DEGREE = 64, 8, 2
+_NETWORK = {"nbytes": 100e6, "latency": 50e-6, "bandwidth": 1.25e9}
 
-
-@dataclass(frozen=True)
-class Assumption:
-    """A number that a paper does not give.
-
-    Attributes:
-        what: it is.
-        value: with its unit.
-        source: where it is from.
-    """
-
-    what: str
-    value: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model in training on one GPU.
-
-    Attributes:
-        name: of the model.
-        parameters: how many, as the paper says.
-        compute: seconds of a step on one GPU alone: an assumption.
-        source: of `compute`.
-    """
-
-    name: str
-    parameters: float
-    compute: float
-    source: str
-
-    @property
-    def nbytes(self) -> float:
-        return FLOAT * self.parameters
-
-
-BACKWARD = 2 / 3
-"""Share of a step after which back-propagation has begun to hand out gradients: twice the work of the forward pass."""
-
-RESNET_50 = Workload(
-    "ResNet-50", 25.6e6, 64 / 367, "batch 64 (BlueFog's README); 367 images/s, V100 16 GB, FP32, NVIDIA's examples"
-)
-VGG_16 = Workload(
-    "VGG-16", 138e6, 64 / (16 / 0.0835), "batch 64 as for ResNet-50; 83.5 ms for 16, V100 on AWS, u39kun's benchmark"
-)
-BERT_LARGE = Workload(
-    "BERT-large", 345e6, 2 / 5.48, "batch 2, all that fits; 5.48 sentences/s, V100 16 GB, FP32, NVIDIA's examples"
-)
-FIGURE_12 = (RESNET_50, VGG_16, BERT_LARGE)
-
-FIGURE_12_ASSUMPTIONS = (
-    *(Assumption(f"{one.name}: a step on one GPU", f"{1e3 * one.compute:.0f} ms", one.source) for one in FIGURE_12),
-    Assumption("share of a step that is back-propagation", "2/3", "twice the work of the forward pass"),
-    Assumption("NVLink, per GPU and direction", "150 GB/s", "six links of 25 GB/s, NVIDIA's V100 data sheet"),
-    Assumption("latency between machines, and inside", "50 us and 10 us", "TCP and NVLink, orders of magnitude"),
-    Assumption("one TCP connection, second network only", "10 Gbit/s", "AWS: EC2 instance network bandwidth"),
+_INTRODUCTION = (
+    "# What papers report, and what the model says",
+    "Printed by `python -m shoal.sim.papers`; a test checks that this page is what it prints. The model is that of "
+    "[network-model.md](../network-model.md). A prediction rests on the assumptions under its table: numbers that the "
+    "paper does not give.",
 )
 
 
-def figure_12_network(size: int, flow: Link | None = None) -> Network:
-    """AWS p3.16xlarge: 8 V100 a machine behind NVLink, 25 Gbit/s between machines.
+def page() -> str:
+    """The whole page; it takes some seconds."""
+    return text([*_INTRODUCTION, *figure_12(), *ring_star(), *summit(), *cost_tables()])
 
-    Args:
-        size: number of GPUs.
-        flow: what one connection gets at most.
-    """
-    return Network(
-        size, Link(50e-6, 25 * GBIT), min(8, size), Link(10e-6, 150e9), flow=flow if flow is not None else Link()
+
+def text(parts: Iterable[str]) -> str:
+    """Paragraphs, tables and lists as Markdown; paragraphs are wrapped."""
+    return (
+        "\n\n".join(part if "\n" in part else textwrap.fill(part, _WIDTH, break_on_hyphens=False) for part in parts)
+        + "\n"
     )
 
 
-AWS_FLOW = Link(bandwidth=10 * GBIT)
-
-
-def _horovod(network: Network, nbytes: float, steps: int) -> list[Step]:
-    return [ring_allreduce(network.size, nbytes)] * steps
-
-
-def _neighbors(network: Network, nbytes: float, steps: int) -> list[Step]:
-    return list(rounds_of(InnerOuterExponential(network.size, network.agents_per_machine), nbytes, steps))
-
-
-def _leaders(network: Network, nbytes: float, steps: int) -> list[Step]:
-    """BlueFog's hierarchical form: machines average inside, and their first agents exchange whole tensors."""
-    local = network.agents_per_machine
-    if network.machines == 1:
-        return _neighbors(network, nbytes, steps)
-    (inside, *_) = hierarchical(network.machines, local, nbytes, [])
-    first = np.arange(network.machines) * local
-    others = np.setdiff1d(np.arange(network.size), first)
-    scatter = Messages.of(others // local * local, others, nbytes / local)
-    between = OnePeerExponential(network.machines)
-    hops = [messages_of_round(between, turn, nbytes) for turn in range(between.period or 1)]
-    leaving = [Messages.of(hop.source * local, hop.destination * local, nbytes) for hop in hops]
-    cycle = [[inside, inside, hop, scatter, inside] for hop in leaving]
-    return [cycle[number % len(cycle)] for number in range(steps)]
-
-
-@dataclass(frozen=True)
-class Style:
-    """A way to train: its exchanges, and the share of a step in which they run beside the computation."""
-
-    name: str
-    steps: Callable[[Network, float, int], list[Step]]
-    overlap: float
-
-
-STYLES = (
-    Style("Horovod, ring all-reduce", _horovod, BACKWARD),
-    Style("BlueFog ATC", _neighbors, BACKWARD),
-    Style("BlueFog AWC", _neighbors, 1.0),
-    Style("BlueFog H-ATC", _leaders, BACKWARD),
-    Style("BlueFog H-AWC", _leaders, 1.0),
-)
-
-
-def efficiency(network: Network, workload: Workload, style: Style) -> float:
-    """Throughput per GPU as a share of that of one GPU alone, after all have settled."""
-    # A period of the inner-outer graph for 16 machines of 8 is 8, and the waiting spreads within another.
-    settle, count = (2, 4) if style.steps is _horovod else (16, 48)
-    steps = style.steps(network, workload.nbytes, count)
-    timeline = simulate(network, steps, workload.compute, overlap=style.overlap)
-    return workload.compute / timeline.seconds_per_step(skip=settle)
-
-
-@dataclass(frozen=True)
-class Figure12:
-    """One model at one number of GPUs: the efficiency of each style, by its name."""
-
-    workload: Workload
-    size: int
-    efficiency: dict[str, float]
-
-    @property
-    def speedup(self) -> tuple[float, float]:
-        """The slowest and the fastest of BlueFog's styles over Horovod."""
-        ours = [value for name, value in self.efficiency.items() if name.startswith("BlueFog")]
-        return min(ours) / self.efficiency[STYLES[0].name], max(ours) / self.efficiency[STYLES[0].name]
-
-
-def figure_12(size: int, flow: Link | None = None) -> list[Figure12]:
-    """The three models of figure 12 on so many GPUs."""
-    network = figure_12_network(size, flow)
+def figure_12(sizes: Sequence[int] = FIGURE_12_SIZES) -> list[str]:
+    """BlueFog's figure 12: throughput of a GPU as a share of one alone."""
+    plain = {size: clusters.figure_12(size) for size in sizes}
+    limited = clusters.figure_12(sizes[-1], clusters.AWS_FLOW)
+    names = [style.name for style in clusters.STYLES]
+    rows = [
+        [one.workload.name, f"{size}", *(_share(one.efficiency[name]) for name in names), _speedup(one)]
+        for index, _ in enumerate(clusters.FIGURE_12)
+        for size, found in plain.items()
+        for one in [found[index]]
+    ]
+    last = zip(plain[sizes[-1]], limited, strict=True)
     return [
-        Figure12(workload, size, {style.name: efficiency(network, workload, style) for style in STYLES})
-        for workload in FIGURE_12
+        "## BlueFog's figure 12: ResNet-50, VGG-16 and BERT-large on 4 to 128 GPUs",
+        "The throughput of a GPU as a share of that of one GPU alone, eight GPUs a machine and 25 Gbit/s between "
+        "machines; and how much faster BlueFog's slowest and fastest styles are than Horovod.",
+        _table(["model", "GPUs", *names, "speed-up"], rows, right=1),
+        f"The paper reports of {sizes[-1]} GPUs, and the model says of the network above, and of one in which a "
+        "connection gets 10 Gbit/s at most:",
+        _table(
+            ["", "the paper", "25 Gbit/s", "10 Gbit/s a connection"],
+            [
+                [
+                    f"{one.workload.name}, BlueFog's share",
+                    "over 0.95" if one.workload is clusters.RESNET_50 else "0.50 to 0.60",
+                    _range(one),
+                    _range(other),
+                ]
+                for one, other in last
+            ]
+            + [
+                [
+                    "speed-up over Horovod",
+                    "1.2 to 1.8",
+                    _speedups(plain[sizes[-1]]),
+                    _speedups(limited),
+                ]
+            ],
+        ),
+        "**Where they differ.** ResNet-50 agrees with the paper's share. Of VGG-16 the paper has about half and the "
+        "model all on the full network, where its steps are long enough to hide a model that goes once through the "
+        "card. BERT-large comes out at the paper's share or above it on the full network, and in the hierarchical "
+        "styles below it where a connection gets 10 Gbit/s: the paper lies between the two networks. The speed-up over "
+        "Horovod comes out larger than the paper's for BERT-large. On the full network the model sees none for "
+        "ResNet-50, as all of its messages hide behind back-propagation; the paper says that BlueFog is always faster. "
+        "Not in the model: copies between GPU and host, the negotiation that comes before every operation, tensors "
+        "that are sent one by one, and all-reduces over several connections at once.",
+        _assumptions(clusters.FIGURE_12_ASSUMPTIONS),
     ]
 
 
-RING_STAR_MODELS = {"ResNet-20": 1e6, "VGG-16 (CIFAR)": 60e6, "WideResNet-28-10": 146e6}
-"""Bytes, the paper's table 2. DenseNet-40-12 has those of ResNet-20."""
-RING_STAR_ASSUMPTIONS = (
-    Assumption("latency between nodes", "100 us", "TCP inside one zone of a cloud, order of magnitude"),
-    Assumption("latency and bandwidth inside a node", "10 us, 12 GB/s", "mpi4py through the host: PCIe 3.0 x16"),
-)
+def ring_star(sizes: Sequence[int] = RING_STAR_SIZES) -> list[str]:
+    """Ring-Star's cluster: seconds of one averaging."""
+    rows = []
+    for name, nbytes in clusters.RING_STAR_MODELS.items():
+        for size in sizes:
+            played = list(clusters.ring_star_seconds(size, nbytes).values())
+            printed = list(clusters.ring_star_formulas(size, nbytes).values())
+            cells = (
+                f"{format_seconds(model)} ({format_seconds(paper)})"
+                for model, paper in zip(played, printed, strict=True)
+            )
+            rows.append([f"{name}, {nbytes / 1e6:g} MB", f"{size}", *cells])
+    return [
+        "## Ring-Star's cluster: 16 to 64 workers, four GPUs a node, 10 Gbit/s between nodes",
+        "One averaging as the model plays it and, in brackets, by the formula of the paper's table 1. Groups are of "
+        "four, as in the paper: a delegate a node.",
+        _table(["model", "workers", "Allreduce", "Ring", "RingRandom", "Ring-Star"], rows, right=1),
+        "The paper reports no seconds. Its figure 3 and text say that all-reduce takes the most time, that Ring and "
+        "RingRandom take little, and that Ring-Star takes about as little as they do.",
+        "**Where they differ.** For models of 1 MB the model says the same of all-reduce from 32 workers on: latencies "
+        "are most of it. For larger models it does not. There the bytes count, and a ring all-reduce sends no more of "
+        "them through a node's card than the ring does; RingRandom is the slowest, as four workers share a card, and "
+        "Ring-Star pays for collecting models inside the node, which the formula leaves out. The paper ran mpi4py and "
+        "does not say which all-reduce its MPI chose, or how long a step was.",
+        _assumptions(clusters.RING_STAR_ASSUMPTIONS),
+    ]
 
 
-def ring_star_network(size: int) -> Network:
-    """Google's n1-standard-64: 4 P100 a node, 10 Gbit/s between nodes."""
-    return Network(size, Link(100e-6, 10 * GBIT), 4, Link(10e-6, 12e9))
+def summit(size: int = SUMMIT_SIZE) -> list[str]:
+    """Horovod on all of Summit."""
+    rows = []
+    for kind, seconds in clusters.summit_allreduces(size).items():
+        needs = [
+            format_seconds(clusters.compute_for(seconds, SUMMIT_SHARE, overlap)) for overlap in (clusters.BACKWARD, 0.0)
+        ]
+        synchronous = clusters.compute_for(seconds, _SYNCHRONOUS_SHARE, 0.0)
+        lagged = clusters.exposed(seconds, synchronous, 0.0, lag=1)
+        rows.append([kind, format_seconds(seconds), *needs, format_seconds(seconds), _share(lagged)])
+    return [
+        f"## Horovod on Summit: {size:,} GPUs, 880 MB a GPU",
+        "Six GPUs a node, 50 GB/s inside and 23 GB/s between. An all-reduce of the gradients, how long a step must at "
+        f"least compute for the {SUMMIT_SHARE} that the paper reports, and what gradient lag would change.",
+        _table(
+            [
+                "all-reduce",
+                "takes",
+                f"{SUMMIT_SHARE} needs steps of, gradients sent during back-propagation",
+                "and after it",
+                "with lag all is hidden by steps of",
+                f"lag on steps that have {_SYNCHRONOUS_SHARE:.2f} without",
+            ],
+            rows,
+            right=1,
+        ),
+        f"**What can be said.** The paper does not give the length of a step, so the model cannot predict its "
+        f"{SUMMIT_SHARE}. It says which steps have it: some tenths of a second if gradients are sent while others are "
+        "computed, as Horovod does, and seconds if not. Kurth et al. 2018, whom the paper quotes, had about "
+        f"{_SYNCHRONOUS_SHARE:.2f} without gradient lag and above 0.90 with it: by the model, lag hides the whole "
+        "all-reduce of steps that have as much without. Not in the model: stragglers, links that other jobs share, and "
+        "Horovod's coordination, which is what the paper is about.",
+        _assumptions(clusters.SUMMIT_ASSUMPTIONS),
+    ]
 
 
-def ring_star_steps(size: int, nbytes: float) -> dict[str, list[Step]]:
-    """One averaging step of each of the paper's topologies; several for the random one, which differ."""
-    from ..topology.one_peer import RingRandom
-
-    machines, local = size // 4, 4
-    first = np.arange(machines) * local
-    others = np.setdiff1d(np.arange(size), first)
-    up = Messages.of(others, others // local * local, nbytes)
-    around = Messages.of(np.tile(first, 2), np.concatenate([np.roll(first, -1), np.roll(first, 1)]), nbytes)
-    down = Messages.of(up.destination, up.source, nbytes)
-    hops = np.arange(size)
-    ring = Messages.of(np.tile(hops, 2), np.concatenate([np.roll(hops, -1), np.roll(hops, 1)]), nbytes)
-    return {
-        "Allreduce": [ring_allreduce(size, nbytes)],
-        "Ring": [[ring]],
-        "RingRandom": list(rounds_of(RingRandom(size), nbytes, 16)),
-        f"Ring-Star [{machines} x {local}]": [[up, around, down]],
-    }
-
-
-def ring_star_seconds(size: int, nbytes: float) -> dict[str, float]:
-    """Of one averaging step, by topology."""
-    network = ring_star_network(size)
-    return {name: simulate(network, steps).seconds_per_step() for name, steps in ring_star_steps(size, nbytes).items()}
-
-
-def ring_star_formulas(size: int, nbytes: float) -> dict[str, float]:
-    """The paper's table 1 in the same setting: handshakes times alpha, plus two tensors at the card's rate."""
-    alpha, beta, local = 100e-6, 1 / (10 * GBIT), 4
-    handshakes = {"Allreduce": 2 * (size - 1), "Ring": 2, "RingRandom": 2, "Ring-Star": 2 * (local - 1) + 2}
-    return {name: count * alpha + 2 * nbytes * beta for name, count in handshakes.items()}
-
-
-SUMMIT_BYTES = 880e6
-SUMMIT_CHUNKS = 64
-SUMMIT_ASSUMPTIONS = (
-    Assumption("latency inside a node, and between", "5 us and 5 us", "NVLink and EDR InfiniBand, orders of magnitude"),
-    Assumption("pieces that half a tensor is cut into for the trees", f"{SUMMIT_CHUNKS}", "some 7 MB each"),
-    Assumption("share of a step that is back-propagation", "2/3", "twice the work of the forward pass"),
-)
-
-
-def summit_network(size: int) -> Network:
-    """Summit: 6 V100 a node, 50 GB/s inside and 23 GB/s between."""
-    return Network(size, Link(5e-6, 23e9), 6, Link(5e-6, 50e9))
-
-
-def summit_allreduces(size: int) -> dict[str, float]:
-    """Seconds of an all-reduce of 880 MB among so many GPUs, six a node, by its kind."""
-    network, nodes = summit_network(size), size // 6
-    # The shares of the six GPUs of a node go the same ways at the same time: one for the six makes the same load.
-    trees = simulate(Network(nodes, network.between), [tree_allreduce(nodes, SUMMIT_BYTES, SUMMIT_CHUNKS)])
-    inside = simulate(Network(6, network.between, 6, network.inside), [hierarchical(1, 6, SUMMIT_BYTES, [])])
-    # Every exchange of a ring is like the next: two are played, the second in step with the first.
-    ring = simulate(network, [[one] for one in ring_allreduce(size, SUMMIT_BYTES)[:2]])
-    return {
-        "shares inside nodes, two trees between": inside.seconds + trees.seconds,
-        "one ring of all GPUs": 2 * (size - 1) * ring.seconds_per_step(),
-    }
-
-
-def exposed(reduce_seconds: float, compute: float, overlap: float, lag: int = 0) -> float:
-    """Efficiency of a step that computes, and all-reduces beside the last share `overlap` of the computation.
-
-    With a lag the all-reduce has all of the next step, too, and only its length counts.
-    """
-    if lag:
-        return compute / max(compute, reduce_seconds)
-    return compute / max(compute, compute * (1 - overlap) + reduce_seconds)
+def cost_tables() -> list[str]:
+    """The tables of costs that papers print, with what one counts beside them."""
+    millions = _NETWORK["nbytes"] / 1e6
+    setting = f"{millions:g} MB, {format_seconds(_NETWORK['latency'])} and 10 Gbit/s"
+    counted = ["messages", "MB"]
+    printed = ring_star_table(_AGENTS, _GROUP, **_NETWORK)
+    primitives = bluefog_table(_AGENTS, **_NETWORK)
+    busiest = busiest_node_table(_AGENTS, _DEGREE, nbytes=_NETWORK["nbytes"])
+    return [
+        "## Tables of costs that papers print",
+        "Formulas to the letter. Beside them what passes the busiest node, sent or received, when the messages of one "
+        f"averaging are written down one by one; seconds are the formula's, for {setting}.",
+        f"**The BlueFog paper's table I**, {_AGENTS} nodes.",
+        _table(
+            ["primitive", "cost", "seconds", "averaging", "needs", *counted, ""],
+            [
+                [
+                    row.primitive,
+                    row.formula,
+                    format_seconds(row.seconds),
+                    row.averaging,
+                    row.needs,
+                    f"{row.counted.messages}",
+                    _megabytes(row.counted),
+                    row.note,
+                ]
+                for row in primitives
+            ],
+        ),
+        f"**BAGUA's table of the busiest node**, {_AGENTS} nodes and d = {_DEGREE}.",
+        _table(
+            ["pattern", "latency", "bandwidth", "steps", *counted, ""],
+            [
+                [
+                    row.pattern,
+                    row.latency,
+                    row.bandwidth,
+                    f"{row.counted.steps}",
+                    f"{row.counted.messages}",
+                    _megabytes(row.counted),
+                    row.note,
+                ]
+                for row in busiest
+            ],
+        ),
+        f"**The Ring-Star paper's table 1**, V = {_AGENTS} workers in groups of L = {_GROUP}, G = V / L.",
+        _table(
+            ["topology", "averaging", "cost", "seconds", "age", *counted, "counted age", ""],
+            [
+                [
+                    row.topology,
+                    row.averaging,
+                    row.formula,
+                    format_seconds(row.seconds),
+                    row.age,
+                    "" if row.counted is None else f"{row.counted.messages}",
+                    "" if row.counted is None else _megabytes(row.counted),
+                    "" if row.counted_age is None else f"{row.counted_age:.3g}",
+                    row.note,
+                ]
+                for row in printed
+            ],
+        ),
+    ]
 
 
-def compute_for(reduce_seconds: float, share: float, overlap: float) -> float:
-    """How long a step's computation must be, at least, for an efficiency of `share`."""
-    return reduce_seconds / (1 / share - (1 - overlap))
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], right: int | None = None) -> str:
+    """A table; columns from number `right` on are aligned to the right."""
+    rules = ["---:" if right is not None and index >= right else "---" for index in range(len(head))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rules, *rows])
+
+
+def _assumptions(made: Iterable[Assumption]) -> str:
+    lines = [f"- {one.what}{f': {one.value}' if one.value else ''} ({one.source})" for one in made]
+    return "\n".join(["Assumptions:", "", *lines])
+
+
+def _megabytes(counted: Counted) -> str:
+    megabytes = counted.bytes / 1e6
+    return f"{megabytes:,.0f}" if megabytes >= 100 else f"{megabytes:.3g}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _speedup(one: Figure12) -> str:
+    return _between(*one.speedup)
+
+
+def _speedups(found: Sequence[Figure12]) -> str:
+    return _between(min(one.speedup[0] for one in found), max(one.speedup[1] for one in found))
+
+
+def _range(one: Figure12) -> str:
+    ours = [share for name, share in one.efficiency.items() if name.startswith("BlueFog")]
+    return _between(min(ours), max(ours))
+
+
+def _between(low: float, high: float) -> str:
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+
+
+def main() -> None:
+    """Print the page."""
+    print(page(), end="")
+
+
+if __name__ == "__main__":
+    main()

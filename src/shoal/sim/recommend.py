@@ -121,8 +121,8 @@ def recommend(network: Network, nbytes: float, error: float = 1e-3) -> Recommend
             passed_over[way.name] = "for so many agents it is an all-reduce of all in every round"
         else:
             found.append(one)
-    # Of those that are equally fast, the catalog's order puts the plainest first.
-    found.sort(key=lambda one: (_digits(one.seconds), _digits(one.seconds_per_round)))
+    # Of those that are equally fast, exact ones come first, and of these the plainest, in the catalog's order.
+    found.sort(key=lambda one: (_digits(one.seconds), not one.exact))
     told = tuple(replace(one, why=_why(one) + _fault(one, found[0])) for one in found)
     return Recommendation(network, nbytes, error, told, passed_over)
 

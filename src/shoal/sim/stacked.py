@@ -1,34 +1,35 @@
 """A fleet of agents as the rows of one tensor: thousands of them in one process, on a CPU or a GPU.
 
-Averaging with the neighbours is then one operation on ``[n, d]``. Topologies in which every agent looks alike (rings,
-exponential graphs, one peer at a time) mix by slices, block by block, so that a block stays in the cache; all others by
-a sparse product.
+Averaging with the neighbours is then one operation on ``[n, d]``; which one, :mod:`~shoal.sim.products` chooses.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import networkx as nx
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from ..algorithms.algorithm import Algorithm, Gradient
 from ..algorithms.mix import Everybody, Machine, Mix
 from ..algorithms.needs import check
 from ..algorithms.run import Measure, Run, steps_of
-from ..algorithms.weights import Rounds, RoundWeights, Weights
-from ..topology.schedule import Schedule
+from ..algorithms.weights import Form, Ranks, Rounds
+from ..topology.schedule import Schedule, as_schedule
 from ..transport.memory import ResultPool
+from .network_model import Network
+from .pace import Pace, Said
+from .products import product
 
-Product = Callable[[torch.Tensor, torch.Tensor], None]
-"""Writes ``W x`` to its first argument."""
+T = TypeVar("T")
 
-_BLOCK_BYTES = 1 << 20
-_MOST_HOPS = 64
-_KEPT_ROUNDS = 64
+_KEPT = 256
+_KEPT_WITHOUT_PERIOD = 8
+_LEAST_POOL = 1 << 28
 
 
 class StackedMix(Mix):
@@ -38,17 +39,32 @@ class StackedMix(Mix):
         topology: A graph with its weights, or a schedule.
         seed: Of the algorithm's random numbers.
         agents_per_machine: Who is together in the group ``"machine"``: the first so many ranks, and so on.
+        pace: Tells :attr:`seconds`.
     """
 
-    def __init__(self, topology: nx.Graph | Schedule, seed: int = 0, agents_per_machine: int = 1) -> None:
+    def __init__(
+        self,
+        topology: nx.Graph | Schedule,
+        seed: int = 0,
+        agents_per_machine: int = 1,
+        pace: Pace | None = None,
+    ) -> None:
         super().__init__(seed)
         self._rounds = Rounds(topology)
         self.size = self._rounds.size
         self._per_machine = agents_per_machine
-        self._products: OrderedDict[tuple[int, str, torch.dtype, torch.device], Product] = OrderedDict()
-        self._pool = ResultPool()
+        self._pace = pace
+        self.seconds = None if pace is None else 0.0
+        self._said: list[Said] = []
+        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._pool, self._pool_for = ResultPool(), 0
 
-    def __call__(self, x: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+    def end(self) -> None:
+        if self._pace is not None and self.seconds is not None:
+            self.seconds += self._pace.seconds(self.round, tuple(self._said))
+        self._said.clear()
+
+    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
         return self._weigh("mix", x, nbytes)
 
     def pull(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,118 +73,88 @@ class StackedMix(Mix):
     def push(self, x: torch.Tensor) -> torch.Tensor:
         return self._weigh("push", x, None)
 
-    def _weigh(self, form: str, x: torch.Tensor, nbytes: int | None) -> torch.Tensor:
-        self._check(x)
+    def _weigh(self, form: Form, x: torch.Tensor, nbytes: int | torch.Tensor | None) -> torch.Tensor:
+        self.check(x)
         weights = self._rounds[self.round]
-        messages = len(weights.own) - int(weights.own.sum())
-        self.sent += messages * (x[0].nbytes if nbytes is None else nbytes)
+        each = x[0].nbytes if nbytes is None else nbytes
+        if isinstance(each, torch.Tensor):
+            sent = int((torch.as_tensor(weights.sends) * each.view(-1).cpu()).sum())
+            self._note(Said("neighbours", int(each.max())), sent)
+        else:
+            self._note(Said("neighbours", each), weights.messages * each)
         x = x.contiguous()
-        out = self._pool.empty(tuple(x.shape), x.dtype) if x.is_cpu else torch.empty_like(x)
-        self._product(form, x)(out, x)
+        multiply = self._once((form, x.dtype, x.device), lambda: product(weights, form, x.dtype, x.device))
+        out = self._empty_like(x)
+        multiply(out, x)
         return out
 
-    def _product(self, form: str, x: torch.Tensor) -> Product:
-        key = self._rounds.turn(self.round), form, x.dtype, x.device
-        if key not in self._products:
-            weights = self._rounds[self.round]
-            self._products[key] = product(weights, getattr(weights, form), x.dtype, x.device)
-            if len(self._products) > _KEPT_ROUNDS:
-                self._products.popitem(last=False)
-        return self._products[key]
-
     def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
-        self._check(x)
-        self.sent += x.nbytes
+        self.check(x)
         if group == Everybody:
+            self._note(Said("all", x[0].nbytes), x.nbytes)
             return x.mean(0, keepdim=True).expand_as(x).contiguous()
         if group != Machine:
             raise ValueError(f"group={group!r}: pass {Everybody!r} or {Machine!r}")
+        self._note(Said("machine", x[0].nbytes), x.nbytes)
         rows = x.view(-1, self._per_machine, *x.shape[1:])
         return rows.mean(1, keepdim=True).expand_as(rows).reshape(x.shape)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        here, _ = self._rounds[self.round].neighbours
-        return x[torch.from_numpy(here).to(x.device)]
+        return x[self._here(x.device)]
 
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
-        here, _ = self._rounds[self.round].neighbours
         out = messages.new_zeros((self.size, *messages.shape[1:]))
-        return out.index_add_(0, torch.from_numpy(here).to(messages.device), messages)
+        return out.index_add_(0, self._here(messages.device), messages)
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
-        reverse = torch.from_numpy(self._rounds[self.round].reverse).to(messages.device)
-        self.sent += messages.nbytes if nbytes is None else nbytes * len(messages)
-        return messages[reverse]
+        each = messages[:1].nbytes if nbytes is None else nbytes
+        self._note(Said("neighbours", each), each * len(messages))
+        return messages[self._ranks("reverse", messages.device, lambda: self._rounds[self.round].reverse)]
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
         here, there = self._rounds[self.round].neighbours
         return torch.from_numpy(np.sign(there - here)).to(like.device, like.dtype).unsqueeze(1)
 
+    def _here(self, device: torch.device) -> torch.Tensor:
+        """The agent that each row of messages belongs to, int64 [links]."""
+        return self._ranks("here", device, lambda: self._rounds[self.round].neighbours[0])
+
+    def _ranks(self, name: str, device: torch.device, make: Callable[[], Ranks]) -> torch.Tensor:
+        return self._once((name, device), lambda: torch.from_numpy(make()).to(device))
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Something that depends on the round's edges only, made when it is first asked for."""
+        key = self._rounds.turn(self.round), key
+        if key not in self._kept:
+            most = _KEPT_WITHOUT_PERIOD if self._rounds.schedule.period is None else _KEPT
+            while len(self._kept) >= most:
+                self._kept.popitem(last=False)
+            self._kept[key] = make()
+        found: T = self._kept[key]
+        return found
+
+    def _note(self, said: Said, sent: int) -> None:
+        self.exchanges += 1
+        self.sent += sent
+        if self._pace is not None:
+            self._said.append(said)
+
+    def _empty_like(self, x: torch.Tensor) -> torch.Tensor:
+        """Memory that was written to before, if there is some: fresh pages cost more than mixing."""
+        if not x.is_cpu:
+            return torch.empty_like(x)
+        if x.nbytes > self._pool_for:
+            self._pool_for = x.nbytes
+            self._pool = ResultPool(max(_LEAST_POOL, 4 * x.nbytes))
+        return self._pool.empty(tuple(x.shape), x.dtype)
+
     def _agents(self, like: torch.Tensor) -> torch.Tensor:
         return torch.arange(self.size, device=like.device).unsqueeze(1)
 
-    def _check(self, x: torch.Tensor) -> None:
+    def check(self, x: torch.Tensor) -> None:
+        """Raise ValueError if it has no row for each agent."""
         if x.dim() < 2 or len(x) != self.size:
             raise ValueError(f"a tensor of shape {list(x.shape)}: a fleet of {self.size} agents has [{self.size}, d]")
-
-
-def product(weights: RoundWeights, values: Weights, dtype: torch.dtype, device: torch.device) -> Product:
-    """The fastest way to multiply by the sparse matrix of a round, with these weights on its edges."""
-    shares = _shares(weights, values)
-    if shares is not None:
-        return lambda out, x: _shift(out, x, shares)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch calls its sparse layouts a beta
-        rows = np.concatenate([[0], np.cumsum(np.bincount(weights.destination, minlength=weights.size))])
-        matrix = torch.sparse_csr_tensor(
-            torch.from_numpy(rows),
-            torch.from_numpy(weights.source.copy()),
-            torch.from_numpy(values.copy()).to(dtype),
-            (weights.size, weights.size),
-            device=device,
-        )
-
-    def multiply(out: torch.Tensor, x: torch.Tensor) -> None:
-        torch.mm(matrix, x.reshape(len(x), -1), out=out.view(len(x), -1))
-
-    return multiply
-
-
-def _shares(weights: RoundWeights, values: Weights) -> dict[int, float] | None:
-    """{hop: weight} where every agent weighs the one so many ranks behind it alike; None where they differ."""
-    hops = (weights.destination - weights.source) % weights.size
-    distinct, first, counts = np.unique(hops, return_index=True, return_counts=True)
-    if len(distinct) > _MOST_HOPS or (counts != weights.size).any():
-        return None
-    found = values[first]
-    if not np.array_equal(values, found[np.searchsorted(distinct, hops)]):
-        return None
-    return dict(zip(distinct.tolist(), found.tolist(), strict=True))
-
-
-def _shift(out: torch.Tensor, x: torch.Tensor, shares: dict[int, float]) -> None:
-    """``out[i] = sum over hops of share x[i - hop]``, block by block."""
-    size = len(x)
-    rows = max(1, _BLOCK_BYTES // max(1, x[0].nbytes))
-    for begin in range(0, size, rows):
-        end = min(begin + rows, size)
-        block, fresh = out[begin:end], True
-        for hop, weight in shares.items():
-            for target, source in _pieces(block, x, (begin - hop) % size):
-                if fresh:
-                    torch.mul(source, weight, out=target)
-                else:
-                    target.add_(source, alpha=weight)
-            fresh = False
-
-
-def _pieces(block: torch.Tensor, x: torch.Tensor, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The rows of ``x`` from ``start``, around the end, that go with the rows of ``block``."""
-    here = min(len(block), len(x) - start)
-    pieces = [(block[:here], x[start : start + here])]
-    if here < len(block):
-        pieces.append((block[here:], x[: len(block) - here]))
-    return pieces
 
 
 class StackedFleet:
@@ -181,8 +167,8 @@ class StackedFleet:
     """
 
     def __init__(self, topology: nx.Graph | Schedule, *, seed: int = 0, agents_per_machine: int = 1) -> None:
-        self.topology, self.seed, self.agents_per_machine = topology, seed, agents_per_machine
-        self.size = Rounds(topology).size
+        self.topology, self.seed, self.agents_per_machine = as_schedule(topology), seed, agents_per_machine
+        self.size = self.topology.size
         if agents_per_machine < 1 or self.size % agents_per_machine:
             raise ValueError(f"{self.size} agents do not fill machines of {agents_per_machine}")
 
@@ -197,6 +183,8 @@ class StackedFleet:
         every: int = 1,
         progress: bool = False,
         resume: Run | None = None,
+        network: Network | None = None,
+        compute: ArrayLike = 0.0,
     ) -> Run:
         """Take some steps of an algorithm on all agents.
 
@@ -209,16 +197,21 @@ class StackedFleet:
             measure: Takes the estimates ``[n, d]``, gives ``{name: figure}``; recorded before the first step, every
                 ``every`` steps, and after the last.
             every: How often to record.
-            progress: Show a bar.
+            progress: Show a bar on stderr, if that is a terminal or a notebook.
             resume: A run of this fleet to go on with.
+            network: Of as many agents: the records tell what the steps would have taken on it, as ``seconds``. See
+                :class:`~shoal.sim.pace.Pace` for what it takes into account.
+            compute: Seconds that an agent computes in a step on that network: one number, or one for each agent, [n].
 
         Raises:
             ValueError: A shape, or a mixing that is not what the algorithm needs; the message says which condition
                 fails and what to use instead.
         """
         check(type(algorithm).__name__, algorithm.needs, self.topology)
-        mix = StackedMix(self.topology, self.seed, self.agents_per_machine)
-        x = x.expand(self.size, -1) if x.dim() == 1 else x
+        pace = None if network is None else Pace(network, self.topology, compute, self.agents_per_machine)
+        mix = StackedMix(self.topology, self.seed, self.agents_per_machine, pace)
+        start = x.expand(self.size, -1) if x.dim() == 1 else x
+        mix.check(start)
         return steps_of(
-            algorithm, x, gradient, mix, steps, measure=measure, every=every, progress=progress, resume=resume
+            algorithm, start, gradient, mix, steps, measure=measure, every=every, progress=progress, resume=resume
         )

@@ -6,6 +6,11 @@ This package needs numpy and networkx only, and knows nothing of the rest of Sho
 """
 
 from . import registered as registered
+from .age import Age as Age
+from .age import age_matrix as age_matrix
+from .age import average_age as average_age
+from .analysis import Analysis as Analysis
+from .analysis import analyse as analyse
 from .base_graph import BaseGraph as BaseGraph
 from .base_graph import HyperHypercube as HyperHypercube
 from .base_graph import SimpleBaseGraph as SimpleBaseGraph
@@ -25,6 +30,14 @@ from .compose import Idle as Idle
 from .compose import Kronecker as Kronecker
 from .compose import between_machines as between_machines
 from .compose import inside_machines as inside_machines
+from .consensus import Rounds as Rounds
+from .consensus import exact_length as exact_length
+from .consensus import rounds_to as rounds_to
+from .cost import Traffic as Traffic
+from .cost import alpha_beta as alpha_beta
+from .cost import relative_gain as relative_gain
+from .cost import round_seconds as round_seconds
+from .cost import traffic as traffic
 from .drawing import draw as draw
 from .drawing import draw_rounds as draw_rounds
 from .dynamic import GetDynamicOnePeerSendRecvRanks as GetDynamicOnePeerSendRecvRanks
@@ -61,10 +74,14 @@ from .one_peer import OnePeerHypercube as OnePeerHypercube
 from .one_peer import RandomMatchings as RandomMatchings
 from .one_peer import RingRandom as RingRandom
 from .one_peer import ShiftOne as ShiftOne
+from .paper_tables import bluefog_table as bluefog_table
+from .paper_tables import busiest_node_table as busiest_node_table
+from .paper_tables import ring_star_table as ring_star_table
 from .ring_star import GatewayRingGraph as GatewayRingGraph
 from .ring_star import RingStar as RingStar
 from .ring_star import RingStarDelegates as RingStarDelegates
 from .ring_star import RingStarRandom as RingStarRandom
+from .schedule import AnyTopology as AnyTopology
 from .schedule import Clock as Clock
 from .schedule import Edges as Edges
 from .schedule import EdgeSchedule as EdgeSchedule
@@ -72,13 +89,16 @@ from .schedule import Schedule as Schedule
 from .schedule import Static as Static
 from .schedule import as_schedule as as_schedule
 from .small_world import SmallWorldGraph as SmallWorldGraph
+from .spectrum import Estimate as Estimate
+from .spectrum import gap_over_period as gap_over_period
+from .spectrum import smallest_eigenvalue as smallest_eigenvalue
+from .spectrum import spectral_gap as spectral_gap
 from .trees import ChainGraph as ChainGraph
 from .trees import SpanningTreeGraph as SpanningTreeGraph
 from .trees import TreeGraph as TreeGraph
 from .weights import Stochasticity as Stochasticity
-from .weights import classify as classify
 from .weights import mixing_matrix as mixing_matrix
-from .weights import spectral_gap as spectral_gap
 from .weights import with_metropolis_hastings_weights as with_metropolis_hastings_weights
 from .weights import with_uniform_weights as with_uniform_weights
 from .weights import with_weights as with_weights
+from .window import classify as classify

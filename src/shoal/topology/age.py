@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from math import inf, isinf, sqrt
 from typing import NamedTuple
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from ._edges import Ranks
 from .reach import Neighbours, is_connected, spread, unpack
-from .schedule import Schedule
+from .schedule import AnyTopology
 from .symmetry import Invariance, find_invariance
 from .window import SAMPLED_ROUNDS, Window
 
@@ -58,7 +57,7 @@ class Age:
         return f"{self.mean:.3g}" if self.error <= 5e-3 * self.mean else f"{self.mean:.3g} ± {self.error:.1g}"
 
 
-def average_age(topology: nx.Graph | Schedule) -> Age:
+def average_age(topology: AnyTopology) -> Age:
     """The mean of :func:`age_matrix` off its diagonal, for any number of agents; 0 for one agent, who has no pair.
 
     Exact where all agents are alike or at most :data:`ALL_SOURCES`, and the topology repeats; a sample otherwise.
@@ -70,7 +69,7 @@ def average_age(topology: nx.Graph | Schedule) -> Age:
     return age_of(window, find_invariance(window), is_connected(window))
 
 
-def age_matrix(topology: nx.Graph | Schedule) -> NDArray[np.float64]:
+def age_matrix(topology: AnyTopology) -> NDArray[np.float64]:
     """Rounds until what agent u contributes first reaches agent v, at [v, u], float64 [n, n], zero on the diagonal.
 
     Averaged over the round in which it leaves: over a period, or over the first 64 rounds of a topology that never

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import networkx as nx
+import numpy as np
 
 from . import cost
 from .age import Age, age_of
@@ -18,11 +18,11 @@ from .ceca import Ceca, CecaPairs
 from .consensus import Rounds, check_error, default_start, length_of, rounds_of
 from .cost import Traffic
 from .reach import is_connected
-from .schedule import Schedule
+from .schedule import AnyTopology
 from .spectrum import Estimate, gap_of, smallest_of
 from .symmetry import find_invariance
 from .weights import Stochasticity
-from .window import Vector, Window
+from .window import Round, Vector, Window
 
 DEFAULT_BYTES = 100_000_000
 """A model of 25 million float32 parameters, such as ResNet-50."""
@@ -97,7 +97,7 @@ class Analysis:
 
 
 def analyse(
-    topology: nx.Graph | Schedule,
+    topology: AnyTopology,
     *,
     agents_per_machine: int = 1,
     nbytes: float = DEFAULT_BYTES,
@@ -108,7 +108,7 @@ def analyse(
     """All of :class:`Analysis` for a graph or a schedule.
 
     Args:
-        topology: a graph with its weights, or a schedule.
+        topology: a graph with its weights, a mixing matrix, or a schedule.
         agents_per_machine: ranks 0 to m - 1 sit on the first machine, and so on; they share its network card.
         nbytes: bytes of one message, the size of the model.
         latency: seconds before the first byte of a message arrives.
@@ -174,7 +174,8 @@ def _notes(found: Analysis, window: Window) -> Iterator[str]:
             "Use push-sum, or Metropolis-Hastings weights."
         )
     if not found.weights.nonnegative:
-        yield "Some weights are negative."
+        grows = found.connected and found.rounds.never and found.gap.value < 0.0
+        yield f"Some weights are negative.{' Disagreement grows with them: agents never agree.' if grows else ''}"
     smallest = found.smallest_eigenvalue
     if smallest is not None and smallest.value <= -1.0 + _BORDER and found.size > 1:
         yield "W has the eigenvalue -1: agents take turns instead of agreeing. Let each keep a share of its own."
@@ -187,10 +188,15 @@ def _notes(found: Analysis, window: Window) -> Iterator[str]:
         )
     if isinstance(window.schedule, (Ceca, CecaPairs)):
         yield "Rounds and exact length are those of CECA with its second buffer; the gap is that of its weights alone."
-    if found.size > 2 and any(len(round.edges.weight) == found.size**2 for round in window):
+    if found.size > 2 and any(_averages_all(round) for round in window):
         yield (
             "Some rounds average all agents. Counted is one message on every edge; a ring all-reduce does it with "
             f"{2 * (found.size - 1)} messages of 1/{found.size} of the bytes each."
         )
     if not window.whole:
         yield f"Figures that depend on the rounds are from the first {len(window)}."
+
+
+def _averages_all(round: Round) -> bool:
+    weight = round.edges.weight
+    return len(weight) == round.size**2 and float(np.ptp(weight)) <= _BORDER

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ._edges import Edges, circulant
 from ._validate import as_int, check_size
-from .graphs import powers_below
+from .graphs import check_base, powers_below
 from .schedule import EdgeSchedule
 
 
@@ -40,6 +40,9 @@ class Circulant(EdgeSchedule):
     def _edges(self, round: int) -> Edges:
         return circulant(self.size, self.shares)
 
+    def hop_shares(self, round: int) -> dict[int, float]:
+        return {0: 0.0, **self.shares}
+
     def describe(self) -> str:
         return self._description
 
@@ -56,13 +59,13 @@ def ring(size: int, connect_style: int = 0) -> Circulant:
 def exponential(size: int, base: int = 2) -> Circulant:
     """As :func:`~shoal.topology.ExponentialGraph`: to those 1, base, base**2, ... ranks ahead."""
     return Circulant(
-        size, powers_below(check_size(size), _check_base(base)), f"exponential graph of {size} agents, base {base}"
+        size, powers_below(check_size(size), check_base(base)), f"exponential graph of {size} agents, base {base}"
     )
 
 
 def symmetric_exponential(size: int, base: int = 4) -> Circulant:
     """As :func:`~shoal.topology.SymmetricExponentialGraph`: 1, base, ... ranks ahead and behind, up to half way."""
-    hops = list(powers_below(check_size(size) // 2 + 1, _check_base(base)))
+    hops = list(powers_below(check_size(size) // 2 + 1, check_base(base)))
     return Circulant(
         size, [*hops, *(-hop for hop in hops)], f"symmetric exponential graph of {size} agents, base {base}"
     )
@@ -71,10 +74,3 @@ def symmetric_exponential(size: int, base: int = 4) -> Circulant:
 def _equal(size: int, hops: Iterable[int]) -> dict[int, float]:
     distinct = {0, *(as_int(hop, "hop") % size for hop in hops)}
     return dict.fromkeys(sorted(distinct), 1.0 / len(distinct))
-
-
-def _check_base(base: int) -> int:
-    checked = as_int(base, "base")
-    if checked < 2:
-        raise ValueError(f"base is {checked}. Pass a whole number of at least 2.")
-    return checked

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from itertools import count, islice
 from math import ceil, floor, isfinite, log, log1p
 
-import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike
 
 from .ceca import Ceca, CecaPairs
 from .reach import is_connected
-from .schedule import Schedule
+from .schedule import AnyTopology, Schedule
 from .spectrum import Estimate, fourier_error, gap_of
 from .symmetry import Invariance, find_invariance
 from .weights import TOLERANCE
@@ -41,6 +40,8 @@ _MOST_SQUARINGS = 45
 _LONGEST_LENGTH = 4096
 _NEVER = 1e-13
 _DROP = 1e-4
+_BEYOND = 1e100
+"""Times the error of the start, from where rounding alone lets nothing come back."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,11 @@ class Rounds:
         return f"{self.at_least}" if self.at_least == self.at_most else f"{self.at_least} to {self.at_most}"
 
 
-def rounds_to(topology: nx.Graph | Schedule, error: float = 1e-6, *, start: ArrayLike | None = None) -> Rounds:
+def rounds_to(topology: AnyTopology, error: float = 1e-6, *, start: ArrayLike | None = None) -> Rounds:
     """Rounds, from round 0 on, until the consensus error is at most `error`.
 
     Args:
-        topology: a graph with its weights, or a schedule.
+        topology: a graph with its weights, a mixing matrix, or a schedule.
         error: above 0; relative to the start, in the 2-norm over agents.
         start: x_0, float [n]; by default a fixed draw from the normal distribution.
 
@@ -86,14 +87,14 @@ def rounds_to(topology: nx.Graph | Schedule, error: float = 1e-6, *, start: Arra
     return rounds_of(window, error, _check_start(start, window.size), find_invariance(window))
 
 
-def exact_length(topology: nx.Graph | Schedule, limit: int | None = None) -> int | None:
+def exact_length(topology: AnyTopology, limit: int | None = None) -> int | None:
     """Rounds, from round 0 on, after which all agents hold the exact average whatever they began with.
 
     Rounding leaves about 1e-16 of a value. An error below 1e-12 counts as none if the last round took all of the rest,
     ten thousand times as much; agents that merely come closer and closer pass 1e-12 in smaller steps, and never arrive.
 
     Args:
-        topology: a graph with its weights, or a schedule.
+        topology: a graph with its weights, a mixing matrix, or a schedule.
         limit: rounds to try; by default two periods, at least 64 and at most 4096.
 
     Returns:
@@ -126,7 +127,7 @@ def rounds_of(
         return rounds if rounds.value is not None else Rounds(rounds.at_least, None, never=True)
     small = window.size <= DENSE_LIMIT
     rounds = _counted(window, error * scale, start, target, _QUICK_ROUNDS if tame and small else _MOST_ROUNDS)
-    if rounds.value is not None or not window.whole:
+    if rounds.value is not None or rounds.never or not window.whole:
         return rounds
     if tame and small:
         return _by_squaring(window, error, (start - target) / scale)
@@ -145,6 +146,8 @@ def length_of(window: Window, invariance: Invariance | None, limit: int | None =
     for rounds, error in zip(range(1, limit + 1), errors, strict=False):
         if error <= EXACT:
             return rounds if error <= _DROP * before else None
+        if error > _BEYOND:
+            return None
         before = error
     return None
 
@@ -210,9 +213,13 @@ def _buffered_values(schedule: Ceca | CecaPairs, x: Vector) -> Iterator[Vector]:
 def _counted(window: Window, distance: float, x: Vector, target: float, limit: int) -> Rounds:
     """Run it until all are within `distance`, in the 2-norm, of `target`; or give up."""
     rounds = 0
+    lost = _BEYOND * np.linalg.norm(x - target)
     for rounds, value in zip(range(limit + 1), _values(window, x), strict=False):
-        if np.linalg.norm(value - target) <= distance:
+        error = np.linalg.norm(value - target)
+        if error <= distance:
             return Rounds(rounds, rounds)
+        if error > lost:
+            return Rounds(rounds + 1, None, never=True)
     return Rounds(rounds + 1, None)
 
 

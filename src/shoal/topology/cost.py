@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from math import inf, isfinite
 
-import networkx as nx
 import numpy as np
 
 from ._edges import Ranks
 from ._validate import check_size
-from .schedule import Schedule
+from .schedule import AnyTopology
 from .window import Round, Window
 
 
@@ -52,11 +51,11 @@ class Traffic:
     most_senders_on_a_card: int
 
 
-def traffic(topology: nx.Graph | Schedule, *, nbytes: float, agents_per_machine: int = 1) -> Traffic:
+def traffic(topology: AnyTopology, *, nbytes: float, agents_per_machine: int = 1) -> Traffic:
     """What a round puts on the network.
 
     Args:
-        topology: a graph or a schedule.
+        topology: a graph, a mixing matrix, or a schedule.
         nbytes: bytes of one message.
         agents_per_machine: ranks 0 to m - 1 sit on the first machine, and so on.
 
@@ -86,12 +85,12 @@ def traffic_of(window: Window, nbytes: float, agents_per_machine: int = 1) -> Tr
 
 
 def round_seconds(
-    topology: nx.Graph | Schedule, *, nbytes: float, latency: float, bandwidth: float, agents_per_machine: int = 1
+    topology: AnyTopology, *, nbytes: float, latency: float, bandwidth: float, agents_per_machine: int = 1
 ) -> float:
     """Seconds of a round, on average: the messages at the busiest card, each ``latency + nbytes / bandwidth``.
 
     Args:
-        topology: a graph or a schedule.
+        topology: a graph, a mixing matrix, or a schedule.
         nbytes: bytes of one message.
         latency: seconds, at least 0.
         bandwidth: bytes per second of a card, each way, above 0.

@@ -39,7 +39,7 @@ def ExponentialGraph(size: int, base: int = 2) -> nx.DiGraph:
         base: at least 2; a larger base gives fewer edges.
     """
     size = check_size(size)
-    return _circulant(size, powers_below(size, _check_base(base)))
+    return _circulant(size, powers_below(size, check_base(base)))
 
 
 def SymmetricExponentialGraph(size: int, base: int = 4) -> nx.DiGraph:
@@ -52,7 +52,7 @@ def SymmetricExponentialGraph(size: int, base: int = 4) -> nx.DiGraph:
         base: at least 2; a larger base gives fewer edges.
     """
     size = check_size(size)
-    hops = list(powers_below(size // 2 + 1, _check_base(base)))
+    hops = list(powers_below(size // 2 + 1, check_base(base)))
     return _circulant(size, [*hops, *(-hop for hop in hops)])
 
 
@@ -93,7 +93,7 @@ def MeshGrid2DGraph(size: int, shape: tuple[int, int] | None = None) -> nx.DiGra
             to each other, the smaller one first; for a prime number that is a chain.
     """
     size = check_size(size)
-    rows, columns = _closest_factors(size) if shape is None else _check_shape(shape, size)
+    rows, columns = closest_factors(size) if shape is None else check_shape(shape, size)
     right = ((rank, rank + 1) for rank in range(size) if (rank + 1) % columns)
     down = ((rank, rank + columns) for rank in range((rows - 1) * columns))
     return _metropolis_hastings(size, [*right, *down])
@@ -183,17 +183,19 @@ def _metropolis_hastings(size: int, edges: Iterable[tuple[int, int]]) -> nx.DiGr
     return with_metropolis_hastings_weights(support)
 
 
-def _closest_factors(size: int) -> tuple[int, int]:
+def closest_factors(size: int) -> tuple[int, int]:
+    """The rows and columns of a grid that is as near to a square as can be, rows first and not more than columns."""
     rows = next(factor for factor in range(isqrt(size), 0, -1) if size % factor == 0)
     return rows, size // rows
 
 
-def _check_shape(shape: tuple[int, int], size: int) -> tuple[int, int]:
+def check_shape(shape: tuple[int, int], size: int) -> tuple[int, int]:
+    """The rows and columns in `shape`, if so many agents fill them."""
     if len(shape) != 2:
         raise ValueError(f"shape is {shape!r}. Pass two numbers, (rows, columns).")
     rows, columns = check_size(shape[0], "shape[0]"), check_size(shape[1], "shape[1]")
     if rows * columns != size:
-        closest = _closest_factors(size)
+        closest = closest_factors(size)
         raise ValueError(
             f"a grid of {rows} x {columns} has {rows * columns} places for {size} agents. "
             f"Pass a shape with product {size}, such as {closest}, or leave it out."
@@ -201,7 +203,8 @@ def _check_shape(shape: tuple[int, int], size: int) -> tuple[int, int]:
     return rows, columns
 
 
-def _check_base(base: int) -> int:
+def check_base(base: int) -> int:
+    """A base of powers, at least two."""
     checked = as_int(base, "base")
     if checked < 2:
         raise ValueError(f"base is {checked}. Pass a whole number of at least 2.")

@@ -7,7 +7,7 @@ import numpy as np
 
 from ._edges import Edges, assemble
 from ._validate import check_size
-from .graphs import _check_shape, _closest_factors
+from .graphs import check_shape, closest_factors
 from .one_peer import not_a_power_of_two
 from .schedule import EdgeSchedule
 
@@ -30,7 +30,7 @@ class Torus(EdgeSchedule):
 
     def __init__(self, size: int, shape: tuple[int, int] | None = None) -> None:
         self.size = check_size(size)
-        self.shape = _closest_factors(self.size) if shape is None else _check_shape(shape, self.size)
+        self.shape = closest_factors(self.size) if shape is None else check_shape(shape, self.size)
 
     def _edges(self, round: int) -> Edges:
         ranks = np.arange(self.size).reshape(self.shape)
@@ -85,7 +85,7 @@ def HypercubeGraph(size: int) -> nx.DiGraph:
 
 def no_torus(size: int) -> str:
     """Why these agents make no torus by themselves; empty if they do."""
-    rows, _ = _closest_factors(size)
+    rows, _ = closest_factors(size)
     if rows > 1 or size == 1:
         return ""
     return f"a torus needs rows and columns, and {size} is prime. ring is what would come of it."

@@ -40,6 +40,8 @@ class OnePeerExponential(OnePeer):
         size: number of agents, at least 1.
     """
 
+    period: int
+
     def __init__(self, size: int) -> None:
         self.size = check_size(size)
         self.period = max(1, (self.size - 1).bit_length())
@@ -47,6 +49,10 @@ class OnePeerExponential(OnePeer):
     def _sources(self, round: int) -> Ranks:
         sources: Ranks = (np.arange(self.size) - 2**round) % self.size
         return sources
+
+    def hop_shares(self, round: int) -> dict[int, float]:
+        hop = 2 ** (self._check_round(round) % self.period)
+        return {0: 0.5, hop: 0.5} if hop < self.size else {0: 1.0}
 
     def describe(self) -> str:
         return f"one-peer exponential graph of {self.size} agents"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property, lru_cache
+from typing import TypeAlias
 from zlib import crc32
 
 import networkx as nx
@@ -19,8 +20,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ._edges import Edges as Edges
 from ._edges import View, assemble
-from ._validate import as_digraph, as_int, check_rank, check_size
+from ._validate import as_digraph, as_int, check_rank
 from .mixing import Mixing
+from .weights import as_matrix
 
 _RECENT_ROUNDS = 16
 
@@ -51,6 +53,14 @@ class Schedule(ABC):
         flat = [pair for row in rows for pair in row]
         source = np.array([source for source, _ in flat], dtype=np.int64)
         return Edges(destination, source, np.array([weight for _, weight in flat], dtype=np.float64))
+
+    def hop_shares(self, round: int) -> dict[int, float] | None:
+        """A round in which all agents do alike: agent i takes ``shares[hop]`` of the agent `hop` ranks behind it.
+
+        A schedule that knows says so without its edges, of which there are millions. None if it does not know, though
+        the edges may be so; hops are 0 to n - 1, and 0 is the agent itself.
+        """
+        return None
 
     def matrix(self, round: int) -> NDArray[np.float64]:
         """The mixing matrix W of a round, float64 [n, n]."""
@@ -124,7 +134,8 @@ class Static(EdgeSchedule):
     The edges are taken over when it is made: what is done to `graph` later changes nothing.
 
     Args:
-        graph: nodes 0 to n - 1; edge (j, i) carries ``W[i, j]`` as `weight`, one if it has none.
+        graph: nodes 0 to n - 1; edge (j, i) carries ``W[i, j]`` as `weight`, one if it has none. Or W itself, [n, n],
+            whose entries other than zero are the edges.
         weighted: whether to use the weights of the graph. If not, every agent weighs itself and its sources equally.
         name: what it is called. Without one it is described by a checksum of its edges.
 
@@ -134,10 +145,9 @@ class Static(EdgeSchedule):
 
     period = 1
 
-    def __init__(self, graph: nx.Graph, *, weighted: bool = True, name: str = "") -> None:
-        digraph = as_digraph(graph)
-        self.size = check_size(digraph.number_of_nodes())
-        self._edges_of_all = _edges_of(digraph) if weighted else _uniform(digraph)
+    def __init__(self, graph: nx.Graph | ArrayLike, *, weighted: bool = True, name: str = "") -> None:
+        self.size, edges = _edges_of_graph(graph, weighted) if _is_graph(graph) else _edges_of_matrix(graph)
+        self._edges_of_all = edges if weighted else _uniform(self.size, edges)
         self._name = name or f"static graph {crc32(b''.join(array.tobytes() for array in self._edges_of_all)):08x}"
 
     def _edges(self, round: int) -> Edges:
@@ -147,8 +157,16 @@ class Static(EdgeSchedule):
         return f"{self._name} of {self.size} agents"
 
 
-def as_schedule(topology: nx.Graph | Schedule) -> Schedule:
-    """A schedule as it is; a graph as the schedule that never changes."""
+AnyTopology: TypeAlias = "nx.Graph | Schedule | ArrayLike"
+"""A graph with its weights, a schedule, or a mixing matrix W, [n, n]: what the analysis takes."""
+
+
+def as_schedule(topology: AnyTopology) -> Schedule:
+    """A schedule as it is; a graph or a matrix as the schedule that never changes.
+
+    Raises:
+        TypeError, ValueError: as :class:`Static`.
+    """
     return topology if isinstance(topology, Schedule) else Static(topology)
 
 
@@ -190,21 +208,34 @@ class Clock:
         self.round = as_int(state["round"], "round")
 
 
-def _edges_of(graph: nx.DiGraph) -> Edges:
+def _is_graph(given: object) -> bool:
+    """Whether it is a graph, or nothing that could be a matrix, so that the message speaks of graphs."""
+    return isinstance(given, nx.Graph) or np.ndim(given) == 0  # type: ignore[arg-type]
+
+
+def _edges_of_graph(graph: nx.Graph, weighted: bool) -> tuple[int, Edges]:
+    digraph = as_digraph(graph)
+    ends = np.array(digraph.edges, dtype=np.int64).reshape(-1, 2)
+    weights = _weights_of(digraph) if weighted else np.ones(len(ends))
+    return digraph.number_of_nodes(), assemble(digraph.number_of_nodes(), ends[:, 1], ends[:, 0], weights)
+
+
+def _weights_of(graph: nx.DiGraph) -> NDArray[np.float64]:
     weights = [weight for *_, weight in graph.edges(data="weight", default=1.0)]
-    if weights and np.asarray(weights).dtype.kind not in "fiu":
+    found = np.asarray(weights)
+    if len(weights) and found.dtype.kind not in "fiu":
         raise TypeError("the weights of a graph must be real numbers. Set them, or pass weighted=False.")
-    if not np.isfinite(weights).all():
+    if not np.isfinite(found).all():
         raise ValueError("the weights of a graph must be finite. Check how they were computed.")
-    return _unordered(graph, weights)
+    return found.astype(np.float64)
 
 
-def _uniform(graph: nx.DiGraph) -> Edges:
-    edges = _unordered(graph, np.ones(graph.number_of_edges()))
-    heard = np.bincount(edges.destination)
+def _edges_of_matrix(given: ArrayLike) -> tuple[int, Edges]:
+    matrix = as_matrix(given)
+    destination, source = np.nonzero(matrix)
+    return len(matrix), assemble(len(matrix), destination, source, matrix[destination, source])
+
+
+def _uniform(size: int, edges: Edges) -> Edges:
+    heard = np.bincount(edges.destination, minlength=size)
     return edges._replace(weight=(1.0 / heard)[edges.destination])
-
-
-def _unordered(graph: nx.DiGraph, weights: ArrayLike) -> Edges:
-    ends = np.array(graph.edges, dtype=np.int64).reshape(-1, 2)
-    return assemble(graph.number_of_nodes(), ends[:, 1], ends[:, 0], weights)

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf, log2, sqrt
 
-import networkx as nx
 import numpy as np
 
 from ._validate import as_int, check_size
 from .extreme import largest_eigenvalue
-from .schedule import Schedule
+from .schedule import AnyTopology
 from .symmetry import Invariance, find_invariance
 from .window import DENSE_LIMIT, Vector, Window
 
@@ -48,7 +47,7 @@ class Estimate:
         return f"below 1e{next(power for power in range(-12, 300) if 10.0**power >= self.value)}"
 
 
-def spectral_gap(topology: nx.Graph | Schedule, round: int = 0) -> Estimate:
+def spectral_gap(topology: AnyTopology, round: int = 0) -> Estimate:
     """``1 - ||W - J||_2`` of one round, with J the averaging matrix ``1 1^T / n``.
 
     A doubly stochastic W multiplies the distance from consensus by at most ``1 - gap``: one is exact averaging, zero a
@@ -56,7 +55,7 @@ def spectral_gap(topology: nx.Graph | Schedule, round: int = 0) -> Estimate:
     gap may be negative and guarantees nothing; :func:`~shoal.topology.classify` tells them apart.
 
     Args:
-        topology: a graph with its weights, or a schedule.
+        topology: a graph with its weights, a mixing matrix, or a schedule.
         round: of a schedule, counted from 0.
 
     Raises:
@@ -65,11 +64,11 @@ def spectral_gap(topology: nx.Graph | Schedule, round: int = 0) -> Estimate:
     return gap_of(Window(topology, 1, _check_round(round)))
 
 
-def gap_over_period(topology: nx.Graph | Schedule, rounds: int | None = None) -> Estimate:
+def gap_over_period(topology: AnyTopology, rounds: int | None = None) -> Estimate:
     """``1 - ||W_{p-1} ... W_1 W_0 - J||_2`` over the p rounds of a period: one if they average exactly.
 
     Args:
-        topology: a graph with its weights, or a schedule.
+        topology: a graph with its weights, a mixing matrix, or a schedule.
         rounds: p; by default the period.
 
     Raises:
@@ -88,7 +87,7 @@ def gap_over_period(topology: nx.Graph | Schedule, rounds: int | None = None) ->
     return gap_of(window)
 
 
-def smallest_eigenvalue(topology: nx.Graph | Schedule, round: int = 0) -> Estimate:
+def smallest_eigenvalue(topology: AnyTopology, round: int = 0) -> Estimate:
     """The smallest eigenvalue of W, -1 to 1, of one round whose weights are symmetric.
 
     D² and exact diffusion need it above -1/3, as (I + W) / 2 has it for every W (Tang et al. 2018, arXiv:1803.07068);

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from ._validate import as_digraph
 
 TOLERANCE = 1e-6
-"""How far a sum may be from one, and an entry from its mirror image, for :func:`classify` to count them as equal.
+"""How far a sum may be from one, and an entry from its mirror image, for `classify` to count them as equal.
 
 Weights that were rounded to float32 pass; weights that were rounded to three digits do not, because a state that is
 scaled by 0.999 in every round is gone after a few thousand of them.
@@ -160,32 +160,6 @@ def with_weights(support: nx.Graph | ArrayLike, weights: ArrayLike) -> nx.DiGrap
     weighted = _empty(len(matrix))
     weighted.add_weighted_edges_from((int(j), int(i), float(matrix[i, j])) for j, i in np.argwhere(allowed.T))
     return weighted
-
-
-def classify(weights: ArrayLike | nx.Graph, *, tolerance: float = TOLERANCE) -> Stochasticity:
-    """What the mixing matrix `weights` [n, n], or that of a graph, preserves.
-
-    Args:
-        weights: W, or a graph that carries it.
-        tolerance: absolute, on each row and column sum and on each entry; see :data:`TOLERANCE`.
-    """
-    matrix = as_matrix(weights)
-    return Stochasticity(
-        row=bool((np.abs(matrix.sum(axis=1) - 1.0) <= tolerance).all()),
-        column=bool((np.abs(matrix.sum(axis=0) - 1.0) <= tolerance).all()),
-        symmetric=bool((np.abs(matrix - matrix.T) <= tolerance).all()),
-        nonnegative=bool((matrix >= -tolerance).all()),
-    )
-
-
-def spectral_gap(weights: ArrayLike | nx.Graph) -> float:
-    """``1 - ||W - J||_2`` with J the averaging matrix 1 1^T / n: how much disagreement one round removes at least.
-
-    For a doubly stochastic W each round multiplies the consensus distance by at most ``1 - gap``: one is exact
-    averaging, zero a guarantee of nothing. For other matrices it may be negative and says little. Dense, O(n^3).
-    """
-    matrix = as_matrix(weights)
-    return float(1.0 - np.linalg.norm(matrix - 1.0 / len(matrix), 2))
 
 
 def _empty(size: int) -> nx.DiGraph:

@@ -7,8 +7,9 @@ builds on it, holds a round of more than :data:`EDGE_LIMIT` edges or a matrix of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
+from dataclasses import astuple
 from functools import cached_property, reduce
 from typing import TypeAlias
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from ._edges import Edges, Ranks, assemble
 from ._validate import as_digraph
 from .compose import Kronecker
-from .schedule import EdgeSchedule, Schedule, as_schedule
+from .schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
 from .weights import TOLERANCE, Stochasticity
 
 Vector: TypeAlias = NDArray[np.float64]
@@ -71,17 +72,21 @@ class Round:
 
     @cached_property
     def stochasticity(self) -> Stochasticity:
-        """What W preserves, as :func:`~shoal.topology.classify` says it of a matrix."""
+        """What W preserves, to :data:`~shoal.topology.weights.TOLERANCE`."""
+        return self.classified(TOLERANCE)
+
+    def classified(self, tolerance: float) -> Stochasticity:
+        """What W preserves, with an absolute tolerance for sums and entries."""
         destination, source, weight = self.weighty
         rows, columns = _summed(destination, weight, self.size), _summed(source, weight, self.size)
         return Stochasticity(
-            row=bool((np.abs(rows - 1.0) <= TOLERANCE).all()),
-            column=bool((np.abs(columns - 1.0) <= TOLERANCE).all()),
-            symmetric=self._is_symmetric(),
-            nonnegative=bool((weight >= -TOLERANCE).all()),
+            row=bool((np.abs(rows - 1.0) <= tolerance).all()),
+            column=bool((np.abs(columns - 1.0) <= tolerance).all()),
+            symmetric=self._is_symmetric(tolerance),
+            nonnegative=bool((weight >= -tolerance).all()),
         )
 
-    def _is_symmetric(self) -> bool:
+    def _is_symmetric(self, tolerance: float) -> bool:
         # An entry may be missing on one side and within the tolerance of zero on the other, so differences are summed.
         destination, source, weight = self.weighty
         both = assemble(
@@ -90,14 +95,14 @@ class Round:
             np.concatenate([source, destination]),
             np.concatenate([weight, -weight]),
         )
-        return bool((np.abs(both.weight) <= TOLERANCE).all())
+        return bool((np.abs(both.weight) <= tolerance).all())
 
 
 class Window:
     """Consecutive rounds of a topology.
 
     Args:
-        topology: a graph with its weights, or a schedule.
+        topology: a graph with its weights, a mixing matrix, or a schedule.
         rounds: how many; by default a period, or :data:`SAMPLED_ROUNDS` of a topology that has none. It may get fewer,
             namely as many as :data:`LONGEST_PERIOD` and :data:`HELD_LIMIT` allow.
         first: the first one.
@@ -113,10 +118,12 @@ class Window:
         ValueError: one round alone has more than :data:`EDGE_LIMIT` edges.
     """
 
-    def __init__(self, topology: nx.Graph | Schedule, rounds: int | None = None, first: int = 0) -> None:
+    def __init__(self, topology: AnyTopology, rounds: int | None = None, first: int = 0) -> None:
         if isinstance(topology, nx.Graph):
             graph = as_digraph(topology)
             check_edges(graph.number_of_nodes(), graph.number_of_edges())
+        elif not isinstance(topology, Schedule) and np.ndim(topology) == 2:
+            check_edges(len(topology), int(np.count_nonzero(topology)))  # type: ignore[arg-type]
         self.schedule = as_schedule(topology)
         self.size = self.schedule.size
         self.first = first
@@ -164,13 +171,7 @@ class Window:
     @cached_property
     def stochasticity(self) -> Stochasticity:
         """What all of the rounds preserve."""
-        every = [round.stochasticity for round in self.rounds]
-        return Stochasticity(
-            row=all(one.row for one in every),
-            column=all(one.column for one in every),
-            symmetric=all(one.symmetric for one in every),
-            nonnegative=all(one.nonnegative for one in every),
-        )
+        return _common(round.stochasticity for round in self.rounds)
 
     def apply(self, x: Vector) -> Vector:
         """``W_{p-1} ... W_1 W_0 x``."""
@@ -188,6 +189,22 @@ class Window:
         return product
 
 
+def classify(topology: AnyTopology, *, tolerance: float = TOLERANCE) -> Stochasticity:
+    """What a mixing matrix preserves: that of a graph, a matrix W itself, or all of those of a schedule.
+
+    Args:
+        topology: a graph with its weights, a matrix [n, n], or a schedule, of which every round of a period counts, or
+            of one that never repeats the first :data:`SAMPLED_ROUNDS`.
+        tolerance: absolute, on each row and column sum and on each entry; see
+            :data:`~shoal.topology.weights.TOLERANCE`.
+
+    Raises:
+        TypeError, ValueError: no topology, weights that are not finite real numbers, or more than :data:`EDGE_LIMIT`
+            edges in a round.
+    """
+    return _common(round.classified(tolerance) for round in Window(topology))
+
+
 def check_edges(size: int, edges: int) -> None:
     """Raise if a round of so many edges is too dense to be held.
 
@@ -199,6 +216,11 @@ def check_edges(size: int, edges: int) -> None:
             f"{size} agents with {edges:,} edges in a round, {24 * edges / 1e9:.1f} GB, are too dense to analyse: the "
             f"limit is {EDGE_LIMIT:,} edges. Analyse fewer agents of it, or take a sparser topology."
         )
+
+
+def _common(every: Iterable[Stochasticity]) -> Stochasticity:
+    row, column, symmetric, nonnegative = (all(column) for column in zip(*map(astuple, every), strict=True))
+    return Stochasticity(row, column, symmetric, nonnegative)
 
 
 def _summed(places: Ranks, values: Vector, size: int) -> Vector:

@@ -1,9 +1,9 @@
 """The memory of one window: what its owner and its neighbours see of it, and the only ways to change it.
 
-For each in-neighbour there are two slots and a number of turns, whose last bit says which of them counts. Whoever writes
-fills the other slot, with the counts, the associated weight and the time beside it, and then adds a turn, all under the
-lock of the edge. So a reader sees one whole write or the one before it, also when the writer is killed on the way; the kernel then
-frees the lock. A slot may be marked as empty, which stands for zeros that nobody had to write.
+For each in-neighbour there are two slots and a number of turns, whose last bit says which of them counts. Whoever
+writes fills the other slot, with the counts, the associated weight and the time beside it, and then adds a turn, all
+under the lock of the edge. So a reader sees one whole write or the one before it, also when the writer is killed on the
+way; the kernel then frees the lock. A slot may be marked as empty, which stands for zeros that nobody had to write.
 
 The order of locks is: mutexes (by rank), then the owner's tensor, then edges (ascending). Who holds an edge waits for
 no other window, so nobody waits in a circle.

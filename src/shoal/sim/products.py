@@ -1,0 +1,159 @@
+"""``W x`` of a whole fleet: the fastest way to multiply ``[n, d]`` by the mixing matrix of a round.
+
+Three ways. Where all agents do alike (rings, exponential graphs, one peer at a time), W is a few shifted slices of x
+with one weight each. Where each averages with one other, at equal terms everywhere (pairs, hypercubes), it is x and its
+rows in another order. All others take a sparse product, which is several times slower. What takes more than one pass
+goes block by block on a CPU, so that a block stays in the cache from the first term to the last.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from ..algorithms.weights import Form, Ranks, RoundWeights, Shares, Weights
+
+Product = Callable[[torch.Tensor, torch.Tensor], None]
+"""Writes ``W x`` to its first argument; both are ``[n, ...]`` and contiguous."""
+
+Term = tuple[int, float]
+"""Hop and share."""
+
+_BLOCK_BYTES = 1 << 22
+"""Little enough for a cache, and so much that the threads of a pass do not wait for each other too often."""
+_MOST_HOPS = 64
+_LITTLE = (torch.float16, torch.bfloat16)
+
+
+def product(weights: RoundWeights, form: Form, dtype: torch.dtype, device: torch.device) -> Product:
+    """How to multiply by W of a round, or by its row- or column-stochastic form, tensors of this kind."""
+    shares = weights.shares_of(form) or _find_shares(weights, getattr(weights, form))
+    if shares is not None and len(shares) <= _MOST_HOPS:
+        terms = [(hop, share) for hop, share in shares.items() if share] or [(0, 0.0)]
+        averages = _as_averages(terms)
+        if averages is not None:
+            return lambda out, x: _average_shifted(out, x, averages)
+        return lambda out, x: _shift(out, x, terms)
+    values: Weights = getattr(weights, form)
+    found = _find_partners(weights, values)
+    if found is not None:
+        partners, share = torch.from_numpy(found[0]).to(device), found[1]
+        return lambda out, x: _average(out, x, partners, share)
+    return _sparse(weights, values, dtype, device)
+
+
+def _find_shares(weights: RoundWeights, values: Weights) -> Shares | None:
+    """The shares of a round that did not say that all agents do alike in it, and in which they do."""
+    hops = (weights.destination - weights.source) % weights.size
+    distinct, first, counts = np.unique(hops, return_index=True, return_counts=True)
+    if len(distinct) > _MOST_HOPS or (counts != weights.size).any():
+        return None
+    found = values[first]
+    if not np.array_equal(values, found[np.searchsorted(distinct, hops)]):
+        return None
+    return dict(zip(distinct.tolist(), found.tolist(), strict=True))
+
+
+def _find_partners(weights: RoundWeights, values: Weights) -> tuple[Ranks, float] | None:
+    """Whom each agent averages with (itself, if with nobody), and at which share, if that is the same everywhere."""
+    others = ~weights.own
+    here, shares = weights.destination[others], values[others]
+    if not len(here) or (np.diff(here) == 0).any() or np.ptp(shares):
+        return None
+    share = float(shares[0])
+    kept = np.ones(weights.size)
+    kept[here] = 1 - share
+    if not np.array_equal(values[weights.own], kept):
+        return None
+    partners = np.arange(weights.size)
+    partners[here] = weights.source[others]
+    return partners, share
+
+
+def _as_averages(terms: list[Term]) -> list[Term] | None:
+    """Two or three terms as averages, one after the other, of what there is and one more, which saves a pass.
+
+    Three only if two of them weigh the same: then numbers that are exact in binary stay so.
+    """
+    if len(terms) not in (2, 3) or abs(sum(share for _, share in terms) - 1) > 1e-15:
+        return None
+    if len(terms) == 2:
+        return terms
+    first, second, third = sorted(terms, key=lambda term: term[1])
+    if first[1] == second[1]:
+        return [first, (second[0], 0.5), third]
+    return [second, (third[0], 0.5), first] if second[1] == third[1] else None
+
+
+def _average_shifted(out: torch.Tensor, x: torch.Tensor, averages: list[Term]) -> None:
+    """As :func:`_shift`; a share is what a term gets of the average of it and those before."""
+    for here, (first, second, *others) in _pieces(out, x, averages, in_blocks=len(averages) > 2):
+        torch.lerp(first, second, averages[1][1], out=here)
+        for source, (_, share) in zip(others, averages[2:], strict=True):
+            torch.lerp(here, source, share, out=here)
+
+
+def _shift(out: torch.Tensor, x: torch.Tensor, terms: list[Term]) -> None:
+    """``out[i] = sum over terms of share x[i - hop]``."""
+    for here, (first, *others) in _pieces(out, x, terms):
+        torch.mul(first, terms[0][1], out=here)
+        for source, (_, share) in zip(others, terms[1:], strict=True):
+            here.add_(source, alpha=share)
+
+
+def _pieces(
+    out: torch.Tensor, x: torch.Tensor, terms: list[Term], in_blocks: bool = True
+) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Rows of ``out``, and for each term the rows of x that belong to them."""
+    size = len(x)
+    # Between two of these no term goes around the end of x.
+    turns = sorted({0, size, *(hop for hop, _ in terms)})
+    for first, last in pairwise(turns):
+        for begin, end in _blocks(x, first, last) if in_blocks else [(first, last)]:
+            starts = [(begin - hop) % size for hop, _ in terms]
+            yield out[begin:end], [x[start : start + end - begin] for start in starts]
+
+
+def _average(out: torch.Tensor, x: torch.Tensor, partners: torch.Tensor, share: float) -> None:
+    """``out[i] = (1 - share) x[i] + share x[partners[i]]``."""
+    for begin, end in _blocks(x, 0, len(x)):
+        here = out[begin:end]
+        torch.index_select(x, 0, partners[begin:end], out=here)
+        torch.lerp(x[begin:end], here, share, out=here)
+
+
+def _blocks(x: torch.Tensor, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Rows ``first`` to ``last`` of x in pieces; on a GPU all of them at once."""
+    rows = max(1, _BLOCK_BYTES // max(1, x[0].nbytes)) if x.is_cpu else len(x)
+    for begin in range(first, last, rows):
+        yield begin, min(begin + rows, last)
+
+
+def _sparse(weights: RoundWeights, values: Weights, dtype: torch.dtype, device: torch.device) -> Product:
+    # On a CPU there is no sparse product of 16 bits.
+    inner = torch.float32 if device.type == "cpu" and dtype in _LITTLE else dtype
+    rows = np.concatenate([[0], np.cumsum(np.bincount(weights.destination, minlength=weights.size))])
+    # The product would turn wider indices into these each time.
+    index = np.int32 if rows[-1] < 1 << 31 else np.int64
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls its sparse layouts a beta
+        matrix = torch.sparse_csr_tensor(
+            torch.from_numpy(rows.astype(index)),
+            torch.from_numpy(weights.source.astype(index)),
+            torch.from_numpy(values.copy()).to(inner),
+            (weights.size, weights.size),
+            device=device,
+        )
+
+    def multiply(out: torch.Tensor, x: torch.Tensor) -> None:
+        flat, into = x.view(len(x), -1), out.view(len(x), -1)
+        if inner == dtype:
+            torch.mm(matrix, flat, out=into)
+        else:
+            into.copy_(matrix @ flat.to(inner))
+
+    return multiply

@@ -1,0 +1,213 @@
+"""The clock of a stacked run: it says what the network model says of every step, and of what was really sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.algorithms import Algorithm, Gradient, GradientDescent, GradientTracking, Mix
+from shoal.sim import (
+    Link,
+    Network,
+    StackedFleet,
+    direct_allreduce,
+    hierarchical_allreduce,
+    pace,
+    rounds_of,
+    simulate,
+    tree_allreduce,
+)
+from shoal.topology.circulant import ring
+from shoal.topology.one_peer import OnePeerExponential, RandomMatchings, ShiftOne
+from shoal.topology.schedule import Schedule
+
+CARD = Link(latency=1e-3, bandwidth=1e6, overhead=1e-4)
+DIMENSION = 500
+NBYTES = 8 * DIMENSION
+
+
+@dataclass(frozen=True)
+class Says(Algorithm):
+    """Communicates in a way that depends on the step, and does nothing else."""
+
+    ways: tuple[str, ...]
+    source = "no paper"
+
+    def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
+        for verb in self.ways[mix.round % len(self.ways)].split():
+            if verb in ("all", "machine"):
+                mix.average(x, verb)
+            elif verb == "edges":
+                mix.edges(mix.spread(x))
+            elif verb == "silent":
+                mix(x, nbytes=torch.zeros(len(x), 1, dtype=torch.int64))
+            elif verb == "one":
+                each = torch.zeros(len(x), 1, dtype=torch.int64)
+                each[3] = NBYTES
+                mix(x, nbytes=each)
+            elif verb != "nothing":
+                getattr(mix, verb)(x) if verb != "mix" else mix(x)
+        return x, state
+
+
+def start(size: int) -> torch.Tensor:
+    return torch.zeros(size, DIMENSION, dtype=torch.float64)
+
+
+def clock(topology: Schedule, network: Network, steps: int, algorithm: Algorithm | None = None, **options: Any) -> Any:
+    chosen = algorithm or GradientDescent(0.1)
+    fleet = StackedFleet(topology, agents_per_machine=options.pop("agents_per_machine", 1))
+    return fleet.run(chosen, start(topology.size), lambda x: x, steps, network=network, **options)
+
+
+def ends(run: Any) -> np.ndarray[Any, Any]:
+    """When each step had ended, without the start."""
+    found: np.ndarray[Any, Any] = run.column("seconds").numpy()[1:]
+    return found
+
+
+NETWORKS = {
+    "alike": Network(16, CARD),
+    "machines": Network(16, CARD, agents_per_machine=4, inside=Link(1e-5, 1e8)),
+    "a slow card": Network(16, CARD, cards={5: Link(1e-3, 2e5)}),
+}
+
+
+every_topology = pytest.mark.parametrize("topology", [ring(16), OnePeerExponential(16)], ids=["ring", "one-peer"])
+
+
+@pytest.mark.parametrize("compute", [0.0, 0.02, [0.05] + [0.01] * 15], ids=["none", "alike", "a straggler"])
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+@every_topology
+def test_the_clock_says_what_playing_every_step_says(topology: Schedule, network: Network, compute: Any) -> None:
+    steps = 200
+    played = simulate(network, rounds_of(topology, NBYTES, steps), compute).ended.max(axis=1)
+    found = ends(clock(topology, network, steps, compute=compute))
+    assert np.abs(found / played - 1)[:3].max() < 1e-9
+    assert np.abs(found / played - 1).max() < 0.05
+
+
+@pytest.mark.parametrize("compute", [0.0, 0.02], ids=["none", "some"])
+@every_topology
+def test_the_clock_is_exact_where_agents_are_alike(topology: Schedule, compute: float) -> None:
+    network = NETWORKS["alike"]
+    played = simulate(network, rounds_of(topology, NBYTES, 50), compute).ended.max(axis=1)
+    assert np.abs(ends(clock(topology, network, 50, compute=compute)) / played - 1).max() < 1e-9
+
+
+def test_two_exchanges_in_a_step_take_twice_as_long() -> None:
+    one = clock(ring(16), NETWORKS["alike"], 9)
+    two = clock(ring(16), NETWORKS["alike"], 9, GradientTracking(0.1))
+    assert two.seconds == pytest.approx(2 * one.seconds)
+    assert (two.rounds, two.sent) == (2 * one.rounds, 2 * one.sent) == (18, 2 * 9 * 32 * NBYTES)
+
+
+@pytest.mark.parametrize("verb", ["mix", "pull", "push", "edges"])
+def test_every_exchange_with_neighbours_takes_the_same_time(verb: str) -> None:
+    found = clock(ring(16), NETWORKS["alike"], 4, Says((verb,)))
+    assert found.seconds == pytest.approx(4 * CARD.seconds(NBYTES, 2))
+    assert found.sent == 4 * 32 * NBYTES
+
+
+def test_averages_over_all_take_the_time_of_an_allreduce() -> None:
+    network = NETWORKS["machines"]
+    expected = simulate(network, [direct_allreduce(16, NBYTES)]).seconds
+    assert clock(ring(16), network, 5, Says(("all",))).seconds == pytest.approx(5 * expected)
+    large = Network(300, CARD)
+    expected = simulate(large, [tree_allreduce(300, NBYTES)]).seconds
+    assert clock(ring(300), large, 1, Says(("all",))).seconds == pytest.approx(expected)
+
+
+def test_averages_within_a_machine_leave_the_cards_alone() -> None:
+    network = NETWORKS["machines"]
+    found = clock(ring(16), network, 3, Says(("machine",)), agents_per_machine=4).seconds
+    # Two exchanges, in each of which an agent sends three quarters of its tensor through its port.
+    assert found == pytest.approx(3 * 2 * network.inside.seconds(NBYTES / 4 * 3))
+    assert found < simulate(network, [hierarchical_allreduce(4, 4, NBYTES)]).seconds
+
+
+def test_a_step_that_says_nothing_takes_its_computation_alone() -> None:
+    found = ends(clock(ring(16), NETWORKS["alike"], 6, Says(("nothing", "mix")), compute=0.5))
+    both = [0.5, 0.5 + CARD.seconds(NBYTES, 2)]
+    assert np.diff(found, prepend=0.0) == pytest.approx(both * 3)
+
+
+def test_a_message_of_nothing_takes_its_latency_and_overhead() -> None:
+    found = clock(ring(16), NETWORKS["alike"], 2, Says(("silent",)))
+    assert found.seconds == pytest.approx(2 * CARD.seconds(0, 2), rel=1e-6)
+    assert found.sent == 0
+
+
+def test_the_largest_message_sets_the_time() -> None:
+    found = clock(ring(16), NETWORKS["alike"], 2, Says(("one",)))
+    assert found.seconds == pytest.approx(2 * CARD.seconds(NBYTES, 2))
+    assert found.sent == 2 * 2 * NBYTES
+
+
+def test_a_schedule_without_a_period_goes_on_as_the_rounds_that_were_played() -> None:
+    topology, network = RandomMatchings(16, seed=3), NETWORKS["machines"]
+    steps = 200
+    found = ends(clock(topology, network, steps))
+    played = simulate(network, rounds_of(topology, NBYTES, steps)).ended.max(axis=1)
+    assert found[:48] == pytest.approx(played[:48])
+    assert found[-1] == pytest.approx(played[-1], rel=0.05)
+
+
+def test_a_period_too_long_to_be_played_is_sampled() -> None:
+    topology, network = ShiftOne(400), Network(400, CARD)
+    found = clock(topology, network, 450).seconds
+    assert found == pytest.approx(450 * CARD.seconds(NBYTES))
+
+
+def test_the_clock_goes_on_when_a_run_is_resumed() -> None:
+    topology, network = OnePeerExponential(16), NETWORKS["machines"]
+    whole = clock(topology, network, 20, compute=0.01)
+    half = clock(topology, network, 7, compute=0.01)
+    rest = clock(topology, network, 13, compute=0.01, resume=half)
+    assert rest.seconds == pytest.approx(whole.seconds)
+    assert [row["seconds"] for row in rest.records] == pytest.approx([row["seconds"] for row in whole.records])
+
+
+def test_a_run_without_a_network_tells_no_seconds() -> None:
+    fleet = StackedFleet(ring(4))
+    run = fleet.run(GradientDescent(0.1), start(4), lambda x: x, 3, measure=lambda x: {"norm": float(x.norm())})
+    assert run.seconds is None
+    assert list(run.records[0]) == ["step", "rounds", "bytes", "norm"]
+    assert fleet.run(GradientDescent(0.1), start(4), lambda x: x, 3).records == []
+
+
+def test_with_a_network_there_are_records_without_a_measure() -> None:
+    run = clock(ring(4), Network(4, CARD), 5, every=2)
+    assert [row["step"] for row in run.records] == [0, 2, 4, 5]
+    assert [row["rounds"] for row in run.records] == [0, 2, 4, 5]
+    assert [row["bytes"] for row in run.records] == [0, *(8 * NBYTES * step for step in (2, 4, 5))]
+    assert run.records[0]["seconds"] == 0
+    assert run.seconds == run.records[-1]["seconds"]
+
+
+def test_a_network_of_other_agents_is_refused() -> None:
+    with pytest.raises(ValueError, match="the network has 5 agents and the fleet 4"):
+        clock(ring(4), Network(5, CARD), 1)
+
+
+@pytest.mark.parametrize("compute", [-1.0, float("nan"), [1.0, 2.0], [[1.0] * 4]])
+def test_times_that_make_no_sense_are_refused(compute: Any) -> None:
+    with pytest.raises(ValueError, match="pass seconds"):
+        clock(ring(4), Network(4, CARD), 1, compute=compute)
+
+
+def test_a_long_run_is_not_played_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = []
+
+    def counted(network: Network, steps: Any, compute: Any) -> Any:
+        played.append(len(steps))
+        return simulate(network, steps, compute)
+
+    monkeypatch.setattr(pace, "simulate", counted)
+    found = ends(clock(ring(16), NETWORKS["alike"], 500))
+    assert played == [4]
+    assert found[-1] == pytest.approx(500 * CARD.seconds(NBYTES, 2))

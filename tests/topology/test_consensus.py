@@ -1,0 +1,193 @@
+"""Rounds to a consensus error and exact lengths, by every way there is to find them, against rounds that were run."""
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.topology import (
+    CATALOG,
+    AllReduce,
+    Alternating,
+    ChainGraph,
+    Circulant,
+    Idle,
+    OnePeerExponential,
+    RandomMatchings,
+    RingGraph,
+    Rounds,
+    Schedule,
+    StarGraph,
+    Static,
+    Torus,
+    exact_length,
+    find,
+    rounds_to,
+    with_metropolis_hastings_weights,
+    with_uniform_weights,
+)
+from shoal.topology.consensus import default_start
+from support.topology_suite import product
+
+few = settings(max_examples=30, deadline=None)
+errors = st.sampled_from([0.47, 0.03, 1e-4])
+
+
+def run(schedule: Schedule, error: float, start: np.ndarray, limit: int = 4000) -> int | None:
+    """Rounds until the consensus error is reached, by running them with matrices."""
+    target, x = start.mean(), start
+    for rounds in range(limit):
+        if np.linalg.norm(x - target) <= error * np.linalg.norm(start - target):
+            return rounds
+        x = schedule.matrix(rounds) @ x
+    return None
+
+
+@st.composite
+def connected(draw) -> nx.Graph:
+    tree = nx.random_labeled_tree(draw(st.integers(2, 12)), seed=draw(st.integers(0, 10_000)))
+    extra = nx.gnp_random_graph(len(tree), draw(st.floats(0, 0.5)), seed=draw(st.integers(0, 10_000)))
+    return nx.compose(tree, extra)
+
+
+@few
+@given(size=st.integers(2, 20), hops=st.sets(st.integers(1, 19), min_size=1, max_size=3), error=errors)
+def test_eigenvalues_count_the_rounds_of_a_circulant(size: int, hops: set[int], error: float) -> None:
+    schedule = Circulant(size, {1, *hops})
+    assert rounds_to(schedule, error).value == run(schedule, error, default_start(size))
+
+
+@few
+@given(size=st.integers(2, 16), hops=st.lists(st.integers(1, 15), min_size=2, max_size=4), error=errors)
+def test_eigenvalues_count_the_rounds_of_circulants_that_take_turns(size: int, hops: list[int], error: float) -> None:
+    turns = Alternating([Circulant(size, {0: 0.6, hop: 0.4 * (hop % size > 0)}) for hop in [1, *hops]])
+    assert rounds_to(turns, error).value == run(turns, error, default_start(size))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 5), (4, 4)])
+def test_eigenvalues_count_the_rounds_of_a_torus(shape: tuple[int, int]) -> None:
+    torus = Torus(shape[0] * shape[1], shape)
+    assert rounds_to(torus, 1e-5).value == run(torus, 1e-5, default_start(torus.size))
+
+
+@few
+@given(graph=connected(), error=errors)
+def test_rounds_of_a_graph_are_those_that_it_takes(graph: nx.Graph, error: float) -> None:
+    schedule = Static(with_metropolis_hastings_weights(graph))
+    assert rounds_to(schedule, error).value == run(schedule, error, default_start(len(graph)))
+
+
+def test_squaring_counts_the_same_rounds_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Alternating([Static(ChainGraph(9)), Static(StarGraph(9)), Idle(9)])
+    expected = {error: run(schedule, error, default_start(9)) for error in (0.3, 1e-3, 1e-9)}
+    assert len({count % 3 for count in expected.values()}) > 1
+    monkeypatch.setattr("shoal.topology.consensus._QUICK_ROUNDS", 2)
+    assert {error: rounds_to(schedule, error).value for error in expected} == expected
+
+
+def test_what_is_too_much_work_to_run_is_between_what_was_run_and_what_the_gap_promises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule = Static(ChainGraph(12))
+    truth = run(schedule, 1e-6, default_start(12))
+    monkeypatch.setattr("shoal.topology.consensus.DENSE_LIMIT", 0)
+    monkeypatch.setattr("shoal.topology.consensus.WORK", 1000)
+    found = rounds_to(schedule, 1e-6)
+    assert found.value is None
+    assert 20 < found.at_least <= truth <= found.at_most < 10 * truth
+
+
+@few
+@given(size=st.integers(2, 12), seed=st.integers(0, 99), error=errors)
+def test_rounds_of_a_random_schedule_are_those_of_its_draws(size: int, seed: int, error: float) -> None:
+    schedule = RandomMatchings(size, seed)
+    assert rounds_to(schedule, error).value == run(schedule, error, default_start(size))
+
+
+def test_a_start_of_ones_own_is_counted_from() -> None:
+    start = np.array([1.0, 0, 0, 0, 0, 0, 0])
+    schedule = Static(ChainGraph(7))
+    assert rounds_to(schedule, 1e-3, start=start).value == run(schedule, 1e-3, start)
+    assert rounds_to(schedule, 1e-3, start=start).value != rounds_to(schedule, 1e-3).value
+    assert rounds_to(schedule, 1e-3, start=np.full(7, 3.0)).value == 0
+
+
+def test_an_error_that_all_have_at_the_start_takes_no_round() -> None:
+    assert rounds_to(RingGraph(8), 1.0).value == 0
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Idle(4),
+        np.array([[0.0, 1.0], [1.0, 0.0]]),
+        with_metropolis_hastings_weights(nx.Graph([(0, 1), (2, 3)])),
+        with_uniform_weights(nx.star_graph(4)),
+        np.full((3, 3), 0.3),
+        np.array([[1.2, -0.2], [-0.2, 1.2]]),
+        np.array([[1.9, -0.9, 0.0], [-0.9, 1.4, 0.5], [0.0, 0.5, 0.5]]),
+    ],
+    ids=["nobody speaks", "turns without end", "two parts", "a mean with weights", "too small", "apart", "apart, of 3"],
+)
+def test_agents_that_never_agree_on_the_average_are_told_so(topology: object) -> None:
+    found = rounds_to(topology, 1e-3)
+    assert found.never and found.value is None and str(found) == "never"
+    assert exact_length(topology) is None
+
+
+@pytest.mark.parametrize("size", [3, 6, 11, 16])
+def test_ceca_is_run_with_its_second_buffer(size: int) -> None:
+    schedule = find("ceca").schedule(size)
+    assert rounds_to(schedule, 1e-9).value == exact_length(schedule) == (size - 1).bit_length()
+
+
+@pytest.mark.parametrize("name", [name for name, topology in CATALOG.items() if topology.exact])
+def test_what_is_declared_exact_has_a_length_and_not_before_its_product_is_the_average(name: str) -> None:
+    for size in (2, 4, 6, 12, 16):
+        if CATALOG[name].refuses(size):
+            continue
+        schedule = CATALOG[name].schedule(size)
+        length = exact_length(schedule)
+        assert 1 <= length <= schedule.period
+        assert np.abs(product(schedule, length) - 1 / size).max() < 1e-12
+        assert np.abs(product(schedule, length - 1) - 1 / size).max() > 1e-6
+
+
+@pytest.mark.parametrize("topology", [RingGraph(9), StarGraph(6), find("exponential").schedule(24)])
+def test_what_comes_closer_and_closer_is_never_exact(topology: object) -> None:
+    assert exact_length(topology, limit=3000) is None
+
+
+def test_a_length_beyond_the_limit_is_not_looked_for() -> None:
+    assert exact_length(OnePeerExponential(16), limit=3) is None
+    assert exact_length(OnePeerExponential(16), limit=4) == 4
+
+
+def test_one_agent_agrees_with_itself_at_once() -> None:
+    assert rounds_to(AllReduce(1)).value == exact_length(AllReduce(1)) == 0
+
+
+@pytest.mark.parametrize("error", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_error_that_cannot_be_reached_is_refused(error: float) -> None:
+    with pytest.raises(ValueError, match="Pass a number above 0"):
+        rounds_to(RingGraph(4), error)
+
+
+@pytest.mark.parametrize("start", [[1.0, 2.0], [[1.0]] * 4, [1.0, 2.0, 3.0, float("nan")]])
+def test_a_start_that_is_none_is_refused(start: object) -> None:
+    with pytest.raises(ValueError, match="Pass 4 finite numbers, one for each agent"):
+        rounds_to(RingGraph(4), start=start)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "text"),
+    [
+        (Rounds(7, 7), "7"),
+        (Rounds(7, 9), "7 to 9"),
+        (Rounds(7, None), "more than 6"),
+        (Rounds(1, None, never=True), "never"),
+    ],
+)
+def test_rounds_say_what_is_known(rounds: Rounds, text: str) -> None:
+    assert str(rounds) == text

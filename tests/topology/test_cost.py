@@ -1,0 +1,146 @@
+"""What a round puts on the network, against messages that are counted one by one from every agent's own view."""
+
+from collections import Counter
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.topology import (
+    AllReduce,
+    Alternating,
+    Circulant,
+    Idle,
+    InnerOuterExponential,
+    OnePeerExponential,
+    RingGraph,
+    Schedule,
+    StarGraph,
+    Static,
+    alpha_beta,
+    find,
+    relative_gain,
+    round_seconds,
+    traffic,
+    with_uniform_weights,
+)
+
+few = settings(max_examples=40, deadline=None)
+
+
+@st.composite
+def digraphs(draw) -> nx.DiGraph:
+    size = draw(st.sampled_from([1, 2, 4, 6, 12]))
+    return nx.gnp_random_graph(size, draw(st.floats(0, 0.9)), seed=draw(st.integers(0, 10_000)), directed=True)
+
+
+def counted(schedule: Schedule, round: int, local: int) -> tuple[int, ...]:
+    """Messages, handshakes, those of the busiest agent, its card's messages, and senders on one card."""
+    sent = [(rank, peer) for rank in range(schedule.size) for peer in schedule.mixing(round, rank).destination_ranks]
+    pairs = {frozenset(ends) for ends in sent}
+    away = [(a, b) for a, b in sent if a // local != b // local]
+
+    def most(*columns: list[int]) -> int:
+        return max((max(Counter(column).values(), default=0) for column in columns), default=0)
+
+    return (
+        len(sent),
+        len(pairs),
+        most([a for a, _ in sent], [b for _, b in sent]),
+        most([rank for pair in pairs for rank in pair]),
+        most([a // local for a, _ in away], [b // local for _, b in away]),
+        most([a // local for a in {a for a, _ in away}]),
+    )
+
+
+@few
+@given(graph=digraphs(), local=st.sampled_from([1, 2, 3]))
+def test_traffic_is_what_the_agents_send(graph: nx.DiGraph, local: int) -> None:
+    if len(graph) % local:
+        local = 1
+    schedule = Static(with_uniform_weights(graph))
+    found = traffic(schedule, nbytes=8.0, agents_per_machine=local)
+    messages, handshakes, busiest, partners, card, senders = counted(schedule, 0, local)
+    assert (found.messages, found.bytes, found.handshakes) == (messages, 8.0 * messages, handshakes)
+    assert (found.busiest_messages, found.busiest_bytes, found.busiest_handshakes) == (busiest, 8.0 * busiest, partners)
+    assert (found.card_messages, found.most_senders_on_a_card, found.most_messages) == (card, senders, busiest)
+
+
+def test_traffic_of_a_schedule_is_the_mean_over_its_period_and_most_is_the_most() -> None:
+    turns = Alternating([AllReduce(4), OnePeerExponential(4)])
+    found = traffic(turns, nbytes=10.0)
+    each = [counted(turns, round, 1) for round in range(turns.period)]
+    assert found.messages == sum(one[0] for one in each) / 4 == (12 + 4) / 2
+    assert found.busiest_bytes == 10.0 * sum(one[2] for one in each) / 4
+    assert found.most_messages == 3
+
+
+def test_inner_outer_schedules_keep_all_but_one_agent_off_the_card() -> None:
+    alone = traffic(InnerOuterExponential(16, 4), nbytes=1.0, agents_per_machine=4)
+    crowd = traffic(find("one-peer-exponential").schedule(16), nbytes=1.0, agents_per_machine=4)
+    assert alone.most_senders_on_a_card == 1
+    assert crowd.most_senders_on_a_card == 4
+
+
+@pytest.mark.parametrize("degree", [1, 2, 5])
+def test_d_messages_of_an_agent_cost_d_latencies_and_d_times_the_bytes(degree: int) -> None:
+    schedule = Circulant(12, range(1, degree + 1))
+    seconds = round_seconds(schedule, nbytes=1000.0, latency=0.25, bandwidth=500.0)
+    assert seconds == pytest.approx(degree * (0.25 + 1000 / 500))
+
+
+def test_agents_of_one_machine_wait_for_its_card() -> None:
+    network = {"nbytes": 1000.0, "latency": 0.25, "bandwidth": 500.0}
+    assert round_seconds(OnePeerExponential(8), agents_per_machine=1, **network) == pytest.approx(2.25)
+    # Hops of 1, 2 and 4 leave a machine of four with 1, 2 and 4 messages.
+    shared = round_seconds(OnePeerExponential(8), agents_per_machine=4, **network)
+    assert shared == pytest.approx((1 + 2 + 4) / 3 * 2.25)
+
+
+def test_what_stays_inside_a_machine_costs_nothing() -> None:
+    assert round_seconds(RingGraph(6), nbytes=1.0, latency=1.0, bandwidth=1.0, agents_per_machine=6) == 0.0
+
+
+def test_the_middle_of_a_star_pays_for_all() -> None:
+    found = traffic(StarGraph(9), nbytes=3.0)
+    assert (found.busiest_messages, found.busiest_handshakes, found.busiest_bytes) == (8, 8, 24.0)
+
+
+def test_nobody_speaks_and_nothing_is_counted() -> None:
+    found = traffic(Idle(4), nbytes=100.0)
+    assert found.messages == found.bytes == found.handshakes == found.busiest_messages == found.most_messages == 0
+
+
+def test_the_alpha_beta_model_adds_latencies_and_bytes() -> None:
+    assert alpha_beta(3, 100.0, latency=0.5, bandwidth=50.0) == 3.5
+
+
+@pytest.mark.parametrize(
+    ("other", "this", "gain"),
+    [(6.0, 2.0, 3.0), (1.0, 4.0, 0.25), (0.0, 0.0, 1.0), (2.0, 0.0, float("inf")), (float("inf"), float("inf"), 1.0)],
+)
+def test_relative_gain_is_the_other_over_this(other: float, this: float, gain: float) -> None:
+    assert relative_gain(other, this) == gain
+
+
+@pytest.mark.parametrize(("other", "this"), [(-1.0, 1.0), (1.0, -1.0), (float("nan"), 1.0)])
+def test_a_cost_below_nothing_has_no_gain(other: float, this: float) -> None:
+    with pytest.raises(ValueError, match="two numbers of at least 0"):
+        relative_gain(other, this)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"nbytes": -1.0}, "nbytes is -1"),
+        ({"nbytes": float("inf")}, "nbytes is inf"),
+        ({"latency": float("nan")}, "latency is nan"),
+        ({"bandwidth": 0.0}, "bandwidth is 0"),
+        ({"agents_per_machine": 3}, "8 agents do not fill machines of 3"),
+        ({"agents_per_machine": 0}, "agents_per_machine must be at least 1"),
+    ],
+)
+def test_a_network_that_is_none_is_refused(change: dict[str, float], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        round_seconds(RingGraph(8), **{"nbytes": 1.0, "latency": 1.0, "bandwidth": 1.0, **change})

@@ -1,0 +1,228 @@
+"""Gaps and eigenvalues: the ways to find them agree, stated errors are honest, and the text says what is known."""
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.topology import (
+    Alternating,
+    ChainGraph,
+    Circulant,
+    Estimate,
+    Idle,
+    OnePeerExponential,
+    RandomMatchings,
+    RingGraph,
+    Schedule,
+    Static,
+    Torus,
+    find,
+    gap_over_period,
+    mixing_matrix,
+    smallest_eigenvalue,
+    spectral_gap,
+    with_metropolis_hastings_weights,
+    with_uniform_weights,
+)
+from support.topology_suite import product
+
+few = settings(max_examples=40, deadline=None)
+
+
+def dense_gap(matrix: np.ndarray) -> float:
+    return float(1 - np.linalg.norm(matrix - 1 / len(matrix), 2))
+
+
+@st.composite
+def undirected(draw, largest: int = 24) -> nx.Graph:
+    size = draw(st.integers(2, largest))
+    return nx.gnp_random_graph(size, draw(st.floats(0.1, 0.9)), seed=draw(st.integers(0, 10_000)))
+
+
+@st.composite
+def directed(draw) -> nx.DiGraph:
+    size = draw(st.integers(2, 14))
+    return nx.gnp_random_graph(size, draw(st.floats(0.1, 0.9)), seed=draw(st.integers(0, 10_000)), directed=True)
+
+
+@pytest.fixture
+def by_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is decomposed: neither by a Fourier transform nor as a matrix."""
+    monkeypatch.setattr("shoal.topology.spectrum.DENSE_LIMIT", 0)
+    monkeypatch.setattr("shoal.topology.spectrum.find_invariance", lambda window: None)
+
+
+@few
+@given(graph=st.one_of(undirected(), directed()))
+def test_matrix_graph_and_schedule_have_one_gap(graph: nx.Graph) -> None:
+    weighted = with_uniform_weights(graph)
+    expected = dense_gap(mixing_matrix(weighted))
+    for topology in (weighted, mixing_matrix(weighted), mixing_matrix(weighted).tolist(), Static(weighted)):
+        assert spectral_gap(topology).value == pytest.approx(expected, abs=1e-12)
+
+
+@few
+@given(st.integers(1, 40), st.dictionaries(st.integers(-20, 20), st.floats(-1, 1), min_size=1, max_size=5))
+def test_the_fourier_transform_finds_the_gap_of_every_circulant(size: int, shares: dict[int, float]) -> None:
+    found = spectral_gap(Circulant(size, shares))
+    assert found.method == "fourier"
+    assert found.value == pytest.approx(dense_gap(Circulant(size, shares).matrix(0)), abs=1e-11)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 7), (5, 5)])
+def test_a_torus_is_transformed_in_two_dimensions(shape: tuple[int, int]) -> None:
+    torus = Torus(shape[0] * shape[1], shape)
+    found = smallest_eigenvalue(torus)
+    assert found.method == "fourier"
+    assert found.value == pytest.approx(np.linalg.eigvalsh(torus.matrix(0))[0], abs=1e-12)
+
+
+@pytest.mark.usefixtures("by_iteration")
+def test_an_iteration_is_as_near_as_it_says() -> None:
+    @settings(max_examples=80, deadline=None)
+    @given(graph=undirected(), share=st.sampled_from([1.0, 1.6]))
+    def holds(graph: nx.Graph, share: float) -> None:
+        # More than all of a step makes negative eigenvalues the largest.
+        matrix = (1 - share) * np.eye(len(graph)) + share * mixing_matrix(with_metropolis_hastings_weights(graph))
+        gap, smallest = spectral_gap(matrix), smallest_eigenvalue(matrix)
+        assert gap.method == smallest.method == "iterative"
+        assert dense_gap(matrix) == pytest.approx(gap.value, abs=gap.error + 1e-12)
+        assert np.linalg.eigvalsh(matrix)[0] == pytest.approx(smallest.value, abs=smallest.error + 1e-12)
+        # Both come from a vector in hand, which no better one can contradict but from one side.
+        assert dense_gap(matrix) <= gap.value + 1e-12
+        assert np.linalg.eigvalsh(matrix)[0] <= smallest.value + 1e-12
+
+    holds()
+
+
+@pytest.mark.usefixtures("by_iteration")
+def test_an_iteration_over_a_directed_graph_or_many_rounds_is_as_near_as_it_says() -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(graph=directed())
+    def holds(graph: nx.DiGraph) -> None:
+        weighted = with_uniform_weights(graph)
+        turns = Alternating([Static(weighted), OnePeerExponential(len(graph))])
+        for gap, matrix in (
+            (spectral_gap(weighted), mixing_matrix(weighted)),
+            (gap_over_period(turns), product(turns)),
+        ):
+            assert gap.method == "iterative"
+            assert dense_gap(matrix) == pytest.approx(gap.value, abs=gap.error + 1e-9)
+            assert dense_gap(matrix) <= gap.value + 1e-9
+
+    holds()
+
+
+@pytest.mark.parametrize("size", [600, 3000])
+def test_a_gap_near_a_millionth_is_bounded_and_not_guessed(size: int) -> None:
+    """Of a ring that is open at one place, whose eigenvalues are (1 + 2 cos(pi k / n)) / 3."""
+    truth = 2 / 3 * (1 - np.cos(np.pi / size))
+    found = spectral_gap(ChainGraph(size))
+    assert found.method == "iterative"
+    assert truth <= found.value + 1e-12
+    assert found.value - truth <= found.error < 0.01 * truth
+
+
+def test_the_gap_of_a_large_ring_is_exact_by_its_transform() -> None:
+    size = 100_000
+    found = spectral_gap(find("ring").schedule(size))
+    assert found.value == pytest.approx(4 / 3 * np.sin(np.pi / size) ** 2, abs=found.error)
+    assert found.error < 1e-12
+
+
+@few
+@given(rounds=st.integers(1, 6), size=st.integers(2, 12), seed=st.integers(0, 99))
+def test_the_gap_over_rounds_is_that_of_their_product(rounds: int, size: int, seed: int) -> None:
+    schedule = RandomMatchings(size, seed)
+    expected = dense_gap(product(schedule, rounds))
+    assert gap_over_period(schedule, rounds).value == pytest.approx(expected, abs=1e-12)
+
+
+def test_rounds_with_small_gaps_have_together_a_gap_of_one_if_they_average_exactly() -> None:
+    schedule = OnePeerExponential(16)
+    assert gap_over_period(schedule).value == pytest.approx(1.0, abs=1e-12)
+    assert spectral_gap(schedule, round=0).value == pytest.approx(1 - np.cos(np.pi / 16), abs=1e-12)
+
+
+def test_the_gap_of_a_later_round_is_of_that_round() -> None:
+    turns = Alternating([Idle(6), Static(RingGraph(6))])
+    assert spectral_gap(turns, round=0).value == pytest.approx(0.0, abs=1e-12)
+    assert spectral_gap(turns, round=1).value == pytest.approx(dense_gap(mixing_matrix(RingGraph(6))), abs=1e-12)
+
+
+def test_a_schedule_that_never_repeats_has_no_gap_over_a_period() -> None:
+    with pytest.raises(ValueError, match=r"random matchings of 8 agents.* never repeats\. Say over how many rounds"):
+        gap_over_period(RandomMatchings(8))
+
+
+class Endless(Idle):
+    """Repeats after more rounds than anybody looks at."""
+
+    period = 100_000
+
+
+def test_a_period_that_is_too_long_to_hold_has_no_gap() -> None:
+    with pytest.raises(ValueError, match="repeats after 100000 rounds, which are too many"):
+        gap_over_period(Endless(4))
+    with pytest.raises(ValueError, match="of 5000 rounds of 4 agents only 4096 can be held"):
+        gap_over_period(Endless(4), 5000)
+
+
+@pytest.mark.parametrize("ask", [spectral_gap, smallest_eigenvalue])
+def test_a_round_before_the_first_is_refused(ask) -> None:
+    with pytest.raises(ValueError, match="round -1 is negative"):
+        ask(RingGraph(4), round=-1)
+
+
+def test_weights_that_are_not_symmetric_have_no_smallest_eigenvalue() -> None:
+    with pytest.raises(ValueError, match="weights that are not symmetric"):
+        smallest_eigenvalue(OnePeerExponential(8))
+
+
+@pytest.mark.parametrize("given", ["ring", None, 3])
+def test_what_is_no_topology_is_refused(given: object) -> None:
+    with pytest.raises(TypeError, match=r"must be a networkx\.DiGraph"):
+        spectral_gap(given)
+
+
+def test_agents_that_take_turns_have_the_eigenvalue_minus_one() -> None:
+    swap = np.array([[0.0, 1.0], [1.0, 0.0]])
+    assert smallest_eigenvalue(swap).value == pytest.approx(-1.0, abs=1e-12)
+    assert spectral_gap(swap).value == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_matrix_of_zeros_has_no_gap() -> None:
+    assert spectral_gap(np.zeros((3, 3))).value == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("estimate", "text"),
+    [
+        (Estimate(0.05074, 1e-14, "fourier"), "0.0507"),
+        (Estimate(3e-17, 1e-14, "dense"), "0"),
+        (Estimate(-1 / 3, 1e-15, "dense"), "-0.333"),
+        (Estimate(2.761e-6, 9.6e-7, "iterative"), "2.76e-06 ± 1e-06"),
+        (Estimate(7e-7, 8e-7, "iterative"), "below 1e-6"),
+        (Estimate(2e-4, 1.0, "iterative"), "below 1e-3"),
+    ],
+)
+def test_an_estimate_says_what_is_known(estimate: Estimate, text: str) -> None:
+    assert str(estimate) == text
+    assert float(estimate) == estimate.value
+
+
+def test_an_iteration_that_was_cut_short_says_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.topology.extreme._MOST_STEPS", 60)
+    found = spectral_gap(ChainGraph(5_000))
+    assert 0 < 2 / 3 * (1 - np.cos(np.pi / 5_000)) < found.value < found.error
+    assert str(found) in ("below 1e-3", "below 1e-4")
+
+
+def test_every_schedule_of_the_catalog_has_the_gap_of_its_matrices() -> None:
+    for name in ("hierarchical", "gossip-pga", "base-3", "inner-outer-ring", "d-equi-static", "matcha"):
+        schedule: Schedule = find(name).schedule(24)
+        rounds = schedule.period or 3
+        expected = dense_gap(product(schedule, rounds))
+        assert gap_over_period(schedule, rounds).value == pytest.approx(expected, abs=1e-11), name
