@@ -16,6 +16,7 @@ COMMANDS = {
     "run": ("shoal.cli.run", "start the agents of a job on this machine"),
     "bench": ("shoal.cli.bench", "measure how fast agents average on this machine, beside their peers"),
     "topology": ("shoal.cli.topology", "list, show, draw and compare topologies, and say which one to take"),
+    "notebook": ("shoal.cli.notebook", "start and stop agents behind a notebook, through ipyparallel"),
     "doctor": ("shoal.cli.doctor", "say what a bug report needs, and whether agents can run on this machine"),
 }
 

@@ -298,11 +298,11 @@ def _noted(signum: int, frame: FrameType | None) -> None:
 
 
 def _start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    bind = _death_with(os.getpid())
+    bind = death_with(os.getpid())
     return subprocess.Popen(command, start_new_session=True, preexec_fn=bind, **options)
 
 
-def _death_with(parent: int) -> Callable[[], None]:
+def death_with(parent: int) -> Callable[[], None]:
     """Make what the child calls between fork and exec, with everything looked up before the fork.
 
     SIGKILL and not SIGTERM: when the launcher has been killed, nobody is left to insist.

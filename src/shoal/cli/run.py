@@ -21,7 +21,7 @@ from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses
 
 # A process of its own, so that the launcher needs no torch and starts the agents at once, and no thread.
-_SERVE = "import sys; from shoal.runtime.rendezvous import serve; serve(int(sys.argv[1]))"
+SERVE = "import sys; from shoal.runtime.rendezvous import serve; serve(int(sys.argv[1]))"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
             agents.start(rank, command, environ, keeps_stdin=rank == 0)
         if listener is not None:
             # The agents may connect already: the kernel lets them in, and they are answered once torch is imported.
-            serve = [sys.executable, "-c", _SERVE, str(listener.fileno())]
+            serve = [sys.executable, "-c", SERVE, str(listener.fileno())]
             agents.start_helper("the rendezvous store", serve, listener.fileno())
             listener.close()
         return agents.mind()

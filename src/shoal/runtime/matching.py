@@ -153,6 +153,12 @@ class Rounds:
         """Keep a question until its stage begins."""
         self._asks.setdefault((message.name, message.round), set()).add((message.stage, source))
 
+    def is_waited_for(self) -> bool:
+        """Another agent waits for a call that this one has not made."""
+        return any(
+            round_ >= channel.rounds if (channel := self._channels.get(name)) else True for name, round_ in self._asks
+        )
+
     def came_early(self, operation: Operation, stage: int) -> Iterator[tuple[int, Message]]:
         """Take out the messages that wait for a stage that begins."""
         early = self._early.get((operation.name, operation.round))

@@ -1,0 +1,155 @@
+"""``shoal notebook``: agents as processes behind a notebook, through ipyparallel.
+
+``start`` leaves a job running whose agents are ipyparallel's engines: each takes the cells that begin with ``%%px``,
+and each has the variables of a launcher, so that ``shoal.init()`` in such a cell makes them agents of one fleet.
+``stop`` ends the job, and nothing of it remains. What runs meanwhile is in :mod:`~shoal.cli.notebook_job`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from .notebook_files import Files
+
+_STOP_SECONDS = 30.0
+_TAIL = 15
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    start = commands.add_parser("start", help="start engines, and leave them running")
+    start.add_argument("-n", "--agents", type=int, required=True, metavar="N", help="how many")
+    start.add_argument(
+        "--wait", type=float, default=120.0, metavar="SECONDS", help="how long they may take to be there (120)"
+    )
+    stop = commands.add_parser("stop", help="end them, whatever they are doing")
+    status = commands.add_parser("status", help="say whether they are there")
+    for command in (start, stop, status):
+        command.add_argument("--profile", default="shoal", help="IPython's profile; one job for each (shoal)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start, stop or look; the exit status is 0 if it is so."""
+    if importlib.util.find_spec("ipyparallel") is None:
+        print("shoal notebook: error: it needs ipyparallel: pip install 'shoal[notebook]'", file=sys.stderr)
+        return 2
+    files = Files.of_profile(args.profile)
+    if args.command == "start":
+        return _start(files, args.profile, args.agents, args.wait)
+    return _stop(files) if args.command == "stop" else _status(files)
+
+
+def _start(files: Files, profile: str, agents: int, wait: float) -> int:
+    if agents < 1:
+        print(f"shoal notebook: error: -n {agents}: at least one agent must run", file=sys.stderr)
+        return 2
+    if files.owner() is not None:
+        print(
+            f"shoal notebook: error: agents of the profile {profile!r} are running; `shoal notebook stop` ends them",
+            file=sys.stderr,
+        )
+        return 1
+    files.forget_connection()
+    command = [sys.executable, "-m", "shoal.cli.notebook_job", str(files.profile), str(agents)]
+    with files.log.open("wb") as log:
+        job = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        problem = _wait_for(files, job, agents, time.monotonic() + wait)
+    except BaseException:
+        _end(job)
+        raise
+    if problem:
+        _end(job)
+        print(f"shoal notebook: error: {problem}; {files.log} ends with:", file=sys.stderr)
+        print("\n".join(files.log.read_text(errors="replace").splitlines()[-_TAIL:]), file=sys.stderr)
+        return 1
+    print(
+        f"{agents} agents are there. In the notebook:\n\n"
+        f"    import ipyparallel\n"
+        f"    ipyparallel.Client(profile={profile!r}).activate()\n\n"
+        f"and in a cell of its own:\n\n"
+        f"    %%px\n"
+        f"    import shoal\n"
+        f"    shoal.init()\n\n"
+        f"`shoal notebook stop` ends them."
+    )
+    return 0
+
+
+def _wait_for(files: Files, job: subprocess.Popen[bytes], agents: int, deadline: float) -> str:
+    """Wait until every engine takes cells. Returns what went wrong; empty if nothing did."""
+    while not files.client.exists():
+        if job.poll() is not None:
+            return f"the job ended with code {job.returncode}"
+        if time.monotonic() > deadline:
+            return "the controller did not start in time"
+        time.sleep(0.05)
+    while True:
+        here = _engines(files)
+        if here == list(range(agents)):
+            return ""
+        if job.poll() is not None:
+            return f"the job ended with code {job.returncode}"
+        if time.monotonic() > deadline:
+            return f"of {agents} engines only {here} came in time"
+        time.sleep(0.3)
+
+
+def _engines(files: Files) -> list[int]:
+    """Those that take cells. A new client asks: one that is there already may miss the news of an engine."""
+    import ipyparallel
+
+    try:
+        with contextlib.closing(ipyparallel.Client(str(files.client), timeout=10)) as client:
+            return sorted(client.ids)
+    except (OSError, ValueError):  # a controller that is busy, or has not written all of its file
+        return []
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    job.terminate()
+    try:
+        job.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
+
+
+def _stop(files: Files) -> int:
+    owner = files.owner()
+    if owner is None:
+        print("no agents are running")
+        return 0
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        # The kernel kills the others with the one that started them.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(owner, signum)
+        if any(files.owner() is None for _ in _until(time.monotonic() + _STOP_SECONDS)):
+            files.forget_connection()
+            print("stopped")
+            return 0
+    print(f"shoal notebook: error: process {owner} does not end", file=sys.stderr)
+    return 1
+
+
+def _status(files: Files) -> int:
+    owner = files.owner()
+    print("no agents are running" if owner is None else f"agents are running, started by process {owner}")
+    return 0 if owner is not None else 1
+
+
+def _until(deadline: float) -> Iterator[None]:
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(0.02)

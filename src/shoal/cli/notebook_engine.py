@@ -1,0 +1,75 @@
+"""An engine of ipyparallel that is an agent: it takes the cells of a notebook, and tells the others when one fails.
+
+After a cell has raised, its engine is there and idle, and an agent that waits for it would wait until its deadline. So
+while an engine is idle after a failure it looks whether anybody waits for it, and if so it breaks with the fleet: the
+others get :class:`~shoal.PeerLost` with what the cell raised. Nobody waits, nothing happens: a slip of the pen in all
+engines does no harm.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+_LOOK_SECONDS = 0.05
+
+
+class CellWatch:
+    """Watches over the cells of this process, from the events of its IPython shell."""
+
+    def __init__(self) -> None:
+        self._next_cell = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, *_: Any) -> None:
+        """A cell begins: what others wait for may come yet."""
+        self._next_cell.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def end(self, result: Any) -> None:
+        """A cell has ended."""
+        error = result.error_before_exec or result.error_in_exec
+        if error is None or self._thread is not None:
+            return
+        self._next_cell.clear()
+        cause = f"its cell raised {type(error).__name__}: {error}".splitlines()[0][:500]
+        self._thread = threading.Thread(target=self._look, args=(cause,), name="shoal-cells", daemon=True)
+        self._thread.start()
+
+    def _look(self, cause: str) -> None:
+        from ..runtime.agent import process_seat
+        from ..runtime.bootstrap import leave
+
+        while True:
+            agent = process_seat().agent
+            if agent is None:
+                return
+            with agent.engine.lock:
+                is_waited_for = agent.engine.rounds.is_waited_for()
+            if is_waited_for:
+                leave(process_seat(), cause, died=True)
+                return
+            if self._next_cell.wait(_LOOK_SECONDS):
+                return
+
+
+def watch_cells(shell: Any) -> None:
+    """Begin to watch."""
+    watch = CellWatch()
+    shell.events.register("pre_run_cell", watch.begin)
+    shell.events.register("post_run_cell", watch.end)
+
+
+def main(arguments: list[str]) -> None:
+    """Be an engine until told to end."""
+    from ipyparallel.engine.app import IPEngine
+
+    startup = "__import__('shoal.cli.notebook_engine').cli.notebook_engine.watch_cells(get_ipython())"
+    IPEngine.launch_instance([*arguments, f"--IPEngine.startup_command={startup}"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

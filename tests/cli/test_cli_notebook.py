@@ -1,0 +1,203 @@
+"""``shoal notebook``: cells on agents that are processes, cells that raise, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main, notebook
+
+pytest.importorskip("ipyparallel")
+
+pytestmark = pytest.mark.timeout(240)
+CELLS = Path(__file__).with_name("notebook_cells.py")
+SIZE = 3
+START = "import shoal, torch, os\nshoal.shutdown()\nshoal.init()\n"
+AVERAGE = "print('mean', shoal.neighbor_allreduce(torch.tensor([float(shoal.rank())])).item())\n"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of one."""
+
+    said: str
+    error: str
+    seconds: float
+
+    def by_rank(self) -> dict[int, str]:
+        """What each engine printed."""
+        found = re.findall(r"\[stdout:(\d+)\] ?\n?(.*?)(?=\n\[stdout|\Z)", self.said, re.DOTALL)
+        return {int(rank): text.strip() for rank, text in found}
+
+
+@dataclass(frozen=True)
+class Notebook:
+    """A job in an IPython directory of its own.
+
+    Attributes:
+        home: the directory.
+    """
+
+    home: Path
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {**os.environ, "IPYTHONDIR": str(self.home), "OMP_NUM_THREADS": "1"}
+
+    def shoal(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "shoal", "notebook", *arguments]
+        return subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=200)
+
+    def cells(self, *cells: str) -> list[Cell]:
+        """Run them one after the other, each on all engines."""
+        given = json.dumps([f"%%px\n{cell}" for cell in cells])
+        command = [sys.executable, str(CELLS), "shoal"]
+        done = subprocess.run(command, env=self.environ, input=given, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return [Cell(**json.loads(line)) for line in done.stdout.splitlines()]
+
+    def processes(self) -> list[int]:
+        """Those that were started with this directory in their environment."""
+        wanted, found = f"IPYTHONDIR={self.home}".encode(), []
+        for one in Path("/proc").iterdir():
+            if one.name.isdigit() and one.name != str(os.getpid()):
+                try:
+                    if wanted in (one / "environ").read_bytes().split(b"\0"):
+                        found.append(int(one.name))
+                except OSError:
+                    continue
+        return found
+
+    def owner(self) -> int:
+        """The process behind the job."""
+        return int((self.home / "profile_shoal" / "pid" / "shoal-notebook").read_text())
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    one = Notebook(tmp_path_factory.mktemp("ipython"))
+    done = one.shoal("start", "-n", str(SIZE))
+    try:
+        assert done.returncode == 0, done.stderr
+        assert f"{SIZE} agents are there" in done.stdout
+        yield one
+    finally:
+        one.shoal("stop")
+
+
+def test_engines_are_agents_by_rank(job: Notebook) -> None:
+    where = "print(shoal.rank(), shoal.size(), os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'])"
+    (cell,) = job.cells(START + where)
+    assert cell.error == ""
+    assert cell.by_rank() == {rank: f"{rank} {SIZE} {rank} {SIZE}" for rank in range(SIZE)}
+
+
+def test_a_cell_averages_over_the_agents(job: Notebook) -> None:
+    cells = job.cells(START, AVERAGE, "x = float(shoal.rank() ** 2)", "print(shoal.allreduce(torch.tensor(x)).item())")
+    assert [cell.error for cell in cells] == [""] * 4
+    assert cells[1].by_rank() == dict.fromkeys(range(SIZE), "mean 1.0")
+    assert [float(text) for text in cells[3].by_rank().values()] == pytest.approx([5 / 3] * SIZE)
+
+
+@pytest.mark.parametrize(
+    "wait", [AVERAGE, "shoal.allreduce(torch.ones(300_000))", "shoal.barrier()"], ids=["small", "large", "barrier"]
+)
+def test_nobody_waits_long_for_an_engine_whose_cell_raised(job: Notebook, wait: str) -> None:
+    first, broken, again = job.cells(
+        START + AVERAGE, f"if shoal.rank() == 1: raise ValueError('no ' 'luck')\n{wait}", START + AVERAGE
+    )
+    assert first.error == ""
+    # Every wait would end after a minute; this one ends when it is told to.
+    assert broken.seconds < 30
+    assert broken.error == f"{SIZE} errors"
+    assert broken.said.count("its cell raised ValueError: no luck") == SIZE - 1
+    assert "PeerLost" in broken.said
+    assert again.error == ""
+    assert again.by_rank() == dict.fromkeys(range(SIZE), "mean 1.0")
+
+
+def test_a_slip_in_every_engine_does_no_harm(job: Notebook) -> None:
+    _, slip, unreadable, after = job.cells(START + AVERAGE, "shoal.rank() / 0", "1 +", AVERAGE)
+    assert slip.error == f"{SIZE} errors"
+    assert "SyntaxError" in unreadable.said
+    assert after.error == ""
+    assert after.by_rank() == dict.fromkeys(range(SIZE), "mean 1.0")
+
+
+def test_a_slip_in_one_engine_for_which_nobody_waits_does_no_harm(job: Notebook) -> None:
+    _, slip, after = job.cells(START + AVERAGE, "if shoal.rank() == 2: undefined", AVERAGE)
+    assert "NameError" in slip.said
+    assert after.error == ""
+    assert after.by_rank() == dict.fromkeys(range(SIZE), "mean 1.0")
+
+
+def test_a_second_job_of_a_profile_is_refused(job: Notebook) -> None:
+    done = job.shoal("start", "-n", "1")
+    assert done.returncode == 1
+    assert "`shoal notebook stop` ends them" in done.stderr
+    assert job.shoal("status").stdout == f"agents are running, started by process {job.owner()}\n"
+
+
+def test_a_job_that_is_killed_leaves_nothing(job: Notebook) -> None:
+    os.kill(job.owner(), signal.SIGKILL)
+    _until(lambda: not job.processes(), "all of it to end")
+    assert job.shoal("status").stdout == "no agents are running\n"
+
+
+def test_it_starts_again_after_that_and_stop_ends_engines_that_are_busy(job: Notebook) -> None:
+    again = job.shoal("start", "-n", "1")
+    assert again.returncode == 0, again.stderr
+    mark = job.home / "busy"
+    cell = f"%%px\nimport shoal, subprocess\nshoal.init()\nopen({str(mark)!r}, 'w').close()\n"
+    command = [sys.executable, str(CELLS), "shoal"]
+    with subprocess.Popen(command, env=job.environ, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as busy:
+        assert busy.stdin is not None
+        busy.stdin.write(json.dumps([cell + "subprocess.Popen(['sleep', '1000'])\nwhile True: pass"]).encode())
+        busy.stdin.close()
+        _until(mark.exists, "the engine to be busy")
+        done = job.shoal("stop")
+        busy.kill()
+    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
+    assert job.processes() == []
+    assert job.shoal("stop").stdout == "no agents are running\n"
+    assert job.shoal("status").returncode == 1
+
+
+def test_engines_that_do_not_come_are_an_error_that_leaves_nothing(tmp_path: Path) -> None:
+    one = Notebook(tmp_path)
+    done = one.shoal("start", "-n", "1", "--wait", "0.2")
+    assert done.returncode == 1
+    assert re.search("did not start in time|came in time", done.stderr)
+    assert one.processes() == []
+
+
+def test_no_agents_are_refused(tmp_path: Path) -> None:
+    done = Notebook(tmp_path).shoal("start", "-n", "0")
+    assert done.returncode == 2
+    assert "at least one agent must run" in done.stderr
+
+
+def test_without_ipyparallel_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(notebook.importlib.util, "find_spec", lambda name: None)
+    assert main(["notebook", "status"]) == 2
+    assert "pip install 'shoal[notebook]'" in capsys.readouterr().err
+
+
+def _until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {seconds:g} s for {what}")
+        time.sleep(0.02)
