@@ -38,8 +38,11 @@ SHIFTS = [
     OnePeerExponential(11),
     OnePeerExponential(16),
 ]
-PAIRS = [OnePeerHypercube(8), ShiftOne(10), RandomMatchings(9, seed=2), RandomMatchings(12)]
+PAIRS = [OnePeerHypercube(8), ShiftOne(10), RandomMatchings(9, seed=2), equitopo.OUEquiDyn(10, eta=0.3)]
+UNEQUAL_PAIRS = nx.DiGraph()
+UNEQUAL_PAIRS.add_weighted_edges_from([(0, 0, 0.5), (1, 0, 0.5), (1, 1, 0.5), (0, 1, 0.25), (2, 2, 1.0)])
 IRREGULAR = [
+    UNEQUAL_PAIRS,
     with_metropolis_hastings_weights(nx.star_graph(6)),
     with_metropolis_hastings_weights(nx.gnp_random_graph(15, 0.4, seed=3)),
     graphs.MeshGrid2DGraph(12),
@@ -133,7 +136,7 @@ def test_agents_that_do_alike_need_no_edges(make: type[Schedule], monkeypatch: p
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex128])
-@pytest.mark.parametrize("topology", [ring(6), OnePeerHypercube(8), IRREGULAR[1]], ids=name_of)
+@pytest.mark.parametrize("topology", [ring(6), OnePeerHypercube(8), IRREGULAR[2]], ids=name_of)
 def test_other_types_mix_too(topology: nx.Graph | Schedule, dtype: torch.dtype) -> None:
     mix = StackedMix(topology)
     x = torch.randn(mix.size, 4, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
@@ -154,13 +157,13 @@ def test_nothing_but_the_device_of_x_is_asked_for(topology: Schedule) -> None:
 
 def test_rows_of_matrices_mix_as_rows_of_vectors_do() -> None:
     x = torch.randn(15, 2, 3, dtype=torch.float64)
-    for topology in (ring(15), RandomMatchings(15), IRREGULAR[1]):
+    for topology in (ring(15), RandomMatchings(15), IRREGULAR[2]):
         assert torch.equal(StackedMix(topology)(x).flatten(1), StackedMix(topology)(x.flatten(1)))
 
 
 def test_what_is_mixed_need_not_be_contiguous() -> None:
     x = torch.randn(3, 15, dtype=torch.float64).mT
-    for topology in (ring(15), RandomMatchings(15), IRREGULAR[1]):
+    for topology in (ring(15), RandomMatchings(15), IRREGULAR[2]):
         assert torch.equal(StackedMix(topology)(x), StackedMix(topology)(x.contiguous()))
 
 
@@ -225,7 +228,7 @@ def test_one_way_edges_carry_no_message_of_their_own() -> None:
         StackedMix(ring(5, connect_style=1)).spread(torch.zeros(5, 1))
 
 
-@pytest.mark.parametrize("topology", [ring(6), OnePeerExponential(6), IRREGULAR[0], RandomMatchings(9)], ids=name_of)
+@pytest.mark.parametrize("topology", [ring(6), OnePeerExponential(6), IRREGULAR[1], RandomMatchings(9)], ids=name_of)
 def test_the_books_count_every_message(topology: nx.Graph | Schedule) -> None:
     schedule, mix = as_schedule(topology), StackedMix(topology)
     edges = schedule.edges(0)

@@ -16,6 +16,7 @@ import torch
 from ..transport.wire import Message
 from .locks import Freed
 from .memory import MUTEX, OWN, How
+from .turns import short_turns
 from .window import LOCK, UNLOCK, Window
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ class Service:
             payload.owner = partial(self.serve_complete, source, message)
             self._waiting.append((source, message))
             return
+        with short_turns():
+            self._serve(source, message)
+            self._windows.engine.outbox.flush()
+
+    def _serve(self, source: int, message: Message) -> None:
         if message.op == UNLOCK:
             self._unlock(source, message)
         elif any(one == source and other.name == message.name for one, other in self._waiting):
