@@ -81,7 +81,6 @@ from .optim import DistributedNeighborAllreduceOptimizer as DistributedNeighborA
 from .optim import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .optim import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .optim import DistributedWinPutOptimizer as DistributedWinPutOptimizer
-from .optim import Way as Way
 from .optim import consensus as consensus
 from .optim import consensus_distance as consensus_distance
 from .runtime.agent import bind as bind

@@ -9,7 +9,7 @@ from copy import deepcopy
 import networkx as nx
 import pytest
 import torch
-from test_optimizer import LR, MODEL, MOMENTUM, RING, SIZE, STEPS, batch, by_hand, flat
+from test_optimizer import AWC, LR, MODEL, MOMENTUM, RING, SIZE, STEPS, batch, by_hand, flat
 
 import shoal
 
@@ -39,7 +39,7 @@ def train_in_step(make: Make, bucket_bytes: int) -> torch.Tensor:
 @pytest.mark.parametrize("make", [shoal.DistributedWinPutOptimizer, shoal.DistributedPullGetOptimizer])
 def test_put_and_get_in_step_are_adapt_with_combine(fleet: Fleets, make: Make, bucket_bytes: int) -> None:
     found = torch.stack(fleet(SIZE).run(train_in_step, make, bucket_bytes))
-    assert (found - by_hand(shoal.Way.adapt_with_combine, RING)).abs().max() < 1e-12
+    assert (found - by_hand(AWC, RING)).abs().max() < 1e-12
 
 
 def test_push_sum_agrees_on_the_mean_over_a_directed_graph_out_of_step(fleet: Fleets) -> None:

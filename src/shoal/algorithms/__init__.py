@@ -21,6 +21,7 @@ from .exact import ExactDiffusion as ExactDiffusion
 from .exchange import Exchange as Exchange
 from .exchange import run as run
 from .gradient_descent import GradientDescent as GradientDescent
+from .gradient_descent import ParallelGradientDescent as ParallelGradientDescent
 from .gradients import own as own
 from .local_steps import GossipPGA as GossipPGA
 from .local_steps import LocalSteps as LocalSteps

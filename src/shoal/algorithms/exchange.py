@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import networkx as nx
-import numpy as np
 import torch
 
 from ..ops.alltoall import neighbor_alltoall
@@ -17,7 +16,8 @@ from .algorithm import Algorithm, Gradient
 from .mix import Everybody, Machine, Mix
 from .needs import check
 from .run import Measure, Run, steps_of
-from .weights import Ranks, Rounds, Weights
+from .view import View
+from .weights import Form
 
 
 class Exchange(Mix):
@@ -36,12 +36,10 @@ class Exchange(Mix):
         super().__init__(seed)
         agent = current("algorithms.Exchange")
         self.size, self.rank = agent.size, agent.rank
-        self._rounds = Rounds(topology)
-        if self._rounds.size != self.size:
-            raise ValueError(f"the topology has {self._rounds.size} agents, and there are {self.size}")
+        self._view = View(topology, self.rank)
+        if self._view.size != self.size:
+            raise ValueError(f"the topology has {self._view.size} agents, and there are {self.size}")
         self._name = name
-        self._views: dict[tuple[int, str], tuple[float, dict[int, float], list[int]]] = {}
-        self._links: dict[int, list[int]] = {}
 
     def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
         return self._weigh("mix", x, nbytes)
@@ -52,26 +50,11 @@ class Exchange(Mix):
     def push(self, x: torch.Tensor) -> torch.Tensor:
         return self._weigh("push", x, None)
 
-    def _weigh(self, form: str, x: torch.Tensor, nbytes: int | torch.Tensor | None) -> torch.Tensor:
-        own, sources, destinations = self._view(form)
+    def _weigh(self, form: Form, x: torch.Tensor, nbytes: int | torch.Tensor | None) -> torch.Tensor:
+        own, sources, destinations = self._view.part(self.round, form)
         self.exchanges += 1
         self.sent += len(destinations) * (x.nbytes if nbytes is None else int(nbytes))
         return neighbor_allreduce(x, own, sources, destinations, enable_topo_check=False, name=self._name)
-
-    def _view(self, form: str) -> tuple[float, dict[int, float], list[int]]:
-        """This agent's own weight, its sources with theirs, and its destinations."""
-        key = self._rounds.turn(self.round), form
-        if key not in self._views:
-            weights = self._rounds[self.round]
-            used: Weights = getattr(weights, form)
-            mine: Ranks = np.flatnonzero(weights.destination == self.rank)
-            sources = dict(zip(weights.source[mine].tolist(), used[mine].tolist(), strict=True))
-            theirs = weights.destination[weights.source == self.rank]
-            found = sources.pop(self.rank, 0.0), sources, [one for one in theirs.tolist() if one != self.rank]
-            if len(self._views) > 256:
-                self._views.clear()
-            self._views[key] = found
-        return self._views[key]
 
     def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
         if group not in (Everybody, Machine):
@@ -80,30 +63,20 @@ class Exchange(Mix):
         self.sent += x.nbytes
         return allreduce(x, average=True, is_hierarchical_local=group == Machine, name=f"{self._name} mean")
 
-    @property
-    def _neighbours(self) -> list[int]:
-        turn = self._rounds.turn(self.round)
-        if turn not in self._links:
-            here, there = self._rounds[self.round].neighbours
-            if len(self._links) > 256:
-                self._links.clear()
-            self._links[turn] = there[here == self.rank].tolist()
-        return self._links[turn]
-
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        return x.expand(len(self._neighbours), *x.shape)
+        return x.expand(len(self._view.neighbours(self.round)), *x.shape)
 
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         return messages.sum(0)
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
-        ranks = self._neighbours
+        ranks = self._view.neighbours(self.round)
         self.exchanges += 1
         self.sent += messages.nbytes if nbytes is None else nbytes * len(ranks)
         return neighbor_alltoall(messages, ranks, name=f"{self._name} edges")
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
-        signs = [1.0 if self.rank < one else -1.0 for one in self._neighbours]
+        signs = [1.0 if self.rank < one else -1.0 for one in self._view.neighbours(self.round)]
         return torch.tensor(signs, dtype=like.dtype, device=like.device).unsqueeze(1)
 
     def _agents(self, like: torch.Tensor) -> torch.Tensor:

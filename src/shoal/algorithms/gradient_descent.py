@@ -39,3 +39,21 @@ class GradientDescent(Algorithm):
         if self.atc:
             return mix(x - self.lr * grad(x)), ()
         return mix(x) - self.lr * grad(x), ()
+
+
+@dataclass(frozen=True)
+class ParallelGradientDescent(Algorithm):
+    """What data-parallel training does, to compare with: ``x+ = x - lr mean(g(x))``, the mean over all agents.
+
+    Agents that begin with equal parameters keep them equal, and take the steps of one that has all data.
+
+    Args:
+        lr: The step.
+    """
+
+    lr: float
+    source: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677"
+    one_gradient: ClassVar[bool] = True
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        return x - self.lr * mix.average(grad(x)), ()

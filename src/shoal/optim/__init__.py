@@ -14,6 +14,5 @@ from .bluefog import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .consensus import consensus as consensus
 from .consensus import consensus_distance as consensus_distance
 from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer
-from .optimizer import Way as Way
 from .rounds import CommunicationType as CommunicationType
 from .rounds import Settings as Settings

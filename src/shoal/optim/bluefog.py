@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
-from .optimizer import DecentralizedOptimizer, Way
+from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
+from .optimizer import DecentralizedOptimizer
 from .rounds import CommunicationType
 from .window_flight import GetFlight, PushSumFlight, PutFlight
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
+
+_ATC, _AWC, _PARALLEL = GradientDescent(1.0), GradientDescent(1.0, atc=False), ParallelGradientDescent(1.0)
 
 
 def DistributedAdaptThenCombineOptimizer(
@@ -21,15 +24,12 @@ def DistributedAdaptThenCombineOptimizer(
     num_steps_per_communication: int = 1,
     **options: Any,
 ) -> DecentralizedOptimizer:
-    """Adapt, then combine: ``x+ = W (x - lr g(x))``, equation 23 of the BlueFog paper."""
-    return DecentralizedOptimizer(
-        optimizer,
-        model,
-        Way.adapt_then_combine,
-        communication_type=communication_type,
-        num_steps_per_communication=num_steps_per_communication,
-        **options,
-    )
+    """Adapt, then combine: ``x+ = W (x - lr g(x))``, equation 23 of the BlueFog paper.
+
+    ``options`` are those of :class:`~shoal.DecentralizedOptimizer`, here as in the functions below.
+    """
+    options |= {"communication_type": communication_type, "num_steps_per_communication": num_steps_per_communication}
+    return DecentralizedOptimizer(optimizer, model, _ATC, **options)
 
 
 def DistributedAdaptWithCombineOptimizer(
@@ -40,23 +40,16 @@ def DistributedAdaptWithCombineOptimizer(
     **options: Any,
 ) -> DecentralizedOptimizer:
     """Adapt with combine: ``x+ = W x - lr g(x)``, equation 22; the exchange goes on during forward and backward."""
-    return DecentralizedOptimizer(
-        optimizer,
-        model,
-        Way.adapt_with_combine,
-        communication_type=communication_type,
-        num_steps_per_communication=num_steps_per_communication,
-        **options,
-    )
+    options |= {"communication_type": communication_type, "num_steps_per_communication": num_steps_per_communication}
+    return DecentralizedOptimizer(optimizer, model, _AWC, **options)
 
 
 def DistributedGradientAllreduceOptimizer(
     optimizer: torch.optim.Optimizer, model: Models, num_steps_per_communication: int = 1, **options: Any
 ) -> DecentralizedOptimizer:
     """The mean of all agents' gradients, and then the local step: what data-parallel training does."""
-    return DecentralizedOptimizer(
-        optimizer, model, Way.gradients, num_steps_per_communication=num_steps_per_communication, **options
-    )
+    options |= {"num_steps_per_communication": num_steps_per_communication}
+    return DecentralizedOptimizer(optimizer, model, _PARALLEL, **options)
 
 
 def DistributedNeighborAllreduceOptimizer(
@@ -95,8 +88,8 @@ def DistributedWinPutOptimizer(
 
     Read at each exchange: ``dst_weights``. ``close()`` frees the windows.
     """
-    options |= {"flight": PutFlight, "num_steps_per_communication": num_steps_per_communication}
-    return _windowed(optimizer, model, Way.adapt_with_combine, window_prefix, options)
+    options = _windows(num_steps_per_communication, window_prefix, options)
+    return DecentralizedOptimizer(optimizer, model, _AWC, flight=PutFlight, **options)
 
 
 def DistributedPullGetOptimizer(
@@ -110,8 +103,8 @@ def DistributedPullGetOptimizer(
 
     Read at each exchange: ``src_weights``.
     """
-    options |= {"flight": GetFlight, "num_steps_per_communication": num_steps_per_communication}
-    return _windowed(optimizer, model, Way.adapt_with_combine, window_prefix, options)
+    options = _windows(num_steps_per_communication, window_prefix, options)
+    return DecentralizedOptimizer(optimizer, model, _AWC, flight=GetFlight, **options)
 
 
 def DistributedPushSumOptimizer(
@@ -125,11 +118,9 @@ def DistributedPushSumOptimizer(
 
     Read at each exchange: ``self_weight`` and ``dst_weights``, which must sum to 1; equal shares if they are not set.
     """
-    options |= {"flight": PushSumFlight, "num_steps_per_communication": num_steps_per_communication}
-    return _windowed(optimizer, model, Way.adapt_then_combine, window_prefix, options)
+    options = _windows(num_steps_per_communication, window_prefix, options)
+    return DecentralizedOptimizer(optimizer, model, _ATC, flight=PushSumFlight, **options)
 
 
-def _windowed(
-    optimizer: torch.optim.Optimizer, model: Models, way: Way, window_prefix: str | None, options: dict[str, Any]
-) -> DecentralizedOptimizer:
-    return DecentralizedOptimizer(optimizer, model, way, **{"name": window_prefix or "optimizer", **options})
+def _windows(steps: int, prefix: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    return {"name": prefix or "optimizer", "num_steps_per_communication": steps, **options}

@@ -1,6 +1,8 @@
 """Parameters in a few large pieces of memory, so that a model is a few messages and not one for each tensor.
 
-Each parameter stays the tensor it was, with its shape and strides; its data lie in a bucket.
+Each parameter stays the tensor it was, with its shape and strides; its data lie in a bucket. The bucket lies in memory
+that neighbours read, so what is exchanged is not copied first: while neighbours read the parameters here, the average
+is written to a second bucket, to which the parameters then move.
 """
 
 from __future__ import annotations
@@ -27,10 +29,9 @@ class Bucket:
         self.params = params
         self.numel = sum(param.numel() for param in params)
         self._spare: torch.Tensor | None = None
+        self._versions: list[int] = []
         self.flat = self._room()
-        for param, view in zip(params, self.views(self.flat), strict=True):
-            view.copy_(param.detach())
-            param.data = view
+        self._settle(self.flat)
 
     def _room(self) -> torch.Tensor:
         like = self.params[0]
@@ -63,12 +64,32 @@ class Bucket:
         for param, view in zip(self.params, self.views(flat), strict=True):
             param.data = view
 
+    def leave(self) -> None:
+        """Move to other memory: somebody may still read where the parameters are, and they are about to change."""
+        self._spare = None
+        self.flat = self._room()
+        self._settle(self.flat)
+
+    def _settle(self, flat: torch.Tensor) -> None:
+        for param, view in zip(self.params, self.views(flat), strict=True):
+            view.copy_(param.detach())
+            param.data = view
+
     def adopt(self) -> None:
         """Take in again what somebody has put elsewhere, as ``param.data = ...`` and ``module.to(...)`` do."""
         for param, view in zip(self.params, self.views(self.flat), strict=True):
             if param.data_ptr() != view.data_ptr():
                 view.copy_(param.detach())
                 param.data = view
+
+    def lend(self) -> None:
+        """From here on the parameters must not change until :meth:`changed_while_lent` has been asked."""
+        self._versions = [param._version for param in self.params]
+
+    def changed_while_lent(self) -> list[torch.nn.Parameter]:
+        """The parameters that have changed all the same."""
+        pairs = zip(self.params, self._versions, strict=True)
+        return [param for param, version in pairs if param._version != version]
 
     def gather_gradients(self) -> torch.Tensor:
         """The gradients, flat, zeros where there is none."""
@@ -80,6 +101,14 @@ class Bucket:
                 view.copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
         return flat
 
+    def spread_gradients(self, flat: torch.Tensor) -> None:
+        """The gradients are these; a parameter that had none, and is learnt, has one now."""
+        for param, view in zip(self.params, self.views(flat), strict=True):
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad.copy_(view)
+            elif param.requires_grad:
+                param.grad = view.clone()
+
 
 def _is_dense(param: torch.Tensor) -> bool:
     """Its strides leave no gap, as in ``channels_last``."""
@@ -87,7 +116,7 @@ def _is_dense(param: torch.Tensor) -> bool:
     return param.numel() > 0 and span == param.numel()
 
 
-def into_buckets(params: Iterable[torch.nn.Parameter], nbytes: int = BUCKET_BYTES) -> list[Bucket]:
+def into_buckets(params: Iterable[torch.nn.Parameter], nbytes: float = BUCKET_BYTES) -> list[Bucket]:
     """Buckets of at most ``nbytes`` each (or of one larger parameter), in the order given."""
     open_: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     full: list[list[torch.nn.Parameter]] = []

@@ -1,17 +1,21 @@
-"""The exchange of one optimizer's parameters: buckets, what is under way, and that all agents have the same model."""
+"""The exchange of one optimizer's parameters: buckets, and what is under way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from ..errors import Mismatch
-from ..ops.collective import allgather, allreduce_nonblocking
+from ..algorithms.view import View
+from ..ops.collective import allreduce_nonblocking
 from ..runtime.agent import current
 from ..runtime.operation import Handle
 from .buckets import Bucket, into_buckets
+from .params import check_that_models_agree
 from .rounds import Settings
+
+Params = Callable[[], Mapping[torch.nn.Parameter, str]]
 
 
 class Flight:
@@ -21,32 +25,63 @@ class Flight:
         params: The parameters with their names, in the model's order; asked for anew after :meth:`changed`.
         name: What the exchanges are matched by.
         bucket_bytes: How much goes into one message.
+        settings: How it exchanges, read at take-off.
+        view: Where the weights come from, if not from the settings.
+
+    Attributes:
+        rounds: Exchanges that have begun.
+        present: While agents are joined (``join.py``), how many have still batches.
     """
 
-    def __init__(self, params: Callable[[], Mapping[torch.nn.Parameter, str]], name: str, bucket_bytes: int) -> None:
-        self._params, self._name, self._bucket_bytes = params, name, bucket_bytes
+    def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
+        self.settings = settings
+        self.rounds = 0
+        self.present: Handle[torch.Tensor] | None = None
+        self._params, self._name, self._bucket_bytes, self._view = params, name, bucket_bytes, view
         self._buckets: list[Bucket] | None = None
-        self._handles: list[Handle[torch.Tensor] | None] | None = None
+        self._handles: dict[int, Handle[torch.Tensor] | None] = {}
 
     @property
     def under_way(self) -> bool:
-        return self._handles is not None
+        return bool(self._handles)
 
-    def take_off(self, settings: Settings) -> None:
+    def take_off(self) -> None:
         """Begin to exchange the parameters as they are now."""
-        self._handles = [
-            settings.start(bucket.flat, bucket.room_for_result(), f"{self._name}.{number}")
-            for number, bucket in enumerate(self._ready())
-        ]
+        for number in range(len(self.buckets())):
+            self.take_off_with(number)
+
+    def take_off_with(self, number: int) -> None:
+        """The same with one bucket; the others of the round follow, each once."""
+        if not self._handles:
+            self.rounds += 1
+        bucket = self.buckets()[number]
+        bucket.lend()
+        self._handles[number] = self.settings.start(
+            bucket.flat, bucket.room_for_result(), f"{self._name}.{number}", self._view, self.rounds - 1
+        )
 
     def land(self) -> None:
         """Wait for the averages; they are the parameters from here on. Nothing happens if nothing is under way."""
-        handles, self._handles = self._handles, None
-        if handles is None:
-            return
-        for bucket, handle in zip(self._ready(), handles, strict=True):
-            if handle is not None:
-                bucket.move_to(handle.wait())
+        buckets = self._buckets or []
+        results = self._results()
+        changed = [param for number in results for param in buckets[number].changed_while_lent()]
+        if changed:
+            names = ", ".join(repr(self._params()[param]) for param in changed)
+            raise RuntimeError(
+                f"{self._name}: the parameters {names} were changed while their average was under way, and that change "
+                "would be lost. Adapt with combine exchanges from the forward pass to step(): change parameters after "
+                "step(), or take adapt, then combine"
+            )
+        for number, result in results.items():
+            buckets[number].move_to(result)
+
+    def exchange(self) -> None:
+        """Take off and land."""
+        self.take_off()
+        self.land()
+
+    def settle(self) -> None:
+        """All agents have ended: take in what is still on its way, if exchanges are not in step."""
 
     def before_local_step(self) -> None:
         """The parameters are about to be changed by the wrapped optimizer."""
@@ -57,62 +92,74 @@ class Flight:
 
     def wait(self) -> None:
         """Wait for what is under way."""
-        for handle in self._handles or ():
+        for handle in self._handles.values():
             if handle is not None:
                 handle.wait()
 
     def abandon(self) -> None:
         """Wait for what is under way, since the neighbours do, and leave the parameters as they are."""
-        self.wait()
-        self._handles = None
+        self._results()
 
-    def average_gradients(self) -> None:
-        """Every gradient becomes the mean over all agents; one that an agent lacks counts as zero."""
-        buckets, handles = self._ready(), []
-        for number, bucket in enumerate(buckets):
-            flat = bucket.gather_gradients()
-            handles.append(allreduce_nonblocking(flat, name=f"{self._name}.gradients.{number}", out=flat))
-        for bucket, handle in zip(buckets, handles, strict=True):
-            for param, mean in zip(bucket.params, bucket.views(handle.wait()), strict=True):
-                if param.grad is not None and not param.grad.is_sparse:
-                    param.grad.copy_(mean)
-                elif param.requires_grad:
-                    param.grad = mean.clone()
+    def _results(self) -> dict[int, torch.Tensor]:
+        """What has been under way, by bucket."""
+        handles, self._handles = self._handles, {}
+        try:
+            return {number: handle.wait() for number, handle in handles.items() if handle is not None}
+        except BaseException:
+            # The others may still read.
+            for number in handles:
+                self.buckets()[number].leave()
+            raise
+
+    # Gradients
+
+    def average_gradients(self, *, zeros: bool = False) -> None:
+        """Every gradient becomes the mean over all agents; one that an agent lacks counts as zero, as all may."""
+        for number in range(len(self.buckets())):
+            self.take_off_with_gradients(number, zeros=zeros)
+        self.land_gradients()
+
+    def take_off_with_gradients(self, number: int, *, zeros: bool = False) -> None:
+        """Begin to average the gradients of one bucket."""
+        bucket = self.buckets()[number]
+        if not self._handles:
+            self.rounds += 1
+        flat = bucket.room_for_result().zero_() if zeros else bucket.gather_gradients()
+        self._handles[number] = allreduce_nonblocking(flat, name=f"{self._name}.gradients.{number}", out=flat)
+
+    def land_gradients(self) -> None:
+        """Wait for the mean gradients; they are the gradients from here on."""
+        means = self._results()
+        share = 1.0
+        if self.present is not None:
+            share = current("optim").size / max(1.0, self.present.wait().item())
+        for number, mean in means.items():
+            self.buckets()[number].spread_gradients(mean if share == 1.0 else mean.mul_(share))
+
+    # Buckets
 
     def changed(self) -> None:
         """The optimizer has other parameters now."""
         self.abandon()
         self._buckets = None
 
-    def _ready(self) -> list[Bucket]:
+    def buckets(self) -> list[Bucket]:
+        """The parameters, in the order in which their gradients come: the last layers' first."""
         if self._buckets is None:
-            params = self._params()
-            self._check_that_models_agree(params)
-            # The last layers have their gradients first.
+            params = dict(self._params())
+            if current("optim").size > 1:
+                check_that_models_agree(params, self._name)
             self._buckets = into_buckets(reversed(list(params)), self._bucket_bytes)
-        for bucket in self._buckets:
-            bucket.adopt()
+        if not self._handles:
+            for bucket in self._buckets:
+                bucket.adopt()
         return self._buckets
 
-    def _check_that_models_agree(self, params: Mapping[torch.nn.Parameter, str]) -> None:
-        """Once, at the first step; the error names the first parameter that differs."""
-        lines = [f"{name} {list(param.shape)} {str(param.dtype)[6:]}" for param, name in params.items()]
-        mine = torch.tensor(list("\n".join(lines).encode() or b" "), dtype=torch.uint8)
-        lengths = allgather(torch.tensor([len(mine)]), name=f"{self._name}.length").tolist()
-        texts = torch.split(allgather(mine, name=f"{self._name}.parameters"), lengths)
-        here = current("optim").rank
-        for rank, text in enumerate(texts):
-            theirs = bytes(text.tolist()).decode().split("\n")
-            if theirs == (lines or [" "]):
-                continue
-            longest = max(len(lines), len(theirs))
-            pairs = zip(
-                [*lines, *["nothing"] * (longest - len(lines))],
-                [*theirs, *["nothing"] * (longest - len(theirs))],
-                strict=True,
-            )
-            ours, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise Mismatch(
-                f"{self._name}: the models differ: rank {here} has the parameter {ours} where rank {rank} has {other}",
-                (here, rank),
-            )
+    # State
+
+    def state(self) -> dict[str, Any]:
+        """What has to be saved beside the parameters."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; the parameters have been loaded."""

@@ -8,27 +8,42 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, cast
 
+import networkx as nx
 import torch
 
+from ..algorithms.algorithm import Algorithm
+from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
+from ..algorithms.view import View
 from ..runtime.agent import current
+from ..topology.schedule import Schedule
 from .buckets import BUCKET_BYTES
+from .equation import Equation
 from .flight import Flight
-from .rounds import ALIASES, NAMES, Settings
+from .join import Join
+from .local import LocalStep
+from .params import claim, names_of, release
+from .rounds import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
+from .ways import (
+    AdaptThenCombine,
+    AdaptThenCombineDuringBackward,
+    AdaptWithCombine,
+    AverageGradients,
+    AverageGradientsDuringBackward,
+    Way,
+)
+from .window_flight import WindowFlight
 
-_OWNER = "_shoal_optimizer"
-"""On a parameter: a weak reference to the decentralized optimizer that has it."""
-
-
-class Way(Enum):
-    """When an optimizer exchanges what (Ying et al. 2021, arXiv:2111.04287, equations 22 and 23)."""
-
-    adapt_then_combine = "x+ = W (x - lr g(x))"
-    adapt_with_combine = "x+ = W x - lr g(x)"
-    gradients = "x+ = x - lr mean(g)"
+_ATC = GradientDescent(1.0)
+_BY_BUCKETS: dict[Algorithm, tuple[type[Way], type[Way] | None]] = {
+    _ATC: (AdaptThenCombine, AdaptThenCombineDuringBackward),
+    GradientDescent(1.0, atc=False): (AdaptWithCombine, None),
+    ParallelGradientDescent(1.0): (AverageGradients, AverageGradientsDuringBackward),
+}
+"""What a step of the common algorithms is, and what it is with overlap="backward"."""
 
 
 class DecentralizedOptimizer(torch.optim.Optimizer):
@@ -42,15 +57,23 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: Any torch optimizer but LBFGS; its state is kept.
         model: The module, or modules, whose parameters it has.
-        way: When it exchanges what.
+        algorithm: What a step is, from :mod:`shoal.algorithms`. ``GradientDescent(1.0)`` adapts, then combines, and
+            with ``atc=False`` adapts with combine; ``ParallelGradientDescent(1.0)`` averages gradients, before the
+            wrapped optimizer sees them. Any other takes what the wrapped optimizer moves by for its gradient, so its
+            own ``lr`` is a factor to that: 1 as a rule.
+        topology: The weights of each round: a graph, or a schedule, of which every exchange is a round. If none is
+            given, the static topology, or what the attributes say.
+        overlap: ``"backward"``: buckets leave during the backward pass, stepped as soon as their gradients are there,
+            and ``step()`` waits. Not with gradient clipping, a closure or a GradScaler, which need all gradients first.
         bucket_bytes: How much goes into one message.
         name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent.
         flight: How parameters travel: in step with the neighbours, or through windows (``window_flight.py``).
         settings: The attributes to begin with.
 
     Raises:
-        TypeError: ``optimizer`` or ``model`` is not one.
-        ValueError: LBFGS; a parameter that is not in the model, or that another wrapper has.
+        TypeError: ``optimizer``, ``model`` or ``algorithm`` is not one.
+        ValueError: LBFGS; a parameter that is not in the model, or that another wrapper has; a topology of another
+            size; an overlap that there is not.
         Mismatch: At the first step, if the agents' models differ; it names the parameter.
     """
 
@@ -60,8 +83,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module | Sequence[torch.nn.Module],
-        way: Way = Way.adapt_then_combine,
+        algorithm: Algorithm = _ATC,
         *,
+        topology: nx.Graph | Schedule | None = None,
+        overlap: Literal["backward"] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         name: str = "optimizer",
         flight: type[Flight] = Flight,
@@ -70,17 +95,23 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ would make groups, state and hooks of its own; they are the wrapped optimizer's.
         self._inner = _checked(optimizer)
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        self._way = way
         self._settings = Settings()
-        self._rounds = self._forwards = 0
+        self._scheduled = topology is not None
+        self._forwards = 0
         self._warned = False
-        self._names = _names_of(self._models, self._inner)
-        self._flight = flight(lambda: self._names, name, bucket_bytes)
+        self._joined = False
         for key, value in settings.items():
             setattr(self, key, value)
+        self._names = names_of(self._models, self._inner)
+        # An algorithm has one vector.
+        whole = bucket_bytes if _by_buckets(algorithm) else float("inf")
+        view = None if topology is None else _view(topology, self._settings.communication_type)
+        self._flight = flight(lambda: self._names, name, whole, self._settings, view)
+        self._local = LocalStep(self._inner)
+        self._way = _way_of(algorithm, self._flight, self._local, overlap, topology, name)
+        self._join = Join(self._flight, self._way, name)
+        claim(self._names, self)
         me = weakref.ref(self)
-        for param in self._names:
-            setattr(param, _OWNER, me)
 
         def before_forward(module: torch.nn.Module, args: Any) -> None:
             alive = me()
@@ -101,7 +132,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     @property
     def rounds(self) -> int:
         """How many exchanges there have been."""
-        return self._rounds
+        return self._flight.rounds
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -128,6 +159,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         name = ALIASES.get(name, name)
         if name in NAMES:
+            if self._scheduled and name in BY_HAND and value is not None:
+                raise ValueError(f"{name}: the weights of this optimizer come from its topology=; give one of the two")
             self._settings.set(name, value)
             self._warn_if_late(name)
         elif name.startswith("_") or name in ("found_inf", "grad_scale", "step"):  # GradScaler's, and schedulers'
@@ -140,15 +173,14 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         raise TypeError("a decentralized optimizer cannot be pickled or copied; save its state_dict()")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._way.value}; {self._inner!r})"
+        return f"{type(self).__name__}({self._way.equation}; {self._inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's. The parameters must be the model's; they are exchanged from the next round on."""
         self._inner.add_param_group(param_group)
-        self._flight.changed()
-        self._names = _names_of(self._models, self._inner, self)
-        for param in self._names:
-            setattr(param, _OWNER, weakref.ref(self))
+        self._way.changed()
+        self._names = names_of(self._models, self._inner, self)
+        claim(self._names, self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's."""
@@ -166,31 +198,39 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         Args:
             closure: Evaluates the model and its gradients once more, before all else.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        exchanges = self._is_due
-        if self._way is Way.adapt_with_combine:
-            if exchanges and not self._flight.under_way:
-                self._flight.take_off(self._settings)
-            self._flight.land()
-        self._unscale()
-        if self._way is Way.gradients and exchanges:
-            self._flight.average_gradients()
-        if exchanges:
-            self._flight.before_local_step()
-        if not self._overflowed:
-            self._inner.step()
-        if self._way is Way.adapt_then_combine and exchanges:
-            self._flight.take_off(self._settings)
-            self._flight.land()
-        if exchanges:
-            self._rounds += 1
+        local, found = self._local, self.__dict__
+        local.closure, local.loss = closure, None
+        local.unscale(self._names, found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step
+        due = self._is_due
+        with self._join.round(due) if self._joined else nullcontext():
+            self._way.step(due)
         if self._enough_passes:
             self._forwards = 0
         self._warned = False
-        return loss
+        local.closure = None
+        return cast("float | None", local.loss)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop over batches of which agents have different numbers; all agents enter it.
+
+        An agent that leaves the loop goes on to take part in the others' rounds until nobody has a batch: with its
+        parameters as they are, so that they go on towards its neighbours'. Where gradients are averaged it counts as
+        nobody: the mean is over the agents that have batches. Asynchronous optimizers pass on what comes to them until
+        all have ended, and then take in what is still on its way.
+
+        Raises:
+            ValueError: The weights of each round are set by hand; nobody could go on with them. Give a ``topology``.
+            RuntimeError: The loop was left between a forward pass and its step.
+        """
+        self._joined = True
+        try:
+            yield
+            if current("optimizer.join").size > 1:
+                with torch.no_grad():
+                    self._join.follow()
+        finally:
+            self._joined = False
 
     def synchronize(self) -> None:
         """Wait until what this agent has begun to send or fetch has arrived. ``step()`` does what follows from it."""
@@ -206,14 +246,15 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         return current("optimizer.step").size > 1 and self._enough_passes
 
     def _begin_pass(self) -> None:
-        """A forward pass of training begins; adapt with combine exchanges the parameters meanwhile."""
+        """A forward pass of training begins."""
         self._forwards += 1
-        if self._way is Way.adapt_with_combine and self._is_due and not self._flight.under_way:
+        if self._is_due:
             with torch.no_grad():
-                self._flight.take_off(self._settings)
+                self._way.begin_pass()
 
     def _warn_if_late(self, name: str) -> None:
-        if self._flight.under_way and not self._warned:
+        flight = self.__dict__.get("_flight")  # not yet, where it begins with some settings
+        if flight is not None and flight.under_way and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{name} was set after this round's exchange had begun, at the forward pass; it holds from the next "
@@ -221,44 +262,83 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 stacklevel=4,
             )
 
-    @property
-    def _overflowed(self) -> bool:
-        found = self.__dict__.get("found_inf")  # a GradScaler sets it for the time of a step
-        return found is not None and bool(found.item())
-
-    def _unscale(self) -> None:
-        """Divide the gradients by what a GradScaler has multiplied the loss by, unless the user has done so."""
-        scale = self.__dict__.get("grad_scale")
-        if scale is None or self._overflowed:
-            return
-        for param in self._names:
-            if param.grad is not None:
-                param.grad.div_(scale.to(param.grad.device))
-
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and under ``"shoal"`` what is ours.
 
-        Take it between steps, before the next forward pass.
+        Take it between steps, before the next forward pass. With windows all agents call it together: what is on its
+        way is taken in first, so that the saved masses add up to the whole.
         """
-        return {**self._inner.state_dict(), "shoal": {"rounds": self._rounds, "forwards": self._forwards}}
+        own = {"rounds": self._flight.rounds, "forwards": self._forwards, "way": self._way.state()}
+        return {**self._inner.state_dict(), "shoal": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken. The state of a plain optimizer of the same kind is taken, too."""
+        """Go on where :meth:`state_dict` was taken. The state of a plain optimizer of the same kind is taken, too.
+
+        Load the model first. With windows all agents call it together.
+        """
         state = dict(state_dict)
-        own = state.pop("shoal", {"rounds": 0, "forwards": 0})
+        own = state.pop("shoal", {})
         self._flight.abandon()
         self._inner.load_state_dict(state)
-        self._rounds, self._forwards = own["rounds"], own["forwards"]
+        self._flight.rounds, self._forwards = own.get("rounds", 0), own.get("forwards", 0)
+        self._way.load_state(own.get("way", {}))
 
     def close(self) -> None:
         """Give the model back: no hook, no claim on its parameters, which keep their values."""
-        self._flight.close()
+        self._way.close()
         self._hook.remove()
-        for param in self._names:
-            if hasattr(param, _OWNER):
-                delattr(param, _OWNER)
+        release(self._names)
+
+
+def _by_buckets(algorithm: Algorithm) -> tuple[type[Way], type[Way] | None] | None:
+    known = isinstance(algorithm, GradientDescent | ParallelGradientDescent)  # others may have no hash
+    return _BY_BUCKETS.get(algorithm) if known else None
+
+
+def _way_of(
+    algorithm: Algorithm,
+    flight: Flight,
+    local: LocalStep,
+    overlap: str | None,
+    topology: nx.Graph | Schedule | None,
+    name: str,
+) -> Way:
+    """What a step is: an algorithm's own text, or for the common ones one that overlaps and copies less."""
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"an algorithm of shoal.algorithms is wanted, not {algorithm!r}")
+    if overlap not in (None, "backward"):
+        raise ValueError(f'overlap={overlap!r}: give "backward", or leave it out')
+    plain, during_backward = _by_buckets(algorithm) or (Equation, None)
+    windows = isinstance(flight, WindowFlight)
+    if overlap and (during_backward is None or windows):
+        raise ValueError(
+            f'overlap="backward" is for adapt, then combine, and for averaged gradients, in step; not for {algorithm}'
+            + (" through windows" if windows else "; adapt with combine overlaps the whole pass as it is")
+        )
+    if plain is Equation:
+        if windows:
+            raise ValueError(f"{algorithm} exchanges in step, not through windows; leave flight out")
+        if flight.settings != Settings(num_steps_per_communication=flight.settings.num_steps_per_communication):
+            raise ValueError(
+                f"{algorithm} exchanges over its topology= or the static one; of the settings it takes only "
+                "num_steps_per_communication"
+            )
+        return Equation(flight, local, algorithm, topology, name)
+    return during_backward(flight, local) if overlap and during_backward else plain(flight, local)
+
+
+def _view(topology: nx.Graph | Schedule, kind: CommunicationType) -> View:
+    """The topology as this agent sees it, or, where machines average, as its machine does."""
+    agent = current("DecentralizedOptimizer(topology=)")
+    between = kind is CommunicationType.hierarchical_neighbor_allreduce
+    view = View(topology, agent.machine_rank if between else agent.rank)
+    wanted = agent.machines.count if between else agent.size
+    if view.size != wanted:
+        what = "machines" if between else "agents"
+        raise ValueError(f"the topology is for {view.size}, and there are {wanted} {what}")
+    return view
 
 
 def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -272,41 +352,3 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "about one agent's own loss. Take SGD or Adam."
         )
     return optimizer
-
-
-def _names_of(
-    models: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer, owner: DecentralizedOptimizer | None = None
-) -> dict[torch.nn.Parameter, str]:
-    """The models' parameters that the optimizer has, in the models' order, with their names."""
-    models = list(models)
-    if not models or not all(isinstance(one, torch.nn.Module) for one in models):
-        raise TypeError("model must be a torch.nn.Module, or a list of them")
-    wanted = {param for group in optimizer.param_groups for param in group["params"]}
-    found: dict[torch.nn.Parameter, str] = {}
-    left_out = []
-    for number, model in enumerate(models):
-        for name, param in model.named_parameters():
-            full = name if len(models) == 1 else f"{number}.{name}"
-            if param in wanted:
-                found.setdefault(param, full)
-            elif param.requires_grad and _owner_of(param) is None:
-                left_out.append(full)
-    strangers = len(wanted) - len(found)
-    if strangers:
-        raise ValueError(f"the optimizer has {strangers} parameters that are not the model's; pass all its models")
-    for param, name in found.items():
-        if _owner_of(param) not in (None, owner):
-            raise ValueError(f"another decentralized optimizer has the parameter {name!r}; call its close() first")
-    if left_out:
-        warnings.warn(
-            f"no optimizer that averages has these parameters, which are learnt: {', '.join(left_out)}. They will "
-            "drift apart between agents. Give them to this optimizer, or to another one before it.",
-            stacklevel=4,
-        )
-    return found
-
-
-def _owner_of(param: torch.nn.Parameter) -> DecentralizedOptimizer | None:
-    reference = getattr(param, _OWNER, None)
-    owner: DecentralizedOptimizer | None = None if reference is None else reference()
-    return owner

@@ -1,17 +1,20 @@
-"""What the next exchange of an optimizer is: the attributes that a user sets, read at one moment."""
+"""What the next exchange of an optimizer is: the attributes that a user sets, or a schedule, read at one moment."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
 import torch
 
+from ..algorithms.view import View
 from ..ops.collective import allreduce_nonblocking
 from ..ops.hierarchical import hierarchical_neighbor_allreduce_nonblocking
 from ..ops.neighbor import neighbor_allreduce_nonblocking
+from ..runtime.agent import current
 from ..runtime.operation import Handle
 
 Weights = Mapping[int, float]
@@ -24,6 +27,10 @@ class CommunicationType(Enum):
     hierarchical_neighbor_allreduce = "hierarchical.neighbor.allreduce"
     allreduce = "allreduce"
     empty = "empty"
+
+
+BY_HAND = ("self_weight", "src_weights", "dst_weights", "src_machine_weights", "dst_machine_weights")
+"""The weights of a round, which a schedule gives if there is one."""
 
 
 @dataclass
@@ -49,6 +56,11 @@ class Settings:
     communication_type: CommunicationType = CommunicationType.neighbor_allreduce
     num_steps_per_communication: int = 1
 
+    @property
+    def by_hand(self) -> list[str]:
+        """The weights that the user has set."""
+        return [name for name in BY_HAND if getattr(self, name) is not None]
+
     def set(self, name: str, value: Any) -> None:
         """Set one, checked.
 
@@ -63,31 +75,38 @@ class Settings:
             raise ValueError(f"num_steps_per_communication must be a whole number from 1 on, not {value!r}")
         setattr(self, name, value)
 
-    def start(self, tensor: torch.Tensor, out: torch.Tensor, name: str) -> Handle[torch.Tensor] | None:
-        """Begin the exchange of a flat tensor; its result will be in ``out``. None where nothing is exchanged."""
-        if self.communication_type is CommunicationType.empty:
+    def start(
+        self, tensor: torch.Tensor, out: torch.Tensor, name: str, view: View | None, round_: int
+    ) -> Handle[torch.Tensor] | None:
+        """Begin the exchange of a flat tensor; its result will be in ``out``. None where nothing is exchanged.
+
+        The tensor must not change until then: it is read where it lies, if others can read there.
+
+        Args:
+            tensor, out: ``[numel]``.
+            name: What the exchange is matched by.
+            view: The schedule that the weights come from, of agents or, where machines average, of machines.
+            round_: Its round.
+        """
+        kind = self.communication_type
+        if kind is CommunicationType.empty:
             return None
-        if self.communication_type is CommunicationType.allreduce:
-            return allreduce_nonblocking(tensor, name=name, out=out)
-        if self.communication_type is CommunicationType.neighbor_allreduce:
-            return neighbor_allreduce_nonblocking(
-                tensor,
-                self.self_weight,
-                self.src_weights,
-                self.dst_weights,
-                enable_topo_check=self.enable_topo_check,
-                name=name,
-                out=out,
+        engine = current("optim").engine
+        with engine.lending(tensor) if tensor.is_cpu else nullcontext():
+            if kind is CommunicationType.allreduce:
+                return allreduce_nonblocking(tensor, name=name, out=out)
+            check = self.enable_topo_check and view is None
+            if kind is CommunicationType.neighbor_allreduce:
+                weights = (self.self_weight, self.src_weights, self.dst_weights) if view is None else view.part(round_)
+                return neighbor_allreduce_nonblocking(tensor, *weights, enable_topo_check=check, name=name, out=out)
+            weights = (
+                (self.self_weight, self.src_machine_weights, self.dst_machine_weights)
+                if view is None
+                else view.part(round_)
             )
-        return hierarchical_neighbor_allreduce_nonblocking(
-            tensor,
-            self.self_weight,
-            self.src_machine_weights,
-            self.dst_machine_weights,
-            enable_topo_check=self.enable_topo_check,
-            name=name,
-            out=out,
-        )
+            return hierarchical_neighbor_allreduce_nonblocking(
+                tensor, *weights, enable_topo_check=check, name=name, out=out
+            )
 
 
 NAMES = tuple(field.name for field in fields(Settings))

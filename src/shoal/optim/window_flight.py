@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from ..algorithms.view import View
 from ..ops import window as ops
+from ..ops.collective import barrier
 from ..runtime.identity import out_neighbor_ranks
 from ..runtime.operation import Handle
 from .buckets import Bucket
-from .flight import Flight
+from .flight import Flight, Params
 from .rounds import Settings
 
 
 class WindowFlight(Flight, ABC):
     """Each bucket is a window. A subclass says what is moved at take-off, and what becomes of it at landing."""
 
-    def __init__(self, params: Callable[[], Mapping[torch.nn.Parameter, str]], name: str, bucket_bytes: int) -> None:
-        super().__init__(params, name, bucket_bytes)
+    def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
+        if view is not None:
+            raise ValueError(
+                f"{name}: windows exchange with the neighbours of the topology that is set when they are made, and "
+                "have no rounds: call shoal.set_topology(graph) instead of giving topology="
+            )
+        super().__init__(params, name, bucket_bytes, settings, view)
         self._moves: list[Handle[bool] | None] | None = None
         self._windows: list[str] = []
 
@@ -27,13 +35,20 @@ class WindowFlight(Flight, ABC):
     def under_way(self) -> bool:
         return self._moves is not None
 
-    def take_off(self, settings: Settings) -> None:
-        self._moves = [self._move(bucket, name, settings) for bucket, name in self._open()]
+    def take_off(self) -> None:
+        self.rounds += 1
+        self._moves = [self._move(bucket, name) for bucket, name in self._open()]
 
     def land(self) -> None:
         if self._moves is None:
             return
         self.abandon()
+        for bucket, name in self._open():
+            self._take(bucket, name)
+
+    def settle(self) -> None:
+        """All agents have ended: take in what is still in the windows. They call it together."""
+        barrier(f"{self._name}.settled")
         for bucket, name in self._open():
             self._take(bucket, name)
 
@@ -60,7 +75,7 @@ class WindowFlight(Flight, ABC):
 
     def _open(self) -> list[tuple[Bucket, str]]:
         """The buckets with the names of their windows, made with all neighbours the first time."""
-        buckets = self._ready()
+        buckets = self.buckets()
         for number, bucket in enumerate(buckets[len(self._windows) :], len(self._windows)):
             name = f"{self._name}.{number}"
             self._register(bucket, name)
@@ -71,7 +86,7 @@ class WindowFlight(Flight, ABC):
         ops.win_create(bucket.flat, name)
 
     @abstractmethod
-    def _move(self, bucket: Bucket, name: str, settings: Settings) -> Handle[bool] | None:
+    def _move(self, bucket: Bucket, name: str) -> Handle[bool] | None:
         """Begin to move a bucket, if it is to be moved now."""
 
     def _take(self, bucket: Bucket, name: str) -> None:
@@ -81,15 +96,15 @@ class WindowFlight(Flight, ABC):
 class PutFlight(WindowFlight):
     """Put the parameters into the neighbours' windows; average with what has been put into one's own."""
 
-    def _move(self, bucket: Bucket, name: str, settings: Settings) -> Handle[bool]:
-        return ops.win_put_nonblocking(bucket.flat, name, dst_weights=settings.dst_weights)
+    def _move(self, bucket: Bucket, name: str) -> Handle[bool]:
+        return ops.win_put_nonblocking(bucket.flat, name, dst_weights=self.settings.dst_weights)
 
 
 class GetFlight(WindowFlight):
     """Get the neighbours' parameters; average with them."""
 
-    def _move(self, bucket: Bucket, name: str, settings: Settings) -> Handle[bool]:
-        return ops.win_get_nonblocking(name, src_weights=settings.src_weights)
+    def _move(self, bucket: Bucket, name: str) -> Handle[bool]:
+        return ops.win_get_nonblocking(name, src_weights=self.settings.src_weights)
 
 
 FLOOR = 0.25
@@ -107,10 +122,11 @@ class PushSumFlight(WindowFlight):
     ``z`` has taken, a share of ``u`` and ``p`` goes to each neighbour, and what has come is added: ``z = u / p``.
     """
 
-    def __init__(self, params: Callable[[], Mapping[torch.nn.Parameter, str]], name: str, bucket_bytes: int) -> None:
-        super().__init__(params, name, bucket_bytes)
+    def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
+        super().__init__(params, name, bucket_bytes, settings, view)
         self._biased: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
+        self._saved: Mapping[str, Any] = {}
 
     def _register(self, bucket: Bucket, name: str) -> None:
         ops.turn_on_win_ops_with_associated_p()
@@ -118,17 +134,35 @@ class PushSumFlight(WindowFlight):
         u.copy_(self._before.get(name, bucket.flat))
         self._biased[name], self._before[name] = u, bucket.flat.clone()
         ops.win_create(u, name, zero_init=True)
+        if name in self._saved:
+            saved = self._saved[name]
+            ops.win_update(name, self_weight=saved["p"], neighbor_weights={})
+            u.copy_(saved["u"])
+
+    def state(self) -> dict[str, Any]:
+        """Each bucket's mass and its weight, with all that was in the windows. All agents call it together: what is
+        under way then is in nobody's state, or in two."""
+        if not self._windows:
+            return dict(self._saved)
+        self.settle()
+        found = {name: {"u": self._biased[name].clone(), "p": ops.win_associated_p(name)} for name in self._windows}
+        barrier(f"{self._name}.saved")
+        return found
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.close()
+        self._saved, self._before = dict(state), {}
 
     def before_local_step(self) -> None:
         for bucket, name in self._open():
             self._before[name].copy_(bucket.flat)
 
-    def _move(self, bucket: Bucket, name: str, settings: Settings) -> Handle[bool] | None:
+    def _move(self, bucket: Bucket, name: str) -> Handle[bool] | None:
         u = self._biased[name]
         u.add_(bucket.flat).sub_(self._before[name])
         if ops.win_associated_p(name) < FLOOR:
             return None
-        weights = settings.dst_weights
+        settings, weights = self.settings, self.settings.dst_weights
         if weights is None:
             ranks = out_neighbor_ranks()
             weights = dict.fromkeys(ranks, 1 / (len(ranks) + 1))

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -74,6 +76,7 @@ class Engine:
         self.router = Router(rank, self.poller, self.hearing, self.arena, self.pool)
         self.departures = Departures(rank, self.membership, self.router)
         self.outbox = Outbox(rank, self.router, self.membership, self.events, self.hearing.on_closed)
+        self._lent = threading.local()
         self._callbacks: deque[tuple[Callable[[Handle[Any]], None], Handle[Any]]] = deque()
         self.services: dict[str, Service] = {}
         self.refused: ShoalError | None = None  # a refusal of a round that had already ended here
@@ -158,12 +161,33 @@ class Engine:
         self.resume(operation, None)
 
     def publish(self, operation: Operation, tensor: torch.Tensor) -> Published:
-        """Copy a tensor to where other agents can read it, flat, until they all have and the operation has ended."""
+        """Copy a tensor to where other agents can read it, flat, until they all have and the operation has ended.
+
+        One that the caller's thread is :meth:`lending` is not copied.
+        """
+        if tensor is getattr(self._lent, "tensor", None):
+            return Published(tensor.view(-1), self.arena.find(tensor), lent=True)
         if tensor.is_cpu and tensor.numel() * tensor.element_size() <= PUBLISH_BYTES:
             return Published(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1))
         published = self._room(operation, tensor.numel(), tensor.dtype)
         published.data.view(tensor.shape).copy_(tensor.detach())
         return published
+
+    @contextmanager
+    def lending(self, tensor: torch.Tensor) -> Iterator[None]:
+        """What this thread submits here reads ``tensor`` where it lies, and ends only when all others have read it.
+
+        For a contiguous tensor that ``arena.empty`` made and that nobody changes meanwhile; any other is copied. An
+        operation that fails may leave readers behind: the tensor must then not change any more.
+        """
+        if tensor.nbytes <= PUBLISH_BYTES or self.arena.find(tensor) is None:
+            yield
+            return
+        self._lent.tensor = tensor
+        try:
+            yield
+        finally:
+            self._lent.tensor = None
 
     def publish_joined(self, operation: Operation, parts: list[torch.Tensor]) -> Published:
         """Copy flat tensors of one dtype, one behind the other, to where other agents can read them."""

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..transport.link import Lease, Link
+from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.wire import DIED, WANTS_REPLY, Kind, Message
 from .departures import Departure
@@ -21,7 +21,7 @@ class _Owed(NamedTuple):
 
     receiver: int
     operation: Operation
-    lease: Lease | None
+    published: Published
     channel: Channel
 
 
@@ -73,9 +73,9 @@ class Outbox:
             if reply:
                 if published.lease is not None:
                     published.lease.hold()
-                self._owed[token] = _Owed(send.destination, operation, published.lease, channel)
+                self._owed[token] = _Owed(send.destination, operation, published, channel)
                 channel.sent(operation.round, send.destination)
-                if exchange.checked:
+                if exchange.checked or published.lent:
                     operation.unconfirmed[token] = send.destination
             link = self._link(send.destination)
             if link is None:
@@ -153,8 +153,8 @@ class Outbox:
         owed = self._owed.pop(token, None)
         if owed is None:
             return None
-        if owed.lease is not None:
-            owed.lease.release()
+        if owed.published.lease is not None:
+            owed.published.lease.release()
         owed.channel.acknowledged(owed.operation.round, owed.receiver)
         owed.operation.unconfirmed.pop(token, None)
         return owed.operation, owed.channel

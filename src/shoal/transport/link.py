@@ -17,14 +17,20 @@ from .wire import Message, Payload
 
 
 class Published:
-    """A tensor copied to where others can read it: flat and contiguous, in a region of the arena when it is large."""
+    """A tensor where others can read it: flat and contiguous, in a region of the arena when it is large.
 
-    __slots__ = ("_bytes", "data", "lease", "region")
+    It is a copy, or, where it was lent, the tensor itself: its owner must not change it until all have read it.
+    """
 
-    def __init__(self, data: torch.Tensor, region: Region | None = None, lease: Lease | None = None) -> None:
+    __slots__ = ("_bytes", "data", "lease", "lent", "region")
+
+    def __init__(
+        self, data: torch.Tensor, region: Region | None = None, lease: Lease | None = None, lent: bool = False
+    ) -> None:
         self.data = data
         self.region = region
         self.lease = lease
+        self.lent = lent
         self._bytes: memoryview | None = None
 
     def part(self, start: int, stop: int) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""Hears when the gradients of a bucket are there, while the backward pass goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..runtime.agent import bind
+from .buckets import Bucket
+
+
+class Backward:
+    """Calls ``ready(number)`` when all parameters of a bucket have their gradients.
+
+    Args:
+        ready: Runs in the thread of the backward pass, for the agent that made this.
+    """
+
+    def __init__(self, ready: Callable[[int], None]) -> None:
+        self._ready = bind(ready)
+        self._hooks: dict[torch.nn.Parameter, RemovableHandle] = {}
+        self._of: dict[torch.nn.Parameter, int] = {}
+        self._missing: dict[int, set[torch.nn.Parameter]] = {}
+        self._armed = False
+
+    def arm(self, buckets: Sequence[Bucket]) -> None:
+        """The gradients of the backward pass to come are those of the step."""
+        if self._armed:
+            return
+        self._armed = True
+        self._missing = {}
+        for number, bucket in enumerate(buckets):
+            wanted = [param for param in bucket.params if param.requires_grad]
+            self._missing[number] = set(wanted)
+            for param in wanted:
+                self._of[param] = number
+                if param not in self._hooks:
+                    register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
+                    self._hooks[param] = register(self._came)
+
+    def late(self) -> list[int]:
+        """The buckets that have not been ready, in order: the step goes on without what they still lack."""
+        found = list(self._missing)
+        self._missing, self._armed = {}, False
+        return found
+
+    def _came(self, param: torch.Tensor) -> None:
+        if not self._armed:
+            return
+        assert isinstance(param, torch.nn.Parameter)
+        number = self._of[param]
+        missing = self._missing.get(number, set())
+        if param not in missing:
+            raise RuntimeError(
+                'overlap="backward": a parameter got a second gradient before step(), and its bucket steps with the '
+                "first one. With k backward passes for a step set num_steps_per_communication=k"
+            )
+        missing.discard(param)
+        if not missing:
+            del self._missing[number]
+            with torch.no_grad():
+                self._ready(number)
+
+    def close(self) -> None:
+        """No hook is left."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()

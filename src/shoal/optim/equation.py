@@ -1,0 +1,124 @@
+"""Any algorithm of ``shoal.algorithms`` on a model: the object that runs in a simulation trains a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import networkx as nx
+import torch
+
+from ..algorithms.algorithm import Algorithm, Gradient
+from ..algorithms.exchange import Exchange
+from ..algorithms.needs import check
+from ..runtime.agent import current
+from ..runtime.identity import load_topology
+from ..topology.schedule import Schedule
+from .buckets import Bucket
+from .flight import Flight
+from .local import LocalStep
+from .ways import Way
+
+
+class Equation(Way):
+    """A step of an algorithm, with what the wrapped optimizer moves by in the place of the gradient.
+
+    The algorithm sees ``grad(x) = x - (what the wrapped optimizer makes of x)``, so its own ``lr`` is 1 where the
+    wrapped optimizer's is to count: with SGD, ``grad(x)`` is then lr times the gradient. Local steps between two
+    exchanges add up. One that takes its gradient at other points than its own ``x`` needs a closure.
+
+    Args:
+        flight: The parameters, in one bucket.
+        local: The local step.
+        algorithm: Its equation.
+        topology: A graph or a schedule; the static topology if there is none.
+        name: What the exchanges are matched by.
+    """
+
+    equation = "an algorithm's own"
+
+    def __init__(
+        self, flight: Flight, local: LocalStep, algorithm: Algorithm, topology: nx.Graph | Schedule | None, name: str
+    ) -> None:
+        super().__init__(flight, local)
+        self._algorithm, self._topology, self._name = algorithm, topology, name
+        self._mix: Exchange | None = None
+        self._x: torch.Tensor | None = None
+        self._state: Any = None
+
+    def step(self, due: bool) -> None:
+        local = self._local
+        if not self._algorithm.one_gradient and local.closure is None:
+            raise ValueError(
+                f"{type(self._algorithm).__name__} takes its gradient at points that it chooses: give step() a closure "
+                "that clears the gradients, computes the loss, calls backward() and returns the loss"
+            )
+        if current("optimizer.step").size == 1:
+            local.evaluate()
+            local()
+            return
+        bucket = self._bucket()
+        if self._x is None:
+            self._x = bucket.flat.clone()
+        if self._algorithm.one_gradient or not due:
+            local.evaluate()
+        if not due:
+            local()
+            return
+        grad = Gradient(lambda at: self._moved_by(bucket, at))
+        mix = self._exchange()
+        mix.begin(self._flight.rounds)
+        if self._state is None:
+            self._state = self._algorithm.init(self._x, grad, mix)
+        self._x, self._state = self._algorithm.step(self._x, self._state, grad, mix)
+        mix.end()
+        self._flight.rounds += 1
+        bucket.flat.copy_(self._algorithm.estimate(self._x, self._state))
+
+    def follow(self) -> None:
+        raise ValueError(
+            f"{type(self._algorithm).__name__}: an agent without batches cannot take part, since a step of it is one "
+            "of all agents. Deal out equally many batches"
+        )
+
+    def _bucket(self) -> Bucket:
+        buckets = self._flight.buckets()
+        if len(buckets) != 1:
+            raise ValueError(
+                f"{self._name}: an algorithm takes all parameters as one vector, and these have {len(buckets)} dtypes "
+                "or devices. Convert the model to one"
+            )
+        return buckets[0]
+
+    def _exchange(self) -> Exchange:
+        if self._mix is None:
+            topology = load_topology() if self._topology is None else self._topology
+            check(type(self._algorithm).__name__, self._algorithm.needs, topology)
+            self._mix = Exchange(topology, name=self._name)
+        return self._mix
+
+    def _moved_by(self, bucket: Bucket, at: torch.Tensor) -> torch.Tensor:
+        """How far the wrapped optimizer moves from a point, which is where the model is if there is no closure."""
+        if not self._algorithm.one_gradient:
+            bucket.flat.copy_(at)
+            self._local.evaluate()
+        self._local()
+        return at - bucket.flat
+
+    def changed(self) -> None:
+        if self._x is not None:
+            raise ValueError(
+                f"{type(self._algorithm).__name__} has begun, and remembers a vector as long as the parameters were: "
+                "add parameters before the first step"
+            )
+        super().changed()
+
+    def state(self) -> dict[str, Any]:
+        if self._x is None:
+            return {}
+        return {"x": self._x.clone(), "state": self._state and tuple(one.clone() for one in self._state)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self._x = state["x"].clone()
+            self._state = state["state"] and tuple(one.clone() for one in state["state"])

@@ -1,0 +1,88 @@
+"""Agents with different numbers of batches: who has none left takes part until nobody has.
+
+In a round an agent without batches exchanges its parameters as they are, so that its neighbours' averages have the
+weights that they should, and its own model goes on towards theirs. Where gradients are averaged it counts as nobody:
+the mean is over the agents that have batches, and all take the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..ops.collective import allreduce_nonblocking
+from ..runtime.operation import Handle
+from .flight import Flight
+from .ways import Way
+from .window_flight import WindowFlight
+
+_PAUSE_SECONDS = 0.002
+"""Between two rounds of an agent that only passes on what comes to it."""
+
+
+class Join:
+    """Counts who is still there, one small all-reduce with each round, in its shadow.
+
+    Args:
+        flight: The parameters.
+        way: What a round is.
+        name: What the counts are matched by.
+    """
+
+    def __init__(self, flight: Flight, way: Way, name: str) -> None:
+        self._flight, self._way, self._name = flight, way, name
+
+    @property
+    def asynchronous(self) -> bool:
+        """Rounds of different agents have nothing to do with each other."""
+        return isinstance(self._flight, WindowFlight)
+
+    @contextmanager
+    def round(self, due: bool) -> Iterator[None]:
+        """A round of an agent that has batches."""
+        if not due or self.asynchronous:
+            yield
+            return
+        by_hand = self._flight.settings.by_hand
+        if by_hand:
+            raise ValueError(
+                f"{self._name}: join() cannot go on with weights that are set for each round ({', '.join(by_hand)}) "
+                "when the batches have ended; give the schedule as topology="
+            )
+        present = self._flight.present = self._count(1.0)
+        try:
+            yield
+            present.wait()
+        finally:
+            self._flight.present = None
+
+    def follow(self) -> None:
+        """Take part without batches until nobody has any."""
+        if self._flight.under_way:
+            raise RuntimeError(
+                f"{self._name}: the batches ended between a forward pass and step(), with an exchange under way; leave "
+                "the loop after step()"
+            )
+        if self.asynchronous:
+            self._follow_at_leisure()
+            return
+        while True:
+            present = self._flight.present = self._count(0.0)
+            if present.wait().item() == 0:
+                break
+            self._way.follow()
+        self._flight.present = None
+
+    def _follow_at_leisure(self) -> None:
+        ended = self._count(1.0)
+        while not ended.poll():
+            self._way.follow()
+            time.sleep(_PAUSE_SECONDS)
+        ended.wait()
+        self._flight.settle()
+
+    def _count(self, one: float) -> Handle[torch.Tensor]:
+        return allreduce_nonblocking(torch.tensor([one]), average=False, name=f"{self._name}.present")

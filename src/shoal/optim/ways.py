@@ -1,0 +1,174 @@
+"""What a step of a decentralized optimizer is: when it exchanges what, around the local step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from .backward import Backward
+from .flight import Flight
+from .local import LocalStep
+
+
+class Way(ABC):
+    """One kind of step.
+
+    Args:
+        flight: What it exchanges with.
+        local: The local step.
+    """
+
+    equation: ClassVar[str]
+
+    def __init__(self, flight: Flight, local: LocalStep) -> None:
+        self._flight, self._local = flight, local
+
+    def begin_pass(self) -> None:  # noqa: B027 - only some have something to do then
+        """The forward pass begins that an exchange follows."""
+
+    @abstractmethod
+    def step(self, due: bool) -> None:
+        """A step; ``due``: with this round's exchange."""
+
+    def follow(self) -> None:
+        """The exchange of a round by an agent that has no batch left: with its parameters as they are."""
+        self._flight.exchange()
+
+    def changed(self) -> None:
+        """The optimizer has other parameters now."""
+        self._flight.changed()
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self._flight.close()
+
+    def state(self) -> dict[str, Any]:
+        """What has to be saved beside the parameters."""
+        return self._flight.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; the parameters have been loaded."""
+        self._flight.load_state(state)
+
+
+class AdaptThenCombine(Way):
+    """The local step, and then the average of what it has left."""
+
+    equation = "x+ = W (x - lr g(x))"
+
+    def step(self, due: bool) -> None:
+        self._local.evaluate()
+        if due:
+            self._flight.before_local_step()
+        self._local()
+        if due:
+            self._flight.exchange()
+
+
+class AdaptWithCombine(Way):
+    """The average of what the forward pass begins with, under way until the step, and then the local step."""
+
+    equation = "x+ = W x - lr g(x)"
+
+    def begin_pass(self) -> None:
+        if not self._flight.under_way:
+            self._flight.take_off()
+
+    def step(self, due: bool) -> None:
+        if due:
+            self.begin_pass()
+        self._local.evaluate()
+        self._flight.land()
+        if due:
+            self._flight.before_local_step()
+        self._local()
+
+
+class AverageGradients(Way):
+    """The mean of all agents' gradients, and then the local step. Those that overflowed on an agent count as zero."""
+
+    equation = "x+ = x - lr mean(g)"
+
+    def step(self, due: bool) -> None:
+        self._local.evaluate()
+        if not due:
+            self._local()
+            return
+        self._flight.average_gradients(zeros=self._local.overflowed)
+        self._local.with_mean_gradients()
+
+    def follow(self) -> None:
+        """Zeros, and the step with the others' mean, so that all models stay equal."""
+        self._flight.average_gradients(zeros=True)
+        self._local.with_mean_gradients()
+
+
+class _DuringBackward(Way):
+    """Buckets leave as soon as their gradients are there."""
+
+    def __init__(self, flight: Flight, local: LocalStep) -> None:
+        super().__init__(flight, local)
+        self._backward = Backward(self._leave)
+
+    def begin_pass(self) -> None:
+        self._backward.arm(self._flight.buckets())
+
+    @abstractmethod
+    def _leave(self, number: int) -> None:
+        """A bucket has its gradients."""
+
+    def _send_the_rest(self) -> None:
+        if self._local.closure is not None:
+            raise ValueError('overlap="backward" steps during the backward pass; call step() without a closure')
+        if self._local.scaled:
+            raise ValueError('overlap="backward" is too early for a GradScaler, which looks at all gradients first')
+        self.begin_pass()
+        for number in self._backward.late():
+            self._leave(number)
+
+    def changed(self) -> None:
+        self._backward.close()
+        super().changed()
+
+    def close(self) -> None:
+        self._backward.close()
+        super().close()
+
+
+class AdaptThenCombineDuringBackward(_DuringBackward):
+    """The same equation, bucket by bucket: a bucket steps and leaves while the gradients before it are computed."""
+
+    equation = AdaptThenCombine.equation
+
+    def _leave(self, number: int) -> None:
+        self._local(self._flight.buckets()[number].params)
+        self._flight.take_off_with(number)
+
+    def step(self, due: bool) -> None:
+        if not due:
+            self._local()
+            return
+        self._send_the_rest()
+        self._flight.land()
+
+
+class AverageGradientsDuringBackward(_DuringBackward):
+    """The same equation, bucket by bucket, as data-parallel training does it."""
+
+    equation = AverageGradients.equation
+
+    def _leave(self, number: int) -> None:
+        self._flight.take_off_with_gradients(number)
+
+    def step(self, due: bool) -> None:
+        if not due:
+            self._local()
+            return
+        self._send_the_rest()
+        self._flight.land_gradients()
+        self._local()
+
+    def follow(self) -> None:
+        self._flight.average_gradients(zeros=True)
+        self._local.with_mean_gradients()
