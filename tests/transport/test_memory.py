@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -307,3 +309,42 @@ def test_one_published_copy_serves_every_destination(fleet: Fleets) -> None:
         return current().engine.arena.nbytes
 
     assert max(fleet(8).run(run)) < 5.1e6
+
+
+class Cycle:
+    """Only the garbage collector frees it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.me, self.tensor = self, tensor
+
+
+class CollectedRegion(Region):
+    """The garbage collector comes when it is made, inside the arena."""
+
+    def __init__(self, *args: Any) -> None:
+        gc.collect()
+        super().__init__(*args)
+
+
+class CollectedBlocks(defaultdict[int, list[Any]]):
+    """The garbage collector comes when one looks for blocks of a new size, inside the pool."""
+
+    def __missing__(self, size: int) -> list[Any]:
+        gc.collect()
+        return super().__missing__(size)
+
+
+@pytest.mark.timeout(20)
+def test_the_garbage_collector_may_come_in_the_middle(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And free a tensor of the same memory: a lock that is held must not be waited for."""
+    monkeypatch.setattr("shoal.transport.memory.Region", CollectedRegion)
+    pool = ResultPool()
+    pool._free = CollectedBlocks(list)
+    for nbytes in (100, 20_000, SMALL + 1, 1 << 20, 1 << 21):
+        Cycle(arena.empty((nbytes,), torch.uint8))
+        Cycle(pool.empty((nbytes + SMALL,), torch.uint8))
+    held = arena.nbytes
+    gc.collect()
+    for nbytes in (100, 20_000, SMALL + 1, 1 << 20, 1 << 21):
+        arena.empty((nbytes,), torch.uint8)
+    assert arena.nbytes == held  # all of it had come back

@@ -19,7 +19,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import torch
 
@@ -111,12 +111,14 @@ class Arena:
         self._free_large = 0
         self._next_ident = 1
         self._lent: dict[int, Region] = {}
+        self._returned: deque[Region] = deque()
         self.retired: list[int] = []  # memory files that readers may forget; the router tells them
         self.closed = False
 
     def allocate(self, nbytes: int) -> Region:
         size = size_class(nbytes)
         with self._lock:
+            self._sort_in()
             free = self._free[size]
             if free:
                 region = free.pop()
@@ -136,9 +138,20 @@ class Arena:
             return regions[0]
 
     def release(self, region: Region) -> None:
-        with self._lock:
+        """Never waits: the garbage collector calls it, too, perhaps in the middle of :meth:`allocate`."""
+        self._returned.append(region)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
+
+    def _sort_in(self) -> None:
+        """Make what has come back free for others."""
+        while self._returned:
+            region = self._returned.popleft()
             if self.closed:
-                return
+                continue
             self._free[region.size].append(region)
             if region.size > SMALL:
                 self._free_large += region.size
@@ -261,6 +274,7 @@ class ResultPool:
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
         self._free_bytes = 0
         self._keep = keep
+        self._returned: deque[tuple[mmap.mmap, int]] = deque()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor. Small ones come from torch, whose allocator is good at them."""
@@ -269,6 +283,7 @@ class ResultPool:
             return torch.empty(shape, dtype=dtype)
         size = size_class(nbytes)
         with self._lock:
+            self._sort_in()
             blocks = self._free[size]
             block = blocks.pop() if blocks else None
             if block is not None:
@@ -283,7 +298,17 @@ class ResultPool:
         return torch.frombuffer(lease, dtype=dtype).view(shape)
 
     def _give_back(self, block: mmap.mmap, size: int) -> None:
-        with self._lock:
+        """Never waits: the garbage collector calls it, perhaps in the middle of :meth:`empty`."""
+        self._returned.append((block, size))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            block, size = self._returned.popleft()
             if self._free_bytes + size <= self._keep:
                 self._free[size].append(block)
                 self._free_bytes += size
