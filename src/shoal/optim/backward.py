@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,8 +39,9 @@ class Backward:
             for param in wanted:
                 self._of[param] = number
                 if param not in self._hooks:
+                    # One that held us would keep us and the parameters alive together.
                     register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
-                    self._hooks[param] = register(self._came)
+                    self._hooks[param] = register(_teller(self))
 
     def late(self) -> list[int]:
         """The buckets that have not been ready, in order: the step goes on without what they still lack."""
@@ -47,7 +49,8 @@ class Backward:
         self._missing, self._armed = {}, False
         return found
 
-    def _came(self, param: torch.Tensor) -> None:
+    def came(self, param: torch.Tensor) -> None:
+        """A parameter has its gradient."""
         if not self._armed:
             return
         assert isinstance(param, torch.nn.Parameter)
@@ -69,3 +72,14 @@ class Backward:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+
+
+def _teller(backward: Backward) -> Callable[[torch.Tensor], None]:
+    reference = weakref.ref(backward)
+
+    def tell(param: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.came(param)
+
+    return tell

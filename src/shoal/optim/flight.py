@@ -138,18 +138,24 @@ class Flight:
 
     # Buckets
 
+    def prepare(self) -> None:
+        """Do what all agents do together before the first exchange."""
+        self.buckets()
+
     def changed(self) -> None:
         """The optimizer has other parameters now."""
         self.abandon()
         self._buckets = None
 
     def buckets(self) -> list[Bucket]:
-        """The parameters, in the order in which their gradients come: the last layers' first."""
+        """The parameters: in the order in which their gradients come, the last layers' first; one vector of all in the
+        model's order."""
         if self._buckets is None:
             params = dict(self._params())
             if current("optim").size > 1:
                 check_that_models_agree(params, self._name)
-            self._buckets = into_buckets(reversed(list(params)), self._bucket_bytes)
+            order = list(params) if self._bucket_bytes == float("inf") else reversed(list(params))
+            self._buckets = into_buckets(order, self._bucket_bytes)
         if not self._handles:
             for bucket in self._buckets:
                 bucket.adopt()

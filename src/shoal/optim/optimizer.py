@@ -95,6 +95,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ would make groups, state and hooks of its own; they are the wrapped optimizer's.
         self._inner = _checked(optimizer)
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self._algorithm = algorithm
         self._settings = Settings()
         self._scheduled = topology is not None
         self._forwards = 0
@@ -128,6 +129,11 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that is wrapped."""
         return self._inner
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What a step is."""
+        return self._algorithm
 
     @property
     def rounds(self) -> int:
@@ -223,10 +229,14 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             ValueError: The weights of each round are set by hand; nobody could go on with them. Give a ``topology``.
             RuntimeError: The loop was left between a forward pass and its step.
         """
-        self._joined = True
+        alone = current("optimizer.join").size == 1
+        if not alone:
+            with torch.no_grad():
+                self._flight.prepare()
+        self._joined = not alone
         try:
             yield
-            if current("optimizer.join").size > 1:
+            if not alone:
                 with torch.no_grad():
                     self._join.follow()
         finally:

@@ -33,6 +33,7 @@ class Way(ABC):
 
     def follow(self) -> None:
         """The exchange of a round by an agent that has no batch left: with its parameters as they are."""
+        self._flight.before_local_step()
         self._flight.exchange()
 
     def changed(self) -> None:

@@ -61,6 +61,9 @@ class WindowFlight(Flight, ABC):
         self.wait()
         self._moves = None
 
+    def prepare(self) -> None:
+        self._open()
+
     def changed(self) -> None:
         self.close()
         super().changed()

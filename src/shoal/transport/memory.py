@@ -110,6 +110,7 @@ class Arena:
         self._keep = keep
         self._free_large = 0
         self._next_ident = 1
+        self._slabs: dict[int, tuple[Segment, int]] = {}  # by size: one that is cut into regions, and up to where
         self._lent: dict[int, Region] = {}
         self._returned: deque[Region] = deque()
         self.retired: list[int] = []  # memory files that readers may forget; the router tells them
@@ -127,15 +128,22 @@ class Arena:
                 return region
             if self.closed:
                 raise RuntimeError("the arena is closed")
-            self._trim(size)
-            segment = Segment(self._next_ident, size if size > SMALL else SLAB)
-            self._segments[segment.ident] = segment
-            self._next_ident += 1
             if size > SMALL:
-                return Region(segment, 0, size)
-            regions = [Region(segment, offset, size) for offset in range(0, SLAB - size + 1, size)]
-            free.extend(regions[1:])
-            return regions[0]
+                self._trim(size)
+                return Region(self._new_segment(size), 0, size)
+            slab, offset = self._slabs.get(size) or (self._new_segment(SLAB), 0)
+            following = offset + size
+            if following + size <= SLAB:
+                self._slabs[size] = slab, following
+            else:
+                self._slabs.pop(size, None)
+            return Region(slab, offset, size)
+
+    def _new_segment(self, size: int) -> Segment:
+        segment = Segment(self._next_ident, size)
+        self._segments[segment.ident] = segment
+        self._next_ident += 1
+        return segment
 
     def release(self, region: Region) -> None:
         """Never waits: the garbage collector calls it, too, perhaps in the middle of :meth:`allocate`."""
@@ -209,6 +217,7 @@ class Arena:
         with self._lock:
             self.closed = True
             self._free.clear()
+            self._slabs.clear()
             for segment in self._segments.values():
                 segment.close()
             self._segments.clear()
