@@ -1,0 +1,188 @@
+"""An algorithm that runs in a simulation trains a network, and is the same: against the stacked fleet, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import networkx as nx
+import pytest
+import torch
+from test_optimizer import LR, MODEL, SIZE, batch, flat, gradient
+from torch import Tensor
+
+import shoal
+from shoal.algorithms import (
+    NIDS,
+    SGP,
+    Algorithm,
+    DecentLaM,
+    ExactDiffusion,
+    Gradient,
+    GradientDescent,
+    GradientTracking,
+    Momentum,
+    ParallelGradientDescent,
+    PushPull,
+    QuasiGlobalMomentum,
+)
+from shoal.sim import StackedFleet
+
+Fleets = Callable[..., shoal.Fleet]
+STEPS = 6
+
+ONE_GRADIENT = [
+    GradientDescent(0.5),
+    GradientDescent(0.5, atc=False),
+    ParallelGradientDescent(0.5),
+    ExactDiffusion(1.0),
+    NIDS(1.0),
+    Momentum(GradientDescent(1.0), 0.9, nesterov=True),
+    DecentLaM(1.0, 0.8),
+    QuasiGlobalMomentum(1.0, 0.8),
+]
+CHOOSES_POINTS = [GradientTracking(1.0), GradientTracking(1.0, atc=False), SGP(1.0), PushPull(1.0)]
+
+
+def simulated(algorithm: Algorithm, steps: int = STEPS) -> Tensor:
+    """What the agents' models should be, ``[n, d]``: the same object on the rows of one tensor."""
+    model, now = deepcopy(MODEL), [0]
+
+    def of_all(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return LR * torch.stack([gradient(model, x[rank], rank, now[0]) for rank in range(SIZE)])
+
+    moved = Gradient(of_all, draw=lambda mix: now.__setitem__(0, mix.round))
+    return StackedFleet(shoal.RingGraph(SIZE)).run(algorithm, flat(MODEL), moved, steps).estimate
+
+
+def train(algorithm: Algorithm, steps: int = STEPS, topology: object = None) -> Tensor:
+    model = deepcopy(MODEL)
+    sgd = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = shoal.DecentralizedOptimizer(sgd, model, algorithm, topology=topology or shoal.RingGraph(SIZE))
+    for step in range(steps):
+        one_step(model, optimizer, step)
+    return flat(model)
+
+
+def one_step(model: torch.nn.Module, optimizer: shoal.DecentralizedOptimizer, step: int) -> None:
+    def loss() -> float:
+        optimizer.zero_grad()
+        value = model(batch(shoal.rank(), step)).square().mean()
+        value.backward()
+        return float(value.detach())
+
+    if optimizer.algorithm.one_gradient:
+        loss()
+        optimizer.step()
+    else:
+        assert optimizer.step(loss) is not None
+
+
+@pytest.mark.parametrize("algorithm", [*ONE_GRADIENT, *CHOOSES_POINTS], ids=str)
+def test_it_is_what_the_simulation_says(fleet: Fleets, algorithm: Algorithm) -> None:
+    found = torch.stack(fleet(SIZE).run(train, algorithm))
+    expected = simulated(algorithm)
+    assert (expected - flat(MODEL)).abs().max() > 0.01
+    assert (found - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("algorithm", [GradientDescent(1.0), GradientDescent(1.0, atc=False)], ids=["atc", "awc"])
+def test_the_common_ones_are_their_equation_too(fleet: Fleets, algorithm: Algorithm) -> None:
+    found = torch.stack(fleet(SIZE).run(train, algorithm))
+    assert (found - simulated(algorithm)).abs().max() < 1e-12
+
+
+def test_the_static_topology_is_taken_where_none_is_given(fleet: Fleets) -> None:
+    def run() -> Tensor:
+        shoal.set_topology(shoal.RingGraph(SIZE))
+        model = deepcopy(MODEL)
+        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model, ExactDiffusion(1.0))
+        for step in range(STEPS):
+            one_step(model, optimizer, step)
+        return flat(model)
+
+    found = torch.stack(fleet(SIZE).run(run))
+    assert (found - simulated(ExactDiffusion(1.0))).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("algorithm", [ExactDiffusion(1.0), GradientTracking(1.0)], ids=str)
+def test_it_is_resumed_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
+    def run() -> bool:
+        def make() -> tuple[torch.nn.Module, shoal.DecentralizedOptimizer]:
+            model = deepcopy(MODEL)
+            adam = torch.optim.Adam(model.parameters(), lr=0.01)
+            return model, shoal.DecentralizedOptimizer(adam, model, algorithm, topology=shoal.RingGraph(SIZE))
+
+        whole, first, second = make(), make(), make()
+        for step in range(6):
+            one_step(*whole, step)
+        for step in range(3):
+            one_step(*first, step)
+        saved = deepcopy((first[0].state_dict(), first[1].state_dict()))
+        second[0].load_state_dict(saved[0])
+        second[1].load_state_dict(saved[1])
+        for step in range(3, 6):
+            one_step(*second, step)
+        assert second[1].rounds == 6
+        return torch.equal(flat(second[0]), flat(whole[0]))
+
+    assert all(fleet(SIZE).run(run))
+
+
+def test_local_steps_between_two_exchanges_add_up(fleet: Fleets) -> None:
+    def run() -> Tensor:
+        model = deepcopy(MODEL)
+        optimizer = shoal.DecentralizedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=LR),
+            model,
+            ExactDiffusion(1.0),
+            topology=shoal.RingGraph(SIZE),
+            num_steps_per_communication=2,
+        )
+        for step in range(4):
+            one_step(model, optimizer, step)
+        assert optimizer.rounds == 2
+        return flat(model)
+
+    W = torch.from_numpy(shoal.topology.mixing_matrix(shoal.RingGraph(SIZE)))
+    W = (W + torch.eye(SIZE)) / 2 if ExactDiffusion(1.0).lazy else W
+    model = deepcopy(MODEL)
+    x = flat(model).repeat(SIZE, 1)
+    before = x
+    for step in (0, 2):
+        psi = x
+        for local in (step, step + 1):
+            psi = psi - LR * torch.stack([gradient(model, psi[rank], rank, local) for rank in range(SIZE)])
+        x, before = W @ (psi + x - before), psi
+    assert (torch.stack(fleet(SIZE).run(run)) - x).abs().max() < 1e-12
+
+
+def test_what_cannot_be_is_refused_with_the_remedy(fleet: Fleets) -> None:
+    def run() -> None:
+        def make(algorithm: object, **options: object) -> shoal.DecentralizedOptimizer:
+            model = deepcopy(MODEL)
+            sgd = torch.optim.SGD(model.parameters(), lr=LR)
+            return shoal.DecentralizedOptimizer(sgd, model, algorithm, **options)  # type: ignore[arg-type]
+
+        with pytest.raises(TypeError, match=r"an algorithm of shoal\.algorithms is wanted, not 'atc'"):
+            make("atc")
+        with pytest.raises(ValueError, match=r"give step\(\) a closure"):
+            make(GradientTracking(1.0), topology=shoal.RingGraph(2)).step()
+        one_way = nx.DiGraph([(0, 1)])
+        with pytest.raises(ValueError, match="doubly stochastic"):
+            make(GradientTracking(1.0), topology=one_way).step(lambda: 0.0)
+        with pytest.raises(ValueError, match="takes only num_steps_per_communication"):
+            make(ExactDiffusion(1.0), self_weight=0.5)
+        with pytest.raises(ValueError, match="exchanges in step, not through windows"):
+            from shoal.optim.window_flight import PutFlight
+
+            make(ExactDiffusion(1.0), flight=PutFlight)
+        with pytest.raises(ValueError, match="the topology is for 3, and there are 2 agents"):
+            make(GradientDescent(1.0), topology=shoal.RingGraph(3))
+        mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
+        sgd = torch.optim.SGD(mixed.parameters(), lr=LR)
+        with pytest.raises(ValueError, match="these have 2 dtypes"):
+            shoal.DecentralizedOptimizer(sgd, mixed, ExactDiffusion(1.0), topology=shoal.RingGraph(2)).step()
+
+    fleet(2).run(run)

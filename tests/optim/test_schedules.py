@@ -1,0 +1,103 @@
+"""``topology=``: every exchange is a round of a schedule, and nobody has to set anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from test_optimizer import ATC, AWC, LR, MODEL, SIZE, batch, flat, gradient
+from torch import Tensor
+
+import shoal
+from shoal.algorithms import Algorithm
+from shoal.topology import OnePeerExponential
+
+Fleets = Callable[..., shoal.Fleet]
+STEPS = 5
+
+
+def take_steps(model: torch.nn.Module, optimizer: shoal.DecentralizedOptimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(shoal.rank(), step)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("algorithm", [ATC, AWC], ids=["atc", "awc"])
+def test_round_after_round(fleet: Fleets, algorithm: Algorithm) -> None:
+    def run() -> Tensor:
+        model = deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer = shoal.DecentralizedOptimizer(sgd, model, algorithm, topology=OnePeerExponential(SIZE))
+        take_steps(model, optimizer, range(STEPS))
+        return flat(model)
+
+    schedule, model = OnePeerExponential(SIZE), deepcopy(MODEL)
+    x = flat(model).repeat(SIZE, 1)
+    for step in range(STEPS):
+        W = torch.zeros(SIZE, SIZE, dtype=torch.float64)
+        for rank in range(SIZE):
+            mixing = schedule.mixing(step, rank)
+            W[rank, rank] = mixing.self_weight
+            for source, weight in mixing.sources.items():
+                W[rank, source] = weight
+        g = LR * torch.stack([gradient(model, x[rank], rank, step) for rank in range(SIZE)])
+        x = W @ (x - g) if algorithm == ATC else W @ x - g
+    assert (torch.stack(fleet(SIZE).run(run)) - x).abs().max() < 1e-12
+
+
+def test_a_resumed_run_goes_on_in_the_round_where_it_was(fleet: Fleets) -> None:
+    def run() -> bool:
+        def make() -> tuple[torch.nn.Module, shoal.DecentralizedOptimizer]:
+            model = deepcopy(MODEL)
+            sgd = torch.optim.SGD(model.parameters(), lr=LR)
+            schedule = OnePeerExponential(SIZE)
+            return model, shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=schedule)
+
+        whole, first, second = make(), make(), make()
+        take_steps(*whole, range(5))
+        take_steps(*first, range(3))
+        saved = deepcopy((first[0].state_dict(), first[1].state_dict()))
+        second[0].load_state_dict(saved[0])
+        second[1].load_state_dict(saved[1])
+        take_steps(*second, range(3, 5))
+        return torch.equal(flat(second[0]), flat(whole[0]))
+
+    assert all(fleet(SIZE).run(run))
+
+
+def test_rounds_of_machines(fleet: Fleets) -> None:
+    """Of two machines with two agents each, which swap halves."""
+
+    def run() -> Tensor:
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        with torch.no_grad():
+            model.weight.fill_(float(2 ** shoal.rank()))
+        optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            model,
+            shoal.CommunicationType.hierarchical_neighbor_allreduce,
+            topology=OnePeerExponential(2),
+        )
+        optimizer.step()
+        return flat(model)
+
+    found = torch.stack(fleet(4, agents_per_machine=2).run(run))
+    assert torch.equal(found, torch.full((4, 1), (1.5 + 6) / 2, dtype=torch.float64))
+
+
+def test_weights_by_hand_beside_a_schedule_are_refused(fleet: Fleets) -> None:
+    def run() -> None:
+        model = deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer = shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=OnePeerExponential(2))
+        with pytest.raises(ValueError, match="come from its topology="):
+            optimizer.self_weight = 0.5
+        optimizer.communication_type = shoal.CommunicationType.allreduce
+        optimizer.close()
+        with pytest.raises(ValueError, match=r"call shoal\.set_topology"):
+            shoal.DistributedWinPutOptimizer(sgd, model, topology=OnePeerExponential(2))
+
+    fleet(2).run(run)
