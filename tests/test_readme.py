@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import shoal
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL)
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+(DIFF,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
 def test_the_ten_lines_give_every_agent_the_mean_of_all_ranks(tmp_path):
@@ -43,3 +46,34 @@ def test_the_calls_it_shows_average_what_they_say():
         assert pull == 0.5 * rank + 0.5 * (3 if rank != 3 else 0)
         assert push == pushed[rank]
         assert push_pull == 0.5 * rank + 0.5 * ((rank - 1) % 4)
+
+
+def patched(script: str) -> str:
+    """A script with the README's diff applied, whose lines without a sign must be there, in order."""
+    lines, at = script.splitlines(), 0
+    for line in DIFF.splitlines():
+        sign, text = line[0], line[2:]
+        if sign == "+":
+            lines.insert(at, text)
+        else:
+            at = lines.index(text, at)
+            if sign == "-":
+                del lines[at]
+                continue
+        at += 1
+    return "\n".join(lines)
+
+
+@pytest.mark.timeout(120)
+def test_a_script_for_ddp_becomes_decentralized_by_the_lines_it_shows(tmp_path):
+    plain = (ROOT / "examples" / "ddp_digits.py").read_text()
+    script = tmp_path / "decentralized.py"
+    script.write_text(patched(plain) + "\nprint(f'distance {shoal.consensus_distance(model):.6f}')\nshoal.shutdown()\n")
+    assert "DistributedDataParallel(" not in script.read_text()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=110, check=True)
+    accuracies = [float(found) for found in re.findall(r"rank \d: ([\d.]+)%", done.stdout)]
+    assert len(accuracies) == 2
+    assert min(accuracies) > 93
+    # Two agents are neighbours: after their last average they have one model.
+    assert [float(found) for found in re.findall(r"distance ([\d.]+)", done.stdout)] == [0.0] * 2

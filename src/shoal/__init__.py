@@ -68,6 +68,8 @@ from .ops.window import win_slots as win_slots
 from .ops.window import win_update as win_update
 from .ops.window import win_update_then_collect as win_update_then_collect
 from .ops.window import win_wait as win_wait
+from .optim import AgentSampler as AgentSampler
+from .optim import Checkpoint as Checkpoint
 from .optim import CommunicationType as CommunicationType
 from .optim import DecentralizedOptimizer as DecentralizedOptimizer
 from .optim import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
@@ -81,8 +83,13 @@ from .optim import DistributedNeighborAllreduceOptimizer as DistributedNeighborA
 from .optim import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .optim import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .optim import DistributedWinPutOptimizer as DistributedWinPutOptimizer
+from .optim import Metric as Metric
+from .optim import Metrics as Metrics
+from .optim import Warmup as Warmup
 from .optim import consensus as consensus
 from .optim import consensus_distance as consensus_distance
+from .optim import dirichlet_shards as dirichlet_shards
+from .optim import metrics as metrics
 from .runtime.agent import bind as bind
 from .runtime.bootstrap import init as init
 from .runtime.bootstrap import shutdown as shutdown

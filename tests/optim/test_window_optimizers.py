@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -109,3 +110,45 @@ def test_push_sum_refuses_shares_that_do_not_sum_to_one(fleet: Fleets) -> None:
         optimizer.close()
 
     fleet(SIZE).run(run)
+
+
+def test_a_state_that_is_saved_out_of_step_has_all_of_the_mass_and_the_run_goes_on_from_it(fleet: Fleets) -> None:
+    """Agents save after different numbers of steps, and others of theirs are on their way then."""
+
+    def make(model: torch.nn.Module) -> shoal.DecentralizedOptimizer:
+        return shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+
+    def run() -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+        shoal.set_topology(IRREGULAR)
+        model = deepcopy(MODEL)
+        torch.nn.utils.vector_to_parameters(flat(model) + shoal.rank(), model.parameters())
+        optimizer = make(model)
+        for _ in range(1 + 3 * shoal.rank()):
+            optimizer.step()
+        saved = deepcopy((model.state_dict(), optimizer.state_dict()))
+        went_on = []
+        for other in (None, deepcopy(MODEL)):
+            if other is not None:
+                optimizer.close()
+                model, optimizer = other, make(other)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                assert optimizer.rounds == 1 + 3 * shoal.rank()
+            for _ in range(120):
+                optimizer.step()
+                shoal.barrier()
+            went_on.append(flat(model))
+        optimizer.close()
+        return saved[1]["shoal"]["way"], *went_on
+
+    found = fleet(SIZE).run(run)
+    masses = [next(iter(way.values())) for way, _, _ in found]
+    assert sum(mass["p"] for mass in masses) == pytest.approx(SIZE, abs=1e-12)
+    total = torch.stack([mass["u"] for mass in masses]).sum(0)
+    expected = flat(MODEL) + 1.5
+    # A bucket begins with the last layer.
+    sizes = [param.numel() for param in MODEL.parameters()]
+    assert (torch.cat(total.split(sizes[::-1])[::-1]) / SIZE - expected).abs().max() < 1e-12
+    for _, went_on, resumed in found:
+        assert (went_on - expected).abs().max() < 1e-9
+        assert (resumed - expected).abs().max() < 1e-9

@@ -11,8 +11,15 @@ from .bluefog import DistributedNeighborAllreduceOptimizer as DistributedNeighbo
 from .bluefog import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .bluefog import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .bluefog import DistributedWinPutOptimizer as DistributedWinPutOptimizer
+from .checkpoint import Checkpoint as Checkpoint
 from .consensus import consensus as consensus
 from .consensus import consensus_distance as consensus_distance
+from .metrics import Metric as Metric
+from .metrics import Metrics as Metrics
+from .metrics import metrics as metrics
 from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer
 from .rounds import CommunicationType as CommunicationType
 from .rounds import Settings as Settings
+from .sampler import AgentSampler as AgentSampler
+from .sampler import dirichlet_shards as dirichlet_shards
+from .warmup import Warmup as Warmup

@@ -78,7 +78,7 @@ class Equation(Way):
     def follow(self) -> None:
         raise ValueError(
             f"{type(self._algorithm).__name__}: an agent without batches cannot take part, since a step of it is one "
-            "of all agents. Deal out equally many batches"
+            "of all agents. Deal out equally many batches (shoal.AgentSampler)"
         )
 
     def _bucket(self) -> Bucket:

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import networkx as nx
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
@@ -108,6 +109,11 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         whole = bucket_bytes if _by_buckets(algorithm) else float("inf")
         view = None if topology is None else _view(topology, self._settings.communication_type)
         self._flight = flight(lambda: self._names, name, whole, self._settings, view)
+        if overlap and any(isinstance(one, DistributedDataParallel) for one in self._models):
+            raise ValueError(
+                'overlap="backward": DistributedDataParallel averages gradients after this optimizer would have used '
+                "them; leave overlap out, or DistributedDataParallel"
+            )
         self._local = LocalStep(self._inner)
         self._way = _way_of(algorithm, self._flight, self._local, overlap, topology, name)
         self._join = Join(self._flight, self._way, name)

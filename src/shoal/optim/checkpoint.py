@@ -1,0 +1,273 @@
+"""Save a decentralized run and go on with it: every agent has a model of its own, so every agent's state is kept.
+
+A :class:`Checkpoint` names what belongs to a run. It writes one file for each agent, and a manifest when all of them
+are there: without it the files do not count. So whenever a process is killed, the last checkpoint that was complete is
+still the one that is found. The same object goes into ``torch.distributed.checkpoint``, under keys that name the agent.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+
+from ..errors import Mismatch, ShoalError
+from ..ops.collective import allgather
+from ..ops.objects import broadcast_object
+from ..runtime.agent import current
+from .checkpoint_files import (
+    Manifest,
+    complete,
+    find,
+    is_of_step,
+    next_name,
+    read_states,
+    remove_all_but,
+    write_states,
+)
+from .state_trees import in_own_memory, mean_state
+
+T = TypeVar("T")
+
+
+class Stateful(Protocol):
+    """Models, optimizers, schedulers, samplers, scalers."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+class Checkpoint:
+    """What belongs to a run, saved and loaded together, each agent's own.
+
+    With ``torch.distributed.checkpoint``::
+
+        state = {"training": shoal.Checkpoint(model=model, optimizer=optimizer)}
+        dcp.save(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)
+
+    That keeps one copy of what has one key, whichever agent's. Therefore the keys name the agent and the number of
+    agents (``training.agent1of4.model.0.weight``). To load with another number of agents fails at a key that is
+    missing, before anything is changed. To change the number, load with the old one and call :meth:`save`; then
+    :meth:`load` with the new one and ``start="consensus"``.
+
+    Args:
+        parts: Anything with ``state_dict`` and ``load_state_dict``, or a ``torch.Generator`` (such as
+            ``torch.default_generator``, which dropout draws from). The same names on all agents.
+
+    Raises:
+        TypeError: A part is neither.
+        ValueError: There is none.
+    """
+
+    def __init__(self, **parts: Stateful | torch.Generator) -> None:
+        if not parts:
+            raise ValueError("a checkpoint of what? Name its parts: Checkpoint(model=model, optimizer=optimizer)")
+        self._parts: dict[str, Stateful] = {}
+        for name, part in parts.items():
+            if isinstance(part, torch.Generator):
+                part = _RandomState(part)
+            if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+                raise TypeError(f"checkpoint: {name} is a {type(part).__name__}, which has no state to save and load")
+            self._parts[name] = part
+        # Models are loaded first: an optimizer may keep something that goes with their values.
+        self._parts = dict(sorted(self._parts.items(), key=lambda item: not isinstance(item[1], torch.nn.Module)))
+
+    # Files of our own
+
+    def save(
+        self, folder: str | os.PathLike[str], step: int, *, keep: int | None = 3, timeout: float | None = None
+    ) -> Path:
+        """Write a checkpoint. All agents call it, between two steps; when it returns, the checkpoint counts.
+
+        If one agent cannot write, none has saved, and all raise.
+
+        Args:
+            folder: On a disk that all machines share, or each machine's own if the ranks stay where they are.
+            step: What :meth:`load` returns, 0 or more; the same on all agents.
+            keep: How many checkpoints to keep, those that were saved last; None keeps all.
+            timeout: Seconds that each wait for the other agents may take.
+
+        Returns:
+            The checkpoint's own folder, ``<folder>/000007-step-700`` for the seventh save.
+
+        Raises:
+            ValueError: ``step`` is negative, or ``keep`` less than 1.
+            ShoalError: An agent could not; it names the ranks and the reasons. A state that is not made of tensors,
+                numbers, strings and collections of these is one: it would not be loaded again.
+        """
+        folder, agent = Path(folder), current("Checkpoint.save")
+        if step < 0 or (keep is not None and keep < 1):
+            raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
+        name = _of_rank_0("name", lambda: next_name(folder, step), timeout)
+        place = folder / name
+
+        def write() -> None:
+            states = {part: in_own_memory(one.state_dict()) for part, one in self._parts.items()}  # may need all agents
+            if not is_of_step(name, step):
+                raise Mismatch(f"step={step} was given, and rank 0 saves {name}")
+            write_states(place, agent.rank, states)
+
+        failures, _ = _all_try("save", write, timeout)
+        if failures:
+            shutil.rmtree(place, ignore_errors=True)
+            raise failures.error(f"{place} is not saved")
+        manifest = Manifest(step, agent.size, tuple(self._parts))
+        remove_all_but(folder, _of_rank_0("manifest", lambda: complete(folder, name, manifest, keep), timeout))
+        return place
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        start: Literal["own", "consensus"] = "own",
+        missing_ok: bool = False,
+        timeout: float | None = None,
+    ) -> int:
+        """Go on where :meth:`save` was called. All agents call it.
+
+        What was saved and is not a part here is left out. Nothing is loaded unless all agents could read.
+
+        Args:
+            folder: The one given to :meth:`save`.
+            step: Which; None for the one that was saved last.
+            start: ``"own"``: each agent's own state, bit for bit. ``"consensus"``: the same state on all agents, with
+                any number of them. What has fractions (parameters, running means, momentum) is the mean over the agents
+                that were saved, summed in float64, over those that have it; equal learning rates stay what they are.
+                All else (counters, the rounds of the optimizer) is agent 0's. Generators stay as they are, since
+                agents that draw alike would be of little use to each other. Every machine must have all files.
+            missing_ok: Return 0, and change nothing, where nothing complete was saved yet.
+            timeout: Seconds that each wait for the other agents may take.
+
+        Returns:
+            The step that was saved.
+
+        Raises:
+            FileNotFoundError: There is no complete checkpoint (of that step).
+            ValueError: It is of another number of agents, or lacks a part.
+            ShoalError: An agent could not read; it names the ranks and the reasons.
+        """
+        folder, agent = Path(folder), current("Checkpoint.load")
+        if start not in ("own", "consensus"):
+            raise ValueError(f"checkpoint: start={start!r}; it may be 'own' or 'consensus'")
+        found = _of_rank_0("find", lambda: find(folder, step), timeout)
+        if found["name"] is None:
+            if missing_ok and not found["steps"]:
+                return 0
+            which = "" if step is None else f" of step {step}; there are those of {found['steps']}"
+            raise FileNotFoundError(f"there is no complete checkpoint in {folder}{which}")
+        place, manifest = folder / found["name"], Manifest(**found["manifest"])
+        if start == "own" and manifest.agents != agent.size:
+            raise ValueError(
+                f"{place} is of {manifest.agents} agents, and there are {agent.size} now. Run with {manifest.agents}, "
+                "or load with start='consensus': then every agent begins at the mean of all that were saved."
+            )
+        lacking = set(self._parts) - set(manifest.parts)
+        if lacking:
+            raise ValueError(f"{place} has {', '.join(manifest.parts)}, and not {', '.join(sorted(lacking))}")
+
+        def read() -> dict[str, Any]:
+            if start == "own":
+                return read_states(place, agent.rank)
+            files = [read_states(place, rank, mmap=True) for rank in range(manifest.agents)]
+            return {name: mean_state([file[name] for file in files], name) for name in self._parts}
+
+        failures, states = _all_try("load", read, timeout)
+        if failures:
+            raise failures.error(f"{place} is not loaded")
+        assert states is not None
+        for name, part in self._parts.items():
+            if start == "own" or not isinstance(part, _RandomState):
+                part.load_state_dict(states[name])
+        return manifest.step
+
+    # torch.distributed.checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """For ``torch.distributed.checkpoint``: one entry, which names this agent.
+
+        Each tensor of a model has a key. Any other part is one object, in a tuple, which is not taken apart: where an
+        optimizer has not stepped yet there are no tensors to read its momentum into, and it would be left out silently.
+        """
+        return {
+            _key(): {
+                name: part.state_dict() if isinstance(part, torch.nn.Module) else (in_own_memory(part.state_dict()),)
+                for name, part in self._parts.items()
+            }
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: It is another agent's, or of another number of agents.
+        """
+        key = _key()
+        if key not in state_dict:
+            raise ValueError(
+                f"the state is that of {', '.join(state_dict)}, and this is {key}. For another number of agents use "
+                "Checkpoint.save, and Checkpoint.load with start='consensus'."
+            )
+        for name, part in self._parts.items():
+            saved = state_dict[key][name]
+            part.load_state_dict(saved if isinstance(part, torch.nn.Module) else saved[0])
+
+
+class _RandomState:
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"state": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], /) -> None:
+        self._generator.set_state(state_dict["state"])
+
+
+def _key() -> str:
+    agent = current("Checkpoint")
+    return f"agent{agent.rank}of{agent.size}"
+
+
+# What all agents do together
+
+
+def _of_rank_0(name: str, ask: Callable[[], T], timeout: float | None) -> T:
+    """What rank 0 finds, on all agents; its error, too."""
+    answer: dict[str, Any] = {}
+    failure = None
+    if current().rank == 0:
+        try:
+            answer = {"found": ask()}
+        except Exception as error:
+            failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
+    answer = broadcast_object(answer, 0, f"checkpoint.{name}", timeout=timeout)
+    if "error" in answer:
+        raise ShoalError(f"checkpoint: at rank 0, {answer['error']}", (0,)) from failure
+    found: T = answer["found"]
+    return found
+
+
+class _Failures(dict[int, str]):
+    """What went wrong, by rank; all agents have the same."""
+
+    def error(self, what: str) -> ShoalError:
+        return ShoalError(f"{what}: " + "; ".join(f"at rank {rank}, {text}" for rank, text in self.items()), self)
+
+
+def _all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tuple[_Failures, T | None]:
+    """Whether all agents could, and what this one made. An agent that could not holds nobody up until a deadline."""
+    made, said = None, ""
+    try:
+        made = attempt()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".replace("\0", " ")
+    mine = torch.tensor([*said.encode(), 0], dtype=torch.uint8)
+    texts = bytes(allgather(mine, f"checkpoint.{name}", timeout=timeout).tolist()).split(b"\0")
+    return _Failures({rank: text.decode() for rank, text in enumerate(texts) if text}), made

@@ -1,0 +1,151 @@
+"""The folder that checkpoints are in: which are complete, which is the last, and files that are whole or not there.
+
+``<folder>/000007-step-700/agent-3.pt`` is what agent 3 wrote in the seventh save. ``manifest.json`` beside it is
+written when all agents' files are on the disk, and removed before any of them is: it alone makes the checkpoint count.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint is of."""
+
+    step: int
+    agents: int
+    parts: Sequence[str]
+
+
+def next_name(folder: Path, step: int) -> str:
+    """A new one even if the same step was saved, or begun, before."""
+    number = max((number for number, _ in _begun(folder)), default=0) + 1
+    return f"{number:06d}-step-{step}"
+
+
+def is_of_step(name: str, step: int) -> bool:
+    match = _NAME.fullmatch(name)
+    return match is not None and int(match[2]) == step
+
+
+def find(folder: Path, step: int | None) -> dict[str, Any]:
+    """``name`` and ``manifest`` of the complete checkpoint saved last (of a step), None if there is none; ``steps``."""
+    complete = [(place.name, manifest) for _, place in _begun(folder) if (manifest := _manifest_of(place))]
+    wanted = [one for one in complete if step is None or one[1].step == step]
+    name, manifest = wanted[-1] if wanted else (None, None)
+    steps = sorted({manifest.step for _, manifest in complete})
+    return {"name": name, "manifest": asdict(manifest) if manifest else None, "steps": steps}
+
+
+def complete(folder: Path, name: str, manifest: Manifest, keep: int | None) -> list[str]:
+    """Make a checkpoint count, and of all only the last ``keep``; their names."""
+    text = json.dumps(asdict(manifest), indent=1)
+    _write(folder / name / _MANIFEST, lambda path: path.write_text(text))
+    _sync(folder)
+    counting = [place for _, place in _begun(folder) if _manifest_of(place)]
+    last = counting[-keep:] if keep else counting
+    for place in counting[: -len(last)]:
+        (place / _MANIFEST).unlink()
+    return [place.name for place in last]
+
+
+def remove_all_but(folder: Path, names: Collection[str]) -> None:
+    """All agents do it: they may have a disk each, or one together."""
+    for _, place in _begun(folder):
+        if place.name not in names:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def write_states(place: Path, rank: int, states: dict[str, Any]) -> None:
+    """One agent's file.
+
+    Raises:
+        TypeError: A state holds something that :func:`read_states` would refuse; it names the part.
+    """
+
+    def write(path: Path) -> None:
+        torch.save(states, path)
+        try:
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            _name_the_part(states)
+            raise error from None
+
+    place.mkdir(parents=True, exist_ok=True)
+    _write(_file_of(place, rank), write)
+
+
+def read_states(place: Path, rank: int, mmap: bool = False) -> dict[str, Any]:
+    """One agent's file: plain data and tensors only, nothing that could run code. Mapped, a tensor costs no memory."""
+    path = _file_of(place, rank)
+    states: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    return states
+
+
+def _name_the_part(states: dict[str, Any]) -> None:
+    for name, state in states.items():
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        try:
+            torch.load(buffer, weights_only=True)
+        except Exception as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            raise TypeError(
+                f"the state of {name} holds something that would not be loaded again "
+                f"({named[1] if named else str(error).splitlines()[0]}): it may hold tensors, numbers, strings, and "
+                "collections of these"
+            ) from None
+
+
+def _file_of(place: Path, rank: int) -> Path:
+    return place / f"agent-{rank}.pt"
+
+
+def _begun(folder: Path) -> list[tuple[int, Path]]:
+    """Complete or not, by number."""
+    if not folder.is_dir():
+        return []
+    matches = [(_NAME.fullmatch(entry.name), entry) for entry in folder.iterdir()]
+    return sorted((int(match[1]), entry) for match, entry in matches if match)
+
+
+def _manifest_of(place: Path) -> Manifest | None:
+    with suppress(FileNotFoundError):
+        return Manifest(**json.loads((place / _MANIFEST).read_text()))
+    return None
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """The whole file is on the disk under its name, or nothing is."""
+    partial = path.with_name(f".{path.name}.partial")
+    write(partial)
+    _sync(partial)
+    partial.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some network file systems cannot do it with folders
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,152 @@
+"""How training goes: on rank 0, on the mean, and on the agent where it goes worst.
+
+Rank 0 alone says little about agents that each have a model and data of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import Mismatch
+from ..ops.collective import allgather
+from ..runtime.agent import current
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of all agents.
+
+    Attributes:
+        values: By rank.
+        mean: Weighted, if weights were given.
+        worst_rank: Whose value is the worst; the first of equals, and of those that are not a number.
+    """
+
+    values: tuple[float, ...]
+    mean: float
+    worst_rank: int
+
+    @property
+    def rank0(self) -> float:
+        return self.values[0]
+
+    @property
+    def worst(self) -> float:
+        return self.values[self.worst_rank]
+
+
+class Metrics(Mapping[str, Metric]):
+    """What :func:`metrics` found: ``found["loss"].mean``. ``str`` gives a line for each, and ``rich.print`` a table."""
+
+    def __init__(self, of: Mapping[str, Metric]) -> None:
+        self._of = dict(of)
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._of[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{name}: rank 0 {one.rank0:.4g}, mean {one.mean:.4g}, worst {one.worst:.4g} (rank {one.worst_rank})"
+            for name, one in self.items()
+        )
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table("", "rank 0", "mean", "worst", "of rank")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for name, one in self.items():
+            table.add_row(name, f"{one.rank0:.4g}", f"{one.mean:.4g}", f"{one.worst:.4g}", str(one.worst_rank))
+        return table
+
+
+def metrics(
+    values: Mapping[str, float | torch.Tensor],
+    worst: Mapping[str, Callable[..., Any]] | None = None,
+    *,
+    weight: float = 1.0,
+    timeout: float | None = None,
+) -> Metrics:
+    """Each number on rank 0, its mean over the agents, and the worst, the same on every agent. All agents call it.
+
+    One small message from each agent to each, however many numbers. ::
+
+        found = shoal.metrics({"loss": loss, "accuracy": accuracy}, worst={"accuracy": min})
+        if shoal.rank() == 0:
+            rich.print(found)
+
+    Args:
+        values: This agent's numbers, or tensors of one element; the same names on all agents, in any order.
+        worst: For each name the built-in ``max`` (the largest is the worst, as of a loss; also if nothing is said) or
+            ``min`` (as of an accuracy). A value that is not a number is worse than any.
+        weight: How much this agent counts in the means: with the number of samples that its values are means of, they
+            are the means over all samples.
+        timeout: Seconds until the deadline.
+
+    Raises:
+        ValueError: ``worst`` names something else, or gives neither ``max`` nor ``min``; ``weight`` is not positive.
+        Mismatch: Agents give different names, or differ in what is worst.
+    """
+    ways: dict[str, Callable[..., Any]] = dict.fromkeys(values, max) | dict(worst or {})
+    wrong = [name for name, way in ways.items() if name not in values or (way is not max and way is not min)]
+    if wrong or not 0 < weight < math.inf:
+        raise ValueError(
+            f"metrics: weight={weight} must be positive; worst may give max or min for {', '.join(values)}, and for "
+            f"{', '.join(wrong) or 'nothing else'} it does not"
+        )
+    agent = current("metrics")
+    told = [f"{name} (worst: {ways[name].__name__})" for name in sorted(values)]
+    numbers = [float(values[name]) for name in sorted(values)]
+    all_told, all_numbers, weights = _exchange(told, numbers, weight, timeout)
+    for rank, theirs in enumerate(all_told):
+        if theirs != told:
+            ours = ", ".join(sorted(set(told) - set(theirs))) or "no more"
+            others = ", ".join(sorted(set(theirs) - set(told))) or "no more"
+            raise Mismatch(
+                f"metrics: the names differ: rank {agent.rank} has {ours}, where rank {rank} has {others}",
+                (agent.rank, rank),
+            )
+    columns = dict(zip(sorted(values), zip(*all_numbers, strict=True), strict=True))
+    return Metrics({name: _metric(columns[name], weights, ways[name] is max) for name in values})
+
+
+def _metric(values: tuple[float, ...], weights: list[float], largest: bool) -> Metric:
+    def badness(rank: int) -> tuple[bool, float]:
+        value = values[rank]
+        return (True, 0.0) if math.isnan(value) else (False, value if largest else -value)
+
+    mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+    return Metric(values, mean, max(range(len(values)), key=badness))
+
+
+def _exchange(
+    names: list[str], numbers: list[float], weight: float, timeout: float | None
+) -> tuple[list[list[str]], list[list[float]], list[float]]:
+    """All agents' names, numbers and weights. The names go along as bytes, one a float, so that one message is all."""
+    text = "\0".join(names).encode()
+    mine = torch.tensor([len(numbers), len(text), weight, *numbers, *text], dtype=torch.float64)
+    found = allgather(mine, "metrics", timeout=timeout).tolist()
+    all_names, all_numbers, weights, at = [], [], [], 0
+    while at < len(found):
+        count, length, weight = int(found[at]), int(found[at + 1]), found[at + 2]
+        begin = at + 3 + count
+        at = begin + length
+        weights.append(weight)
+        all_numbers.append(found[begin - count : begin])
+        all_names.append([name for name in bytes(map(int, found[begin:at])).decode().split("\0") if name])
+    return all_names, all_numbers, weights

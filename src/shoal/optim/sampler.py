@@ -1,0 +1,212 @@
+"""Which samples an agent takes: as many as every other agent in an epoch, whatever the sizes of their shards.
+
+Agents that average with each other take equally many steps, or one would wait for a neighbour that has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from ..errors import Mismatch
+from ..ops.collective import allgather
+from ..runtime.agent import current
+
+_AGREED = ("a shard", "seed", "shuffle", "pad", "a dataset of the length")
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class AgentSampler(Sampler[int]):
+    """This agent's samples, in an order of its own, anew in each epoch; for ``DataLoader(dataset, sampler=...)``.
+
+    Without a shard, the dataset is common to all: in each epoch it is shuffled and dealt out evenly, no sample twice.
+    The ``len(dataset) % n`` that are left over wait for another epoch, unless ``pad`` deals some twice in their place.
+
+    With a shard, its samples are this agent's alone. Shards differ in size, m_i; an epoch has the mean of the sizes for
+    each agent, which goes through its shard in random order, again and again: a small shard more than once in an epoch,
+    a large one in parts. Multiply the loss by :attr:`weight`, n·m_i / (m_1 + … + m_n): agents count alike in an
+    average, so a sample in a small shard would otherwise count more than one in a large shard, and with it the mean
+    over the agents' losses is the mean over all samples::
+
+        sampler = shoal.AgentSampler(dataset, shard=mine)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        for epoch in range(sampler.epoch, epochs):
+            sampler.set_epoch(epoch)
+            for inputs, labels in loader:
+                loss = sampler.weight * criterion(model(inputs), labels)
+
+    All agents make it together, and hear of it if their datasets or arguments do not fit together. The order is a
+    function of ``seed``, epoch and rank. ``state_dict()`` goes with the checkpoint, and resumes in the middle of an
+    epoch. (A ``DataLoader`` with worker processes has taken more from the sampler than the model has seen; after
+    loading, say where to begin: ``sampler.set_epoch(epoch, start=batches * batch_size)``.)
+
+    Args:
+        dataset: Anything with a length.
+        shard: Indices of this agent's samples; ``range(len(dataset))`` where the dataset is its own.
+        seed: Of the order; 0 or more, the same on all agents.
+        shuffle: Keep the order of the dataset, or of the shard, if False.
+        pad: Without a shard: deal out ``ceil`` and not ``floor`` of ``len(dataset) / n``.
+        timeout: Seconds until the deadline of finding out about the others.
+
+    Attributes:
+        weight: The factor of the loss; 1 without shards.
+        epoch: The one that is under way, or comes next.
+
+    Raises:
+        ValueError: An agent has no samples; ``seed`` is negative.
+        Mismatch: Agents have datasets of different lengths, or other arguments.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        shard: Sequence[int] | torch.Tensor | None = None,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        pad: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        agent = current("AgentSampler")
+        if seed < 0:
+            raise ValueError(f"AgentSampler: seed={seed} must be 0 or more")
+        self._rank, self._size, self._seed, self._shuffle = agent.rank, agent.size, seed, shuffle
+        self._shard: Indices | None = None if shard is None else np.asarray(shard)
+        self._total = len(dataset if self._shard is None else self._shard)
+        totals = _agreed(self._total, self._shard is not None, seed, shuffle, pad, timeout)
+        if shard is None:
+            self._length = -(-self._total // self._size) if pad else self._total // self._size
+            self.weight = 1.0
+        else:
+            self._length = -(-sum(totals) // self._size)
+            self.weight = self._size * self._total / sum(totals)
+        empty = [rank for rank, total in enumerate(totals) if not total]
+        if empty or not self._length:
+            raise ValueError(
+                f"the shards of ranks {empty} are empty: each agent needs a sample at least"
+                if shard is not None
+                else f"{self._total} samples cannot be dealt out to {self._size} agents; pad=True deals some twice"
+            )
+        self.epoch = 0
+        self._start = self._position = 0
+
+    def __len__(self) -> int:
+        """Samples of this agent in an epoch, as many as of any other."""
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        """The epoch from its beginning, or from where a state was loaded; at its end the next one comes."""
+        epoch, self._position, self._start = self.epoch, self._start, 0
+        for index in self._epoch_of(epoch)[self._position :]:
+            self._position += 1
+            yield int(index)
+        self.epoch, self._position = epoch + 1, 0
+
+    def set_epoch(self, epoch: int, start: int | None = None) -> None:
+        """Which epoch comes next. In the one that a state was loaded in the middle of, it begins there.
+
+        Args:
+            epoch: From 0 on; the same on all agents.
+            start: How many of its samples to pass over.
+        """
+        if epoch != self.epoch:
+            self.epoch, self._start = epoch, 0
+        if start is not None:
+            self._start = start
+        self._position = self._start
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where in which epoch it is."""
+        return {
+            "epoch": self.epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "length": self._length,
+            "agents": self._size,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on there. A state of another number of agents: after as large a share of the epoch, so that a common
+        dataset without shards goes on behind what was dealt out.
+
+        Raises:
+            ValueError: As many agents had more or fewer samples.
+        """
+        length, agents = state_dict["length"], state_dict["agents"]
+        if agents == self._size and length != self._length:
+            raise ValueError(
+                f"the state is of epochs of {length} samples for each agent, and now there are {self._length}: the "
+                "dataset or the shards are not the same. To use these, begin an epoch with set_epoch(epoch)."
+            )
+        self.epoch, self._seed = state_dict["epoch"], state_dict["seed"]
+        self._start = self._position = round(state_dict["position"] * self._length / length)
+
+    def _epoch_of(self, epoch: int) -> Indices:
+        if self._shard is None:
+            dealt = np.resize(self._order(epoch), self._length * self._size)  # begins again where it is too short
+            return dealt[self._rank :: self._size]
+        first, last = epoch * self._length, (epoch + 1) * self._length - 1
+        passes = range(first // self._total, last // self._total + 1)
+        begin = first - passes[0] * self._total
+        stream = np.concatenate([self._order(number, self._rank) for number in passes])
+        found: Indices = self._shard[stream[begin : begin + self._length]]
+        return found
+
+    def _order(self, *which: int) -> Indices:
+        if not self._shuffle:
+            return np.arange(self._total)
+        return np.random.default_rng((self._seed, *which)).permutation(self._total)
+
+
+def _agreed(total: int, sharded: bool, seed: int, shuffle: bool, pad: bool, timeout: float | None) -> list[int]:
+    """How many samples each agent has, if all else is the same."""
+    here = current("AgentSampler").rank
+    rows = allgather(torch.tensor([[sharded, seed, shuffle, pad, total]]), "AgentSampler", timeout=timeout).tolist()
+    for rank, theirs in enumerate(rows):
+        for what, ours, other in zip(_AGREED, rows[here], theirs, strict=True):
+            if ours != other and not (sharded and what == _AGREED[-1]):
+                raise Mismatch(f"AgentSampler: rank {here} has {what}: {ours}; rank {rank}: {other}", (here, rank))
+    return [row[-1] for row in rows]
+
+
+def dirichlet_shards(
+    labels: Sequence[int] | torch.Tensor, agents: int | None = None, *, alpha: float = 0.5, seed: int = 0
+) -> list[torch.Tensor]:
+    """Deal a labelled dataset out unevenly, to try how an algorithm copes (Hsu, Qi, Brown 2019, arXiv:1909.06335).
+
+    Each label is divided between the agents in proportions drawn from a Dirichlet distribution. No communication: all
+    agents that give the same arguments get the same shards.
+
+    Args:
+        labels: Of each sample, integers ``[m]``.
+        agents: How many shards; as many as there are agents if None.
+        alpha: Small: an agent has few labels, and shards differ much in size. Large: about the same share of all.
+        seed: Of the draw; 0 or more.
+
+    Returns:
+        The sorted indices of each agent's samples, int64 ``[m_i]``. Every sample is in one shard; none is empty.
+
+    Raises:
+        ValueError: There are fewer samples than agents, or ``alpha`` is not above 0.
+    """
+    agents = current("dirichlet_shards").size if agents is None else agents
+    given = np.asarray(labels)
+    if len(given) < agents or not alpha > 0:
+        raise ValueError(
+            f"dirichlet_shards: {len(given)} samples for {agents} agents, alpha={alpha}, which must be > 0"
+        )
+    rng = np.random.default_rng(seed)
+    parts: list[list[int]] = [[] for _ in range(agents)]
+    for label in np.unique(given):
+        of_label = rng.permutation(np.flatnonzero(given == label))
+        cuts = np.cumsum(rng.dirichlet([alpha] * agents))[:-1] * len(of_label)
+        for part, dealt in zip(parts, np.split(of_label, cuts.astype(int)), strict=True):
+            part.extend(dealt.tolist())
+    for part in parts:
+        if not part:
+            part.append(max(parts, key=len).pop())
+    return [torch.tensor(sorted(part)) for part in parts]

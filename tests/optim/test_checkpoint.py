@@ -1,0 +1,466 @@
+"""A run that is saved and loaded goes on to the bit, and begins at the mean with another number of agents."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler
+
+import shoal
+
+Fleets = Callable[..., shoal.Fleet]
+SIZE = 3
+DATA = torch.randn(42, 5, generator=torch.Generator().manual_seed(0))
+MODEL = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+
+
+class Run:
+    """A training run with everything that has a state, and noise of its own on every agent."""
+
+    def __init__(self) -> None:
+        self.model = deepcopy(MODEL)
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.optimizer = shoal.DistributedAdaptThenCombineOptimizer(sgd, self.model)
+        self.schedule = shoal.Warmup(self.optimizer, 4)
+        self.sampler = shoal.AgentSampler(DATA)
+        self.noise = torch.Generator().manual_seed(shoal.rank())
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        self._batches = self._endless()
+        self.checkpoint = shoal.Checkpoint(
+            optimizer=self.optimizer,
+            model=self.model,
+            schedule=self.schedule,
+            sampler=self.sampler,
+            noise=self.noise,
+            scaler=self.scaler,
+        )
+
+    def _endless(self) -> Iterator[list[int]]:
+        while True:
+            yield from BatchSampler(self.sampler, 3, False)
+
+    def steps(self, count: int) -> Run:
+        for _ in range(count):
+            batch = DATA[next(self._batches)]
+            batch = batch + 0.1 * torch.randn(batch.shape, generator=self.noise)
+            self.optimizer.zero_grad()
+            self.scaler.scale(self.model(batch).square().mean()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.schedule.step()
+        return self
+
+    def all(self) -> dict[str, Any]:
+        """A copy of the whole state."""
+        found = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "noise": self.noise.get_state(),
+            "scaler": self.scaler.state_dict(),
+        }
+        return deepcopy(found)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal to the bit, with the same keys and kinds."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def momentum(run: Run) -> Tensor:
+    return torch.cat([run.optimizer.state[one]["momentum_buffer"].view(-1) for one in run.model.parameters()])
+
+
+def flat(run: Run) -> Tensor:
+    return nn.utils.parameters_to_vector(run.model.parameters()).detach()
+
+
+def folders(of: Path) -> list[str]:
+    return sorted(one.name for one in of.iterdir())
+
+
+def save(folder: Path, steps: int, size: int = SIZE) -> list[dict[str, Any]]:
+    """A run that is saved after some steps; each agent's state then."""
+
+    def run() -> dict[str, Any]:
+        run = Run().steps(steps)
+        run.checkpoint.save(folder, steps)
+        return run.all()
+
+    return shoal.Fleet(size, timeout=20.0).run(run)
+
+
+def weight(value: float) -> nn.Linear:
+    """The smallest model."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+# The same number of agents
+
+
+def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, tmp_path: Path) -> None:
+    def whole() -> dict[str, Any]:
+        return Run().steps(7).all()
+
+    def first() -> None:
+        run = Run().steps(4)
+        place = run.checkpoint.save(tmp_path, 4)
+        assert place == tmp_path / "000001-step-4" and (place / f"agent-{shoal.rank()}.pt").is_file()
+
+    def second() -> dict[str, Any]:
+        run = Run()
+        assert run.checkpoint.load(tmp_path) == 4
+        return run.steps(3).all()
+
+    expected = fleet(SIZE).run(whole)
+    fleet(SIZE).run(first)
+    assert same(fleet(SIZE).run(second), expected)
+    assert not same(expected[0]["model"], expected[1]["model"]), "agents that are alike would prove little"
+
+
+def test_the_checkpoint_saved_last_is_the_one_found_and_the_last_k_are_kept(tmp_path: Path) -> None:
+    def run() -> None:
+        model = weight(0.0)
+        checkpoint = shoal.Checkpoint(model=model)
+        for value, step in enumerate((10, 20, 30, 20)):  # gone back to 20
+            nn.init.constant_(model.weight, value)
+            checkpoint.save(tmp_path, step, keep=2)
+        assert (checkpoint.load(tmp_path, step=30), model.weight.item()) == (30, 2.0)
+        assert (checkpoint.load(tmp_path), model.weight.item()) == (20, 3.0)
+        with pytest.raises(FileNotFoundError, match=r"of step 10; there are those of \[20, 30\]"):
+            checkpoint.load(tmp_path, step=10)
+
+    shoal.Fleet(2).run(run)
+    assert folders(tmp_path) == ["000003-step-30", "000004-step-20"]
+
+
+def test_all_are_kept_if_asked_for(tmp_path: Path) -> None:
+    def run() -> None:
+        for step in range(5):
+            shoal.Checkpoint(model=weight(0.0)).save(tmp_path, step, keep=None)
+
+    shoal.Fleet(1).run(run)
+    assert len(folders(tmp_path)) == 5
+
+
+def test_files_without_their_manifest_do_not_count_and_the_next_save_clears_them_away(tmp_path: Path) -> None:
+    def save_at(step: int) -> None:
+        shoal.Checkpoint(model=weight(float(step))).save(tmp_path, step)
+
+    def load() -> tuple[int, float]:
+        model = weight(0.0)
+        return shoal.Checkpoint(model=model).load(tmp_path), model.weight.item()
+
+    for step in (1, 2):
+        shoal.Fleet(2).run(save_at, step)
+    (tmp_path / "000002-step-2" / "manifest.json").unlink()
+    assert shoal.Fleet(2).run(load) == [(1, 1.0)] * 2
+    (tmp_path / "notes").mkdir()
+    shoal.Fleet(2).run(save_at, 2)
+    assert folders(tmp_path) == ["000001-step-1", "000003-step-2", "notes"]
+    assert shoal.Fleet(2).run(load) == [(2, 2.0)] * 2
+
+
+def test_where_nothing_was_saved(tmp_path: Path) -> None:
+    def run() -> None:
+        model = weight(1.0)
+        checkpoint = shoal.Checkpoint(model=model)
+        for folder in (tmp_path, tmp_path / "none"):
+            with pytest.raises(FileNotFoundError, match="no complete checkpoint in"):
+                checkpoint.load(folder)
+            assert checkpoint.load(folder, missing_ok=True) == 0
+        assert model.weight.item() == 1.0
+
+    shoal.Fleet(2).run(run)
+
+
+def test_a_machine_needs_only_the_files_of_its_own_agents(tmp_path: Path) -> None:
+    """Two disks: the folder of rank 1 never sees rank 0's file or the manifest."""
+
+    def mine() -> Path:
+        return tmp_path / str(shoal.rank())
+
+    def save_twice() -> None:
+        for step in (1, 2):
+            shoal.Checkpoint(model=weight(shoal.rank() + step)).save(mine(), step, keep=1)
+
+    def load() -> float:
+        model = weight(0.0)
+        assert shoal.Checkpoint(model=model).load(mine()) == 2
+        return model.weight.item()
+
+    shoal.Fleet(2).run(save_twice)
+    assert shoal.Fleet(2).run(load) == [2.0, 3.0]
+    assert [folders(tmp_path / str(rank)) for rank in (0, 1)] == [["000002-step-2"]] * 2
+
+
+def test_a_part_that_is_not_asked_for_is_left_out_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+
+    def run() -> None:
+        run = Run()
+        before = run.all()
+        shoal.Checkpoint(model=run.model).load(tmp_path)
+        after = run.all()
+        assert not same(after.pop("model"), before.pop("model")) and same(after, before)
+        with pytest.raises(ValueError, match=r"has model, .*, and not average"):
+            shoal.Checkpoint(model=run.model, average=run.model).load(tmp_path)
+
+    shoal.Fleet(SIZE).run(run)
+
+
+class Recorder:
+    """A part that notes when it is loaded."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"view": torch.zeros(1_000_000)[:2]}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._log.append("other")
+
+
+def test_models_are_loaded_before_all_else(tmp_path: Path) -> None:
+    """An optimizer may keep something that goes with their values."""
+
+    def run() -> list[str]:
+        log: list[str] = []
+        model = weight(0.0)
+        model.register_load_state_dict_post_hook(lambda *_: log.append("model"))
+        checkpoint = shoal.Checkpoint(optimizer=Recorder(log), model=model)
+        checkpoint.save(tmp_path, 1)
+        checkpoint.load(tmp_path)
+        checkpoint.load_state_dict(checkpoint.state_dict())
+        return log
+
+    assert shoal.Fleet(1).run(run) == [["model", "other"] * 2]
+
+
+def test_a_view_is_saved_without_what_it_is_a_view_of(tmp_path: Path) -> None:
+    def run() -> None:
+        checkpoint = shoal.Checkpoint(view=Recorder([]))
+        file = checkpoint.save(tmp_path, 1) / "agent-0.pt"
+        assert file.stat().st_size < 100_000
+        [state] = checkpoint.state_dict()["agent0of1"]["view"]
+        assert state["view"].untyped_storage().nbytes() == 8
+
+    shoal.Fleet(1).run(run)
+
+
+def test_all_is_on_the_disk_before_the_manifest_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    sync, rename = os.fsync, Path.replace
+
+    def noted_sync(descriptor: int) -> None:
+        log.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        sync(descriptor)
+
+    def noted_rename(self: Path, to: Path) -> Path:
+        log.append(f"rename {to.name}")
+        return rename(self, to)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "replace", noted_rename)
+    shoal.Fleet(1).run(lambda: shoal.Checkpoint(model=weight(0.0)).save(tmp_path, 1))
+    assert log == [
+        *("sync .agent-0.pt.partial", "rename agent-0.pt", "sync 000001-step-1"),
+        *("sync .manifest.json.partial", "rename manifest.json", "sync 000001-step-1", f"sync {tmp_path.name}"),
+    ]
+
+
+# Another number
+
+
+def test_another_number_of_agents_is_refused_with_both_numbers_and_the_remedy(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+
+    def run() -> None:
+        run = Run()
+        before = run.all()
+        with pytest.raises(ValueError, match=r"of 3 agents, and there are 2 now.*start='consensus'"):
+            run.checkpoint.load(tmp_path)
+        assert same(run.all(), before)
+
+    shoal.Fleet(2).run(run)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_from_the_consensus_every_agent_begins_at_the_mean(size: int, tmp_path: Path) -> None:
+    saved = save(tmp_path, 6)
+
+    def run() -> tuple[Tensor, Tensor, dict[str, Any]]:
+        run = Run()
+        noise = run.noise.get_state()
+        assert run.checkpoint.load(tmp_path, start="consensus") == 6
+        assert torch.equal(run.noise.get_state(), noise), "agents would draw alike"
+        found = flat(run), momentum(run), run.all()
+        run.steps(2)
+        return found
+
+    results = shoal.Fleet(size, timeout=20.0).run(run)
+    for x, v, state in results:
+        assert torch.equal(x, results[0][0]) and torch.equal(v, results[0][1])
+        for name, tensor in state["model"].items():
+            all_of_it = torch.stack([one["model"][name] for one in saved])
+            if tensor.is_floating_point():
+                assert torch.equal(tensor, all_of_it.double().mean(0).float()), name
+            else:
+                assert tensor == all_of_it[0] == 6, name
+        for key, entry in state["optimizer"]["state"].items():
+            all_of_it = torch.stack([one["optimizer"]["state"][key]["momentum_buffer"] for one in saved])
+            assert torch.equal(entry["momentum_buffer"], all_of_it.double().mean(0).float())
+        assert state["optimizer"]["shoal"]["rounds"] == 6
+        assert same(state["optimizer"]["param_groups"], saved[0]["optimizer"]["param_groups"])
+        assert same(state["schedule"], saved[0]["schedule"]) and same(state["scaler"], saved[0]["scaler"])
+        assert state["sampler"]["epoch"] == saved[0]["sampler"]["epoch"]
+
+
+def masses(folder: Path, start: Any = None) -> dict[str, Any]:
+    """What push-sum has saved, or loaded."""
+    model = deepcopy(MODEL)
+    optimizer = shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
+    if start is None:
+        for step in range(3):
+            model(DATA[step : step + 4 + shoal.rank()]).square().mean().backward()
+            optimizer.step()
+        checkpoint.save(folder, 3)
+    else:
+        checkpoint.load(folder, start=start)
+    [found] = deepcopy(optimizer.state_dict()["shoal"]["way"]).values()
+    optimizer.close()
+    return dict(found)
+
+
+def test_an_asynchronous_run_keeps_its_masses_and_begins_from_their_mean_with_others(tmp_path: Path) -> None:
+    saved = shoal.Fleet(3, timeout=20.0).run(masses, tmp_path)
+    assert sum(one["p"] for one in saved) == pytest.approx(3.0, abs=1e-12)
+    assert same(shoal.Fleet(3, timeout=20.0).run(masses, tmp_path, "own"), saved)
+    for one in shoal.Fleet(2, timeout=20.0).run(masses, tmp_path, "consensus"):
+        assert one["p"] == pytest.approx(1.0, abs=1e-12)
+        assert torch.equal(one["u"], torch.stack([each["u"] for each in saved]).double().mean(0).float())
+
+
+# What goes wrong
+
+
+def test_a_damaged_file_of_one_agent_is_an_error_on_all_and_changes_nothing(fleet: Fleets, tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    file = tmp_path / "000001-step-2" / "agent-1.pt"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+    def run() -> None:
+        run = Run()
+        before = run.all()
+        with pytest.raises(shoal.ShoalError, match="000001-step-2 is not loaded: at rank 1") as caught:
+            run.checkpoint.load(tmp_path)
+        assert caught.value.ranks == (1,) and same(run.all(), before)
+
+    fleet(SIZE).run(run)
+
+
+class Trap:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.environ["TRAP"],)
+
+
+def test_a_file_that_would_run_code_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
+    save(tmp_path, 1, size=1)
+    torch.save({"model": Trap()}, tmp_path / "000001-step-1" / "agent-0.pt")
+
+    def run() -> None:
+        with pytest.raises(shoal.ShoalError, match="not loaded"):
+            shoal.Checkpoint(model=deepcopy(MODEL)).load(tmp_path)
+
+    shoal.Fleet(1).run(run)
+    assert not (tmp_path / "sprung").exists()
+    pickle.loads(pickle.dumps(Trap()))
+    assert (tmp_path / "sprung").exists(), "the trap works"
+
+
+class Strange:
+    """A part whose state cannot be loaded again, on one agent."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"path": Path("x") if shoal.rank() == self._rank else "x"}
+
+    def load_state_dict(self, state_dict: Any) -> None: ...
+
+
+def test_a_state_that_could_not_be_loaded_is_refused_when_it_is_saved_and_on_all(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+
+    def run() -> None:
+        checkpoint = shoal.Checkpoint(model=weight(0.0), strange=Strange(1))
+        with pytest.raises(shoal.ShoalError, match=r"not saved: at rank 1, TypeError: the state of strange .*pathlib"):
+            checkpoint.save(tmp_path, 2)
+        shoal.barrier()
+        assert folders(tmp_path) == ["000001-step-1"]
+
+    shoal.Fleet(SIZE).run(run)
+
+
+def test_agents_at_different_steps_do_not_save(tmp_path: Path) -> None:
+    def run() -> None:
+        with pytest.raises(
+            shoal.ShoalError, match=r"at rank 1, Mismatch: step=11 was given, and rank 0 saves .*-step-1"
+        ):
+            shoal.Checkpoint(model=weight(0.0)).save(tmp_path, 11 if shoal.rank() else 1)
+
+    shoal.Fleet(2).run(run)
+    assert folders(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def run() -> None:
+        with pytest.raises(shoal.ShoalError, match=r"at rank 0, NotADirectoryError.*at rank 1, NotADirectoryError"):
+            shoal.Checkpoint(model=weight(0.0)).save(tmp_path / "file" / "below", 1)
+
+    shoal.Fleet(2).run(run)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda folder: shoal.Checkpoint(), ValueError, "a checkpoint of what"),
+        (lambda folder: shoal.Checkpoint(lr=0.1), TypeError, "lr is a float"),
+        (lambda folder: shoal.Checkpoint(model=MODEL).save(folder, -1), ValueError, "step=-1"),
+        (lambda folder: shoal.Checkpoint(model=MODEL).save(folder, 1, keep=0), ValueError, "keep=0"),
+        (lambda folder: shoal.Checkpoint(model=MODEL).load(folder, start="mean"), ValueError, "'own' or 'consensus'"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(
+    call: Callable[[Path], object], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    def run() -> None:
+        with pytest.raises(error, match=message):
+            call(tmp_path)
+
+    shoal.Fleet(1).run(run)

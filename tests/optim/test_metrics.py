@@ -1,0 +1,114 @@
+"""One number of all agents: rank 0's, the mean, and the worst."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import shoal
+
+Fleets = Callable[..., shoal.Fleet]
+SIZE = 4
+LOSS, ACCURACY = (0.25, 2.0, 0.5, 0.25), (0.5, 0.75, 0.125, 1.0)
+
+
+def found() -> shoal.Metrics:
+    """The dictionary in another order on every second agent."""
+    rank = shoal.rank()
+    pairs: list[tuple[str, Any]] = [("loss", torch.tensor([LOSS[rank]])), ("accuracy", ACCURACY[rank])]
+    return shoal.metrics(dict(pairs[:: 1 if rank % 2 else -1]), worst={"accuracy": min})
+
+
+def test_every_agent_has_rank_0_the_mean_and_the_worst(fleet: Fleets) -> None:
+    for each in fleet(SIZE).run(found):
+        assert set(each) == {"loss", "accuracy"}
+        assert each["loss"] == shoal.Metric(LOSS, 0.75, 1)
+        assert (each["loss"].rank0, each["loss"].worst) == (0.25, 2.0)
+        assert each["accuracy"] == shoal.Metric(ACCURACY, 0.59375, 2)
+        assert (each["accuracy"].rank0, each["accuracy"].worst) == (0.5, 0.125)
+
+
+@pytest.mark.parametrize("largest", [True, False])
+def test_what_is_not_a_number_is_the_worst(largest: bool) -> None:
+    def run() -> shoal.Metric:
+        value = (1.0, math.nan, math.inf, -math.inf)[shoal.rank()]
+        return shoal.metrics({"loss": value}, {"loss": max if largest else min})["loss"]
+
+    [first, *_] = shoal.Fleet(SIZE).run(run)
+    assert first.worst_rank == 1 and math.isnan(first.mean)
+
+
+def test_weights_make_the_mean_one_over_all_samples(fleet: Fleets) -> None:
+    samples = [[1.0, 2.0, 6.0], [4.0]]
+
+    def run() -> shoal.Metric:
+        mine = samples[shoal.rank()]
+        return shoal.metrics({"loss": sum(mine) / len(mine)}, weight=len(mine))["loss"]
+
+    assert [one.mean for one in fleet(2).run(run)] == [3.25] * 2
+
+
+def test_all_names_take_one_message_from_each_agent_to_each() -> None:
+    def run() -> list[str]:
+        shoal.barrier()
+        begun: list[str] = []
+        shoal.events().subscribe(lambda event: begun.append(event.operation) if event.kind == "submitted" else None)
+        shoal.metrics({f"metric {number}": number for number in range(20)})
+        return begun
+
+    assert shoal.Fleet(2).run(run) == [["allgather"]] * 2
+
+
+def test_other_names_are_a_mismatch_that_says_which(fleet: Fleets) -> None:
+    def run() -> None:
+        with pytest.raises(shoal.Mismatch, match="acc") as caught:
+            shoal.metrics({"loss": 1.0} | ({"acc": 1.0} if shoal.rank() == 1 else {"accuracy": 1.0}))
+        assert "accuracy (worst: max)" in str(caught.value)
+        assert 1 in caught.value.ranks
+
+    fleet(3).run(run)
+
+
+def test_what_is_worst_must_be_the_same_everywhere() -> None:
+    def run() -> None:
+        with pytest.raises(shoal.Mismatch, match=r"accuracy \(worst: min\)"):
+            shoal.metrics({"accuracy": 1.0}, {"accuracy": min if shoal.rank() else max})
+
+    shoal.Fleet(2).run(run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"worst": {"acuracy": min}}, "for acuracy"),
+        ({"worst": {"accuracy": sum}}, "for accuracy"),
+        ({"weight": 0.0}, "weight=0.0"),
+        ({"weight": math.nan}, "weight=nan"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match=message):
+            shoal.metrics({"accuracy": 1.0}, **arguments)
+
+    shoal.Fleet(1).run(run)
+
+
+def test_nothing_to_tell_is_told() -> None:
+    assert shoal.Fleet(2).run(lambda: dict(shoal.metrics({}))) == [{}, {}]
+
+
+def test_the_table_has_a_row_for_each_name() -> None:
+    each = shoal.Fleet(SIZE).run(found)[1]
+    console = Console(width=60)
+    with console.capture() as capture:
+        console.print(each)
+    rows = [line.replace("│", " ").split() for line in capture.get().splitlines()]
+    assert ["loss", "0.25", "0.75", "2", "1"] in rows
+    assert ["accuracy", "0.5", "0.5938", "0.125", "2"] in rows
+    assert str(each).splitlines()[0] == "loss: rank 0 0.25, mean 0.75, worst 2 (rank 1)"
