@@ -1,0 +1,480 @@
+"""ResNet-20 on CIFAR-10: what is read, what each agent gets, that resuming is exact, and what is said at the end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import struct
+import subprocess
+import sys
+import time
+from math import cos, pi
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shoal
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES))
+
+import _checkpoint  # noqa: E402
+import _cifar10  # noqa: E402
+import train_cifar10  # noqa: E402
+
+TRAIN, TEST = 50, 20
+SMALL = ("--batch", "4", "--limit-train", "12", "--epochs", "2", "--warm-up", "2")  # a step in each epoch
+
+
+def batch_of(count: int, seed: int) -> dict[bytes, Any]:
+    """One file's content: images whose colour says what they are, with noise."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(10, size=count)
+    data = (20 * labels[:, None] + rng.integers(60, size=(count, 3072))).astype(np.uint8)
+    return {b"data": data, b"labels": labels.tolist(), b"batch_label": b"made for a test"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder in the standard format with 50 images to train on and 20 to test with."""
+    place = tmp_path / "cifar-10-batches-py"
+    place.mkdir()
+    for seed, name in enumerate([*_cifar10.TRAIN, *_cifar10.TEST]):
+        (place / name).write_bytes(pickle.dumps(batch_of(TEST if name == "test_batch" else TRAIN // 5, seed)))
+    return place
+
+
+def in_fleet(size: int, folder: Path, *options: str) -> list[list[train_cifar10.Run]]:
+    args = train_cifar10.parse(["--data", str(folder), *SMALL, *options])
+    return shoal.Fleet(size, timeout=20.0).run(train_cifar10.main, args)
+
+
+def saved(checkpoints: Path) -> dict[str, Any]:
+    """Everything in a folder of checkpoints but times and bytes, by the files' names."""
+    states = {}
+    for path in sorted(checkpoints.rglob("*.pt")):
+        content = torch.load(path, weights_only=True)
+        for name in ("seconds", "megabytes", "milliseconds"):
+            content["state"]["run"].pop(name, None)
+        states[str(path.relative_to(checkpoints))] = content
+    return states
+
+
+def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_same_bits(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            assert_same_bits(*pair, f"{where}/{number}")
+    else:
+        assert one == other, where
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("algorithm", train_cifar10.WRAPPERS)
+def test_a_run_that_is_resumed_equals_one_that_never_stopped(tmp_path: Path, folder: Path, algorithm: str) -> None:
+    """With three agents the second round is another one than the first."""
+    options = ("--algorithm", algorithm, "--checkpoint")
+    in_fleet(3, folder, *options, str(tmp_path / "whole"))
+    (stopped,) = in_fleet(3, folder, *options, str(tmp_path / "parts"), "--stop-after", "1")[0]
+    assert (stopped.done, stopped.epochs) == (1, [1])
+    (resumed,) = in_fleet(3, folder, *options, str(tmp_path / "parts"), "--resume")[0]
+    assert (resumed.done, resumed.epochs, len(resumed.seconds)) == (2, [1, 2], 2)
+    whole = saved(tmp_path / "whole")
+    assert list(whole) == [f"{algorithm}/step-00000002.agent-{rank}-of-3.pt" for rank in range(3)]
+    assert_same_bits(whole, saved(tmp_path / "parts"))
+
+
+@pytest.mark.timeout(150)  # a launch, which imports torch three times, where others want the cores, too
+def test_processes_go_on_from_where_a_fleet_stopped(tmp_path: Path, folder: Path) -> None:
+    in_fleet(2, folder, "--compare", "--checkpoint", str(tmp_path / "whole"))
+    in_fleet(2, folder, "--compare", "--checkpoint", str(tmp_path / "parts"), "--stop-after", "1")
+    picture = tmp_path / "not yet there" / "cifar10.png"
+    command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", "2", str(EXAMPLES / "train_cifar10.py")]
+    command += ["--data", str(folder.parent), *SMALL, "--compare", "--checkpoint", str(tmp_path / "parts"), "--resume"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    done = subprocess.run(
+        [*command, "--picture", str(picture)], capture_output=True, text=True, timeout=140, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert_same_bits(saved(tmp_path / "whole"), saved(tmp_path / "parts"))
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    epochs = re.findall(r"^(adapt, then combine|all-reduce) +epoch (\d)/2", done.stdout, re.MULTILINE)
+    assert epochs == [("adapt, then combine", "2"), ("all-reduce", "1"), ("all-reduce", "2")]
+    assert re.search(r"Verdict: .* over one-peer reads \d+\.\d\d% .* all-reduce from the same", done.stdout)
+
+
+def test_what_cannot_go_on_is_refused(tmp_path: Path, folder: Path) -> None:
+    options = ("--checkpoint", str(tmp_path / "c"))
+    in_fleet(2, folder, *options, "--stop-after", "1")
+    with pytest.raises(SystemExit, match=r"c/atc has checkpoints already: go on with --resume"):
+        in_fleet(2, folder, *options)
+    with pytest.raises(SystemExit, match=r"are of 2 agents, and these are 3: .* \(shoal run -n 2"):
+        in_fleet(3, folder, *options, "--resume")
+    with pytest.raises(SystemExit, match=r"of a job with lr 0\.1, and this one has 0\.2"):
+        in_fleet(2, folder, *options, "--resume", "--lr", "0.2")
+    (tmp_path / "c" / "atc" / "step-00000001.agent-1-of-2.pt").unlink()
+    with pytest.raises(SystemExit, match=r"no step that all 2 agents have saved; there is nothing of agents \[1\]"):
+        in_fleet(2, folder, *options, "--resume")
+
+
+def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_save_before(tmp_path: Path) -> None:
+    newer = tmp_path / "step-00000002.agent-0-of-2.pt"
+
+    def killed() -> None:
+        checkpoints = _checkpoint.Checkpoints(tmp_path, {})
+        assert checkpoints.restore(resume=True) == (0, None)
+        checkpoints.save(1, {"x": torch.full((3,), float(shoal.rank()))})
+        if shoal.rank() == 1:
+            limit = time.monotonic() + 10
+            while not newer.exists() and time.monotonic() < limit:
+                time.sleep(0.001)
+            raise KeyboardInterrupt
+        checkpoints.save(2, {"x": torch.zeros(3)})
+
+    def resumed() -> tuple[int, list[float]]:
+        step, state = _checkpoint.Checkpoints(tmp_path, {}).restore(resume=True)
+        assert state is not None
+        return step, state["x"].tolist()
+
+    with pytest.raises(KeyboardInterrupt):
+        shoal.Fleet(2, timeout=20.0).run(killed)
+    assert newer.exists()
+    assert shoal.Fleet(2).run(resumed) == [(1, [0.0] * 3), (1, [1.0] * 3)]
+
+
+def test_of_two_complete_saves_the_newer_one_counts(tmp_path: Path) -> None:
+    def run() -> tuple[int, Any]:
+        checkpoints = _checkpoint.Checkpoints(tmp_path, {})
+        checkpoints.save(9, {"x": 9})
+        older = next(tmp_path.iterdir())
+        content = older.read_bytes()
+        checkpoints.save(10, {"x": 10})
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000010.agent-0-of-1.pt"]
+        older.write_bytes(content)
+        return checkpoints.restore(resume=True)
+
+    assert shoal.Fleet(1).run(run) == [(10, {"x": 10})]
+
+
+def test_a_checkpoint_cannot_run_anything(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    content = {"step": 1, "settings": {}, "state": Call(os.unlink, str(victim))}
+    torch.save(content, tmp_path / "step-00000001.agent-0-of-1.pt")
+
+    def run() -> None:
+        with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+            _checkpoint.Checkpoints(tmp_path, {}).restore(resume=True)
+
+    shoal.Fleet(1).run(run)
+    assert victim.exists()
+
+
+def test_a_save_that_fails_halfway_leaves_no_file_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(state: object, file: Any) -> None:
+        file.write(b"PK")
+        raise OSError("no space left on device")
+
+    def run() -> tuple[int, Any]:
+        checkpoints = _checkpoint.Checkpoints(tmp_path, {})
+        checkpoints.save(1, {"x": 1})
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "save", write_half)
+            with pytest.raises(OSError, match="no space"):
+                checkpoints.save(2, {"x": 2})
+        return checkpoints.restore(resume=True)
+
+    assert shoal.Fleet(1).run(run) == [(1, {"x": 1})]
+
+
+# Training
+
+
+def test_adapt_then_combine_with_everybody_is_all_reduce(tmp_path: Path, folder: Path) -> None:
+    """Averaging x - lr m over all agents is x - lr (average of m): momentum and weight decay are linear.
+
+    The topology that four agents have without one is another one.
+    """
+    options = ("--compare", "--topology", "full", "--checkpoint", str(tmp_path), "--lr", "0.05", "--limit-train", "16")
+    in_fleet(4, folder, *options)
+    states = saved(tmp_path)
+    names = [name for name, _ in train_cifar10.resnet20(0).named_parameters()]
+    for rank in range(4):
+        ours, theirs = (
+            states[f"{algorithm}/step-00000002.agent-{rank}-of-4.pt"]["state"]["model"]
+            for algorithm in ("atc", "allreduce")
+        )
+        for name in names:
+            assert (ours[name] - theirs[name]).norm() < 1e-3 * theirs[name].norm() + 1e-5, name
+        assert (ours["0.weight"] - train_cifar10.resnet20(0).state_dict()["0.weight"]).norm() > 1e-3
+
+
+def test_every_agent_says_the_same(folder: Path) -> None:
+    everybody = in_fleet(4, folder, "--limit-train", "16", "--epochs", "3", "--evaluate-every", "2")
+    for (run,) in everybody:
+        assert run == everybody[0][0]
+        assert run.epochs == [2, 3]
+        assert len(run.accuracy[0]) == 4
+        assert run.distance[-1] > 0
+
+
+def test_evaluation_is_of_each_agent_and_of_their_consensus_and_changes_nothing() -> None:
+    labels = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2])
+    test = _cifar10.Images(torch.zeros(10, 3, 32, 32, dtype=torch.uint8), labels)
+
+    def run() -> tuple[train_cifar10.Run, list[float], bool]:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))
+        bias = torch.zeros(10)
+        bias[[shoal.rank(), 2]] = torch.tensor([2.0, 1.5])  # this agent says its rank, and the mean of both says 2
+        with torch.no_grad():
+            model[1].weight.zero_()
+            model[1].bias.copy_(bias)
+        found = train_cifar10.Run("atc", done=7)
+        train_cifar10.evaluate(model, test, found)
+        return found, model[1].bias.tolist(), model.training
+
+    for rank, (found, bias, training) in enumerate(shoal.Fleet(2).run(run)):
+        assert (found.epochs, found.accuracy, found.of_consensus) == ([7], [[0.3, 0.2]], [0.5])
+        assert found.distance == [pytest.approx(2**0.5)]
+        assert bias[rank] == 2.0 and bias[1 - rank] == 0.0
+        assert training
+
+
+def test_the_model_is_the_paper_s() -> None:
+    model = train_cifar10.resnet20(seed=3)
+    assert sum(param.numel() for param in model.parameters()) == 269_722
+    assert sum(isinstance(one, (nn.Conv2d, nn.Linear)) for one in model.modules()) == 20
+    seen = []
+    for block in model:
+        block.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
+    model(torch.zeros(2, 3, 32, 32))
+    assert seen[3:12:3] == [(2, 16, 32, 32), (2, 32, 16, 16), (2, 64, 8, 8)]
+    again, other = train_cifar10.resnet20(seed=3), train_cifar10.resnet20(seed=4)
+    assert torch.equal(model[0].weight, again[0].weight) and not torch.equal(model[0].weight, other[0].weight)
+
+
+def test_the_shortcut_is_every_other_pixel_and_channels_of_zeros() -> None:
+    block = train_cifar10.Block(2, 4).eval()
+    nn.init.zeros_(block.conv2.weight)
+    x = torch.rand(1, 2, 4, 4)
+    assert torch.equal(block(x), torch.cat([x[:, :, ::2, ::2], torch.zeros(1, 2, 2, 2)], dim=1))
+
+
+def test_the_learning_rate_grows_with_the_batch_of_all_warms_up_and_falls(tmp_path: Path, folder: Path) -> None:
+    in_fleet(1, folder, "--checkpoint", str(tmp_path), "--lr", "0.8", "--stop-after", "1")
+    (state,) = saved(tmp_path).values()
+    scheduler = state["state"]["scheduler"]
+    assert scheduler["base_lrs"] == [pytest.approx(0.8 * 4 / 128)]
+    assert scheduler["last_epoch"] == 3  # 12 images in batches of 4
+    assert scheduler["_last_lr"] == [pytest.approx(0.8 * 4 / 128 * 4 / 6 * (1 + cos(pi / 2)) / 2)]
+    factors = [train_cifar10.warm_up_and_fall(step, first=6, last=9) for step in range(10)]
+    assert factors[0] == pytest.approx(1 / 6)
+    assert max(factors) == factors[3]
+    assert factors[6] == pytest.approx(0.25)  # (1 + cos 120 degrees) / 2
+    assert factors[9] == pytest.approx(0)
+
+
+def test_every_epoch_and_every_seed_has_batches_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+
+    def batches(images: _cifar10.Images, size: int, rank: int, agents: int, seed: int) -> list[object]:
+        seeds.append(seed)
+        return []
+
+    monkeypatch.setattr(_cifar10.Images, "batches", batches)
+    for seed in ("0", "1"):
+        in_fleet(1, folder, "--seed", seed)
+    assert len(set(seeds)) == 4
+
+
+def test_the_verdict_says_below_when_it_is_below() -> None:
+    runs = [train_cifar10.Run(name, of_consensus=[found]) for name, found in (("atc", 0.871), ("allreduce", 0.8755))]
+    assert "reads 87.10% of the test images, 0.45 points below all-reduce" in train_cifar10.verdict(*runs, "ring")
+    assert "reads 87.55% of the test images, 0.45 points above" in train_cifar10.verdict(*reversed(runs), "ring")
+
+
+# Data
+
+
+def test_files_hold_images_row_by_row_and_colour_by_colour(folder: Path) -> None:
+    train, test = _cifar10.load(folder)
+    assert (len(train), len(test)) == (TRAIN, TEST)
+    written = batch_of(10, 2)
+    assert train.pixels[20:30].flatten(1).tolist() == written[b"data"].tolist()
+    assert train.pixels[25, 2, 7, 3] == written[b"data"][5, 2 * 1024 + 7 * 32 + 3]
+    assert train.labels[20:30].tolist() == written[b"labels"]
+    few, fewer = _cifar10.load(folder.parent, limit_train=12, limit_test=3)
+    assert torch.equal(few.pixels, train.pixels[:12]) and torch.equal(fewer.labels, test.labels[:3])
+
+
+def of_python_2(data: np.ndarray[Any, Any], labels: list[int]) -> bytes:
+    """A file as the original ones are: protocol 2, written by Python 2 and by NumPy 1."""
+
+    def text(value: bytes) -> bytes:
+        return b"U" + bytes([len(value)]) + value
+
+    pixels = b"T" + struct.pack("<i", data.size) + data.tobytes()
+    dtype = b"cnumpy\ndtype\n(" + text(b"u1") + b"K\x00K\x01tR(K\x03" + text(b"|") + b"NNNJ\xff\xff\xff\xff" * 1
+    dtype += b"J\xff\xff\xff\xffK\x00tb"
+    shape = b"K" + bytes([len(data)]) + b"M" + struct.pack("<H", 3072) + b"\x86"
+    array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00t" + text(b"b") + b"tR"
+    array += b"(K\x01" + shape + dtype + b"\x89" + pixels + b"tb"
+    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return b"\x80\x02}(" + text(b"data") + array + text(b"labels") + numbers + b"u."
+
+
+@pytest.mark.parametrize("written_by", ["python 2", 2, 3, 4, 5])
+def test_every_protocol_is_read(tmp_path: Path, written_by: str | int) -> None:
+    batch = batch_of(3, 0)
+    content = (
+        of_python_2(batch[b"data"], batch[b"labels"])
+        if isinstance(written_by, str)
+        else pickle.dumps(batch, protocol=written_by)
+    )
+    (tmp_path / "batch").write_bytes(content)
+    images = _cifar10.read(tmp_path / "batch")
+    assert images.pixels.flatten(1).tolist() == batch[b"data"].tolist()
+    assert images.labels.tolist() == batch[b"labels"]
+
+
+class Call:
+    """Pickles as a call."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_file_that_would_run_something_is_refused_before_it_does(tmp_path: Path, protocol: int) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    batch = {**batch_of(3, 0), b"more": Call(os.unlink, str(victim))}
+    (tmp_path / "batch").write_bytes(pickle.dumps(batch, protocol))
+    with pytest.raises(SystemExit, match=r"batch asks for posix\.unlink, which no file of CIFAR-10 needs"):
+        _cifar10.read(tmp_path / "batch")
+    assert victim.exists()
+
+
+@pytest.mark.parametrize("asked", [np.load, np.frombuffer, eval, getattr, pickle.loads], ids=lambda one: one.__name__)
+def test_nothing_else_of_numpy_or_python_is_there(tmp_path: Path, asked: Any) -> None:
+    (tmp_path / "batch").write_bytes(pickle.dumps(Call(asked, "x")))
+    with pytest.raises(SystemExit, match="which no file of CIFAR-10 needs"):
+        _cifar10.read(tmp_path / "batch")
+
+
+GOOD = batch_of(3, 0)
+BAD: dict[str, tuple[Any, str]] = {
+    "no pickle": (b"hello", "is damaged, or no file of CIFAR-10"),
+    "cut off": (pickle.dumps(GOOD)[:2000], "is damaged, or no file of CIFAR-10"),
+    "empty": (b"", "is damaged, or no file of CIFAR-10: EOFError"),
+    "a list": ([1, 2], "its data is no such array"),
+    "no data": ({b"labels": [1]}, "its data is no such array"),
+    "wrong type": ({**GOOD, b"data": GOOD[b"data"].astype(np.int64)}, r"its data is int64 \[3, 3072\]"),
+    "wrong shape": ({**GOOD, b"data": GOOD[b"data"][:, 1:]}, r"its data is uint8 \[3, 3071\]"),
+    "a label missing": ({**GOOD, b"labels": [1, 2]}, "its labels are not that, for 3 images"),
+    "label 10": ({**GOOD, b"labels": [1, 2, 10]}, "its labels are not that"),
+    "CIFAR-100": ({b"data": GOOD[b"data"], b"fine_labels": [1, 2, 3]}, "its labels are not that"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_file_that_is_something_else_is_named_with_what_is_wrong(tmp_path: Path, bad: str) -> None:
+    content, complaint = BAD[bad]
+    (tmp_path / "batch").write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
+    with pytest.raises(SystemExit, match=f"{tmp_path}/batch.*{complaint}"):
+        _cifar10.read(tmp_path / "batch")
+
+
+def test_files_that_are_missing_are_named(tmp_path: Path, folder: Path) -> None:
+    (folder / "data_batch_3").unlink()
+    with pytest.raises(SystemExit, match=r"cifar-10-batches-py lacks data_batch_3\. .* name the folder with --data"):
+        _cifar10.load(folder)
+    with pytest.raises(SystemExit, match=r"nowhere lacks data_batch_1, .*, test_batch"):
+        _cifar10.load(tmp_path / "nowhere")
+
+
+def numbered(count: int) -> _cifar10.Images:
+    pixels = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return _cifar10.Images(pixels, torch.arange(count))
+
+
+def test_agents_have_different_images_and_other_ones_in_each_epoch() -> None:
+    images = numbered(50)
+
+    def drawn(epoch: int) -> list[list[int]]:
+        return [
+            [int(label) for _, labels in images.batches(4, rank, 3, epoch) for label in labels] for rank in range(3)
+        ]
+
+    epochs = [drawn(epoch) for epoch in (0, 0, 1)]
+    assert epochs[0] == epochs[1] != epochs[2]
+    for epoch in epochs:
+        assert [len(part) for part in epoch] == [16, 16, 16]
+        assert len({label for part in epoch for label in part}) == 48
+
+
+def test_an_epoch_does_not_depend_on_the_number_of_agents() -> None:
+    images = numbered(50)
+
+    def total(agents: int) -> list[dict[int, list[float]]]:
+        """Each step's images by number, whoever has them."""
+        steps = zip(*(images.batches(12 // agents, rank, agents, seed=5) for rank in range(agents)), strict=True)
+        return [
+            {int(n): x.flatten().tolist() for inputs, labels in step for x, n in zip(inputs, labels, strict=True)}
+            for step in steps
+        ]
+
+    assert total(1) == total(3) == total(4)
+    assert len(total(1)) == 4
+
+
+def test_crops_are_windows_of_the_image_or_of_its_mirror_image_with_black_around() -> None:
+    pixels = numbered(6).pixels
+    corners = torch.tensor([[4, 4], [0, 0], [8, 8], [4, 7], [1, 6], [4, 4]])
+    mirrored = torch.tensor([False, False, False, False, True, True])
+    cropped = _cifar10._crop(pixels, corners, mirrored)
+    assert torch.equal(cropped[0], pixels[0])
+    assert torch.equal(cropped[1, :, 4:, 4:], pixels[1, :, :28, :28]) and not cropped[1, :, :4].any()
+    assert torch.equal(cropped[2, :, :28, :28], pixels[2, :, 4:, 4:]) and not cropped[2, :, :, 28:].any()
+    assert torch.equal(cropped[3, :, :, :29], pixels[3, :, :, 3:])
+    assert torch.equal(cropped[5], pixels[5].flip(2))
+    wide = nn.functional.pad(pixels[4], (4,) * 4)
+    assert torch.equal(cropped[4], wide[:, 1:33, 6:38].flip(2))
+
+
+def test_pixels_are_scaled_and_lie_as_convolutions_like_them() -> None:
+    ready = _cifar10._ready(torch.full((2, 3, 32, 32), 255, dtype=torch.uint8))
+    assert ready[1, :, 0, 0].tolist() == pytest.approx([0.5086 / 0.2470, 0.5178 / 0.2435, 0.5535 / 0.2616])
+    assert ready.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--epochs", "0"], ["--batch", "-1"], ["--limit-train", "-1"], ["--resume"], ["--stop-after", "1"]],
+)
+def test_options_that_make_no_sense_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_cifar10.parse(options)
+    assert options[0] in capsys.readouterr().err
+
+
+def test_fewer_images_than_a_batch_are_refused(folder: Path) -> None:
+    with pytest.raises(SystemExit, match="12 images are fewer than one batch of 20 for 2 agents"):
+        in_fleet(2, folder, "--batch", "20")
