@@ -1,4 +1,4 @@
-"""Averaging with one neighbour at a time learns as well as averaging the gradients of all: real data, dealt out unevenly.
+"""Averaging with one neighbour at a time learns as well as averaging the gradients of all: uneven real data.
 
 An agent alone, with the few labels that it has, reads 12 to 23 points less.
 """

@@ -1,0 +1,73 @@
+"""The code on the page about training runs, in order, on real agents."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+
+PAGE = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+EXTERNAL = "torch.distributed.checkpoint"
+"""Needs a process group: tests/optim/test_checkpoint_distributed.py."""
+
+
+def small_task() -> dict[str, Any]:
+    """What the page takes for granted."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    inputs, labels = torch.randn(48, 4), torch.randint(0, 2, (48,))
+    dataset = torch.utils.data.TensorDataset(inputs, labels)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+    return {
+        "torch": torch,
+        "shoal": shoal,
+        "model": model,
+        "optimizer": optimizer,
+        "criterion": torch.nn.CrossEntropyLoss(),
+        "dataset": dataset,
+        "loader": loader,
+        "sampler": shoal.AgentSampler(dataset),
+        "steps": 20,
+        "rich": __import__("rich"),
+        "loss": 0.5,
+        "accuracy": 0.9,
+    }
+
+
+def run_block(number: int, folder: str) -> bool:
+    names = small_task()
+    code = BLOCKS[number].replace("    ...\n", "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n")
+    names["folder"] = folder
+    if "scheduler=scheduler" in code:
+        names["scheduler"] = torch.optim.lr_scheduler.StepLR(names["optimizer"], 5)
+    names["checkpoint"] = shoal.Checkpoint(model=names["model"], optimizer=names["optimizer"])
+    taken = []
+    names["train"] = taken.append
+    if "start=" in code:
+        names["checkpoint"].save(folder, 3)
+    if "DecentralizedOptimizer(sgd" in code or "Optimizer(adam" in code:
+        names["optimizer"].close()
+    exec(code, names)
+    optimizer = names["optimizer"]
+    for inputs, labels in list(names["loader"])[:3]:
+        optimizer.zero_grad()
+        names["criterion"](names["model"](inputs), labels).backward()
+        optimizer.step()
+    return optimizer.rounds > 0 and ("train(step)" not in code or taken == list(range(20)))
+
+
+@pytest.mark.parametrize("number", [n for n, block in enumerate(BLOCKS) if EXTERNAL not in block])
+def test_its_code_runs(number: int, tmp_path: Path) -> None:
+    assert all(shoal.Fleet(4).run(run_block, number, str(tmp_path)))
+
+
+def test_every_wrapper_is_on_it() -> None:
+    wrappers = {name for name in dir(shoal) if name.startswith("Distributed") and name.endswith("Optimizer")}
+    assert len(wrappers) == 9
+    assert all(name in PAGE for name in wrappers)
