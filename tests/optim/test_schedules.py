@@ -99,5 +99,7 @@ def test_weights_by_hand_beside_a_schedule_are_refused(fleet: Fleets) -> None:
         optimizer.close()
         with pytest.raises(ValueError, match=r"call shoal\.set_topology"):
             shoal.DistributedWinPutOptimizer(sgd, model, topology=OnePeerExponential(2))
+        with pytest.raises(ValueError, match="averaged over all agents, whatever the topology"):
+            shoal.DistributedGradientAllreduceOptimizer(sgd, model, topology=OnePeerExponential(2))
 
     fleet(2).run(run)

@@ -107,6 +107,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._names = names_of(self._models, self._inner)
         # An algorithm has one vector.
         whole = bucket_bytes if _by_buckets(algorithm) else float("inf")
+        if topology is not None and isinstance(algorithm, ParallelGradientDescent):
+            raise ValueError("gradients are averaged over all agents, whatever the topology; leave topology out")
         view = None if topology is None else _view(topology, self._settings.communication_type)
         self._flight = flight(lambda: self._names, name, whole, self._settings, view)
         if overlap and any(isinstance(one, DistributedDataParallel) for one in self._models):
