@@ -18,12 +18,30 @@ Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
 
 ATC, AWC = shoal.DistributedAdaptThenCombineOptimizer, shoal.DistributedAdaptWithCombineOptimizer
 both_ways = pytest.mark.parametrize("make", [ATC, AWC], ids=["atc", "awc"])
+
+
+class SignDescent(torch.optim.Optimizer):
+    """From outside torch: its own step, and a state that is no tensor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["steps"] = self.state[param].get("steps", 0) + 1
+                    param.sub_(param.grad.sign(), alpha=group["lr"] / self.state[param]["steps"])
+
+
 LOCAL: Optimizers = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+    "outside torch": lambda params: SignDescent(params, lr=0.01),
 }
 
 
@@ -185,6 +203,68 @@ def test_an_overflow_on_one_agent_skips_its_step_and_not_its_exchange(fleet: Fle
     g = torch.stack([gradient(model, x[k], k, 0) for k in range(SIZE)])
     g[1] = 0
     assert (torch.stack(fleet(SIZE).run(run)) - average(x - LR * g)).abs().max() < 1e-12
+
+
+def test_where_gradients_are_averaged_an_overflow_counts_as_zero_and_models_stay_equal(fleet: Fleets) -> None:
+    def run() -> Tensor:
+        model = deepcopy(MODEL)
+        optimizer = shoal.DistributedGradientAllreduceOptimizer(sgd(model), model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        loss = loss_of(model, shoal.rank(), 0) * (float("inf") if shoal.rank() == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return flat(model)
+
+    model = deepcopy(MODEL)
+    x = flat(model)
+    g = sum(gradient(model, x, k, 0) for k in (0, 2, 3)) / SIZE
+    assert (torch.stack(fleet(SIZE).run(run)) - (x - LR * g)).abs().max() < 1e-12
+
+
+@both_ways
+def test_autocast_changes_the_forward_pass_alone(fleet: Fleets, make: Any) -> None:
+    """Parameters stay what they were, and so does what is averaged."""
+
+    def run() -> Tensor:
+        shoal.set_topology(shoal.RingGraph(SIZE))
+        model = deepcopy(MODEL).float()
+        optimizer = make(sgd(model), model)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(batch(shoal.rank(), 0).float())
+        assert output.dtype == torch.bfloat16
+        output.float().square().mean().backward()
+        optimizer.step()
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+        return flat(model).double()
+
+    model = deepcopy(MODEL)
+    x = flat(model).repeat(SIZE, 1)
+    g = torch.stack([gradient(model, x[k], k, 0) for k in range(SIZE)])
+    expected = average(x - LR * g) if make is ATC else average(x) - LR * g
+    assert (torch.stack(fleet(SIZE).run(run)) - expected).abs().max() < 0.01  # eight bits of the gradients
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("make", [ATC, shoal.DistributedGradientAllreduceOptimizer], ids=["atc", "gradients"])
+def test_gradients_may_be_zeroed_or_dropped(fleet: Fleets, make: Any, set_to_none: bool) -> None:
+    def run() -> Tensor:
+        shoal.set_topology(shoal.RingGraph(SIZE))
+        model = deepcopy(MODEL)
+        optimizer = make(sgd(model), model)
+        for step in range(3):
+            loss_of(model, shoal.rank(), step).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            assert all((param.grad is None) == set_to_none for param in model.parameters())
+        return flat(model)
+
+    model = deepcopy(MODEL)
+    x = flat(model).repeat(SIZE, 1)
+    for step in range(3):
+        g = torch.stack([gradient(model, x[k], k, step) for k in range(SIZE)])
+        x = average(x - LR * g) if make is ATC else x - LR * g.mean(0)
+    assert (torch.stack(fleet(SIZE).run(run)) - x).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
