@@ -13,7 +13,7 @@ from ..ops.neighbor import neighbor_allreduce
 from ..runtime.agent import current
 from ..topology.schedule import Schedule
 from .algorithm import Algorithm, Gradient
-from .mix import Everybody, Machine, Mix
+from .mix import EVERYBODY, MACHINE, Mix
 from .needs import check
 from .run import Measure, Run, steps_of
 from .view import View
@@ -56,12 +56,12 @@ class Exchange(Mix):
         self.sent += len(destinations) * (x.nbytes if nbytes is None else int(nbytes))
         return neighbor_allreduce(x, own, sources, destinations, enable_topo_check=False, name=self._name)
 
-    def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
-        if group not in (Everybody, Machine):
-            raise ValueError(f"group={group!r}: pass {Everybody!r} or {Machine!r}")
+    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
+        if group not in (EVERYBODY, MACHINE):
+            raise ValueError(f"group={group!r}: pass {EVERYBODY!r} or {MACHINE!r}")
         self.exchanges += 1
         self.sent += x.nbytes
-        return allreduce(x, average=True, is_hierarchical_local=group == Machine, name=f"{self._name} mean")
+        return allreduce(x, average=True, is_hierarchical_local=group == MACHINE, name=f"{self._name} mean")
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         return x.expand(len(self._view.neighbours(self.round)), *x.shape)

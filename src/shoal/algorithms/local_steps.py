@@ -16,7 +16,7 @@ from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient
 from .catalog import Entry, register
 from .gradient_descent import GradientDescent
-from .mix import Everybody, Mix
+from .mix import EVERYBODY, Mix
 from .needs import LINKS, STATIC, TREE, Need
 from .tracking import GradientTracking
 
@@ -127,7 +127,7 @@ class _Through(Mix):
     def push(self, x: torch.Tensor) -> torch.Tensor:
         return self._mix.push(x)
 
-    def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
+    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         return self._mix.average(x, group)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,7 @@ class _Quiet(_Through):
     def push(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
-    def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
+    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         return x.clone()
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:

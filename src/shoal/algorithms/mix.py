@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-Everybody = "all"
-Machine = "machine"
+EVERYBODY = "all"
+MACHINE = "machine"
 
 
 class Mix(ABC):
@@ -64,7 +64,7 @@ class Mix(ABC):
         """``C x``, C column-stochastic on this round's edges: W itself if it is, else each sender shares equally."""
 
     @abstractmethod
-    def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
+    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         """The mean over a group: ``"all"`` agents, or those of the agent's ``"machine"``."""
 
     @abstractmethod

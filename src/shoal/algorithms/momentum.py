@@ -87,7 +87,22 @@ class Momentum(Algorithm):
 
 
 @dataclass(frozen=True)
-class DecentLaM(Algorithm):
+class _OneMomentum(Algorithm):
+    """What the algorithms with a momentum of their own begin with: ``lr``, ``beta``, and ``m = 0``, as ``x``."""
+
+    lr: float
+    beta: float
+    one_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_beta(self.beta)
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (torch.zeros_like(x),)
+
+
+@dataclass(frozen=True)
+class DecentLaM(_OneMomentum):
     """Momentum of all that a step of D-PSGD would change, the averaging with it.
 
     ``gt = (x - W (x - lr g(x))) / lr``, ``m+ = beta m + gt``, ``x+ = x - lr m+`` (Yuan et al. 2021, arXiv:2104.11981).
@@ -104,20 +119,11 @@ class DecentLaM(Algorithm):
         ValueError: ``beta`` is out of its range.
     """
 
-    lr: float
-    beta: float
     source: ClassVar[str] = "Yuan et al. 2021, arXiv:2104.11981"
-    one_gradient: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _check_beta(self.beta)
 
     @property
     def needs(self) -> tuple[Need, ...]:
         return STATIC, DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED
-
-    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
-        return (torch.zeros_like(x),)
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (m,) = state
@@ -127,7 +133,7 @@ class DecentLaM(Algorithm):
 
 
 @dataclass(frozen=True)
-class QuasiGlobalMomentum(Algorithm):
+class QuasiGlobalMomentum(_OneMomentum):
     """QG-DmSGD: momentum of how the agents really moved, which is nearly the same on all of them.
 
     ``x+ = W (x - lr (beta m + g(x)))``, ``m+ = beta m + (1 - beta) (x - x+) / lr`` (Lin, Karimireddy, Stich, Jaggi
@@ -147,21 +153,12 @@ class QuasiGlobalMomentum(Algorithm):
         ValueError: ``beta`` is out of its range.
     """
 
-    lr: float
-    beta: float
     nesterov: bool = False
     source: ClassVar[str] = "Lin, Karimireddy, Stich, Jaggi 2021, arXiv:2102.04761"
-    one_gradient: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _check_beta(self.beta)
 
     @property
     def needs(self) -> tuple[Need, ...]:
         return DOUBLY_STOCHASTIC, CONNECTED, _dies_out(self.beta)
-
-    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
-        return (torch.zeros_like(x),)
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (m,) = state
@@ -174,7 +171,7 @@ class QuasiGlobalMomentum(Algorithm):
 
 
 @dataclass(frozen=True)
-class AveragedMomentum(Algorithm):
+class AveragedMomentum(_OneMomentum):
     """DmSGD whose momentum is averaged with the neighbours too: twice the parameters in a step.
 
     ``m+ = W (beta m + g(x))``, ``x+ = W (x - lr m+)`` (Ying et al. 2021, arXiv:2110.13363). Ends between
@@ -188,20 +185,11 @@ class AveragedMomentum(Algorithm):
         ValueError: ``beta`` is out of its range.
     """
 
-    lr: float
-    beta: float
     source: ClassVar[str] = "Ying et al. 2021, arXiv:2110.13363"
-    one_gradient: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _check_beta(self.beta)
 
     @property
     def needs(self) -> tuple[Need, ...]:
         return DOUBLY_STOCHASTIC, CONNECTED
-
-    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
-        return (torch.zeros_like(x),)
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (m,) = state

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from ..algorithms.algorithm import Algorithm, Gradient
-from ..algorithms.mix import Everybody, Machine, Mix
+from ..algorithms.mix import EVERYBODY, MACHINE, Mix
 from ..algorithms.needs import check
 from ..algorithms.run import Measure, Run, steps_of
 from ..algorithms.weights import Form, Ranks, Rounds
@@ -88,13 +88,13 @@ class StackedMix(Mix):
         multiply(out, x)
         return out
 
-    def average(self, x: torch.Tensor, group: str = Everybody) -> torch.Tensor:
+    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         self.check(x)
-        if group == Everybody:
+        if group == EVERYBODY:
             self._note(Said("all", x[0].nbytes), x.nbytes)
             return x.mean(0, keepdim=True).expand_as(x).contiguous()
-        if group != Machine:
-            raise ValueError(f"group={group!r}: pass {Everybody!r} or {Machine!r}")
+        if group != MACHINE:
+            raise ValueError(f"group={group!r}: pass {EVERYBODY!r} or {MACHINE!r}")
         self._note(Said("machine", x[0].nbytes), x.nbytes)
         rows = x.view(-1, self._per_machine, *x.shape[1:])
         return rows.mean(1, keepdim=True).expand_as(rows).reshape(x.shape)

@@ -36,7 +36,7 @@ class _Planned(EdgeSchedule):
         peers: k, the most agents that one exchanges with in a round.
     """
 
-    def __init__(self, size: int, peers: int) -> None:
+    def __init__(self, size: int, peers: int = 1) -> None:
         self.size = check_size(size)
         self.peers = check_size(peers, "peers")
         self._rounds = self._plan(np.arange(self.size)[None, :]) or [[]]
@@ -87,9 +87,6 @@ class SimpleBaseGraph(_Planned):
         peers: k, at least 1: with how many others an agent exchanges in a round at most.
     """
 
-    def __init__(self, size: int, peers: int = 1) -> None:
-        super().__init__(size, peers)
-
     def _plan(self, everyone: Ranks) -> Plan:
         return _simple_base(everyone, self.peers)
 
@@ -104,9 +101,6 @@ class BaseGraph(_Planned):
         size: number of agents, at least 1.
         peers: k, at least 1: with how many others an agent exchanges in a round at most.
     """
-
-    def __init__(self, size: int, peers: int = 1) -> None:
-        super().__init__(size, peers)
 
     def _plan(self, everyone: Ranks) -> Plan:
         return min((_simple_base(everyone, self.peers), _factored(everyone, self.peers)), key=len)

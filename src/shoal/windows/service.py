@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -41,8 +43,14 @@ class Service:
             payload.owner = partial(self.serve_complete, source, message)
             self._waiting.append((source, message))
             return
-        with short_turns():
+        with self._serving():
             self._serve(source, message)
+
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Short turns until the answers are on their way."""
+        with short_turns():
+            yield
             self._windows.engine.outbox.flush()
 
     def _serve(self, source: int, message: Message) -> None:
@@ -61,6 +69,12 @@ class Service:
 
     def again(self) -> bool:
         """Try what waits. Returns whether something has to be tried again by and by."""
+        if not self._waiting:
+            return False
+        with self._serving():
+            return self._again()
+
+    def _again(self) -> bool:
         blocked: set[tuple[int, str]] = set()
         busy = False
         for source, message in list(self._waiting):
@@ -133,7 +147,7 @@ class Service:
             window = self._windows.find(message.name)
             if window is not None:
                 window.memory.locks.release(MUTEX)
-            self.again()
+            self._again()
 
     def forget(self, rank: int) -> None:
         """An agent is gone: free what it held, drop what it wanted."""
@@ -148,7 +162,8 @@ class Service:
         """A window is freed: whoever wants something of it is told so."""
         if self._holders.pop(name, None) is not None:
             window.memory.locks.release(MUTEX)
-        self.again()
+        with short_turns():
+            self._again()
 
     def _answer(self, source: int, message: Message, tensor: torch.Tensor | None = None) -> None:
         engine = self._windows.engine

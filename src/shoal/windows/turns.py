@@ -6,30 +6,68 @@ it up in each system call and each operation of torch: a request of a few bytes 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 SECONDS = 0.0005
-_lock = threading.Lock()
-_inside = 0
-_before = 0.0
+
+
+class _SwitchInterval:
+    """The process has one, which belongs to the user, and several agents that may serve at the same time.
+
+    Whoever finds another one than the short one that was set here finds what the user has set meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._users = self._short = 0.0
+
+    def shorten(self) -> None:
+        with self._lock:
+            now = sys.getswitchinterval()
+            if not self._inside or now != self._short:
+                self._users = now
+                if now > SECONDS:
+                    sys.setswitchinterval(SECONDS)
+                self._short = sys.getswitchinterval()
+            self._inside += 1
+
+    def restore(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._put_back()
+
+    def after_fork(self) -> None:
+        """None of the threads that were inside, or held the lock, is there in the child."""
+        self._lock = threading.Lock()
+        if self._inside:
+            self._put_back()
+        self._inside = 0
+
+    def _put_back(self) -> None:
+        if sys.getswitchinterval() == self._short:
+            # It is kept in whole microseconds, cut off: what was read would lose one each time, often, if set as it is.
+            sys.setswitchinterval(self._users + 0.5e-6)
+
+
+_interval = _SwitchInterval()
+os.register_at_fork(after_in_child=_interval.after_fork)
 
 
 @contextmanager
 def short_turns() -> Iterator[None]:
-    """Switch threads more often meanwhile; several threads of a process may be inside."""
-    global _inside, _before
-    with _lock:
-        _inside += 1
-        if _inside == 1:
-            _before = sys.getswitchinterval()
-            sys.setswitchinterval(min(SECONDS, _before))
+    """Switch threads more often meanwhile.
+
+    Threads may be inside at the same time, and one may be inside twice. The last one out puts back what the user had
+    set, or leaves what the user has set meanwhile.
+    """
+    _interval.shorten()
     try:
         yield
     finally:
-        with _lock:
-            _inside -= 1
-            if not _inside:
-                sys.setswitchinterval(_before)
+        _interval.restore()

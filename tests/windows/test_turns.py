@@ -1,0 +1,149 @@
+"""The interpreter's switch interval is short while a neighbour is served, and the user's own at all other times."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+import shoal
+from shoal.windows.memory import OWN, WindowMemory
+from shoal.windows.turns import SECONDS, short_turns
+from support.leftovers import wait_until
+
+Fleets = Callable[..., shoal.Fleet]
+USERS = 0.004
+
+
+@pytest.fixture(autouse=True)
+def users_interval() -> Iterator[None]:
+    """A user who has set an interval of his own."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(USERS)
+    yield
+    sys.setswitchinterval(before)
+
+
+def now() -> float:
+    return round(sys.getswitchinterval(), 6)
+
+
+@pytest.fixture
+def at_locks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
+    """The interval when rank 1 asks for a lock of rank 0's window, and whether it got it."""
+    found = []
+    try_acquire = WindowMemory.try_acquire
+
+    def noted(self: WindowMemory, byte: int, who: int) -> bool:
+        got = try_acquire(self, byte, who)
+        if who == 1 and byte != OWN:
+            found.append((now(), got))
+        return got
+
+    monkeypatch.setattr(WindowMemory, "try_acquire", noted)
+    return found
+
+
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("numel", [1, 1_000_000], ids=["all at once", "in pieces"])
+def test_a_put_is_written_in_short_turns(at_locks: list[tuple[float, bool]], numel: int) -> None:
+    def run() -> float:
+        x = torch.full((numel,), float(shoal.rank()))
+        shoal.win_create(x, "x")
+        if shoal.rank() == 1:
+            shoal.win_put(x, "x")
+        shoal.barrier()
+        return float(shoal.win_update("x", 0.0, {1 - shoal.rank(): 1.0}, clone=True)[-1])
+
+    assert shoal.Fleet(2, transport="network", timeout=20.0).run(run)[0] == 1.0
+    assert at_locks == [(SECONDS, True)]
+    assert now() == USERS
+
+
+@pytest.mark.transport("network")
+def test_a_lock_that_was_taken_is_tried_again_in_short_turns(at_locks: list[tuple[float, bool]]) -> None:
+    held = threading.Event()
+
+    def run() -> bool:
+        x = torch.zeros(1)
+        shoal.win_create(x, "x")
+        if shoal.rank() == 1:
+            held.wait(10)
+            done = shoal.win_put(x, "x", require_mutex=True)
+        else:
+            with shoal.win_mutex("x", for_self=True):
+                held.set()
+                done = wait_until(lambda: len(at_locks) > 2)
+        shoal.barrier()
+        return done
+
+    assert shoal.Fleet(2, transport="network", timeout=20.0).run(run) == [True, True]
+    assert at_locks[0][1] is False
+    assert {interval for interval, _ in at_locks} == {SECONDS}
+    assert now() == USERS
+
+
+def test_the_last_one_out_puts_back_what_the_user_had_set() -> None:
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(short_turns())
+        second.enter_context(short_turns())
+        first.close()
+        assert now() == SECONDS
+        second.close()
+        assert now() == USERS
+
+
+def test_what_the_user_sets_meanwhile_stays() -> None:
+    with short_turns():
+        sys.setswitchinterval(0.002)
+    assert now() == 0.002
+
+
+def test_what_the_user_sets_while_one_is_inside_is_there_when_another_one_has_left() -> None:
+    with short_turns():
+        sys.setswitchinterval(0.002)
+        with short_turns():
+            assert now() == SECONDS
+    assert now() == 0.002
+
+
+def test_a_user_with_shorter_turns_keeps_them() -> None:
+    sys.setswitchinterval(0.00012)
+    with short_turns():
+        assert now() == 0.00012
+    assert now() == 0.00012
+
+
+@pytest.mark.parametrize("microseconds", [90, 501, 19_987])
+def test_an_interval_loses_nothing_however_often_it_is_put_back(microseconds: int) -> None:
+    """What ``sys.getswitchinterval`` says of these is a little less than whole microseconds."""
+    sys.setswitchinterval((microseconds + 0.5) * 1e-6)
+    for _ in range(3):
+        with short_turns():
+            pass
+    assert now() == round(microseconds * 1e-6, 6)
+
+
+def test_a_child_has_the_users_interval_and_nobody_inside() -> None:
+    script = f"""
+import os, sys
+from shoal.windows.turns import short_turns
+sys.setswitchinterval({USERS})
+with short_turns():
+    child = os.fork()
+    if not child:
+        found = [sys.getswitchinterval()]
+        with short_turns():
+            found.append(sys.getswitchinterval())
+        found.append(sys.getswitchinterval())
+        print([round(one, 6) for one in found], flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert done.stdout == f"{[USERS, SECONDS, USERS]}\n", done.stderr
