@@ -20,8 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,9 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
-from shoal.bench import wire
+from _machines import run_on_machines
 from shoal.bench.figures import Figures
-from shoal.bench.jobs import run_job
 from shoal.bench.machine import Load, LoadWatch, here
 from shoal.bench.meter import Reporter, compare
 from shoal.sim import Link, Network, Step, direct_allreduce, hierarchical, ring_allreduce, rounds_of, simulate
@@ -48,40 +46,6 @@ MACHINES = 4
 KB, MB = 1000, 1_000_000
 LIMIT = 0.15
 REPETITIONS = 5
-DEVICE, PORT = "eth0", 29400
-# Below this the kernel lets a message through before it begins to count: 32 KiB at once is little beside 1 MB.
-BURST = "32kb"
-# Queues that hold all that can be under way, so that nothing is lost: as in a data centre, and unlike over a policer.
-QUEUE = "16mb"
-_TCP = {"tcp_congestion_control": "reno", "tcp_rmem": "4096 131072 262144", "tcp_wmem": "4096 131072 262144"}
-
-
-@contextmanager
-def machines(count: int, rate: float) -> Iterator[list[list[str]]]:
-    """Network namespaces 10.78.0.1, 10.78.0.2, ... on one bridge, each card held to `rate` bytes a second each way.
-
-    Yields:
-        For each, the command that another command is put behind to run there.
-    """
-    limit = ["root", "tbf", "rate", f"{8 * rate:.0f}bit", "burst", BURST, "limit", QUEUE]
-    with ExitStack() as held:
-        switch, *holders = [held.enter_context(wire._namespace()) for _ in range(count + 1)]
-        at_switch, *inside = [["nsenter", f"--net=/proc/{pid}/ns/net"] for pid in (switch, *holders)]
-        wire._run(*at_switch, "ip", "link", "add", "bridge0", "type", "bridge")
-        wire._run(*at_switch, "ip", "link", "set", "bridge0", "up")
-        for number, (pid, enter) in enumerate(zip(holders, inside, strict=True)):
-            port = f"port{number}"
-            ends = [port, "netns", str(switch), "type", "veth", "peer", "name", DEVICE, "netns", str(pid)]
-            wire._run("ip", "link", "add", *ends)
-            wire._run(*at_switch, "ip", "link", "set", port, "master", "bridge0", "up")
-            wire._run(*enter, "ip", "address", "add", f"10.78.0.{number + 1}/24", "dev", DEVICE)
-            wire._run(*enter, "ip", "link", "set", "lo", "up")
-            wire._run(*enter, "ip", "link", "set", DEVICE, "up")
-            for name, value in _TCP.items():
-                wire._run(*enter, "sysctl", "-q", "-w", f"net.ipv4.{name}={value}")
-            wire._run(*enter, "tc", "qdisc", "add", "dev", DEVICE, *limit)
-            wire._run(*at_switch, "tc", "qdisc", "add", "dev", port, *limit)
-        yield inside
 
 
 @dataclass(frozen=True)
@@ -236,16 +200,8 @@ class Row:
 
 def measure(rate: float, part: str, per_machine: int) -> list[tuple[Case, list[float]]]:
     """Run the cases of a part for real, at a rate."""
-    with machines(MACHINES, rate) as entered:
-        commands = [
-            [
-                *(*enter, sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(per_machine)),
-                *("--nnodes", str(MACHINES), "--node-rank", str(node), "--rendezvous", f"10.78.0.1:{PORT}"),
-                *(str(Path(__file__).resolve()), "--agent", part),
-            ]
-            for node, enter in enumerate(entered)
-        ]
-        figures = run_job(commands, {"GLOO_SOCKET_IFNAME": DEVICE}, lambda doing, done, total: None)
+    script = [str(Path(__file__).resolve()), "--agent", part]
+    figures = run_on_machines(MACHINES, rate, per_machine, script, lambda doing, done, total: None)
     cases = cases_of(part, MACHINES * per_machine, per_machine)
     return [(case, one.values[case.name]) for case, one in zip(cases, figures, strict=True)]
 
