@@ -7,7 +7,7 @@ unpickler that knows arrays and bytes and refuses everything else.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.data import BatchSampler
 
 LABELS, SIDE, PADDING = 10, 32, 4
 TRAIN, TEST = [f"data_batch_{number}" for number in range(1, 6)], ["test_batch"]
@@ -35,24 +36,23 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def batches(self, size: int, rank: int, agents: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """One agent's batches of one epoch, shuffled and augmented. The last images, too few for a batch, are left out.
+    def batches(self, chosen: Iterable[int], size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The chosen images in batches, augmented. The last ones, too few for a batch, are left out.
 
-        The images are shuffled once for all agents, and each takes its part of every `size * agents` of them. An image
-        is cropped and flipped as its own draw of this epoch says, whoever sees it. So an epoch is the same for any
-        number of agents with as many images in all their batches together.
+        An image is cropped and flipped as its own draw of this epoch says, whoever sees it. So with images that
+        `shoal.AgentSampler` chooses, which deals one order out to all agents, an epoch is the same for any number of
+        agents with as many images in all their batches together.
 
         Args:
-            size: Images in a batch of one agent.
-            seed: Another one for each epoch; the same on all agents.
+            chosen: Numbers of images, in their order.
+            size: Images in a batch.
+            seed: Of the draws; another one for each epoch, the same on all agents.
         """
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(self), generator=generator)
         corners = torch.randint(2 * PADDING + 1, (len(self), 2), generator=generator)
         mirrored = torch.randint(2, (len(self),), generator=generator).bool()
-        steps = len(self) // (size * agents)
-        for chosen in torch.split(order[rank::agents][: steps * size], size):
-            yield _ready(_crop(self.pixels[chosen], corners[chosen], mirrored[chosen])), self.labels[chosen]
+        for batch in BatchSampler(chosen, size, drop_last=True):
+            yield _ready(_crop(self.pixels[batch], corners[batch], mirrored[batch])), self.labels[batch]
 
     def in_order(self, size: int = 500) -> Iterator[tuple[Tensor, Tensor]]:
         """All images as they are, for a test."""

@@ -10,42 +10,24 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import pairwise
-from math import cos, pi
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import networkx as nx
 import torch
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, relu
+from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR
 
 import _cifar10
+import _training
 import shoal
-from _checkpoint import Checkpoints
+from _training import TITLES, TOPOLOGIES, WRAPPERS
 
-WRAPPERS: dict[str, Callable[..., shoal.DecentralizedOptimizer]] = {
-    "atc": shoal.DistributedAdaptThenCombineOptimizer,
-    "awc": shoal.DistributedAdaptWithCombineOptimizer,
-    "allreduce": shoal.DistributedGradientAllreduceOptimizer,
-}
-TITLES = {"atc": "adapt, then combine", "awc": "adapt with combine", "allreduce": "all-reduce"}
-TOPOLOGIES: dict[str, Callable[[int], nx.DiGraph | shoal.topology.Schedule]] = {
-    "one-peer": shoal.topology.OnePeerExponential,
-    "exponential": shoal.ExponentialTwoGraph,
-    "ring": shoal.RingGraph,
-    "star": shoal.StarGraph,
-    "full": shoal.FullyConnectedGraph,
-}
 USUAL_BATCH = 128
 """Images in all agents' batches together for which `--lr` is meant."""
 
@@ -86,57 +68,45 @@ def resnet20(seed: int) -> nn.Module:
 
 
 @dataclass
-class Run:
-    """What one way of training has come to, the same on all agents. Lists are over evaluations unless they say else."""
+class Run(_training.Run):
+    """What is evaluated is the accuracy on the test images; these lists are over epochs."""
 
-    algorithm: str
-    done: int = 0
-    """Epochs so far."""
-    epochs: list[int] = field(default_factory=list)
-    """How many there had been."""
-    accuracy: list[list[float]] = field(default_factory=list)
-    """[evaluations][agents], each agent's own model on the test images."""
-    of_consensus: list[float] = field(default_factory=list)
-    """Of the average of all models."""
-    distance: list[float] = field(default_factory=list)
-    """`shoal.consensus_distance`."""
     seconds: list[float] = field(default_factory=list)
-    """Of each epoch, without evaluation; the mean over agents."""
+    """Of each, without evaluation; the mean over agents."""
     megabytes: list[float] = field(default_factory=list)
-    """Sent in each epoch; the mean over agents."""
+    """Sent in each; the mean over agents."""
 
 
 def train(
     algorithm: str, model: nn.Module, args: argparse.Namespace, data: tuple[_cifar10.Images, ...], console: Console
 ) -> Run:
-    rank, size = shoal.rank(), shoal.size()
     images, test = data
-    steps = len(images) // (size * args.batch)
-    lr = args.lr * size * args.batch / USUAL_BATCH  # as many times larger as the batch of all (Goyal et al. 2017)
-    sgd = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=1e-4)
-    peers = {} if algorithm == "allreduce" else {"topology": TOPOLOGIES[args.topology](size)}
+    sampler = shoal.AgentSampler(images, seed=args.seed)
+    steps = len(sampler) // args.batch
+    sgd = torch.optim.SGD(model.parameters(), args.lr * args.batch / USUAL_BATCH, momentum=0.9, weight_decay=1e-4)
+    peers = {} if algorithm == "allreduce" else {"topology": TOPOLOGIES[args.topology](shoal.size())}
     optimizer = WRAPPERS[algorithm](sgd, model, **peers)
-    factor = partial(warm_up_and_fall, first=args.warm_up * steps, last=args.epochs * steps)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    # From the rate for one agent's batch to that for all agents' together (Goyal et al. 2017), and to 0 in the end.
+    warmup = shoal.Warmup(optimizer, steps=max(1, args.warm_up * steps))
+    scheduler = ChainedScheduler([warmup, CosineAnnealingLR(optimizer, T_max=args.epochs * steps)])
 
-    checkpoints = Checkpoints(args.checkpoint and Path(args.checkpoint) / algorithm, settings(args, algorithm))
-    run = Run(algorithm)
-    done, state = checkpoints.restore(args.resume)
-    if state is not None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
-        run = Run(**state["run"])
+    run = Run(algorithm, settings(args, algorithm))
+    checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, run=run)
+    folder = Path(args.checkpoint) / algorithm if args.checkpoint else None
+    done = 0
+    if folder:
+        _training.check(folder, run, args.resume)
+        done = checkpoint.load(folder, missing_ok=True)
     last = min(args.epochs, done + args.stop_after) if args.stop_after else args.epochs
 
-    with Progress(console=console, transient=True, disable=console.quiet or not console.is_terminal) as progress:
+    with _training.progress(console) as progress:
         bar = progress.add_task(TITLES[algorithm], total=args.epochs * steps, completed=done * steps)
         for epoch in range(done, last):
             began, sent = time.perf_counter(), shoal.bytes_sent()
-            for inputs, labels in images.batches(args.batch, rank, size, seed=args.seed * 10_000 + epoch):
+            for inputs, labels in images.batches(sampler, args.batch, seed=args.seed * 10_000 + epoch):
                 optimizer.zero_grad()
                 loss = cross_entropy(model(inputs), labels)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 scheduler.step()
                 progress.advance(bar)
@@ -148,22 +118,10 @@ def train(
             if run.done % args.evaluate_every == 0 or run.done == args.epochs:
                 evaluate(model, test, run)
                 console.print(_line(run, args.epochs), soft_wrap=True)
-            checkpoints.save(
-                run.done,
-                {
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "scheduler": scheduler.state_dict(),
-                    "run": asdict(run),
-                },
-            )
+            if folder:
+                checkpoint.save(folder, run.done)
     optimizer.close()
     return run
-
-
-def warm_up_and_fall(step: int, first: int, last: int) -> float:
-    """What the learning rate is multiplied by: up as a line during the first steps, and down to 0 as a cosine."""
-    return min(1.0, (step + 1) / max(1, first)) * (1 + cos(pi * step / last)) / 2
 
 
 @torch.no_grad()
@@ -174,8 +132,8 @@ def evaluate(model: nn.Module, test: _cifar10.Images, run: Run) -> None:
     with shoal.consensus(model):
         found = correct(model, test.part(shoal.rank(), shoal.size()))
     model.train()
-    run.epochs.append(run.done)
-    run.accuracy.append(shoal.allgather(torch.tensor([own], dtype=torch.float64)).tolist())
+    run.evaluated.append(run.done)
+    run.of_agents.append(shoal.allgather(torch.tensor([own], dtype=torch.float64)).tolist())
     run.of_consensus.append(shoal.allreduce(torch.tensor(found), average=False).item() / len(test))
     run.distance.append(shoal.consensus_distance(model))
 
@@ -214,33 +172,26 @@ def main(args: argparse.Namespace) -> list[Run]:
 
 def _line(run: Run, epochs: int) -> str:
     return (
-        f"{TITLES[run.algorithm]:19}  epoch {run.epochs[-1]:{len(str(epochs))}}/{epochs}  "
-        f"accuracy {_span(run.accuracy[-1])}, of the consensus {run.of_consensus[-1]:.2%}  "
+        f"{TITLES[run.algorithm]:19}  epoch {run.evaluated[-1]:{len(str(epochs))}}/{epochs}  "
+        f"accuracy {_training.span(run.of_agents[-1], '.2%')}, of the consensus {run.of_consensus[-1]:.2%}  "
         f"consensus distance {run.distance[-1]:.2g}  {run.seconds[-1]:.0f} s"
     )
 
 
-def _span(accuracy: list[float]) -> str:
-    low, high = f"{min(accuracy):.2%}", f"{max(accuracy):.2%}"
-    return low if low == high else f"{low} to {high}"
-
-
 def report(runs: list[Run], args: argparse.Namespace, console: Console) -> None:
     """The table, the verdict and the picture."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for run in runs:
-        table.add_column(TITLES[run.algorithm], justify="right")
-    table.add_row("test accuracy of the agents", *(_span(run.accuracy[-1]) for run in runs))
-    table.add_row("  of their consensus", *(f"{run.of_consensus[-1]:.2%}" for run in runs))
-    table.add_row("consensus distance", *(f"{run.distance[-1]:.2g}" for run in runs))
-    table.add_row("sent by an agent in an epoch", *(f"{median(run.megabytes):.1f} MB" for run in runs))
-    table.add_row("time of an epoch", *(f"{median(run.seconds):.1f} s" for run in runs))
-    console.print(table)
+    rows = {
+        "test accuracy of the agents": [_training.span(run.of_agents[-1], ".2%") for run in runs],
+        "  of their consensus": [f"{run.of_consensus[-1]:.2%}" for run in runs],
+        "consensus distance": [f"{run.distance[-1]:.2g}" for run in runs],
+        "sent by an agent in an epoch": [f"{median(run.megabytes):.1f} MB" for run in runs],
+        "time of an epoch": [f"{median(run.seconds):.1f} s" for run in runs],
+    }
+    console.print(_training.table(runs, rows))
     if len(runs) == 2:
         console.print(verdict(runs[0], runs[1], args.topology), soft_wrap=True)
     if args.picture:
-        draw(Path(args.picture), runs)
+        _training.draw(Path(args.picture), runs, _adorn)
         console.print(f"Picture: {args.picture}", soft_wrap=True)
 
 
@@ -253,25 +204,12 @@ def verdict(run: Run, reference: Run, topology: str) -> str:
     )
 
 
-def draw(path: Path, runs: list[Run]) -> None:
-    """Accuracy over epochs: each run's consensus, and its agents in thin lines."""
-    from matplotlib.figure import Figure
+def _adorn(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for run, colour in zip(runs, ("#1f77b4", "#1b1f23"), strict=False):
-        axes.plot(run.epochs, run.of_consensus, ".-", color=colour, label=f"{TITLES[run.algorithm]}, consensus")
-        for curve in zip(*run.accuracy, strict=True):
-            axes.plot(run.epochs, curve, color=colour, linewidth=0.6, alpha=0.6)
     axes.set(title="CIFAR-10, ResNet-20: test accuracy", xlabel="epoch")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
 def settings(args: argparse.Namespace, algorithm: str) -> dict[str, Any]:
@@ -283,9 +221,7 @@ def settings(args: argparse.Namespace, algorithm: str) -> dict[str, Any]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", default="cifar-10-batches-py", help="that folder, or the one that it lies in")
-    parser.add_argument("--algorithm", choices=WRAPPERS, default="atc", help="what is averaged, and when")
-    parser.add_argument("--topology", choices=TOPOLOGIES, default="one-peer", help="who averages with whom")
-    parser.add_argument("--compare", action="store_true", help="train with all-reduce, too, on the same batches")
+    _training.options(parser, "epoch")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=32, help="images in a batch of one agent")
     parser.add_argument("--lr", type=float, default=0.1, help=f"learning rate for {USUAL_BATCH} images in all batches")
@@ -294,21 +230,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-train", type=int, default=0, help="train on so many images only")
     parser.add_argument("--limit-test", type=int, default=0, help="test with so many images only")
     parser.add_argument("--evaluate-every", type=int, default=1, help="epochs between two evaluations")
-    parser.add_argument("--checkpoint", default="", help="save here after each epoch")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
-    parser.add_argument("--stop-after", type=int, default=0, help="end after so many epochs, to go on another time")
-    parser.add_argument("--threads", type=int, default=1, help="of one agent")
-    parser.add_argument("--picture", default="", help="where to write a picture of the accuracy")
-    args = parser.parse_args(arguments)
-    for name in ("epochs", "batch", "evaluate_every", "threads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
-    for name in ("warm_up", "limit_train", "limit_test", "stop_after"):
-        if getattr(args, name) < 0:
-            parser.error(f"--{name.replace('_', '-')} must not be negative")
-    if (args.resume or args.stop_after) and not args.checkpoint:
-        parser.error("--resume and --stop-after need --checkpoint")
-    return args
+    not_negative = ("warm_up", "seed", "limit_train", "limit_test")
+    return _training.parsed(parser, arguments, ("epochs", "batch", "evaluate_every"), not_negative)
 
 
 if __name__ == "__main__":

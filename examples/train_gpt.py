@@ -11,41 +11,23 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from math import cos, log, pi
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import networkx as nx
 import torch
-from rich import box
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import _text
+import _training
 import shoal
-from _checkpoint import Checkpoints
-
-WRAPPERS: dict[str, Callable[..., shoal.DecentralizedOptimizer]] = {
-    "atc": shoal.DistributedAdaptThenCombineOptimizer,
-    "awc": shoal.DistributedAdaptWithCombineOptimizer,
-    "allreduce": shoal.DistributedGradientAllreduceOptimizer,
-}
-TITLES = {"atc": "adapt, then combine", "awc": "adapt with combine", "allreduce": "all-reduce"}
-TOPOLOGIES: dict[str, Callable[[int], nx.DiGraph | shoal.topology.Schedule]] = {
-    "one-peer": shoal.topology.OnePeerExponential,
-    "exponential": shoal.ExponentialTwoGraph,
-    "ring": shoal.RingGraph,
-    "star": shoal.StarGraph,
-    "full": shoal.FullyConnectedGraph,
-}
+from _training import TITLES, TOPOLOGIES, WRAPPERS
 
 
 class Block(nn.Module):
@@ -101,22 +83,11 @@ class GPT(nn.Module):
 
 
 @dataclass
-class Run:
-    """What one way of training has come to; the same on all agents. Lists are over evaluations."""
+class Run(_training.Run):
+    """What is evaluated is the bits per character of the test."""
 
-    algorithm: str
-    done: int = 0
-    """Steps so far."""
-    steps: list[int] = field(default_factory=list)
-    """How many there had been."""
-    bits: list[list[float]] = field(default_factory=list)
-    """[evaluations][agents], per character of the test, of each agent's own model."""
-    of_consensus: list[float] = field(default_factory=list)
-    """Of the average of all models."""
-    distance: list[float] = field(default_factory=list)
-    """`shoal.consensus_distance`."""
     milliseconds: list[float] = field(default_factory=list)
-    """Of a step since the evaluation before; the mean over agents."""
+    """Of a step since the evaluation before; the mean over agents. For each evaluation."""
     sample: str = ""
     """What the consensus writes, at the end."""
 
@@ -134,18 +105,16 @@ def train(algorithm: str, model: GPT, args: argparse.Namespace, text: _text.Text
     part = text.shard(rank, size)
     chance = torch.Generator().manual_seed(args.seed * size + rank)
 
-    checkpoints = Checkpoints(args.checkpoint and Path(args.checkpoint) / algorithm, settings(args, algorithm, text))
-    run = Run(algorithm)
-    done, state = checkpoints.restore(args.resume)
-    if state is not None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
-        chance.set_state(state["chance"])
-        run = Run(**state["run"])
+    run = Run(algorithm, settings(args, algorithm, text))
+    checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer, scheduler=scheduler, chance=chance, run=run)
+    folder = Path(args.checkpoint) / algorithm if args.checkpoint else None
+    done = 0
+    if folder:
+        _training.check(folder, run, args.resume)
+        done = checkpoint.load(folder, missing_ok=True)
     last = min(args.steps, done + args.stop_after) if args.stop_after else args.steps
 
-    with Progress(console=console, transient=True, disable=console.quiet or not console.is_terminal) as progress:
+    with _training.progress(console) as progress:
         bar = progress.add_task(TITLES[algorithm], total=args.steps, completed=done)
         began, since = time.perf_counter(), done
         for step in range(done, last):
@@ -166,17 +135,8 @@ def train(algorithm: str, model: GPT, args: argparse.Namespace, text: _text.Text
                 evaluate(model, text, args, run)
                 console.print(_line(run, args.steps, text.unit), soft_wrap=True)
                 began, since = time.perf_counter(), run.done
-            if due or run.done == last:
-                checkpoints.save(
-                    run.done,
-                    {
-                        "model": model.state_dict(),
-                        "optimizer": optimizer.state_dict(),
-                        "scheduler": scheduler.state_dict(),
-                        "chance": chance.get_state(),
-                        "run": asdict(run),
-                    },
-                )
+            if folder and (due or run.done == last):
+                checkpoint.save(folder, run.done)
     if run.done == args.steps:
         with shoal.consensus(model):
             run.sample = text.decode(write(model, text.test[: args.context], args.sample, args.seed))
@@ -195,8 +155,8 @@ def evaluate(model: GPT, text: _text.Text, args: argparse.Namespace, run: Run) -
     own = bits(model, text, args)
     with shoal.consensus(model):
         run.of_consensus.append(bits(model, text, args))
-    run.steps.append(run.done)
-    run.bits.append(shoal.allgather(torch.tensor([own], dtype=torch.float64)).tolist())
+    run.evaluated.append(run.done)
+    run.of_agents.append(shoal.allgather(torch.tensor([own], dtype=torch.float64)).tolist())
     run.distance.append(shoal.consensus_distance(model))
 
 
@@ -253,28 +213,21 @@ def main(args: argparse.Namespace) -> list[Run]:
 
 def _line(run: Run, steps: int, unit: str) -> str:
     return (
-        f"{TITLES[run.algorithm]:19}  step {run.steps[-1]:{len(str(steps))}}/{steps}  "
-        f"bits per {unit} {_span(run.bits[-1])}, of the consensus {run.of_consensus[-1]:.3f}  "
+        f"{TITLES[run.algorithm]:19}  step {run.evaluated[-1]:{len(str(steps))}}/{steps}  "
+        f"bits per {unit} {_training.span(run.of_agents[-1], '.3f')}, of the consensus {run.of_consensus[-1]:.3f}  "
         f"consensus distance {run.distance[-1]:.2g}"
     )
 
 
-def _span(numbers: list[float]) -> str:
-    low, high = f"{min(numbers):.3f}", f"{max(numbers):.3f}"
-    return low if low == high else f"{low} to {high}"
-
-
 def report(runs: list[Run], args: argparse.Namespace, unit: str, console: Console) -> None:
     """The table, a sample, the verdict and the picture."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for run in runs:
-        table.add_column(TITLES[run.algorithm], justify="right")
-    table.add_row(f"bits per {unit}, the agents", *(_span(run.bits[-1]) for run in runs))
-    table.add_row("  their consensus", *(f"{run.of_consensus[-1]:.3f}" for run in runs))
-    table.add_row("consensus distance", *(f"{run.distance[-1]:.2g}" for run in runs))
-    table.add_row("time of a step", *(f"{median(run.milliseconds):.0f} ms" for run in runs))
-    console.print(table)
+    rows = {
+        f"bits per {unit}, the agents": [_training.span(run.of_agents[-1], ".3f") for run in runs],
+        "  their consensus": [f"{run.of_consensus[-1]:.3f}" for run in runs],
+        "consensus distance": [f"{run.distance[-1]:.2g}" for run in runs],
+        "time of a step": [f"{median(run.milliseconds):.0f} ms" for run in runs],
+    }
+    console.print(_training.table(runs, rows))
     if args.sample:
         console.print(f"The consensus of {TITLES[runs[0].algorithm]} writes:\n")
         console.print(runs[0].sample, markup=False, soft_wrap=True)
@@ -282,7 +235,10 @@ def report(runs: list[Run], args: argparse.Namespace, unit: str, console: Consol
     if len(runs) == 2:
         console.print(verdict(runs[0], runs[1], args.topology, unit), soft_wrap=True)
     if args.picture:
-        draw(Path(args.picture), runs, unit)
+        title = "a small GPT, on text that nobody trains on"
+        _training.draw(
+            Path(args.picture), runs, lambda axes: axes.set(title=title, xlabel="step", ylabel=f"bits per {unit}")
+        )
         console.print(f"Picture: {args.picture}", soft_wrap=True)
 
 
@@ -296,24 +252,6 @@ def verdict(run: Run, reference: Run, topology: str, unit: str) -> str:
     )
 
 
-def draw(path: Path, runs: list[Run], unit: str) -> None:
-    """Bits over steps: each run's consensus, and its agents in thin lines."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for run, colour in zip(runs, ("#1f77b4", "#1b1f23"), strict=False):
-        axes.plot(run.steps, run.of_consensus, ".-", color=colour, label=f"{TITLES[run.algorithm]}, consensus")
-        for curve in zip(*run.bits, strict=True):
-            axes.plot(run.steps, curve, color=colour, linewidth=0.6, alpha=0.6)
-    axes.set(title="a small GPT, on text that nobody trains on", xlabel="step", ylabel=f"bits per {unit}")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
 def settings(args: argparse.Namespace, algorithm: str, text: _text.Text) -> dict[str, Any]:
     """What a job that goes on must have in common with the one that began."""
     names = ("topology", "steps", "batch", "accumulate", "lr", "warm_up", "seed", "evaluate_every", "test_windows")
@@ -325,9 +263,7 @@ def settings(args: argparse.Namespace, algorithm: str, text: _text.Text) -> dict
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", default="", help=f"a file; without one {_text.HELP}")
-    parser.add_argument("--algorithm", choices=WRAPPERS, default="atc", help="what is averaged, and when")
-    parser.add_argument("--topology", choices=TOPOLOGIES, default="one-peer", help="who averages with whom")
-    parser.add_argument("--compare", action="store_true", help="train with all-reduce, too, on the same batches")
+    _training.options(parser, "step")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=8, help="windows of the text in one pass of one agent")
     parser.add_argument("--accumulate", type=int, default=2, help="passes in one step")
@@ -341,22 +277,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--evaluate-every", type=int, default=100, help="steps between two evaluations")
     parser.add_argument("--test-windows", type=int, default=128, help="how many windows of the test to read")
     parser.add_argument("--sample", type=int, default=300, help="how much to write at the end")
-    parser.add_argument("--checkpoint", default="", help="save here at each evaluation")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
-    parser.add_argument("--stop-after", type=int, default=0, help="end after so many steps, to go on another time")
-    parser.add_argument("--threads", type=int, default=1, help="of one agent")
-    parser.add_argument("--picture", default="", help="where to write a picture of the bits")
-    args = parser.parse_args(arguments)
-    for name in ("steps", "batch", "accumulate", "context", "layers", "heads", "evaluate_every", "test_windows"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
-    for name in ("warm_up", "sample", "stop_after"):
-        if getattr(args, name) < 0:
-            parser.error(f"--{name.replace('_', '-')} must not be negative")
+    positive = ("steps", "batch", "accumulate", "context", "layers", "heads", "evaluate_every", "test_windows")
+    args = _training.parsed(parser, arguments, positive, ("warm_up", "sample"))
     if args.width < 1 or args.width % args.heads:
         parser.error("--width must be a multiple of --heads")
-    if (args.resume or args.stop_after) and not args.checkpoint:
-        parser.error("--resume and --stop-after need --checkpoint")
     return args
 
 

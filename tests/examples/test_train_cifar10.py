@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
+import runpy
 import struct
-import subprocess
 import sys
-import time
+from collections.abc import Iterable
+from contextlib import redirect_stdout
 from math import cos, pi
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shoal
+from support.world import World
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 
-import _checkpoint  # noqa: E402
 import _cifar10  # noqa: E402
 import train_cifar10  # noqa: E402
 
 TRAIN, TEST = 50, 20
-SMALL = ("--batch", "4", "--limit-train", "12", "--epochs", "2", "--warm-up", "2")  # a step in each epoch
+SMALL = ("--batch", "4", "--limit-train", "12", "--limit-test", "6", "--epochs", "2", "--warm-up", "2")
+"""One step in each epoch."""
 
 
 def batch_of(count: int, seed: int) -> dict[bytes, Any]:
@@ -54,14 +58,36 @@ def in_fleet(size: int, folder: Path, *options: str) -> list[list[train_cifar10.
     return shoal.Fleet(size, timeout=20.0).run(train_cifar10.main, args)
 
 
+def printed_by(script: str, *arguments: str) -> str:
+    """What a script prints in this process, which is one of its agents."""
+    sys.argv = [script, *arguments]
+    with redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return output.getvalue()
+
+
+def in_processes(size: int, script: str, *arguments: str) -> str:
+    """What rank 0 prints where each agent is a process of its own."""
+    world = World(size, init=False, timeout=60.0, environment={"COLUMNS": "100"})
+    try:
+        first, *others = world.results(printed_by, script, *arguments, patience=120.0)
+    finally:
+        world.destroy()  # the script has shut its agents down; what matplotlib keeps is not ours to judge
+    assert not any(others)
+    return str(first)
+
+
 def saved(checkpoints: Path) -> dict[str, Any]:
-    """Everything in a folder of checkpoints but times and bytes, by the files' names."""
+    """What was saved last, without times and bytes: for each way of training, step and agent."""
     states = {}
-    for path in sorted(checkpoints.rglob("*.pt")):
-        content = torch.load(path, weights_only=True)
-        for name in ("seconds", "megabytes", "milliseconds"):
-            content["state"]["run"].pop(name, None)
-        states[str(path.relative_to(checkpoints))] = content
+    for algorithm in sorted(checkpoints.iterdir()):
+        last = max(algorithm.iterdir())
+        assert (last / "manifest.json").exists()
+        for path in sorted(last.glob("*.pt")):
+            state = torch.load(path, weights_only=True)
+            for name in ("seconds", "megabytes", "milliseconds"):
+                state["run"].pop(name, None)
+            states[f"{algorithm.name}/{last.name.partition('-')[2]}/{path.stem}"] = state
     return states
 
 
@@ -90,31 +116,26 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(tmp_path: Path, fol
     options = ("--algorithm", algorithm, "--checkpoint")
     in_fleet(3, folder, *options, str(tmp_path / "whole"))
     (stopped,) = in_fleet(3, folder, *options, str(tmp_path / "parts"), "--stop-after", "1")[0]
-    assert (stopped.done, stopped.epochs) == (1, [1])
+    assert (stopped.done, stopped.evaluated) == (1, [1])
     (resumed,) = in_fleet(3, folder, *options, str(tmp_path / "parts"), "--resume")[0]
-    assert (resumed.done, resumed.epochs, len(resumed.seconds)) == (2, [1, 2], 2)
+    assert (resumed.done, resumed.evaluated, len(resumed.seconds)) == (2, [1, 2], 2)
     whole = saved(tmp_path / "whole")
-    assert list(whole) == [f"{algorithm}/step-00000002.agent-{rank}-of-3.pt" for rank in range(3)]
+    assert list(whole) == [f"{algorithm}/step-2/agent-{rank}" for rank in range(3)]
     assert_same_bits(whole, saved(tmp_path / "parts"))
 
 
-@pytest.mark.timeout(150)  # a launch, which imports torch three times, where others want the cores, too
+@pytest.mark.timeout(150)  # modules are imported in each process, which takes long where others want the cores, too
 def test_processes_go_on_from_where_a_fleet_stopped(tmp_path: Path, folder: Path) -> None:
     in_fleet(2, folder, "--compare", "--checkpoint", str(tmp_path / "whole"))
     in_fleet(2, folder, "--compare", "--checkpoint", str(tmp_path / "parts"), "--stop-after", "1")
     picture = tmp_path / "not yet there" / "cifar10.png"
-    command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", "2", str(EXAMPLES / "train_cifar10.py")]
-    command += ["--data", str(folder.parent), *SMALL, "--compare", "--checkpoint", str(tmp_path / "parts"), "--resume"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    done = subprocess.run(
-        [*command, "--picture", str(picture)], capture_output=True, text=True, timeout=140, env=environment
-    )
-    assert done.returncode == 0, done.stderr
+    options = ("--compare", "--checkpoint", str(tmp_path / "parts"), "--resume", "--picture", str(picture))
+    output = in_processes(2, "train_cifar10.py", "--data", str(folder.parent), *SMALL, *options)
     assert_same_bits(saved(tmp_path / "whole"), saved(tmp_path / "parts"))
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    epochs = re.findall(r"^(adapt, then combine|all-reduce) +epoch (\d)/2", done.stdout, re.MULTILINE)
+    epochs = re.findall(r"^(adapt, then combine|all-reduce) +epoch (\d)/2", output, re.MULTILINE)
     assert epochs == [("adapt, then combine", "2"), ("all-reduce", "1"), ("all-reduce", "2")]
-    assert re.search(r"Verdict: .* over one-peer reads \d+\.\d\d% .* all-reduce from the same", done.stdout)
+    assert re.search(r"Verdict: .* over one-peer reads \d+\.\d\d% .* all-reduce from the same", output)
 
 
 def test_what_cannot_go_on_is_refused(tmp_path: Path, folder: Path) -> None:
@@ -122,83 +143,13 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, folder: Path) -> None:
     in_fleet(2, folder, *options, "--stop-after", "1")
     with pytest.raises(SystemExit, match=r"c/atc has checkpoints already: go on with --resume"):
         in_fleet(2, folder, *options)
-    with pytest.raises(SystemExit, match=r"are of 2 agents, and these are 3: .* \(shoal run -n 2"):
+    with pytest.raises(SystemExit, match=r"c/atc/\S+ is of 2 agents, and there are 3 now\. Run with 2"):
         in_fleet(3, folder, *options, "--resume")
     with pytest.raises(SystemExit, match=r"of a job with lr 0\.1, and this one has 0\.2"):
         in_fleet(2, folder, *options, "--resume", "--lr", "0.2")
-    (tmp_path / "c" / "atc" / "step-00000001.agent-1-of-2.pt").unlink()
-    with pytest.raises(SystemExit, match=r"no step that all 2 agents have saved; there is nothing of agents \[1\]"):
+    (tmp_path / "c" / "atc" / "000001-step-1" / "agent-1.pt").unlink()
+    with pytest.raises(SystemExit, match=r"000001-step-1 is not loaded: at rank 1, FileNotFoundError: .*agent-1\.pt"):
         in_fleet(2, folder, *options, "--resume")
-
-
-def test_a_job_that_is_killed_while_it_saves_goes_on_from_the_save_before(tmp_path: Path) -> None:
-    newer = tmp_path / "step-00000002.agent-0-of-2.pt"
-
-    def killed() -> None:
-        checkpoints = _checkpoint.Checkpoints(tmp_path, {})
-        assert checkpoints.restore(resume=True) == (0, None)
-        checkpoints.save(1, {"x": torch.full((3,), float(shoal.rank()))})
-        if shoal.rank() == 1:
-            limit = time.monotonic() + 10
-            while not newer.exists() and time.monotonic() < limit:
-                time.sleep(0.001)
-            raise KeyboardInterrupt
-        checkpoints.save(2, {"x": torch.zeros(3)})
-
-    def resumed() -> tuple[int, list[float]]:
-        step, state = _checkpoint.Checkpoints(tmp_path, {}).restore(resume=True)
-        assert state is not None
-        return step, state["x"].tolist()
-
-    with pytest.raises(KeyboardInterrupt):
-        shoal.Fleet(2, timeout=20.0).run(killed)
-    assert newer.exists()
-    assert shoal.Fleet(2).run(resumed) == [(1, [0.0] * 3), (1, [1.0] * 3)]
-
-
-def test_of_two_complete_saves_the_newer_one_counts(tmp_path: Path) -> None:
-    def run() -> tuple[int, Any]:
-        checkpoints = _checkpoint.Checkpoints(tmp_path, {})
-        checkpoints.save(9, {"x": 9})
-        older = next(tmp_path.iterdir())
-        content = older.read_bytes()
-        checkpoints.save(10, {"x": 10})
-        assert [path.name for path in tmp_path.iterdir()] == ["step-00000010.agent-0-of-1.pt"]
-        older.write_bytes(content)
-        return checkpoints.restore(resume=True)
-
-    assert shoal.Fleet(1).run(run) == [(10, {"x": 10})]
-
-
-def test_a_checkpoint_cannot_run_anything(tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.touch()
-    content = {"step": 1, "settings": {}, "state": Call(os.unlink, str(victim))}
-    torch.save(content, tmp_path / "step-00000001.agent-0-of-1.pt")
-
-    def run() -> None:
-        with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-            _checkpoint.Checkpoints(tmp_path, {}).restore(resume=True)
-
-    shoal.Fleet(1).run(run)
-    assert victim.exists()
-
-
-def test_a_save_that_fails_halfway_leaves_no_file_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_half(state: object, file: Any) -> None:
-        file.write(b"PK")
-        raise OSError("no space left on device")
-
-    def run() -> tuple[int, Any]:
-        checkpoints = _checkpoint.Checkpoints(tmp_path, {})
-        checkpoints.save(1, {"x": 1})
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "save", write_half)
-            with pytest.raises(OSError, match="no space"):
-                checkpoints.save(2, {"x": 2})
-        return checkpoints.restore(resume=True)
-
-    assert shoal.Fleet(1).run(run) == [(1, {"x": 1})]
 
 
 # Training
@@ -209,15 +160,12 @@ def test_adapt_then_combine_with_everybody_is_all_reduce(tmp_path: Path, folder:
 
     The topology that four agents have without one is another one.
     """
-    options = ("--compare", "--topology", "full", "--checkpoint", str(tmp_path), "--lr", "0.05", "--limit-train", "16")
-    in_fleet(4, folder, *options)
-    states = saved(tmp_path)
+    options = ("--compare", "--topology", "full", "--lr", "0.05", "--limit-train", "16", "--evaluate-every", "2")
+    in_fleet(4, folder, *options, "--checkpoint", str(tmp_path / "c"))
+    states = saved(tmp_path / "c")
     names = [name for name, _ in train_cifar10.resnet20(0).named_parameters()]
     for rank in range(4):
-        ours, theirs = (
-            states[f"{algorithm}/step-00000002.agent-{rank}-of-4.pt"]["state"]["model"]
-            for algorithm in ("atc", "allreduce")
-        )
+        ours, theirs = (states[f"{algorithm}/step-2/agent-{rank}"]["model"] for algorithm in ("atc", "allreduce"))
         for name in names:
             assert (ours[name] - theirs[name]).norm() < 1e-3 * theirs[name].norm() + 1e-5, name
         assert (ours["0.weight"] - train_cifar10.resnet20(0).state_dict()["0.weight"]).norm() > 1e-3
@@ -227,8 +175,8 @@ def test_every_agent_says_the_same(folder: Path) -> None:
     everybody = in_fleet(4, folder, "--limit-train", "16", "--epochs", "3", "--evaluate-every", "2")
     for (run,) in everybody:
         assert run == everybody[0][0]
-        assert run.epochs == [2, 3]
-        assert len(run.accuracy[0]) == 4
+        assert run.evaluated == [2, 3]
+        assert len(run.of_agents[0]) == 4
         assert run.distance[-1] > 0
 
 
@@ -248,7 +196,7 @@ def test_evaluation_is_of_each_agent_and_of_their_consensus_and_changes_nothing(
         return found, model[1].bias.tolist(), model.training
 
     for rank, (found, bias, training) in enumerate(shoal.Fleet(2).run(run)):
-        assert (found.epochs, found.accuracy, found.of_consensus) == ([7], [[0.3, 0.2]], [0.5])
+        assert (found.evaluated, found.of_agents, found.of_consensus) == ([7], [[0.3, 0.2]], [0.5])
         assert found.distance == [pytest.approx(2**0.5)]
         assert bias[rank] == 2.0 and bias[1 - rank] == 0.0
         assert training
@@ -274,31 +222,37 @@ def test_the_shortcut_is_every_other_pixel_and_channels_of_zeros() -> None:
     assert torch.equal(block(x), torch.cat([x[:, :, ::2, ::2], torch.zeros(1, 2, 2, 2)], dim=1))
 
 
-def test_the_learning_rate_grows_with_the_batch_of_all_warms_up_and_falls(tmp_path: Path, folder: Path) -> None:
-    in_fleet(1, folder, "--checkpoint", str(tmp_path), "--lr", "0.8", "--stop-after", "1")
-    (state,) = saved(tmp_path).values()
-    scheduler = state["state"]["scheduler"]
-    assert scheduler["base_lrs"] == [pytest.approx(0.8 * 4 / 128)]
-    assert scheduler["last_epoch"] == 3  # 12 images in batches of 4
-    assert scheduler["_last_lr"] == [pytest.approx(0.8 * 4 / 128 * 4 / 6 * (1 + cos(pi / 2)) / 2)]
-    factors = [train_cifar10.warm_up_and_fall(step, first=6, last=9) for step in range(10)]
-    assert factors[0] == pytest.approx(1 / 6)
-    assert max(factors) == factors[3]
-    assert factors[6] == pytest.approx(0.25)  # (1 + cos 120 degrees) / 2
-    assert factors[9] == pytest.approx(0)
+def test_the_learning_rate_rises_to_that_of_all_agents_batches_together_and_falls(folder: Path) -> None:
+    rates = []
+
+    def note(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if shoal.rank() == 0:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    hook = register_optimizer_step_pre_hook(note)
+    options = ("--limit-train", "16", "--epochs", "3", "--warm-up", "1", "--evaluate-every", "3", "--lr", "0.8")
+    in_fleet(2, folder, *options)  # two steps in each epoch
+    hook.remove()
+    risen = [1 / 2, 3 / 4, 1, 1, 1, 1]
+    fallen = [(1 + cos(pi * step / 6)) / 2 for step in range(6)]
+    assert rates == pytest.approx([0.8 * 8 / 128 * up * down for up, down in zip(risen, fallen, strict=True)])
 
 
-def test_every_epoch_and_every_seed_has_batches_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = []
+def test_every_epoch_and_every_seed_has_images_and_draws_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders, seeds = [], []
 
-    def batches(images: _cifar10.Images, size: int, rank: int, agents: int, seed: int) -> list[object]:
+    def batches(images: _cifar10.Images, chosen: Iterable[int], size: int, seed: int) -> list[object]:
+        orders.append(tuple(chosen))
         seeds.append(seed)
         return []
 
     monkeypatch.setattr(_cifar10.Images, "batches", batches)
     for seed in ("0", "1"):
-        in_fleet(1, folder, "--seed", seed)
-    assert len(set(seeds)) == 4
+        in_fleet(1, folder, "--seed", seed, "--evaluate-every", "2")
+    assert len(set(orders)) == len(set(seeds)) == 4
+    assert {tuple(sorted(order)) for order in orders} == {tuple(range(12))}
 
 
 def test_the_verdict_says_below_when_it_is_below() -> None:
@@ -418,12 +372,14 @@ def numbered(count: int) -> _cifar10.Images:
 def test_agents_have_different_images_and_other_ones_in_each_epoch() -> None:
     images = numbered(50)
 
-    def drawn(epoch: int) -> list[list[int]]:
-        return [
-            [int(label) for _, labels in images.batches(4, rank, 3, epoch) for label in labels] for rank in range(3)
-        ]
+    def drawn() -> list[list[int]]:
+        sampler, epochs = shoal.AgentSampler(images), []
+        for epoch in (0, 0, 1):
+            sampler.set_epoch(epoch)
+            epochs.append([int(label) for _, labels in images.batches(sampler, 4, seed=epoch) for label in labels])
+        return epochs
 
-    epochs = [drawn(epoch) for epoch in (0, 0, 1)]
+    epochs = list(zip(*shoal.Fleet(3).run(drawn), strict=True))
     assert epochs[0] == epochs[1] != epochs[2]
     for epoch in epochs:
         assert [len(part) for part in epoch] == [16, 16, 16]
@@ -433,9 +389,12 @@ def test_agents_have_different_images_and_other_ones_in_each_epoch() -> None:
 def test_an_epoch_does_not_depend_on_the_number_of_agents() -> None:
     images = numbered(50)
 
+    def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(images.batches(shoal.AgentSampler(images), 12 // shoal.size(), seed=5))
+
     def total(agents: int) -> list[dict[int, list[float]]]:
         """Each step's images by number, whoever has them."""
-        steps = zip(*(images.batches(12 // agents, rank, agents, seed=5) for rank in range(agents)), strict=True)
+        steps = zip(*shoal.Fleet(agents).run(batches), strict=True)
         return [
             {int(n): x.flatten().tolist() for inputs, labels in step for x, n in zip(inputs, labels, strict=True)}
             for step in steps
