@@ -172,8 +172,13 @@ def test_what_cannot_be_is_refused_with_the_remedy(fleet: Fleets) -> None:
         one_way = nx.DiGraph([(0, 1)])
         with pytest.raises(ValueError, match="doubly stochastic"):
             make(GradientTracking(1.0), topology=one_way).step(lambda: 0.0)
-        with pytest.raises(ValueError, match="takes only num_steps_per_communication"):
-            make(ExactDiffusion(1.0), self_weight=0.5)
+        for algorithm in (ExactDiffusion(1.0), ParallelGradientDescent(1.0)):
+            with pytest.raises(ValueError, match="self_weight would not count"):
+                make(algorithm, self_weight=0.5)
+            one = make(algorithm)
+            with pytest.raises(ValueError, match="communication_type would not count"):
+                one.communication_type = shoal.CommunicationType.empty
+            one.close()
         with pytest.raises(ValueError, match="exchanges in step, not through windows"):
             from shoal.optim.window_flight import PutFlight
 

@@ -173,8 +173,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         name = ALIASES.get(name, name)
         if name in NAMES:
-            if self._scheduled and name in BY_HAND and value is not None:
-                raise ValueError(f"{name}: the weights of this optimizer come from its topology=; give one of the two")
+            self._check_that_it_counts(name, value)
             self._settings.set(name, value)
             self._warn_if_late(name)
         elif name.startswith("_") or name in ("found_inf", "grad_scale", "step"):  # GradScaler's, and schedulers'
@@ -182,6 +181,16 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         else:
             known = ", ".join((*NAMES, *ALIASES))
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r} to set; there are: {known}")
+
+    def _check_that_it_counts(self, name: str, value: Any) -> None:
+        if self._scheduled and name in BY_HAND and value is not None:
+            raise ValueError(f"{name}: the weights of this optimizer come from its topology=; give one of the two")
+        by_settings = isinstance(self._algorithm, GradientDescent) and _by_buckets(self._algorithm) is not None
+        if name in (*BY_HAND, "communication_type") and not by_settings:
+            raise ValueError(
+                f"{name} would not count: {self._algorithm} says by itself what is exchanged. Of the settings it takes "
+                "num_steps_per_communication"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a decentralized optimizer cannot be pickled or copied; save its state_dict()")
@@ -335,14 +344,9 @@ def _way_of(
             f'overlap="backward" is for adapt, then combine, and for averaged gradients, in step; not for {algorithm}'
             + (" through windows" if windows else "; adapt with combine overlaps the whole pass as it is")
         )
+    if plain in (Equation, AverageGradients) and windows:
+        raise ValueError(f"{algorithm} exchanges in step, not through windows; leave flight out")
     if plain is Equation:
-        if windows:
-            raise ValueError(f"{algorithm} exchanges in step, not through windows; leave flight out")
-        if flight.settings != Settings(num_steps_per_communication=flight.settings.num_steps_per_communication):
-            raise ValueError(
-                f"{algorithm} exchanges over its topology= or the static one; of the settings it takes only "
-                "num_steps_per_communication"
-            )
         return Equation(flight, local, algorithm, topology, name)
     return during_backward(flight, local) if overlap and during_backward else plain(flight, local)
 
