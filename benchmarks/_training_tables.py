@@ -266,7 +266,9 @@ def _table2(figures: Sequence[Figures]) -> Iterable[Sheet]:
         *("way", "images a second >", "of agents without exchange >", f"of {one.agents} times one agent >"),
         *("exposed in a step >", "accuracy of the average >", "of the worst agent >", f"time to {TARGET:.0%} >"),
     ]
-    yield Sheet(f"Four hosts of two agents learn digits, {one.nbytes / 1e6:.1f} MB of parameters", columns, lines)
+    yield Sheet(
+        f"Four hosts of two agents, 200 Mbit/s, learn digits; {one.nbytes / 1e6:.1f} MB of parameters", columns, lines
+    )
 
 
 def _learnt(one: Figures, way: str) -> tuple[float, float, float | None]:

@@ -40,7 +40,7 @@ from shoal.bench.machine import LoadWatch, here
 from shoal.bench.meter import Reporter
 
 SCRIPT = str(Path(__file__).resolve())
-SLOW, FAST = 100e6 / 8, 1e9 / 8
+SLOW, MIDDLE, FAST = 100e6 / 8, 200e6 / 8, 1e9 / 8
 """Bytes a second of a host's card."""
 VOLUMES = (21, 102, 574)
 """Megabytes of parameters, as in the Horovod paper's figure 10."""
@@ -105,7 +105,7 @@ def volumes(quick: bool) -> list[Job]:
 
 
 def table2(quick: bool) -> list[Job]:
-    return [on_one_machine(1, quick, "one-agent"), on_hosts(2 if quick else 4, FAST, 2, quick, "table2")]
+    return [on_one_machine(1, quick, "one-agent"), on_hosts(2 if quick else 4, MIDDLE, 2, quick, "table2")]
 
 
 def memory(quick: bool) -> list[Job]:

@@ -94,6 +94,8 @@ def reduce(out: torch.Tensor, how: str, own: torch.Tensor, position: int, payloa
     step = _REDUCE[how]
     count = len(payloads) + 1
 
+    # Not around the loop below: the mode is a thread's, and another thread may go on with the operation.
+    @torch.no_grad()
     def combine(out: torch.Tensor, own: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
         inputs = [*blocks[:position], own, *blocks[position:]]
         wide = out.dtype in HALF
@@ -105,10 +107,9 @@ def reduce(out: torch.Tensor, how: str, own: torch.Tensor, position: int, payloa
         if wide:
             out.copy_(total)
 
-    with torch.no_grad():
-        if how in ("sum", "average"):
-            out, own = real(out), real(own)
-        yield from _in_blocks(out, own, payloads, combine)
+    if how in ("sum", "average"):
+        out, own = real(out), real(own)
+    yield from _in_blocks(out, own, payloads, combine)
 
 
 def _in_blocks(

@@ -1,0 +1,44 @@
+"""Sums that wait for their terms leave the thread that takes them as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shoal
+from shoal.ops.arithmetic import BLOCK_BYTES, reduce, weighted_sum
+from shoal.runtime.operation import MORE
+from shoal.transport.wire import Payload
+
+Fleets = Callable[..., shoal.Fleet]
+
+
+@pytest.mark.parametrize("kind", ["reduce", "weighted_sum"])
+def test_a_sum_that_waits_does_not_change_the_gradient_mode(kind: str) -> None:
+    numel = 2 * BLOCK_BYTES // 4
+    own, out, payload = torch.ones(numel), torch.empty(numel), Payload(torch.ones(numel), numel // 2)
+    terms = [payload]
+    summing = reduce(out, "sum", own, 0, terms) if kind == "reduce" else weighted_sum(out, own, 1.0, [(payload, 1.0)])
+    assert next(summing) == MORE
+    assert torch.is_grad_enabled()
+    payload.available = numel
+    with pytest.raises(StopIteration):
+        next(summing)
+    assert torch.is_grad_enabled()
+    assert (out == 2).all()
+
+
+def test_the_callers_thread_keeps_its_gradient_mode_whoever_sums(fleet: Fleets) -> None:
+    def run() -> bool:
+        x = torch.ones(1_000_000)
+        for _ in range(10):
+            handle = shoal.allreduce_nonblocking(x)
+            _ = x * 2
+            handle.wait()
+            if not torch.is_grad_enabled():
+                return False
+        return True
+
+    assert all(fleet(2).run(run))
