@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ import torch
 from rich.console import Console
 
 import shoal
-from shoal.algorithms import GradientDescent, Run, run
+from shoal.algorithms import Gradient, GradientDescent, Run, run
 from shoal.sim import Link, Network, StackedFleet
 from shoal.topology.circulant import ring
 from support.leftovers import nothing_is_left
@@ -138,3 +139,23 @@ def test_a_fleet_runs_where_an_event_loop_does() -> None:
 
     with nothing_is_left():
         assert asyncio.run(cell()) == pytest.approx([1.0] * 3)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 1), (1, 3), (4, 3, 1), ()])
+def test_a_gradient_of_another_shape_is_refused_with_both(shape: tuple[int, ...]) -> None:
+    message = re.escape(f"a tensor of shape {list(shape)} for x of shape [4, 3]: they must be equal")
+    with pytest.raises(ValueError, match=message):
+        StackedFleet(ring(4)).run(GradientDescent(0.1), torch.zeros(4, 3), lambda x: torch.zeros(shape), 1)
+
+
+def test_a_gradient_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"returned a float for x of shape \[4, 3\]: it must return a tensor"):
+        StackedFleet(ring(4)).run(GradientDescent(0.1), torch.zeros(4, 3), lambda x: 0.0, 1)
+
+
+def test_a_gradient_on_all_data_has_the_shape_of_x_too() -> None:
+    x = torch.zeros(4, 3)
+    gradient = Gradient(lambda x: 2 * x, full=lambda x: x.sum(0))
+    assert gradient(x).shape == x.shape
+    with pytest.raises(ValueError, match=r"\[3\] for x of shape \[4, 3\]"):
+        gradient.full(x)

@@ -369,6 +369,13 @@ def test_what_cannot_work_is_refused_at_once(
     assert reason in capsys.readouterr().err
 
 
+def test_a_part_that_there_is_not_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--only", "nothing"])
+    assert stop.value.code == 2
+    assert re.search("invalid choice: 'nothing' .*memory.*small.*windows.*large.*network", capsys.readouterr().err)
+
+
 def descendants(pid: int) -> set[int]:
     found = {int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()}
     return found | {below for child in found for below in descendants(child)}

@@ -160,7 +160,9 @@ def test_compare_takes_all_topologies_and_says_why_some_are_missing(shoal) -> No
         ("show ring -n 0", "'0' is not a number of them: write 1 or more"),
         ("compare ring-star -n 10 --per-machine 4", "10 agents do not fill machines of 4"),
         ("compare ring -n 10 --per-machine 4", "10 agents do not fill machines of 4"),
-        ("compare --model-mb -3", "-3 must be above zero"),
+        ("compare --model-mb -3", "'-3' is not a number above zero"),
+        ("compare --error little", "'little' is not a number above zero"),
+        ("compare --latency -5ms", "'-5ms' is not a duration"),
         ("compare --latency 5", "'5' is not a duration: it has no unit"),
         ("compare --bandwidth 1gb/s", "may be in bits or in bytes"),
         ("swim", "invalid choice: 'swim'"),
@@ -171,6 +173,15 @@ def test_requests_that_make_no_sense_are_refused(shoal, command: str, message: s
     status, _, err = shoal(f"topology {command}")
     assert status == 2
     assert message in err
+
+
+def test_ctrl_c_ends_it_without_a_traceback(shoal, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(topology, "analyse", interrupt)
+    status, _, err = shoal("topology show ring")
+    assert (status, err) == (130, "shoal topology show: interrupted\n")
 
 
 def test_a_missing_matplotlib_is_named_with_the_extra_that_brings_it(shoal, monkeypatch: pytest.MonkeyPatch) -> None:

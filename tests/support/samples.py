@@ -31,7 +31,7 @@ def sample(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
     return _sample(rank, shape, dtype, seed).clone()
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=512)
 def _sample(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000_003 * seed + 7919 * rank + 13)
     if dtype == torch.bool:

@@ -42,12 +42,32 @@ class Gradient:
             self._draw(mix)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The gradient at ``x`` on the step's sample."""
-        return self._function(x)
+        """The gradient at ``x`` on the step's sample.
+
+        Raises:
+            TypeError: The function returned no tensor.
+            ValueError: It returned one of another shape than that of ``x``.
+        """
+        return _as(x, self._function(x))
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The gradient at ``x`` on all of the agent's data."""
-        return self._full(x)
+        """The gradient at ``x`` on all of the agent's data. Raises as a call does."""
+        return _as(x, self._full(x))
+
+
+def _as(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient, if it has the shape of ``x``. Another one might be broadcast, and the run end somewhere."""
+    if not isinstance(gradient, torch.Tensor):
+        raise TypeError(
+            f"the gradient's function returned a {type(gradient).__name__} for x of shape {list(x.shape)}: it must "
+            "return a tensor of that shape"
+        )
+    if gradient.shape != x.shape:
+        raise ValueError(
+            f"the gradient's function returned a tensor of shape {list(gradient.shape)} for x of shape "
+            f"{list(x.shape)}: they must be equal, [n, d] in a stacked fleet and [d] in a real agent"
+        )
+    return gradient
 
 
 class Algorithm(ABC):

@@ -100,7 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-prefix", action="store_true", help="pass output through, without [rank] before each line")
     parser.add_argument("-m", action="store_true", dest="is_module", help="the script is a module, as in python -m")
     parser.add_argument("script", help="the Python script, or with -m the module, that every agent runs")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    rest.required = False  # some versions of argparse would ask for them too where the script is missing
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,9 +23,9 @@ from ..topology.catalog import CATALOG
 from ..topology.schedule import Schedule
 from . import topology_recommend
 from . import topology_words as words
+from .topology_arguments import above_zero, count, quantity, refuse_negatives_by_value
 
 _WIDTH_IN_FILE = 132
-_COMPARED = ("degree", "gap a round", "rounds", "average age", "busiest agent", "card shared by", "a round", "in all")
 _LAYOUTS = ("auto", "circle", "grid", "hypercube", "tree")
 
 
@@ -47,11 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         command = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         declare(command)
+        refuse_negatives_by_value(command)
         command.set_defaults(action=action)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. The exit status is 2 for a request that cannot be met, and 1 where something is missing."""
+    """Run the command.
+
+    The exit status is 2 for a request that cannot be met, 1 where something is missing, and 130 after Ctrl-C.
+    """
     action: Callable[[argparse.Namespace], int] = args.action
     try:
         return action(args)
@@ -59,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
         problem, status = str(error), 2
     except (ImportError, OSError) as error:
         problem, status = str(error), 1
+    except KeyboardInterrupt:
+        print(f"shoal topology {args.command}: interrupted", file=sys.stderr)
+        return 130
     print(f"shoal topology {args.command}: error: {problem}", file=sys.stderr)
     return status
 
@@ -91,7 +97,7 @@ def _list(args: argparse.Namespace) -> int:
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
     _topology_arguments(parser)
     _network_arguments(parser)
-    parser.add_argument("--rounds", type=_positive, metavar="R", help="rounds to print (all of a short period, else 4)")
+    parser.add_argument("--rounds", type=count, metavar="R", help="rounds to print (all of a short period, else 4)")
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -142,8 +148,8 @@ def _draw_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="a .png, .svg or .pdf (out/TOPOLOGY-AGENTS.png)"
     )
-    parser.add_argument("--rounds", type=_positive, metavar="R", help="panels (a short period, or the first few)")
-    parser.add_argument("--width", type=_above_zero, metavar="INCHES", help="of the picture (3.3; 6.9 for many panels)")
+    parser.add_argument("--rounds", type=count, metavar="R", help="panels (a short period, or the first few)")
+    parser.add_argument("--width", type=above_zero, metavar="INCHES", help="of the picture (3.3; 6.9 for many panels)")
     parser.add_argument("--layout", choices=_LAYOUTS, default="auto", help="where agents stand (auto: by the shape)")
 
 
@@ -239,58 +245,29 @@ def _topology_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _agents_argument(parser: argparse.ArgumentParser, default: int) -> None:
-    parser.add_argument(
-        "-n", "--agents", type=_positive, default=default, metavar="N", help=f"how many agents ({default})"
-    )
+    parser.add_argument("-n", "--agents", type=count, default=default, metavar="N", help=f"how many agents ({default})")
 
 
 def _machines_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--per-machine", type=_positive, metavar="K", help="agents on each machine, which share its card"
-    )
+    parser.add_argument("--per-machine", type=count, metavar="K", help="agents on each machine, which share its card")
 
 
 def _network_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--latency", type=_quantity(parse_seconds), default=DEFAULT_LATENCY, metavar="TIME", help="as in 5ms (50us)"
+        "--latency", type=quantity(parse_seconds), default=DEFAULT_LATENCY, metavar="TIME", help="as in 5ms (50us)"
     )
     parser.add_argument(
         "--bandwidth",
-        type=_quantity(parse_rate),
+        type=quantity(parse_rate),
         default=DEFAULT_BANDWIDTH,
         metavar="RATE",
         help="of a machine's network card, as in 1gbit (10gbit)",
     )
     megabytes = DEFAULT_BYTES / 1e6
     parser.add_argument(
-        "--model-mb", type=_above_zero, default=megabytes, metavar="MB", help=f"size of a message ({megabytes:g})"
+        "--model-mb", type=above_zero, default=megabytes, metavar="MB", help=f"size of a message ({megabytes:g})"
     )
-    parser.add_argument("--error", type=_above_zero, default=1e-6, help="the consensus error to reach (1e-6)")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of them: write 1 or more")
-    return int(text)
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be above zero and finite")
-    return value
-
-
-def _quantity(parse: Callable[[str], float]) -> Callable[[str], float]:
-    """The parser with its own words in argparse's message, which has none for a ``ValueError``."""
-
-    def checked(text: str) -> float:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked
+    parser.add_argument("--error", type=above_zero, default=1e-6, help="the consensus error to reach (1e-6)")
 
 
 def _options(args: argparse.Namespace) -> dict[str, words.Option]:
@@ -328,20 +305,10 @@ def _reason(refused: ValueError) -> str:
     return str(refused).partition(" agents: ")[2] or str(refused)
 
 
-def _plain(found: dict[str, Analysis]) -> dict[str, object]:
-    """For JSON, which knows no infinity: null in its place."""
-
-    def without_infinity(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: without_infinity(item) for key, item in value.items()}
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            return [without_infinity(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {
-        name: without_infinity({**asdict(one), "consensus_seconds": one.consensus_seconds})
-        for name, one in found.items()
-    }
+def _plain(found: dict[str, Analysis]) -> object:
+    return words.without_infinity(
+        {name: {**asdict(one), "consensus_seconds": one.consensus_seconds} for name, one in found.items()}
+    )
 
 
 def _console() -> Console:

@@ -10,18 +10,19 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ..runtime.launch import detect
+from ..sim.candidates import MOST_EDGES
 from ..sim.network_model import Link, Network
 from ..sim.recommend import Recommendation, recommend
 from ..sim.units import format_rate, format_seconds, parse_rate, parse_seconds
 from ..topology.analysis import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
+from . import topology_words as words
+from .topology_arguments import above_zero, count, quantity
 
 SHOWN = 12
 DEFAULT_AGENTS = 16
@@ -34,32 +35,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     parser.epilog = "docs/network-model.md says what is predicted, how, and how well."
     parser.add_argument(
-        "-n", "--agents", type=_count, metavar="N", help=f"how many agents ({DEFAULT_AGENTS}; those that measure)"
+        "-n", "--agents", type=count, metavar="N", help=f"how many agents ({DEFAULT_AGENTS}; those that measure)"
     )
-    parser.add_argument("--per-machine", type=_count, metavar="K", help="agents on each machine, sharing its card (1)")
+    parser.add_argument("--per-machine", type=count, metavar="K", help="agents on each machine, sharing its card (1)")
     parser.add_argument(
-        "--latency", type=_as_argument(parse_seconds), metavar="TIME", help="between machines, as in 5ms (50us)"
+        "--latency", type=quantity(parse_seconds), metavar="TIME", help="between machines, as in 5ms (50us)"
     )
     parser.add_argument(
-        "--bandwidth", type=_as_argument(parse_rate), metavar="RATE", help="of a machine's card, as in 1gbit (10gbit)"
+        "--bandwidth", type=quantity(parse_rate), metavar="RATE", help="of a machine's card, as in 1gbit (10gbit)"
     )
     parser.add_argument(
         "--overhead",
-        type=_as_argument(parse_seconds),
+        type=quantity(parse_seconds),
         metavar="TIME",
         help="for which each message occupies a card besides its bytes (0)",
     )
     parser.add_argument(
         "--inside-bandwidth",
-        type=_as_argument(parse_rate),
+        type=quantity(parse_rate),
         metavar="RATE",
         help="of an agent, inside a machine and out of it (no limit)",
     )
     parser.add_argument(
-        "--model-mb", type=_positive, default=DEFAULT_BYTES / 1e6, metavar="MB", help="10^6 bytes to average (100)"
+        "--model-mb", type=above_zero, default=DEFAULT_BYTES / 1e6, metavar="MB", help="10^6 bytes to average (100)"
     )
     parser.add_argument(
-        "--error", type=_positive, default=DEFAULT_ERROR, help=f"the consensus error to reach ({DEFAULT_ERROR:g})"
+        "--error", type=above_zero, default=DEFAULT_ERROR, help=f"the consensus error to reach ({DEFAULT_ERROR:g})"
     )
     parser.add_argument(
         "--measure",
@@ -81,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     network = _measured(args) if args.measure else _described(args)
     if network is None:
         return 0
+    if network.size > MOST_EDGES:
+        raise ValueError(f"-n {network.size}: so many agents cannot be timed. The limit is {MOST_EDGES:,}.")
     found = recommend(network, args.model_mb * 1e6, args.error)
     if args.json:
         print(json.dumps(_plain(found), indent=1))
@@ -171,53 +174,16 @@ def _link_in_words(link: Link) -> str:
     return " and ".join([", ".join(said[:-1]), said[-1]])
 
 
-def _plain(found: Recommendation) -> dict[str, Any]:
-    """For JSON, which knows no infinity: null in its place."""
+def _plain(found: Recommendation) -> object:
     network = found.network
     links = {name: asdict(getattr(network, name)) for name in ("between", "inside")}
-    content = {
-        "network": {"agents": network.size, "agents_per_machine": network.agents_per_machine, **links},
-        "nbytes": found.nbytes,
-        "error": found.error,
-        "candidates": [asdict(one) for one in found.candidates],
-        "passed_over": found.passed_over,
-        "advice": found.advice(),
-    }
-    plain: dict[str, Any] = _without_infinity(content)
-    return plain
-
-
-def _without_infinity(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_infinity(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_without_infinity(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of agents: write 1 or more")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
-    return value
-
-
-def _as_argument(parse: Callable[[str], float]) -> Callable[[str], float]:
-    """The parser with its own words in argparse's message, which has none for a ``ValueError``."""
-
-    def checked(text: str) -> float:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked
+    return words.without_infinity(
+        {
+            "network": {"agents": network.size, "agents_per_machine": network.agents_per_machine, **links},
+            "nbytes": found.nbytes,
+            "error": found.error,
+            "candidates": [asdict(one) for one in found.candidates],
+            "passed_over": found.passed_over,
+            "advice": found.advice(),
+        }
+    )

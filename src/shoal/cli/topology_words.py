@@ -5,6 +5,7 @@ The command ``shoal topology`` prints these, and the page that shows every topol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
@@ -170,6 +171,15 @@ def matrix_text(matrix: NDArray[np.float64]) -> list[str]:
     cells = [[_entry(float(value)) for value in row] for row in matrix]
     width = max(len(cell) for row in cells for cell in row)
     return [" ".join(cell.rjust(width) for cell in row) for row in cells]
+
+
+def without_infinity(value: object) -> object:
+    """The same for JSON, which knows no infinity: None in its place."""
+    if isinstance(value, dict):
+        return {name: without_infinity(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinity(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def figure(value: float) -> str:

@@ -1,0 +1,46 @@
+"""What the commands of ``shoal topology`` take on their command lines, and what they say of what is none of it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+
+
+def count(text: str) -> int:
+    """A number of agents, of machines, of rounds: 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of them: write 1 or more")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """Any finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
+    return value
+
+
+def quantity(parse: Callable[[str], float]) -> Callable[[str], float]:
+    """The parser of a unit with its own words in argparse's message, which has none for a ``ValueError``."""
+
+    def checked(text: str) -> float:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked
+
+
+def refuse_negatives_by_value(parser: argparse.ArgumentParser) -> None:
+    """Have ``--latency -5ms`` refused for what it is: argparse takes ``-5ms`` for an option, and ``-5`` for a number.
+
+    From Python 3.14 on argparse itself takes both for numbers.
+    """
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
