@@ -238,3 +238,8 @@ def test_a_matrix_is_printed_with_fractions_where_they_are_exact() -> None:
     assert words.matrix_text(np.array([[0.5, 0.5], [0.0, 1.0]])) == ["1/2 1/2", "  .   1"]
     assert words.matrix_text(np.array([[np.sqrt(0.5), -0.25], [1.0, 0.0]])) == ["0.707  -1/4", "    1     ."]
     assert words.matrix_text(mixing_matrix(RingGraph(1))) == ["1"]
+
+
+def test_what_is_infinite_is_null_in_json() -> None:
+    found = words.without_infinity({"a": (1, float("inf")), "b": [{"c": float("nan"), "d": 2.5}], "e": "inf"})
+    assert json.dumps(found, allow_nan=False) == '{"a": [1, null], "b": [{"c": null, "d": 2.5}], "e": "inf"}'

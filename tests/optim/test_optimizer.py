@@ -60,9 +60,8 @@ def train(way: Algorithm, bucket_bytes: int, communication: shoal.CommunicationT
     shoal.set_topology(shoal.RingGraph(SIZE), is_weighted=True)
     model = deepcopy(MODEL)
     plain = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    optimizer = shoal.DecentralizedOptimizer(
-        plain, model, way, bucket_bytes=bucket_bytes, communication_type=communication
-    )
+    settings = {} if way == PARALLEL else {"communication_type": communication}
+    optimizer = shoal.DecentralizedOptimizer(plain, model, way, bucket_bytes=bucket_bytes, **settings)
     for step in range(STEPS):
         optimizer.zero_grad()
         model(batch(shoal.rank(), step)).square().mean().backward()

@@ -38,11 +38,11 @@ from .ways import (
 )
 from .window_flight import WindowFlight
 
-_ATC = GradientDescent(1.0)
+_ATC, _PARALLEL = GradientDescent(1.0), ParallelGradientDescent(1.0)
 _BY_BUCKETS: dict[Algorithm, tuple[type[Way], type[Way] | None]] = {
     _ATC: (AdaptThenCombine, AdaptThenCombineDuringBackward),
     GradientDescent(1.0, atc=False): (AdaptWithCombine, None),
-    ParallelGradientDescent(1.0): (AverageGradients, AverageGradientsDuringBackward),
+    _PARALLEL: (AverageGradients, AverageGradientsDuringBackward),
 }
 """What a step of the common algorithms is, and what it is with overlap="backward"."""
 
@@ -107,7 +107,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._names = names_of(self._models, self._inner)
         # An algorithm has one vector.
         whole = bucket_bytes if _by_buckets(algorithm) else float("inf")
-        if topology is not None and isinstance(algorithm, ParallelGradientDescent):
+        if topology is not None and algorithm == _PARALLEL:
             raise ValueError("gradients are averaged over all agents, whatever the topology; leave topology out")
         view = None if topology is None else _view(topology, self._settings.communication_type)
         self._flight = flight(lambda: self._names, name, whole, self._settings, view)
