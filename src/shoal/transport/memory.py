@@ -19,12 +19,15 @@ import mmap
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
+from typing import Generic, TypeVar
 
 import torch
 
 from .wire import ProtocolError
 
+T = TypeVar("T")
 ALIGNMENT = 64
 SMALL = 1 << 18
 """Regions up to this many bytes share a memory file with others of their size; larger ones have one each."""
@@ -100,11 +103,37 @@ class Region:
         return self.data[: self.nbytes].view(dtype)
 
 
-class Arena:
+class _Returns(ABC, Generic[T]):
+    """What comes back to be used again, from anywhere: also from the garbage collector, which may come in the middle of
+    handing out, while the lock is held. So :meth:`release` never waits for it, and who hands out sorts in first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._returned: deque[T] = deque()
+
+    def release(self, one: T) -> None:
+        """Give something back. May be called from any thread."""
+        self._returned.append(one)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
+
+    def _sort_in(self) -> None:
+        """Make what has come back free for others; under the lock."""
+        while self._returned:
+            self._take_in(self._returned.popleft())
+
+    @abstractmethod
+    def _take_in(self, one: T) -> None: ...
+
+
+class Arena(_Returns[Region]):
     """This agent's memory that others read. ``allocate`` and ``release`` may be called from any thread."""
 
     def __init__(self, keep: int = 1 << 28) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
         self._free: dict[int, list[Region]] = defaultdict(list)
         self._segments: dict[int, Segment] = {}
         self._keep = keep
@@ -112,7 +141,6 @@ class Arena:
         self._next_ident = 1
         self._slabs: dict[int, tuple[Segment, int]] = {}  # by size: one that is cut into regions, and up to where
         self._lent: dict[int, Region] = {}
-        self._returned: deque[Region] = deque()
         self.retired: list[int] = []  # memory files that readers may forget; the router tells them
         self.closed = False
 
@@ -145,24 +173,12 @@ class Arena:
         self._next_ident += 1
         return segment
 
-    def release(self, region: Region) -> None:
-        """Never waits: the garbage collector calls it, too, perhaps in the middle of :meth:`allocate`."""
-        self._returned.append(region)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._sort_in()
-            finally:
-                self._lock.release()
-
-    def _sort_in(self) -> None:
-        """Make what has come back free for others."""
-        while self._returned:
-            region = self._returned.popleft()
-            if self.closed:
-                continue
-            self._free[region.size].append(region)
-            if region.size > SMALL:
-                self._free_large += region.size
+    def _take_in(self, one: Region) -> None:
+        if self.closed:
+            return
+        self._free[one.size].append(one)
+        if one.size > SMALL:
+            self._free_large += one.size
 
     def next_ident(self) -> int:
         """A number for a memory file that is none of the arena's."""
@@ -275,15 +291,14 @@ class PeerMemory:
         return segment[offset : offset + nbytes].view(dtype)
 
 
-class ResultPool:
+class ResultPool(_Returns[tuple[mmap.mmap, int]]):
     """Tensors over memory that is used again once the last tensor over it is gone."""
 
     def __init__(self, keep: int = 1 << 28) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
         self._free_bytes = 0
         self._keep = keep
-        self._returned: deque[tuple[mmap.mmap, int]] = deque()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor. Small ones come from torch, whose allocator is good at them."""
@@ -303,24 +318,14 @@ class ResultPool:
                 block.madvise(mmap.MADV_HUGEPAGE)
         # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
         lease = (ctypes.c_char * nbytes).from_buffer(block)
-        weakref.finalize(lease, self._give_back, block, size).atexit = False
+        weakref.finalize(lease, self.release, (block, size)).atexit = False
         return torch.frombuffer(lease, dtype=dtype).view(shape)
 
-    def _give_back(self, block: mmap.mmap, size: int) -> None:
-        """Never waits: the garbage collector calls it, perhaps in the middle of :meth:`empty`."""
-        self._returned.append((block, size))
-        if self._lock.acquire(blocking=False):
-            try:
-                self._sort_in()
-            finally:
-                self._lock.release()
-
-    def _sort_in(self) -> None:
-        while self._returned:
-            block, size = self._returned.popleft()
-            if self._free_bytes + size <= self._keep:
-                self._free[size].append(block)
-                self._free_bytes += size
+    def _take_in(self, one: tuple[mmap.mmap, int]) -> None:
+        block, size = one
+        if self._free_bytes + size <= self._keep:
+            self._free[size].append(block)
+            self._free_bytes += size
 
     def clear(self) -> None:
         with self._lock:
