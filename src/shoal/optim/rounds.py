@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -91,22 +90,21 @@ class Settings:
         kind = self.communication_type
         if kind is CommunicationType.empty:
             return None
-        engine = current("optim").engine
-        with engine.lending(tensor) if tensor.is_cpu else nullcontext():
+        with current("optim").engine.publisher.lending(tensor):
             if kind is CommunicationType.allreduce:
                 return allreduce_nonblocking(tensor, name=name, out=out)
+            average, sources, destinations = (
+                (neighbor_allreduce_nonblocking, self.src_weights, self.dst_weights)
+                if kind is CommunicationType.neighbor_allreduce
+                else (
+                    hierarchical_neighbor_allreduce_nonblocking,
+                    self.src_machine_weights,
+                    self.dst_machine_weights,
+                )
+            )
+            weights = (self.self_weight, sources, destinations) if view is None else view.part(round_)
             check = self.enable_topo_check and view is None
-            if kind is CommunicationType.neighbor_allreduce:
-                weights = (self.self_weight, self.src_weights, self.dst_weights) if view is None else view.part(round_)
-                return neighbor_allreduce_nonblocking(tensor, *weights, enable_topo_check=check, name=name, out=out)
-            weights = (
-                (self.self_weight, self.src_machine_weights, self.dst_machine_weights)
-                if view is None
-                else view.part(round_)
-            )
-            return hierarchical_neighbor_allreduce_nonblocking(
-                tensor, *weights, enable_topo_check=check, name=name, out=out
-            )
+            return average(tensor, *weights, enable_topo_check=check, name=name, out=out)
 
 
 NAMES = tuple(field.name for field in fields(Settings))

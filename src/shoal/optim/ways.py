@@ -119,7 +119,14 @@ class _DuringBackward(Way):
     def _leave(self, number: int) -> None:
         """A bucket has its gradients."""
 
-    def _send_the_rest(self) -> None:
+    @abstractmethod
+    def _arrive(self) -> None:
+        """All buckets have left; the step ends."""
+
+    def step(self, due: bool) -> None:
+        if not due:
+            self._local()
+            return
         if self._local.closure is not None:
             raise ValueError('overlap="backward" steps during the backward pass; call step() without a closure')
         if self._local.scaled:
@@ -127,6 +134,7 @@ class _DuringBackward(Way):
         self.begin_pass()
         for number in self._backward.late():
             self._leave(number)
+        self._arrive()
 
     def changed(self) -> None:
         self._backward.close()
@@ -137,39 +145,23 @@ class _DuringBackward(Way):
         super().close()
 
 
-class AdaptThenCombineDuringBackward(_DuringBackward):
+class AdaptThenCombineDuringBackward(_DuringBackward, AdaptThenCombine):
     """The same equation, bucket by bucket: a bucket steps and leaves while the gradients before it are computed."""
-
-    equation = AdaptThenCombine.equation
 
     def _leave(self, number: int) -> None:
         self._local(self._flight.buckets()[number].params)
         self._flight.take_off_with(number)
 
-    def step(self, due: bool) -> None:
-        if not due:
-            self._local()
-            return
-        self._send_the_rest()
+    def _arrive(self) -> None:
         self._flight.land()
 
 
-class AverageGradientsDuringBackward(_DuringBackward):
+class AverageGradientsDuringBackward(_DuringBackward, AverageGradients):
     """The same equation, bucket by bucket, as data-parallel training does it."""
-
-    equation = AverageGradients.equation
 
     def _leave(self, number: int) -> None:
         self._flight.take_off_with_gradients(number)
 
-    def step(self, due: bool) -> None:
-        if not due:
-            self._local()
-            return
-        self._send_the_rest()
+    def _arrive(self) -> None:
         self._flight.land_gradients()
-        self._local()
-
-    def follow(self) -> None:
-        self._flight.average_gradients(zeros=True)
         self._local.with_mean_gradients()
