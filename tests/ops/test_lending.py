@@ -27,7 +27,7 @@ def test_the_sender_waits_for_its_reader_where_nothing_was_copied(fleet: Fleets,
             found = shoal.neighbor_allreduce(tensor, 0.5, {0: 0.5}, [], enable_topo_check=False)
             return True, found.mean().item()
         if lent:
-            with engine.lending(tensor):
+            with engine.publisher.lending(tensor):
                 handle = shoal.neighbor_allreduce_nonblocking(tensor, 1.0, {}, [1], enable_topo_check=False)
         else:
             handle = shoal.neighbor_allreduce_nonblocking(tensor, 1.0, {}, [1], enable_topo_check=False)
@@ -55,7 +55,7 @@ def test_it_is_given_back_to_nobody_while_it_is_read(fleet: Fleets) -> None:
             mine = torch.full((LARGE,), 2.0)
             return shoal.neighbor_allreduce(mine, 0.5, {0: 0.5}, [], enable_topo_check=False).mean().item()
         tensor = engine.arena.empty((LARGE,), torch.float32).fill_(1.0)
-        with engine.lending(tensor):
+        with engine.publisher.lending(tensor):
             shoal.neighbor_allreduce_nonblocking(tensor, 1.0, {}, [1], enable_topo_check=False)
         del tensor
         others = [engine.arena.empty((LARGE,), torch.float32).fill_(9.0) for _ in range(3)]
@@ -70,7 +70,7 @@ def test_other_tensors_are_copied_meanwhile(fleet: Fleets) -> None:
         engine = current().engine
         tensor = engine.arena.empty((LARGE,), torch.float32).fill_(1.0)
         other = torch.full((LARGE,), float(shoal.rank()))
-        with engine.lending(tensor):
+        with engine.publisher.lending(tensor):
             handle = shoal.allreduce_nonblocking(other)
         other.fill_(9.0)
         return handle.wait().mean().item()
@@ -91,7 +91,7 @@ def test_every_operation_gives_the_same_bits_on_it(fleet: Fleets, operation: str
         tensor = engine.arena.empty((LARGE,), torch.float32)
         tensor.copy_(torch.randn(LARGE, generator=torch.Generator().manual_seed(shoal.rank())))
         plain = call(tensor).wait()
-        with engine.lending(tensor):
+        with engine.publisher.lending(tensor):
             handle = call(tensor)
         return torch.equal(handle.wait(), plain)
 

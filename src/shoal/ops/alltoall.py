@@ -40,7 +40,7 @@ def neighbor_alltoall(
     row = tuple(tensor.shape[1:])
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        published = agent.engine.publish(operation, tensor)
+        published = agent.engine.publisher.publish(operation, tensor)
         length = tensor[0].numel() if len(order) else 0
         ahead = sorted(range(len(order)), key=lambda k: (order[k] - agent.rank) % agent.size)
         sends = [Send(order[k], published, k * length, (k + 1) * length, row) for k in ahead]

@@ -26,7 +26,7 @@ def census(engine: Engine, operation: Operation, named: Iterable[int]) -> Genera
         notices = [notice for notice in notices if not (notice[1] - rank) % size & step]
         pairs = torch.tensor(passing, dtype=torch.int32).view(-1)
         ahead, behind = (rank + step) % size, (rank - step) % size
-        send = Send(ahead, engine.publish(operation, pairs), 0, pairs.numel(), tuple(pairs.shape))
+        send = Send(ahead, engine.publisher.publish(operation, pairs), 0, pairs.numel(), tuple(pairs.shape))
         arrived = yield Exchange([send], [behind], torch.int32)
         message = arrived[behind]
         assert message.payload is not None

@@ -130,7 +130,7 @@ def shape_digest(shape: Sequence[int]) -> int:
 def _allreduce(
     agent: Agent, operation: Operation, tensor: torch.Tensor, how: str, group: Sequence[int], out: torch.Tensor | None
 ) -> Steps[torch.Tensor]:
-    published = agent.engine.publish(operation, tensor)
+    published = agent.engine.publisher.publish(operation, tensor)
     shape, total = tuple(tensor.shape), published.data.numel()
     others = [rank for rank in group if rank != agent.rank]
     if total * tensor.element_size() <= DIRECT_BYTES or not others:
@@ -173,7 +173,7 @@ def allgather_shares(
 ) -> Steps[None]:
     """Fill ``out`` (flat) with the shares of all agents of ``group``."""
     cut = shares(out.numel(), len(group))
-    published = agent.engine.publish(operation, mine)
+    published = agent.engine.publisher.publish(operation, mine)
     others = [rank for rank in group if rank != agent.rank]
     sends = [Send(rank, published, 0, mine.numel(), tuple(mine.shape)) for rank in others]
     arrived = yield Exchange(rotated(sends, agent), others, mine.dtype)
@@ -279,7 +279,7 @@ def spread(
     else:
         assert tensor is not None
         data, shape = tensor, tuple(tensor.shape)
-    published = agent.engine.publish(operation, data)
+    published = agent.engine.publisher.publish(operation, data)
     children = []
     step = lowest >> 1
     while step:
@@ -310,7 +310,7 @@ def allgather_nonblocking(
     tensor = check_gatherable("allgather", tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        published = agent.engine.publish(operation, tensor)
+        published = agent.engine.publisher.publish(operation, tensor)
         shape, total = tuple(tensor.shape), published.data.numel()
         others = [rank for rank in range(agent.size) if rank != agent.rank]
         sends = rotated([Send(rank, published, 0, total, shape) for rank in others], agent)

@@ -132,7 +132,7 @@ def _hierarchical(
 ) -> Steps[torch.Tensor]:
     engine, group = agent.engine, agent.local_ranks
     shape = tuple(tensor.shape)
-    published = engine.publish(operation, tensor)
+    published = engine.publisher.publish(operation, tensor)
     position = group.index(agent.rank)
     mean = yield from reduce_scatter(agent, published, shape, "average", group)
 
@@ -140,7 +140,7 @@ def _hierarchical(
         return machine * len(group) + position
 
     sources = {counterpart(machine): weight for machine, weight in mixing.sources.items()}
-    share = engine.publish(operation, mean)
+    share = engine.publisher.publish(operation, mean)
     sends = [
         Send(counterpart(machine), share, 0, mean.numel(), tuple(mean.shape), scale)
         for machine, scale in mixing.destinations.items()

@@ -18,8 +18,8 @@ import torch
 
 from ..runtime.agent import Agent, StaticTopology, current
 from ..runtime.bundles import Small
-from ..runtime.engine import PUBLISH_BYTES
 from ..runtime.operation import NOTHING, Arrived, Exchange, Handle, Operation, Send, Steps
+from ..runtime.publishing import PUBLISH_BYTES
 from ..topology import Mixing
 from .arguments import (
     WEIGHABLE,
@@ -160,7 +160,7 @@ class _OnStaticTopology:
     def together(self, operation: Operation, smalls: list[Small]) -> Steps[list[torch.Tensor]]:
         mixing = self.static.mixing
         parts = [small.flat for small in smalls]
-        published = self.agent.engine.publish_joined(operation, parts)
+        published = self.agent.engine.publisher.publish_joined(operation, parts)
         total = published.data.numel()
         sends = [
             Send(rank, published, 0, total, (total,), mixing.destinations[rank])
@@ -228,7 +228,7 @@ def _mix(
     out: torch.Tensor | None,
 ) -> Steps[torch.Tensor]:
     engine = agent.engine
-    published = engine.publish(operation, tensor)
+    published = engine.publisher.publish(operation, tensor)
     shape, total = tuple(tensor.shape), published.data.numel()
     sources, destinations = mixing.sources, mixing.destinations
     nothing: list[int] = []
@@ -270,7 +270,7 @@ def _readers(
 ) -> Generator[Exchange, Arrived, dict[int, float]]:
     """Tell each static in-neighbour whether this agent will read from it; learn which out-neighbours will read here."""
     wanted = set(sources)
-    empty = agent.engine.publish(operation, torch.empty(0))
+    empty = agent.engine.publisher.publish(operation, torch.empty(0))
     sends = [
         Send(rank, empty, 0, 0, (0,), 1.0 if rank in wanted else NOTHING)
         for rank in _rotated(agent, static.source_ranks)
@@ -347,7 +347,7 @@ def neighbor_allgather_nonblocking(
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         engine = agent.engine
-        published = engine.publish(operation, tensor)
+        published = engine.publisher.publish(operation, tensor)
         shape, total = tuple(tensor.shape), published.data.numel()
         sends = [Send(rank, published, 0, total, shape) for rank in _rotated(agent, targets)]
         arrived = yield Exchange(sends, sorted(order), tensor.dtype, checked=checked, digest=digest)

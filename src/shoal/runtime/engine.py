@@ -19,17 +19,14 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from ..errors import NotInitialized, ShoalError
-from ..transport.link import Lease, Published
 from ..transport.memory import Arena, ResultPool
 from ..transport.poller import Poller
 from ..transport.router import Router
@@ -43,6 +40,7 @@ from .membership import Membership
 from .operation import MORE, Arrived, Exchange, Handle, Operation, Send, Stage, Steps
 from .outbox import Outbox
 from .patience import ASK_AFTER, overdue, remind
+from .publishing import Publisher
 from .wheel import AFTER_SMALL, Wheel
 
 log = logging.getLogger("shoal")
@@ -50,8 +48,6 @@ T = TypeVar("T")
 
 HANG_UP_SECONDS = 1.0
 """How long an agent that leaves waits for the others to hang up."""
-PUBLISH_BYTES = 1 << 14
-"""Tensors larger than this are published in shared memory; smaller ones travel inside the message."""
 
 
 class Engine:
@@ -64,6 +60,7 @@ class Engine:
         self.events = Events()
         self.membership = Membership(size)
         self.arena = Arena()
+        self.publisher = Publisher(self.arena)
         self.pool = ResultPool()
         self.poller = Poller()
         self.wheel = Wheel(self, self.poller, f"shoal-{rank}")
@@ -76,7 +73,6 @@ class Engine:
         self.router = Router(rank, self.poller, self.hearing, self.arena, self.pool)
         self.departures = Departures(rank, self.membership, self.router)
         self.outbox = Outbox(rank, self.router, self.membership, self.events, self.hearing.on_closed)
-        self._lent = threading.local()
         self._callbacks: deque[tuple[Callable[[Handle[Any]], None], Handle[Any]]] = deque()
         self.services: dict[str, Service] = {}
         self.refused: ShoalError | None = None  # a refusal of a round that had already ended here
@@ -159,50 +155,6 @@ class Engine:
         assert small is not None
         operation.generator = small.family.alone(operation, small)
         self.resume(operation, None)
-
-    def publish(self, operation: Operation, tensor: torch.Tensor) -> Published:
-        """Copy a tensor to where other agents can read it, flat, until they all have and the operation has ended.
-
-        One that the caller's thread is :meth:`lending` is not copied.
-        """
-        if tensor is getattr(self._lent, "tensor", None):
-            return Published(tensor.view(-1), self.arena.find(tensor), lent=True)
-        if tensor.is_cpu and tensor.numel() * tensor.element_size() <= PUBLISH_BYTES:
-            return Published(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1))
-        published = self._room(operation, tensor.numel(), tensor.dtype)
-        published.data.view(tensor.shape).copy_(tensor.detach())
-        return published
-
-    @contextmanager
-    def lending(self, tensor: torch.Tensor) -> Iterator[None]:
-        """What this thread submits here reads ``tensor`` where it lies, and ends only when all others have read it.
-
-        For a contiguous tensor that ``arena.empty`` made and that nobody changes meanwhile; any other is copied. An
-        operation that fails may leave readers behind: the tensor must then not change any more.
-        """
-        if tensor.nbytes <= PUBLISH_BYTES or self.arena.find(tensor) is None:
-            yield
-            return
-        self._lent.tensor = tensor
-        try:
-            yield
-        finally:
-            self._lent.tensor = None
-
-    def publish_joined(self, operation: Operation, parts: list[torch.Tensor]) -> Published:
-        """Copy flat tensors of one dtype, one behind the other, to where other agents can read them."""
-        dtype, total = parts[0].dtype, sum(part.numel() for part in parts)
-        if total * dtype.itemsize <= PUBLISH_BYTES:
-            return Published(torch.cat(parts))
-        published = self._room(operation, total, dtype)
-        torch.cat(parts, out=published.data)
-        return published
-
-    def _room(self, operation: Operation, numel: int, dtype: torch.dtype) -> Published:
-        region = self.arena.allocate(numel * dtype.itemsize)
-        lease = Lease(self.arena, region)
-        operation.leases.append(lease)
-        return Published(region.as_tensor(dtype, numel), region, lease)
 
     # The life of an operation
 
@@ -355,7 +307,7 @@ class Engine:
     def answer(self, source: int, request: Message, tensor: torch.Tensor) -> None:
         """Send the one that asks for something, and waits for it as its second stage, a copy of a tensor."""
         reply = Operation(request.op, request.name, request.round, self.timeout)
-        published = self.publish(reply, tensor)
+        published = self.publisher.publish(reply, tensor)
         numel = published.data.numel()
         exchange = Exchange([Send(source, published, 0, numel, (numel,))], (), digest=request.digest)
         self.outbox.post(Channel(request.name), reply, Stage(request.stage + 1, exchange, set(), {}))

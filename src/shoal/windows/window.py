@@ -279,7 +279,7 @@ class Window:
             published = {}
             for weight in set(weights.values()):
                 scaled = torch.empty(0) if tensor is None else tensor if weight == 1 else tensor * weight
-                published[weight] = engine.publish(operation, scaled)
+                published[weight] = engine.publisher.publish(operation, scaled)
             sends = []
             for rank, weight in weights.items():
                 one = published[weight]
