@@ -38,6 +38,7 @@ from shoal.bench.figures import Figures
 from shoal.bench.jobs import Progress, run_job
 from shoal.bench.machine import LoadWatch, here
 from shoal.bench.meter import Reporter
+from shoal.optim.heap import keep_freed_memory
 
 SCRIPT = str(Path(__file__).resolve())
 SLOW, MIDDLE, FAST = 100e6 / 8, 200e6 / 8, 1e9 / 8
@@ -129,6 +130,7 @@ def agent(words: Sequence[str], quick: bool) -> None:
     """What each agent of a job runs."""
     reporter = Reporter()
     torch.set_num_threads(1)
+    keep_freed_memory()  # Shoal's optimizers see to it; so does the peer have it from its first step
     dist.init_process_group("gloo")
     shoal.init()
     part, *more = words

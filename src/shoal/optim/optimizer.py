@@ -24,6 +24,7 @@ from ..topology.schedule import Schedule
 from .buckets import BUCKET_BYTES
 from .equation import Equation
 from .flight import Flight
+from .heap import keep_freed_memory
 from .join import Join
 from .local import LocalStep
 from .params import claim, names_of, release
@@ -120,6 +121,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._way = _way_of(algorithm, self._flight, self._local, overlap, topology, name)
         self._join = Join(self._flight, self._way, name)
         claim(self._names, self)
+        keep_freed_memory()
         me = weakref.ref(self)
 
         def before_forward(module: torch.nn.Module, args: Any) -> None:

@@ -1,0 +1,38 @@
+"""Freed memory stays with the process: the gradients of a step lie where those of the step before did.
+
+glibc gives a large block back to the kernel as soon as it is freed, or when up to 64 MB lie free at the end of its
+heap. In a loop that frees its gradients after each step the kernel maps and clears all their pages again and again: 50
+of 175 ms where there are 200 MB of them. What stays instead is used again, as torch keeps the memory of a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from functools import cache
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_NEVER = -1
+_ONE_BLOCK = 1 << 30
+_ONE_BLOCK_BEFORE_2_35 = 1 << 25
+"""The largest block in bytes that comes from the heap; an older glibc refuses more than this."""
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Have glibc keep what is freed, for the whole process, unless the environment says how it is to be tuned.
+
+    Returns:
+        Whether it does.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's alone
+    if mallopt is None or _is_tuned(os.environ):
+        return False
+    raised = mallopt(_MMAP_THRESHOLD, _ONE_BLOCK) or mallopt(_MMAP_THRESHOLD, _ONE_BLOCK_BEFORE_2_35)
+    return bool(raised and mallopt(_TRIM_THRESHOLD, _NEVER))
+
+
+def _is_tuned(environ: Mapping[str, str]) -> bool:
+    variables = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    return any(environ.get(one) for one in variables) or "glibc.malloc." in environ.get("GLIBC_TUNABLES", "")

@@ -1,0 +1,58 @@
+"""Gradients that are freed after a step do not cost the next one page faults."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PAGES = (4 * 2048 * 2048 * 4) // os.sysconf("SC_PAGE_SIZE")
+"""Of the gradients of the script's model."""
+SCRIPT = """
+import resource
+import torch
+import shoal
+
+shoal.init()
+model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = shoal.DistributedAdaptThenCombineOptimizer(optimizer, model)
+faults = []
+for _ in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    model(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(max(faults[3:]))
+shoal.shutdown()
+"""
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap is told")
+
+
+def faults_of_a_step(**environ: str) -> int:
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env={**os.environ, **environ}, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return int(run.stdout)
+
+
+def test_gradients_lie_where_those_of_the_step_before_did() -> None:
+    assert faults_of_a_step() < PAGES // 10
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_THRESHOLD_", "131072"),
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
+    ],
+)
+def test_what_the_environment_says_of_the_heap_holds(name: str, text: str) -> None:
+    assert faults_of_a_step(**{name: text}) > PAGES // 2
