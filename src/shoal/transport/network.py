@@ -23,6 +23,8 @@ CHUNK_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 TURN_BYTES = 1 << 20
 """How much is read from one connection before the others, and the sums, have their turn."""
+WAKE_BYTES = 1 << 16
+"""So much of a tensor comes before the reader is woken: at each packet it would take the core from who computes."""
 DEAD_HOST_SECONDS = 20
 UNSENT_BYTES = 1 << 17
 """How much the system queues unsent: a small message waits behind no more than this of a large one."""
@@ -168,8 +170,22 @@ class NetworkIncoming(Incoming):
         self._filled = 0
         self._payloads: dict[int, tuple[Payload, memoryview, int]] = {}
         self._chunk: tuple[int, int] | None = None  # (token, bytes still to come)
+        self._wakes_at = 1
 
     def read(self) -> None:
+        try:
+            self._read()
+        finally:
+            self._say_when_to_wake()
+
+    def _say_when_to_wake(self) -> None:
+        """In the middle of a chunk, not for less of it than ``WAKE_BYTES``, or its end; else for any byte."""
+        wakes_at = 1 if self._chunk is None else min(self._chunk[1], WAKE_BYTES)
+        if wakes_at != self._wakes_at and self.sock.fileno() >= 0:
+            self._wakes_at = wakes_at
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wakes_at)
+
+    def _read(self) -> None:
         turn = 0
         while turn < TURN_BYTES:
             if self._chunk is not None:

@@ -1,0 +1,99 @@
+"""A reader is woken for a good part of a tensor, not for each packet; and for any byte where nothing large is due."""
+
+from __future__ import annotations
+
+import select
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from shoal.transport.link import Receiver
+from shoal.transport.memory import ResultPool
+from shoal.transport.network import WAKE_BYTES, NetworkIncoming
+from shoal.transport.wire import Kind, Message, Payload, Where, encode
+
+PATIENCE_SECONDS = 5.0
+
+
+class Ear:
+    """Notes what comes."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.arrived: list[int] = []
+
+    def on_message(self, source: int, message: Message) -> None:
+        self.messages.append(message)
+
+    def on_arrived(self, payload: Payload) -> None:
+        self.arrived.append(payload.available)
+
+
+def connection() -> tuple[socket.socket, NetworkIncoming, Ear]:
+    ear: Any = Ear()
+    nothing: Any = SimpleNamespace(hello=b"", add=lambda *_: None, remove=lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        near, _ = server.accept()
+    receiver: Receiver = ear
+    incoming = NetworkIncoming(near, nothing, nothing, receiver, ResultPool())
+    incoming.peer = 1
+    return far, incoming, ear
+
+
+def is_readable(incoming: NetworkIncoming, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(incoming.sock, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
+def test_woken_for_a_part_worth_the_while_and_for_the_last_bytes() -> None:
+    far, incoming, ear = connection()
+    elements = WAKE_BYTES  # 4 WAKE_BYTES of float32
+    tensor = torch.arange(elements, dtype=torch.float32)
+    data = tensor.numpy().tobytes()
+    message = Message(
+        Kind.DATA, name="x", token=7, dtype=torch.float32, shape=(elements,), where=Where.STREAM, nbytes=len(data)
+    )
+    chunk = Message(Kind.CHUNK, token=7, nbytes=len(data))
+    sent = 100
+    far.sendall(encode(message) + encode(chunk) + data[:sent])
+    assert is_readable(incoming, PATIENCE_SECONDS)
+    incoming.on_event()
+    assert [one.name for one in ear.messages] == ["x"]
+    # A little more of the tensor is not worth it; as much as that is.
+    far.sendall(data[sent : sent + WAKE_BYTES // 2])
+    assert not is_readable(incoming, 0.1)
+    far.sendall(data[sent + WAKE_BYTES // 2 : len(data) - 10])
+    payload = ear.messages[0].payload
+    assert payload is not None
+    while payload.available < elements - 3:
+        assert is_readable(incoming, PATIENCE_SECONDS)
+        incoming.on_event()
+    # The last bytes are all that comes; and then a message may be as short as it likes.
+    far.sendall(data[-10:])
+    assert is_readable(incoming, PATIENCE_SECONDS)
+    incoming.on_event()
+    assert payload.available == elements and torch.equal(payload.data, tensor)
+    far.sendall(encode(Message(Kind.DONE, token=9)))
+    assert is_readable(incoming, PATIENCE_SECONDS)
+    incoming.on_event()
+    assert ear.messages[1].token == 9
+    far.close()
+    incoming.close()
+
+
+def test_the_end_of_the_connection_wakes_whatever_is_still_due() -> None:
+    far, incoming, _ = connection()
+    nbytes = 4 * WAKE_BYTES
+    message = Message(Kind.DATA, name="x", token=7, shape=(nbytes,), where=Where.STREAM, nbytes=nbytes)
+    far.sendall(encode(message) + encode(Message(Kind.CHUNK, token=7, nbytes=nbytes)) + bytes(10))
+    assert is_readable(incoming, PATIENCE_SECONDS)
+    incoming.on_event()
+    far.sendall(bytes(10))
+    assert not is_readable(incoming, 0.1)
+    far.close()
+    assert is_readable(incoming, PATIENCE_SECONDS)
+    incoming.close()
