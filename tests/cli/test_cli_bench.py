@@ -166,9 +166,9 @@ def test_a_band_is_for_ten_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "others", "quiet"), [(2.0, 0.2, True), (2.1, 0.0, False), (0.0, 0.21, False), (0.0, 0.0, True)]
+    ("before", "others", "quiet"), [(9.0, 0.2, True), (0.0, 0.21, False), (9.0, 0.21, False), (0.0, 0.0, True)]
 )
-def test_a_machine_is_quiet_when_neither_the_load_nor_others_say_no(before: float, others: float, quiet: bool) -> None:
+def test_a_machine_is_quiet_when_others_leave_it_alone(before: float, others: float, quiet: bool) -> None:
     assert Load(before, 5.0, others, cores=2).quiet is quiet
 
 

@@ -1,7 +1,8 @@
 """Which machine this is, and whether it was quiet while something was measured on it.
 
 A figure means little without the machine, and nothing if somebody else was using it. So the time that all processes
-have used is compared with that of our own; the load average, which lags by a minute, is shown beside it.
+have used is compared with that of our own; the load average, which remembers for a minute what we did before, is shown
+beside it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-LOAD_LIMIT = 1.0
-"""Load average before a measurement, for each core, above which the machine counts as busy. It remembers a minute."""
 OTHERS_LIMIT = 0.1
 """Share of the machine's time that went to others during a measurement, above which it counts as busy."""
 
@@ -77,7 +76,7 @@ class Load:
 
     @property
     def quiet(self) -> bool:
-        return self.before <= LOAD_LIMIT * self.cores and self.others <= OTHERS_LIMIT * self.cores
+        return self.others <= OTHERS_LIMIT * self.cores
 
     def __str__(self) -> str:
         return (
