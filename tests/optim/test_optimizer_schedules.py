@@ -103,3 +103,20 @@ def test_weights_by_hand_beside_a_schedule_are_refused(fleet: Fleets) -> None:
             shoal.DistributedGradientAllreduceOptimizer(sgd, model, topology=OnePeerExponential(2))
 
     fleet(2).run(run)
+
+
+def test_a_round_that_could_not_begin_is_not_counted(fleet: Fleets) -> None:
+    def run() -> tuple[int, int]:
+        model = deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer = shoal.DecentralizedOptimizer(sgd, model, AWC)
+        other = 1 - shoal.rank()
+        optimizer.self_weight, optimizer.src_weights, optimizer.dst_weights = 0.5, {2: 0.5}, [other]
+        with pytest.raises(ValueError, match="2"):
+            model(batch(shoal.rank(), 0))
+        failed = optimizer.rounds
+        optimizer.src_weights = {other: 0.5}
+        take_steps(model, optimizer, range(1))
+        return failed, optimizer.rounds
+
+    assert fleet(2).run(run) == [(0, 1), (0, 1)]

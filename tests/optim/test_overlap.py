@@ -219,3 +219,14 @@ def test_after_a_failure_nobody_reads_what_changes(fleet: Fleets) -> None:
         return moved
 
     assert all(fleet(2).run(run))
+
+
+def test_buckets_that_leave_early_are_smaller(fleet: Fleets) -> None:
+    def run(overlap: str | None) -> int:
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3)))  # 4 MiB each
+        optimizer = ATC(sgd(model), model, overlap=overlap)
+        return len(optimizer._flight.buckets())
+
+    agents = fleet(2)
+    assert agents.run(run, None) == [1, 1]
+    assert agents.run(run, "backward") == [3, 3]

@@ -14,7 +14,9 @@ import torch
 from ..runtime.agent import current
 
 BUCKET_BYTES = 16 << 20
-"""Large enough that a message costs little beside its bytes, small enough that the first leaves early."""
+"""Large enough that a message costs little beside its bytes."""
+OVERLAPPED_BUCKET_BYTES = 4 << 20
+"""During the backward pass: small enough that the first leaves early, and that little is left when it ends."""
 
 
 class Bucket:

@@ -75,7 +75,7 @@ class Equation(Way):
         self._flight.rounds += 1
         bucket.flat.copy_(self._algorithm.estimate(self._x, self._state))
 
-    def follow(self) -> None:
+    def check_that_it_can_follow(self) -> None:
         raise ValueError(
             f"{type(self._algorithm).__name__}: an agent without batches cannot take part, since a step of it is one "
             "of all agents. Deal out equally many batches (shoal.AgentSampler)"

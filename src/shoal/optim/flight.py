@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,8 +30,11 @@ class Flight:
 
     Attributes:
         rounds: Exchanges that have begun.
+        in_step: A round of this agent is one of its neighbours', too.
         present: While agents are joined (``join.py``), how many have still batches.
     """
+
+    in_step: ClassVar[bool] = True
 
     def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
         self.settings = settings
@@ -52,13 +55,12 @@ class Flight:
 
     def take_off_with(self, number: int) -> None:
         """The same with one bucket; the others of the round follow, each once."""
-        if not self._handles:
-            self.rounds += 1
-        bucket = self.buckets()[number]
+        bucket, under_way = self.buckets()[number], bool(self._handles)
         bucket.lend()
         self._handles[number] = self.settings.start(
-            bucket.flat, bucket.room_for_result(), f"{self._name}.{number}", self._view, self.rounds - 1
+            bucket.flat, bucket.room_for_result(), f"{self._name}.{number}", self._view, self.rounds - under_way
         )
+        self.rounds += not under_way
 
     def land(self) -> None:
         """Wait for the averages; they are the parameters from here on. Nothing happens if nothing is under way."""
@@ -121,11 +123,10 @@ class Flight:
 
     def take_off_with_gradients(self, number: int, *, zeros: bool = False) -> None:
         """Begin to average the gradients of one bucket."""
-        bucket = self.buckets()[number]
-        if not self._handles:
-            self.rounds += 1
+        bucket, under_way = self.buckets()[number], bool(self._handles)
         flat = bucket.room_for_result().zero_() if zeros else bucket.gather_gradients()
         self._handles[number] = allreduce_nonblocking(flat, name=f"{self._name}.gradients.{number}", out=flat)
+        self.rounds += not under_way
 
     def land_gradients(self) -> None:
         """Wait for the mean gradients; they are the gradients from here on."""

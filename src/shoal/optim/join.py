@@ -17,7 +17,6 @@ from ..ops.collective import allreduce_nonblocking
 from ..runtime.operation import Handle
 from .flight import Flight
 from .ways import Way
-from .window_flight import WindowFlight
 
 _PAUSE_SECONDS = 0.002
 """Between two rounds of an agent that only passes on what comes to it."""
@@ -35,15 +34,10 @@ class Join:
     def __init__(self, flight: Flight, way: Way, name: str) -> None:
         self._flight, self._way, self._name = flight, way, name
 
-    @property
-    def asynchronous(self) -> bool:
-        """Rounds of different agents have nothing to do with each other."""
-        return isinstance(self._flight, WindowFlight)
-
     @contextmanager
     def round(self, due: bool) -> Iterator[None]:
         """A round of an agent that has batches."""
-        if not due or self.asynchronous:
+        if not due or not self._flight.in_step:
             yield
             return
         by_hand = self._flight.settings.by_hand
@@ -66,7 +60,7 @@ class Join:
                 f"{self._name}: the batches ended between a forward pass and step(), with an exchange under way; leave "
                 "the loop after step()"
             )
-        if self.asynchronous:
+        if not self._flight.in_step:
             self._follow_at_leisure()
             return
         while True:

@@ -21,7 +21,7 @@ from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDesce
 from ..algorithms.view import View
 from ..runtime.agent import current
 from ..topology.schedule import Schedule
-from .buckets import BUCKET_BYTES
+from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
 from .equation import Equation
 from .flight import Flight
 from .heap import keep_freed_memory
@@ -37,7 +37,6 @@ from .ways import (
     AverageGradientsDuringBackward,
     Way,
 )
-from .window_flight import WindowFlight
 
 _ATC, _PARALLEL = GradientDescent(1.0), ParallelGradientDescent(1.0)
 _BY_BUCKETS: dict[Algorithm, tuple[type[Way], type[Way] | None]] = {
@@ -67,7 +66,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             given, the static topology, or what the attributes say.
         overlap: ``"backward"``: buckets leave during the backward pass, stepped as soon as their gradients are there,
             and ``step()`` waits. Not with gradient clipping, a closure or a GradScaler, which need all gradients first.
-        bucket_bytes: How much goes into one message.
+        bucket_bytes: How much goes into one message: 16 MiB, or 4 MiB with ``overlap="backward"``, if not given.
         name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent.
         flight: How parameters travel: in step with the neighbours, or through windows (``window_flight.py``).
         settings: The attributes to begin with.
@@ -89,7 +88,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         *,
         topology: nx.Graph | Schedule | None = None,
         overlap: Literal["backward"] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         name: str = "optimizer",
         flight: type[Flight] = Flight,
         **settings: Any,
@@ -106,6 +105,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         for key, value in settings.items():
             setattr(self, key, value)
         self._names = names_of(self._models, self._inner)
+        if bucket_bytes is None:
+            bucket_bytes = OVERLAPPED_BUCKET_BYTES if overlap else BUCKET_BYTES
         # An algorithm has one vector.
         whole = bucket_bytes if _by_buckets(algorithm) else float("inf")
         if topology is not None and algorithm == _PARALLEL:
@@ -246,10 +247,12 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: The weights of each round are set by hand; nobody could go on with them. Give a ``topology``.
+                Or a step of the algorithm is one of all agents, and those without batches could not take part.
             RuntimeError: The loop was left between a forward pass and its step.
         """
         alone = current("optimizer.join").size == 1
         if not alone:
+            self._way.check_that_it_can_follow()
             with torch.no_grad():
                 self._flight.prepare()
         self._joined = not alone
@@ -340,13 +343,12 @@ def _way_of(
     if overlap not in (None, "backward"):
         raise ValueError(f'overlap={overlap!r}: give "backward", or leave it out')
     plain, during_backward = _by_buckets(algorithm) or (Equation, None)
-    windows = isinstance(flight, WindowFlight)
-    if overlap and (during_backward is None or windows):
+    if overlap and (during_backward is None or not flight.in_step):
         raise ValueError(
             f'overlap="backward" is for adapt, then combine, and for averaged gradients, in step; not for {algorithm}'
-            + (" through windows" if windows else "; adapt with combine overlaps the whole pass as it is")
+            + ("; adapt with combine overlaps the whole pass as it is" if flight.in_step else " through windows")
         )
-    if plain in (Equation, AverageGradients) and windows:
+    if plain in (Equation, AverageGradients) and not flight.in_step:
         raise ValueError(f"{algorithm} exchanges in step, not through windows; leave flight out")
     if plain is Equation:
         return Equation(flight, local, algorithm, topology, name)

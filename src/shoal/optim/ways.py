@@ -31,6 +31,9 @@ class Way(ABC):
     def step(self, due: bool) -> None:
         """A step; ``due``: with this round's exchange."""
 
+    def check_that_it_can_follow(self) -> None:  # noqa: B027 - most can
+        """ValueError if an agent that has no batch left cannot take part in the others' rounds."""
+
     def follow(self) -> None:
         """The exchange of a round by an agent that has no batch left: with its parameters as they are."""
         self._flight.before_local_step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +21,8 @@ from .rounds import Settings
 class WindowFlight(Flight, ABC):
     """Each bucket is a window. A subclass says what is moved at take-off, and what becomes of it at landing."""
 
+    in_step: ClassVar[bool] = False
+
     def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
         if view is not None:
             raise ValueError(
@@ -36,8 +38,8 @@ class WindowFlight(Flight, ABC):
         return self._moves is not None
 
     def take_off(self) -> None:
-        self.rounds += 1
         self._moves = [self._move(bucket, name) for bucket, name in self._open()]
+        self.rounds += 1
 
     def land(self) -> None:
         if self._moves is None:
