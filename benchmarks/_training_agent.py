@@ -37,6 +37,8 @@ from shoal.runtime.agent import current
 MB = 1 << 20
 HALF = 0.5
 BATCHES = (8, 16, 32, 64, 128)
+ROWS_BETWEEN_HOSTS = 1024
+"""At which computing takes about as long as an exchange at 500 Mbit/s, whatever the size of the model."""
 FEW = 2
 """Repetitions where something is only chosen."""
 
@@ -167,15 +169,15 @@ def _unwrapped(trainer: Trainer, work: Work, shares: bool) -> Trainer:
     return Trainer(twin, trainer.optimizer.optimizer)
 
 
-def volumes(reporter: Reporter, quick: bool, megabytes: str, *ways: str, kind: str) -> list[Figures]:
+def volumes(reporter: Reporter, quick: bool, megabytes: str, *ways: str, kind: str, rows: int) -> list[Figures]:
     """How much of the exchange shows: steps and exchanges alone, of an MLP of so many megabytes.
 
     SGD here has no momentum: a copy more of 574 MB for each way would not fit into the memory of a small machine.
     """
     work = mlp_of(int(float(megabytes) * 1_000_000))
-    batch = work.batch(4 if quick else 32, shoal.rank())
+    batch = work.batch(4 if quick else rows, shoal.rank())
     sparing = {"momentum": 0.0}
-    settings = data_parallels((25,) if quick else (25, 100), variants=False)
+    settings = data_parallels((25,) if quick else (5, 25, 100), variants=False)
     ddp = fastest(settings, try_out(reporter, work, batch, settings, **sparing))[0]
     trainers = {
         LOCAL: alone(work.make(), **sparing),
@@ -249,8 +251,8 @@ PARTS: dict[str, Callable[..., list[Figures]]] = {
     "mlp": train_mlp,
     "resnet20": train_resnet20,
     "alone": train_alone,
-    "volumes": partial(volumes, kind="volumes"),
-    "volumes-hosts": partial(volumes, kind="volumes over hosts"),
+    "volumes": partial(volumes, kind="volumes", rows=32),
+    "volumes-hosts": partial(volumes, kind="volumes over hosts", rows=ROWS_BETWEEN_HOSTS),
     "hosts": train_vgg16,
     "memory": memory,
 }

@@ -222,7 +222,7 @@ def overhead(wrapped: Sequence[float], plain: Sequence[float]) -> float:
 def _volumes(figures: Sequence[Figures]) -> Iterable[Sheet]:
     titles = {
         "volumes": "One machine, four agents: how much of the exchange shows",
-        "volumes over hosts": "Four hosts with a card of 1 Gbit/s: how much of the exchange shows",
+        "volumes over hosts": "Two hosts with a card of 500 Mbit/s: how much of the exchange shows",
     }
     columns = ["parameters >", "way", "step >", "alone >", "exposed >", "exchange by itself >", "hidden >"]
     for kind, title in titles.items():

@@ -41,12 +41,12 @@ from shoal.bench.meter import Reporter
 from shoal.optim.heap import keep_freed_memory
 
 SCRIPT = str(Path(__file__).resolve())
-SLOW, MIDDLE, FAST = 100e6 / 8, 200e6 / 8, 1e9 / 8
+SLOW, MIDDLE, FAST = 100e6 / 8, 200e6 / 8, 500e6 / 8
 """Bytes a second of a host's card."""
 VOLUMES = (21, 102, 574)
 """Megabytes of parameters, as in the Horovod paper's figure 10."""
 TOGETHER = 200
-"""Up to so many megabytes all ways are timed in one job; above it their models do not fit beside each other."""
+"""Up to so many megabytes four agents time all ways in one job; above it their models do not fit beside each other."""
 AGENT_PARTS: dict[str, Callable[..., list[Figures]]] = {
     **_training_agent.PARTS,
     "one-agent": _table2.one_agent,
@@ -67,9 +67,10 @@ def on_one_machine(agents: int, quick: bool, *words: str) -> Job:
     return Job(f"{' '.join(words)}, {agents} agents", partial(run_job, [run], {}))
 
 
-def on_hosts(count: int, rate: float, per_host: int, quick: bool, *words: str) -> Job:
+def on_hosts(count: int, rate: float, per_host: int, quick: bool, *words: str, large_packets: bool = False) -> Job:
     name = f"{' '.join(words)}, {count} hosts of {per_host}"
-    return Job(name, partial(run_on_machines, count, rate, per_host, _script(quick, *words)))
+    script = _script(quick, *words)
+    return Job(name, partial(run_on_machines, count, rate, per_host, script, large_packets=large_packets))
 
 
 def _script(quick: bool, *words: str) -> list[str]:
@@ -99,9 +100,8 @@ def volumes(quick: bool) -> list[Job]:
         ways = synchronous()
         for together in [ways] if megabytes <= TOGETHER else [[way] for way in ways]:
             jobs.append(on_one_machine(2 if quick else 4, quick, "volumes", str(megabytes), *together))
-            if not obstacle():
-                count = 2 if quick else 4
-                jobs.append(on_hosts(count, FAST, 1, quick, "volumes-hosts", str(megabytes), *together))
+        if not obstacle():
+            jobs.append(on_hosts(2, FAST, 1, quick, "volumes-hosts", str(megabytes), *ways, large_packets=True))
     return jobs
 
 
