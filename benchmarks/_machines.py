@@ -38,7 +38,7 @@ def machines(count: int, rate: float, large_packets: bool = False) -> Iterator[l
 
     Args:
         large_packets: The kernel handles up to 30 KB at once, as where a card cuts packets up by itself, and not 1500
-            bytes, each of which takes the core for 20 microseconds from who computes on it.
+            bytes, each of which takes the core from who computes on it.
 
     Yields:
         For each, the command that another command is put behind to run there.
