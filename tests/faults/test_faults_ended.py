@@ -16,6 +16,7 @@ import shoal
 from shoal.runtime import bootstrap
 from shoal.runtime.agent import current
 from shoal.runtime.engine import HANG_UP_SECONDS
+from shoal.runtime.events import Event
 from shoal.transport.sockets import Outgoing
 from support.agent_main import Outcome, die
 from support.leftovers import wait_until
@@ -272,9 +273,24 @@ def test_an_agent_that_is_stopped_in_the_middle_of_a_tensor_is_named() -> None:
         pending = [world.run_on(rank, average_with_a_stop, 8_000_000) for rank in range(3)]
         for one in [pending[rank].outcome() for rank in (0, 1)]:
             assert (one.error, one.ranks) == ("DeadlineExceeded", (VICTIM,)), f"rank {one.rank}: {one.trace}"
+            assert one.seconds < 1.5 + SECONDS
         world.kill(VICTIM, signal.SIGCONT)
         pending[VICTIM].outcome()
         world.results(average_once_more)
+
+
+@pytest.mark.transport("network")
+def test_the_deadline_holds_where_the_clock_was_last_looked_at_when_all_headers_were_there() -> None:
+    with World(2, environment={"SHOAL_TRANSPORT": "network"}) as world:
+        world.results(look_at_the_clock_when_something_comes, on=[0])
+        world.results(stop_at, Point("Chunk out", 6), on=[1])
+        pending = [world.run_on(rank, average_with_a_stop, 8_000_000) for rank in range(2)]
+        one = pending[0].outcome()
+        assert (one.error, one.ranks) == ("DeadlineExceeded", (1,)), one.trace
+        assert one.seconds < 1.5 + SECONDS
+        world.kill(1, signal.SIGCONT)
+        pending[1].outcome()
+        world.results(shoal.barrier)
 
 
 @pytest.mark.transport("network")
@@ -302,6 +318,17 @@ def set_the_ring() -> None:
 
 def stop_at(point: Point) -> None:
     arm(point, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def look_at_the_clock_when_something_comes() -> None:
+    """As happens by itself when something else is due at that moment."""
+    engine = current("test").engine
+
+    def look(event: Event) -> None:
+        if event.kind == "received":
+            engine.next_check = 0.0
+
+    shoal.events().subscribe(look)
 
 
 def average_with_a_stop(numel: int = 30_000) -> None:

@@ -21,7 +21,7 @@ STALL_AFTER = 30.0
 def remind(operation: Operation, now: float, rank: int, outbox: Outbox) -> float:
     """Ask or report, if it is time to. Returns when to come back, as ``time.monotonic()``."""
     stage = operation.stage
-    following = operation.deadline if not operation.computing else float("inf")
+    following = operation.deadline  # also while it computes: it may have to wait for more afterwards
     if stage is not None and stage.missing and not stage.asked:
         if now < stage.started + ASK_AFTER:
             return min(following, stage.started + ASK_AFTER)
