@@ -187,6 +187,14 @@ def test_no_agents_are_refused(tmp_path: Path) -> None:
     assert "at least one agent must run" in done.stderr
 
 
+def test_to_look_for_agents_makes_no_profile(tmp_path: Path) -> None:
+    one = Notebook(tmp_path)
+    status, stop = one.shoal("status", "--profile", "shaol"), one.shoal("stop", "--profile", "shaol")
+    assert (status.returncode, stop.returncode) == (1, 0)
+    assert status.stdout == stop.stdout == "no agents are running: there is no profile 'shaol'\n"
+    assert not list(tmp_path.glob("profile_*"))
+
+
 def test_without_ipyparallel_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

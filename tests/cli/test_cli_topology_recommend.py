@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import subprocess
 import sys
 from typing import Any
@@ -29,6 +31,23 @@ def test_a_round_of_one_message_a_card_takes_the_latency_and_its_bytes(capsys: p
     assert one["seconds_per_round"] == pytest.approx(0.805, rel=1e-3)
     assert one["rounds"] == 3
     assert one["seconds"] == pytest.approx(3 * 0.805, rel=1e-3)
+
+
+def test_a_bar_shows_on_a_terminal_how_far_it_is() -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "shoal", "topology", "recommend", "-n", "64"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment) as running:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # which is how Linux ends a terminal whose other side is closed
+            while piece := os.read(ours, 4096):
+                shown += piece
+        os.close(ours)
+        assert running.stdout is not None
+        assert b"64 agents on 64 machines" in running.stdout.read()
+        assert running.wait(timeout=50) == 0
+    assert b"timing" in shown
 
 
 def test_agents_of_one_machine_share_its_card(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 
 import pytest
@@ -22,7 +23,7 @@ OVER = [
     pytest.param(NETWORK, id="network", marks=pytest.mark.transport("network")),
 ]
 DEAD_HOST_SECONDS = 20.0
-"""After which a machine that no longer answers is given up: the transport's TCP_USER_TIMEOUT."""
+"""After which a machine that no longer answers is given up, by the transport's keepalive probes."""
 SILENT_SECONDS = DEAD_HOST_SECONDS + 10.0
 
 pytestmark = pytest.mark.soak
@@ -116,6 +117,33 @@ def test_a_short_outage_loses_nobody(seconds: float) -> None:
         interrupt(machines[1], seconds)
         rounds = {one.outcome(60.0).value for one in pending}
         assert len(rounds) == 1 and rounds.pop() > 0
+
+
+# A process that does not answer, on a machine that does, is not gone
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("numel", [16, 8_000_000])
+def test_an_agent_that_is_stopped_for_long_is_waited_for_until_the_deadline(numel: int) -> None:
+    with World(3, environment=NETWORK, timeout=90.0) as world:
+        world.results(average_for_a_while, numel, 2)
+        pending = [world.run_on(rank, average_for_a_while, numel, 50) for rank in range(3)]
+        time.sleep(0.2)  # in the middle of the work, with a tensor under way
+        world.kill(2, signal.SIGSTOP)
+        time.sleep(SILENT_SECONDS)
+        world.kill(2, signal.SIGCONT)
+        for one in pending:
+            outcome = one.outcome(60.0)
+            assert not outcome.error, f"rank {outcome.rank}: {outcome.trace}"
+
+
+def average_for_a_while(numel: int, rounds: int) -> None:
+    """Over a ring of three, each result checked."""
+    shoal.set_topology(shoal.RingGraph(3))
+    own = torch.full((numel,), float(shoal.rank()))
+    for _ in range(rounds):
+        assert torch.allclose(shoal.neighbor_allreduce(own), torch.tensor(1.0))
 
 
 def interrupt(machine: Namespace, seconds: float) -> None:

@@ -517,6 +517,16 @@ def test_parameters_of_another_model_are_refused() -> None:
     shoal.Fleet(1).run(run)
 
 
+@pytest.mark.parametrize("nbytes", [0, -1, 25e6, "25 MB"])
+def test_a_bucket_size_that_is_none_is_refused(nbytes: Any) -> None:
+    def run() -> None:
+        model = deepcopy(MODEL)
+        with pytest.raises(ValueError, match="whole number of bytes"):
+            ATC(sgd(model), model, bucket_bytes=nbytes)
+
+    shoal.Fleet(1).run(run)
+
+
 def test_data_that_somebody_has_put_elsewhere_are_taken_in_again(fleet: Fleets) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.FullyConnectedGraph(2))

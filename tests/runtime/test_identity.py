@@ -219,6 +219,7 @@ def test_events_tell_what_the_engine_does_and_stop_when_unsubscribed(fleet: Flee
     def run() -> list[tuple[str, int, int]]:
         seen: list[shoal.Event] = []
         unsubscribe = shoal.events().subscribe(seen.append)
+        both.wait(10)  # or the other agent's message could come before the subscription
         shoal.neighbor_allreduce(torch.ones(5000), "watched")
         unsubscribe()
         both.wait(10)  # or the other agent's next message could come before the end of the subscription

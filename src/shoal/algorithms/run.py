@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
+from ..progress import shown
 from .algorithm import Algorithm, Gradient
 from .mix import Mix
 
@@ -138,7 +137,8 @@ def steps_of(
 
         if resume is None:
             record(0)
-        for number in _shown(range(first, first + steps), progress):
+        numbers = range(first, first + steps)
+        for number in shown(numbers, "steps") if progress else numbers:
             mix.begin(number)
             grad.draw(mix)
             x, state = algorithm.step(x, state, grad, mix)
@@ -147,10 +147,3 @@ def steps_of(
                 record(number + 1)
         estimate = algorithm.estimate(x, state)
         return Run(x, estimate, state, first + steps, mix.sent, mix.exchanges, mix.seconds, records)
-
-
-def _shown(rounds: range, progress: bool) -> Iterable[int]:
-    console = Console(stderr=True)
-    if not progress or not (console.is_terminal or console.is_jupyter):
-        return rounds
-    return track(rounds, "steps", console=console, transient=True)

@@ -42,9 +42,12 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("ipyparallel") is None:
         print("shoal notebook: error: it needs ipyparallel: pip install 'shoal[notebook]'", file=sys.stderr)
         return 2
-    files = Files.of_profile(args.profile)
     if args.command == "start":
-        return _start(files, args.profile, args.agents, args.wait)
+        return _start(Files.make(args.profile), args.profile, args.agents, args.wait)
+    files = Files.find(args.profile)
+    if files is None:
+        print(f"no agents are running: there is no profile {args.profile!r}")
+        return 0 if args.command == "stop" else 1
     return _stop(files) if args.command == "stop" else _status(files)
 
 

@@ -19,13 +19,25 @@ class Files:
     profile: Path
 
     @staticmethod
-    def of_profile(name: str) -> Files:
+    def make(name: str) -> Files:
         """Those of a profile of this user, which is made if there is none."""
         from IPython.core.profiledir import ProfileDir
         from IPython.paths import get_ipython_dir
 
         made = ProfileDir.create_profile_dir_by_name(get_ipython_dir(), name)  # type: ignore[no-untyped-call]
         return Files(Path(made.location))
+
+    @staticmethod
+    def find(name: str) -> Files | None:
+        """Those of a profile of this user; None if there is none."""
+        from IPython.core.profiledir import ProfileDir, ProfileDirError
+        from IPython.paths import get_ipython_dir
+
+        try:
+            found = ProfileDir.find_profile_dir_by_name(get_ipython_dir(), name)  # type: ignore[no-untyped-call]
+        except ProfileDirError:
+            return None
+        return Files(Path(found.location))
 
     @property
     def log(self) -> Path:

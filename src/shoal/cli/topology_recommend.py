@@ -15,6 +15,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from ..progress import shown
 from ..runtime.launch import detect
 from ..sim.candidates import MOST_EDGES
 from ..sim.network_model import Link, Network
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if network.size > MOST_EDGES:
         raise ValueError(f"-n {network.size}: so many agents cannot be timed. The limit is {MOST_EDGES:,}.")
-    found = recommend(network, args.model_mb * 1e6, args.error)
+    found = recommend(network, args.model_mb * 1e6, args.error, watched=lambda ways: shown(ways, "timing"))
     if args.json:
         print(json.dumps(_plain(found), indent=1))
     else:

@@ -74,7 +74,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     Raises:
         TypeError: ``optimizer``, ``model`` or ``algorithm`` is not one.
         ValueError: LBFGS; a parameter that is not in the model, or that another wrapper has; a topology of another
-            size; an overlap that there is not.
+            size; an overlap, or a size of buckets, that there is not.
         Mismatch: At the first step, if the agents' models differ; it names the parameter.
     """
 
@@ -107,6 +107,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._names = names_of(self._models, self._inner)
         if bucket_bytes is None:
             bucket_bytes = OVERLAPPED_BUCKET_BYTES if overlap else BUCKET_BYTES
+        elif not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes!r}: it must be a whole number of bytes, 1 or more")
         # An algorithm has one vector.
         whole = bucket_bytes if _by_buckets(algorithm) else float("inf")
         if topology is not None and algorithm == _PARALLEL:

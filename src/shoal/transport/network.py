@@ -26,6 +26,8 @@ TURN_BYTES = 1 << 20
 WAKE_BYTES = 1 << 16
 """So much of a tensor comes before the reader is woken: at each packet it would take the core from who computes."""
 DEAD_HOST_SECONDS = 20
+SYN_COUNT = 3
+"""How often a request to connect is repeated: it is given up after 15 s, or 19 on a kernel that begins more evenly."""
 UNSENT_BYTES = 1 << 17
 """How much the system queues unsent: a small message waits behind no more than this of a large one."""
 
@@ -56,14 +58,19 @@ def start_connecting(host: str, port: int) -> socket.socket:
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay for small messages; a host that vanished without a word is noticed after ``DEAD_HOST_SECONDS``."""
+    """No delay for small messages; a host that vanished without a word is noticed after ``DEAD_HOST_SECONDS``.
+
+    The side that only listens notices it, by probes that a living host answers whatever its processes do. There is no
+    ``TCP_USER_TIMEOUT`` on the side that sends: it would also give up an agent that is stopped, or busy for so long,
+    and that a deadline is there for.
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_HOST_SECONDS // 4)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_HOST_SECONDS // 4)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_HOST_SECONDS * 1000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_COUNT)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,19 @@
+"""A bar for long work, where somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+T = TypeVar("T")
+
+
+def shown(items: Sequence[T], what: str) -> Iterable[T]:
+    """Go through ``items`` with a bar on stderr, called ``what``, that vanishes at the end; without one in a file."""
+    console = Console(stderr=True)
+    if not (console.is_terminal or console.is_jupyter):
+        return items
+    return track(items, what, console=console, transient=True)
