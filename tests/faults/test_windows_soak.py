@@ -137,6 +137,22 @@ def test_a_window_that_cannot_be_made_leaves_nothing_behind(fleet: Fleets) -> No
     fleet(2).run(run)
 
 
+def test_a_window_with_an_agent_that_is_long_gone_is_refused_by_its_name(fleet: Fleets) -> None:
+    gone = threading.Event()
+
+    def run() -> None:
+        if shoal.rank() == 1:
+            shoal.shutdown()
+            gone.set()
+            return
+        assert gone.wait(10)  # it listens no more
+        with pytest.raises(shoal.PeerLost) as caught:
+            shoal.win_create(torch.ones(5), "x", timeout=5.0)
+        assert caught.value.ranks == (1,)
+
+    fleet(2).run(run)
+
+
 # The locks themselves
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..transport.link import Link, Published
 from ..transport.router import Router
+from ..transport.shared_memory import SharedMemoryLink
 from ..transport.wire import DIED, WANTS_REPLY, Kind, Message
 from .departures import Departure
 from .events import Events
@@ -93,6 +94,12 @@ class Outbox:
             link = self._link(peer)
             if link is not None:
                 link.post(message)
+
+    def share(self, peer: int, ident: int, fd: int, lockable: bool) -> None:
+        """Let a peer on this machine map a memory file of ours; nothing for others, and for those that are gone."""
+        link = self._link(peer) if peer in self._membership.view.alive else None
+        if isinstance(link, SharedMemoryLink):
+            link.share(ident, fd, lockable)
 
     def done_with(self, source: int, message: Message) -> None:
         """Tell a sender that it may have its memory back, once."""

@@ -289,12 +289,6 @@ class Router:
         """A connection from this rank is open, so that its goodbye or its end will be noticed there."""
         return bool(self.incoming.get(rank))
 
-    def share(self, peer: int, ident: int, fd: int, lockable: bool) -> None:
-        """Let a peer on this machine map a memory file of ours; nothing for others."""
-        link = self.link(peer)
-        if isinstance(link, shared_memory.SharedMemoryLink):
-            link.share(ident, fd, lockable)
-
     def shared_by(self, peer: int, ident: int) -> tuple[torch.Tensor, int]:
         """A memory file that a peer has shared, and its descriptor, -1 if it is not to be locked."""
         for connection in self.incoming.get(peer, ()):

@@ -99,7 +99,7 @@ class Windows:
                 self._segments[name] = segment
                 for rank in peers:
                     for ident, fd, lockable in regions:
-                        self.engine.router.share(rank, ident, fd, lockable)
+                        self.engine.outbox.share(rank, ident, fd, lockable)
             published = self.engine.publisher.publish(operation, torch.tensor(told))
             sends = [Send(rank, published, 0, len(told), (len(told),)) for rank in peers]
             arrived = yield Exchange(sends, peers, torch.int64, digest=static.digest)
