@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -212,11 +213,10 @@ def test_gradients_without_overlap_are_exchanged_between_backward_and_local_step
 
 
 def test_the_picture_is_drawn_from_a_trace(traces: Path, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(LAYERS)))
+
     def run() -> None:
-        trainings = [
-            Training(name, way, nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(LAYERS))))
-            for name, way in WAYS.items()
-        ]
+        trainings = [Training(name, way, deepcopy(model)) for name, way in WAYS.items()]
         for training in 2 * trainings:
             training.iterate(torch.ones(1, 8))
 

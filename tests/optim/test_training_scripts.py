@@ -502,9 +502,10 @@ def test_two_wrappers_on_one_parameter_are_refused_until_one_is_closed() -> None
 def test_a_parameter_that_nobody_averages_is_warned_about_by_name() -> None:
     def run() -> None:
         model = deepcopy(MODEL)
-        some = torch.optim.SGD(list(model.parameters())[:2], lr=LR)
+        some = ATC(torch.optim.SGD(list(model.parameters())[:2], lr=LR), model)
         with pytest.warns(UserWarning, match=r"which are learnt: 2\.weight, 2\.bias"):
-            ATC(some, model)
+            some.step()
+        some.step()  # and no more
 
     shoal.Fleet(1).run(run)
 

@@ -59,7 +59,9 @@ class Backward:
         if param not in missing:
             raise RuntimeError(
                 'overlap="backward": a parameter got a second gradient before step(), and its bucket steps with the '
-                "first one. With k backward passes for a step set num_steps_per_communication=k"
+                "first one. With k backward passes for a step set num_steps_per_communication=k. After a backward pass "
+                "that failed, call step() before the next: the neighbours wait for the buckets that have not left. "
+                "Parameters that another model's loss reaches must not be learnt then: requires_grad_(False)"
             )
         missing.discard(param)
         if not missing:

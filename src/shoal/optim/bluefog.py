@@ -47,7 +47,10 @@ def DistributedAdaptWithCombineOptimizer(
 def DistributedGradientAllreduceOptimizer(
     optimizer: torch.optim.Optimizer, model: Models, num_steps_per_communication: int = 1, **options: Any
 ) -> DecentralizedOptimizer:
-    """The mean of all agents' gradients, and then the local step: what data-parallel training does."""
+    """The mean of all agents' gradients, and then the local step: what data-parallel training does.
+
+    The models must begin alike (:func:`~shoal.broadcast_parameters`). Every step averages, of however many passes.
+    """
     options |= {"num_steps_per_communication": num_steps_per_communication}
     return DecentralizedOptimizer(optimizer, model, _PARALLEL, **options)
 
@@ -123,4 +126,4 @@ def DistributedPushSumOptimizer(
 
 
 def _windows(steps: int, prefix: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    return {"name": prefix or "optimizer", "num_steps_per_communication": steps, **options}
+    return {"name": prefix, "num_steps_per_communication": steps, **options}

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from ..runtime.agent import current
+from .params import is_dense
 
 BUCKET_BYTES = 16 << 20
 """Large enough that a message costs little beside its bytes."""
@@ -30,6 +31,8 @@ class Bucket:
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self.params = params
         self.numel = sum(param.numel() for param in params)
+        # All agents', and for good: what lies where must not depend on what one of them does to a parameter later.
+        self._places = [(param.shape, param.stride() if is_dense(param) else None) for param in params]
         self._spare: torch.Tensor | None = None
         self._versions: list[int] = []
         self.flat = self._room()
@@ -42,16 +45,14 @@ class Bucket:
         return current("optim").engine.arena.empty((self.numel,), like.dtype)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of a flat tensor, in its shape and strides."""
+        """Each parameter's part of a flat tensor, in the shape and strides that it had at first."""
         found, at = [], 0
-        for param in self.params:
-            part = flat[at : at + param.numel()]
+        for shape, strides in self._places:
+            part = flat[at : at + shape.numel()]
             found.append(
-                part.as_strided(param.shape, param.stride(), part.storage_offset())
-                if _is_dense(param)
-                else part.view(param.shape)
+                part.view(shape) if strides is None else part.as_strided(shape, strides, part.storage_offset())
             )
-            at += param.numel()
+            at += shape.numel()
         return found
 
     def room_for_result(self) -> torch.Tensor:
@@ -76,6 +77,13 @@ class Bucket:
         for param, view in zip(self.params, self.views(flat), strict=True):
             view.copy_(param.detach())
             param.data = view
+
+    @property
+    def outgrown(self) -> bool:
+        """A parameter has another shape, dtype or device than it had, so that it has no place here."""
+        pairs = zip(self.params, self._places, strict=True)
+        like = (self.flat.dtype, self.flat.device)
+        return any(param.shape != shape or (param.dtype, param.device) != like for param, (shape, _) in pairs)
 
     def adopt(self) -> None:
         """Take in again what somebody has put elsewhere, as ``param.data = ...`` and ``module.to(...)`` do."""
@@ -110,12 +118,6 @@ class Bucket:
                 param.grad.copy_(view)
             elif param.requires_grad:
                 param.grad = view.clone()
-
-
-def _is_dense(param: torch.Tensor) -> bool:
-    """Its strides leave no gap, as in ``channels_last``."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-    return param.numel() > 0 and span == param.numel()
 
 
 def into_buckets(params: Iterable[torch.nn.Parameter], nbytes: float = BUCKET_BYTES) -> list[Bucket]:

@@ -176,7 +176,7 @@ class Checkpoint:
             if start == "own":
                 return read_states(place, agent.rank)
             files = [read_states(place, rank, mmap=True) for rank in range(manifest.agents)]
-            return {name: mean_state([file[name] for file in files], name) for name in self._parts}
+            return {name: _of_nobody(mean_state([file[name] for file in files], name)) for name in self._parts}
 
         failures, states = _all_try("load", read, timeout)
         if failures:
@@ -228,6 +228,14 @@ class _RandomState:
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], /) -> None:
         self._generator.set_state(state_dict["state"])
+
+
+def _of_nobody(state: Any) -> Any:
+    """A decentralized optimizer's state without the agent that it was of."""
+    own = state.get("shoal") if isinstance(state, Mapping) else None
+    if not isinstance(own, Mapping):
+        return state
+    return {**state, "shoal": {key: value for key, value in own.items() if key != "agent"}}
 
 
 def _key() -> str:

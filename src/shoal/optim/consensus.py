@@ -12,8 +12,22 @@ from ..ops.collective import allreduce, allreduce_nonblocking
 
 def _averaged(model: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters, and buffers that hold numbers with fractions (running means); counters are each agent's own."""
-    tensors = [*model.parameters(), *(one for one in model.buffers() if one.is_floating_point())]
-    return [one.detach() for one in tensors]
+    buffers = [one for one in model.buffers() if one.is_floating_point() or one.is_complex()]
+    return [one.detach() for one in (*model.parameters(), *buffers)]
+
+
+@contextmanager
+def _put_back(model: torch.nn.Module) -> Iterator[None]:
+    """After the block the model's tensors lie where they lay, also where it was converted meanwhile."""
+    params = [(param, param.data) for param in model.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for param, data in params:
+            param.data = data
+        for module, of_it in buffers:
+            module._buffers.update(of_it)
 
 
 @contextmanager
@@ -21,7 +35,7 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
     """The average of all agents' models, for as long as the block lasts; then each agent's own again. All call it.
 
     Parameters and floating-point buffers (such as a batch norm's running statistics) are averaged; integer buffers (its
-    counter) are left as they are.
+    counter) are left as they are. Inside, the model may be converted, as by ``model.half()``, to be saved.
 
     Args:
         model: This agent's; it holds the average inside the block.
@@ -36,7 +50,8 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
     for one, mean in zip(tensors, means, strict=True):
         one.copy_(mean)
     try:
-        yield model
+        with _put_back(model):
+            yield model
     finally:
         for one, mine in zip(tensors, own, strict=True):
             one.copy_(mine)
@@ -45,6 +60,10 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
 @torch.no_grad()
 def consensus_distance(model: torch.nn.Module, *, timeout: float | None = None) -> float:
     """``sqrt(mean over agents of |x_i - mean x|^2)`` over all parameters, the same on every agent. All call it."""
-    flat = torch.cat([one.detach().reshape(-1).double() for one in model.parameters()])
+    flat = torch.cat([_reals(one.detach()).reshape(-1).double() for one in model.parameters()])
     mean = allreduce(flat, name="consensus_distance.mean", timeout=timeout)
     return allreduce((flat - mean).square().sum(), name="consensus_distance", timeout=timeout).sqrt().item()
+
+
+def _reals(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -11,7 +11,6 @@ import torch
 from ..algorithms.algorithm import Algorithm, Gradient
 from ..algorithms.exchange import Exchange
 from ..algorithms.needs import check
-from ..runtime.agent import current
 from ..runtime.identity import load_topology
 from ..topology.schedule import Schedule
 from .buckets import Bucket
@@ -53,13 +52,14 @@ class Equation(Way):
                 f"{type(self._algorithm).__name__} takes its gradient at points that it chooses: give step() a closure "
                 "that clears the gradients, computes the loss, calls backward() and returns the loss"
             )
-        if current("optimizer.step").size == 1:
-            local.evaluate()
-            local()
-            return
         bucket = self._bucket()
         if self._x is None:
             self._x = bucket.flat.clone()
+        if (self._x.dtype, self._x.device, len(self._x)) != (bucket.flat.dtype, bucket.flat.device, bucket.numel):
+            raise ValueError(
+                f"{type(self._algorithm).__name__} has begun with {self._x.dtype} on {self._x.device}, and the model "
+                "was converted since: convert it before the first step"
+            )
         if self._algorithm.one_gradient or not due:
             local.evaluate()
         if not due:
@@ -119,6 +119,5 @@ class Equation(Way):
         return {"x": self._x.clone(), "state": self._state and tuple(one.clone() for one in self._state)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if state:
-            self._x = state["x"].clone()
-            self._state = state["state"] and tuple(one.clone() for one in state["state"])
+        self._x = state["x"].clone() if state else None
+        self._state = tuple(one.clone() for one in state["state"]) if state and state["state"] else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +13,8 @@ from ..ops.collective import allreduce_nonblocking
 from ..runtime.agent import current
 from ..runtime.operation import Handle
 from .buckets import Bucket, into_buckets
-from .params import check_that_models_agree
-from .rounds import Settings
+from .params import check_that_models_agree, check_that_values_agree
+from .rounds import BY_HAND, Settings
 
 Params = Callable[[], Mapping[torch.nn.Parameter, str]]
 
@@ -32,15 +33,20 @@ class Flight:
         rounds: Exchanges that have begun.
         in_step: A round of this agent is one of its neighbours', too.
         present: While agents are joined (``join.py``), how many have still batches.
+        keeps_equal: Models that are equal stay so; it is checked that they are, before the first exchange.
     """
 
     in_step: ClassVar[bool] = True
+    counts: ClassVar[frozenset[str]] = frozenset((*BY_HAND, "communication_type"))
+    """The settings that say how it exchanges."""
 
     def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
         self.settings = settings
         self.rounds = 0
         self.present: Handle[torch.Tensor] | None = None
+        self.keeps_equal = False
         self._params, self._name, self._bucket_bytes, self._view = params, name, bucket_bytes, view
+        self._of_round = settings
         self._buckets: list[Bucket] | None = None
         self._handles: dict[int, Handle[torch.Tensor] | None] = {}
 
@@ -56,8 +62,10 @@ class Flight:
     def take_off_with(self, number: int) -> None:
         """The same with one bucket; the others of the round follow, each once."""
         bucket, under_way = self.buckets()[number], bool(self._handles)
+        if not under_way:
+            self._of_round = replace(self.settings)
         bucket.lend()
-        self._handles[number] = self.settings.start(
+        self._handles[number] = self._of_round.start(
             bucket.flat, bucket.room_for_result(), f"{self._name}.{number}", self._view, self.rounds - under_way
         )
         self.rounds += not under_way
@@ -88,9 +96,15 @@ class Flight:
     def before_local_step(self) -> None:
         """The parameters are about to be changed by the wrapped optimizer."""
 
+    def after_local_step(self) -> None:
+        """They have been."""
+
     def close(self) -> None:
-        """Give back what it holds."""
-        self.abandon()
+        """Give back what it holds. The parameters stay where they are."""
+        try:
+            self.abandon()
+        finally:
+            self._buckets = None
 
     def wait(self) -> None:
         """Wait for what is under way."""
@@ -151,10 +165,14 @@ class Flight:
     def buckets(self) -> list[Bucket]:
         """The parameters: in the order in which their gradients come, the last layers' first; one vector of all in the
         model's order."""
+        if self._buckets and not self.under_way and any(bucket.outgrown for bucket in self._buckets):
+            self.changed()
         if self._buckets is None:
             params = dict(self._params())
             if current("optim").size > 1:
                 check_that_models_agree(params, self._name)
+                if self.keeps_equal:
+                    check_that_values_agree(params, self._name)
             order = list(params) if self._bucket_bytes == float("inf") else reversed(list(params))
             self._buckets = into_buckets(order, self._bucket_bytes)
         if not self._handles:

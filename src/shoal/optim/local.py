@@ -52,8 +52,20 @@ class LocalStep:
         if params is None:
             self._optimizer.step()
             return
+        before = self._kept_in_groups()
         with only(self._optimizer, params):
             self._optimizer.step()
+        if self._kept_in_groups() != before:
+            raise ValueError(
+                f'overlap="backward": {type(self._optimizer).__name__} counts its steps in its param_groups, and would '
+                "count each bucket as one. Leave overlap out"
+            )
+
+    def _kept_in_groups(self) -> list[dict[str, Any]]:
+        """The numbers in the groups, which a step leaves as they are if all its state is the parameters' own."""
+        numbers = (bool, int, float, str, tuple)
+        groups = self._optimizer.param_groups
+        return [{key: value for key, value in group.items() if isinstance(value, numbers)} for group in groups]
 
     def with_mean_gradients(self) -> None:
         """Step with gradients that have been averaged: those of an agent where they overflowed were left out."""

@@ -7,9 +7,9 @@ with the neighbours. When the exchange begins and where its result goes is what 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Literal, cast
 
 import networkx as nx
@@ -24,10 +24,12 @@ from ..topology.schedule import Schedule
 from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
 from .equation import Equation
 from .flight import Flight
+from .forward import BeforeForward
 from .heap import keep_freed_memory
 from .join import Join
 from .local import LocalStep
-from .params import claim, names_of, release
+from .params import Names, name_of_optimizer
+from .passes import Passes
 from .rounds import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
 from .ways import (
     AdaptThenCombine,
@@ -38,6 +40,8 @@ from .ways import (
     Way,
 )
 
+_joined: ContextVar[bool] = ContextVar("joined", default=False)
+_DEFAULTS = Settings()
 _ATC, _PARALLEL = GradientDescent(1.0), ParallelGradientDescent(1.0)
 _BY_BUCKETS: dict[Algorithm, tuple[type[Way], type[Way] | None]] = {
     _ATC: (AdaptThenCombine, AdaptThenCombineDuringBackward),
@@ -67,7 +71,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         overlap: ``"backward"``: buckets leave during the backward pass, stepped as soon as their gradients are there,
             and ``step()`` waits. Not with gradient clipping, a closure or a GradScaler, which need all gradients first.
         bucket_bytes: How much goes into one message: 16 MiB, or 4 MiB with ``overlap="backward"``, if not given.
-        name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent.
+        name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent. If
+            none is given, the how manieth optimizer without a name it is of its agent.
         flight: How parameters travel: in step with the neighbours, or through windows (``window_flight.py``).
         settings: The attributes to begin with.
 
@@ -89,7 +94,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         topology: nx.Graph | Schedule | None = None,
         overlap: Literal["backward"] | None = None,
         bucket_bytes: int | None = None,
-        name: str = "optimizer",
+        name: str | None = None,
         flight: type[Flight] = Flight,
         **settings: Any,
     ) -> None:
@@ -99,12 +104,14 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._algorithm = algorithm
         self._settings = Settings()
         self._scheduled = topology is not None
-        self._forwards = 0
+        self._counting = flight.counts
+        self._passes = Passes()
         self._warned = False
         self._joined = False
         for key, value in settings.items():
             setattr(self, key, value)
-        self._names = names_of(self._models, self._inner)
+        self._names = Names(self._models, self._inner)
+        name = name_of_optimizer() if name is None else name
         if bucket_bytes is None:
             bucket_bytes = OVERLAPPED_BUCKET_BYTES if overlap else BUCKET_BYTES
         elif not isinstance(bucket_bytes, int) or bucket_bytes < 1:
@@ -114,7 +121,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         if topology is not None and algorithm == _PARALLEL:
             raise ValueError("gradients are averaged over all agents, whatever the topology; leave topology out")
         view = None if topology is None else _view(topology, self._settings.communication_type)
-        self._flight = flight(lambda: self._names, name, whole, self._settings, view)
+        self._flight = flight(self._names, name, whole, self._settings, view)
         if overlap and any(isinstance(one, DistributedDataParallel) for one in self._models):
             raise ValueError(
                 'overlap="backward": DistributedDataParallel averages gradients after this optimizer would have used '
@@ -123,18 +130,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._local = LocalStep(self._inner)
         self._way = _way_of(algorithm, self._flight, self._local, overlap, topology, name)
         self._join = Join(self._flight, self._way, name)
-        claim(self._names, self)
+        self._names.claim(self)
         keep_freed_memory()
-        me = weakref.ref(self)
-
-        def before_forward(module: torch.nn.Module, args: Any) -> None:
-            alive = me()
-            if alive is not None and module.training and torch.is_grad_enabled():
-                alive._begin_pass()
-
-        # A compiled model is compiled around it.
-        compiler: Any = torch.compiler
-        self._hook = self._models[0].register_forward_pre_hook(compiler.disable(before_forward))
+        self._count_passes()
+        self._hook = self._models[0].register_forward_pre_hook(BeforeForward(self._models[0], self))
 
     # It stands for the optimizer that it wraps
 
@@ -181,6 +180,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             self._check_that_it_counts(name, value)
             self._settings.set(name, value)
             self._warn_if_late(name)
+            if "_names" in self.__dict__:  # not yet, where it begins with some settings
+                self._count_passes()
         elif name.startswith("_") or name in ("found_inf", "grad_scale", "step"):  # GradScaler's, and schedulers'
             super().__setattr__(name, value)
         else:
@@ -188,13 +189,22 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r} to set; there are: {known}")
 
     def _check_that_it_counts(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_joined") and name in (*BY_HAND, "communication_type"):
+            raise ValueError(
+                f"{name} cannot be set for single rounds inside join(): agents without batches, which run no loop, "
+                "would take part in another way. Set it before join(), or give a schedule as topology="
+            )
         if self._scheduled and name in BY_HAND and value is not None:
             raise ValueError(f"{name}: the weights of this optimizer come from its topology=; give one of the two")
+        if name not in (*BY_HAND, "communication_type") or value == getattr(_DEFAULTS, name):
+            return
         by_settings = isinstance(self._algorithm, GradientDescent) and _by_buckets(self._algorithm) is not None
-        if name in (*BY_HAND, "communication_type") and not by_settings:
+        counting = self._counting if by_settings else ()
+        if name not in counting:
+            who = self._algorithm if not by_settings else "an exchange through these windows"
             raise ValueError(
-                f"{name} would not count: {self._algorithm} says by itself what is exchanged. Of the settings it takes "
-                "num_steps_per_communication"
+                f"{name} would not count: {who} says by itself what is exchanged. Of the settings it takes "
+                f"{', '.join((*sorted(counting), 'num_steps_per_communication'))}"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,9 +216,14 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's. The parameters must be the model's; they are exchanged from the next round on."""
         self._inner.add_param_group(param_group)
-        self._way.changed()
-        self._names = names_of(self._models, self._inner, self)
-        claim(self._names, self)
+        try:
+            self._names.read(self)
+            self._way.changed()
+        except BaseException:
+            self._inner.param_groups.pop()
+            self._names.read(self)
+            raise
+        self._names.claim(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer's."""
@@ -228,14 +243,19 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         """
         local, found = self._local, self.__dict__
         local.closure, local.loss = closure, None
-        local.unscale(self._names, found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step
-        due = self._is_due
-        with self._join.round(due) if self._joined else nullcontext():
-            self._way.step(due)
-        if self._enough_passes:
-            self._forwards = 0
-        self._warned = False
-        local.closure = None
+        local.unscale(self._names(), found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step
+        self._names.warn_of_others()
+        self._count_passes()
+        passes = self._passes.begin_step()
+        enough = self._is_enough(passes)
+        due = enough and not self._alone
+        try:
+            with self._join.round(due) if self._joined else nullcontext():
+                self._way.step(due)
+        finally:
+            self._passes.end_step(enough)
+            self._warned = False
+            local.closure = None
         return cast("float | None", local.loss)
 
     @contextmanager
@@ -248,22 +268,32 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         all have ended, and then take in what is still on its way.
 
         Raises:
-            ValueError: The weights of each round are set by hand; nobody could go on with them. Give a ``topology``.
-                Or a step of the algorithm is one of all agents, and those without batches could not take part.
+            ValueError: The weights of each round are set by hand, or a setting is set inside; nobody could go on with
+                them. Give a ``topology``. Or a step of the algorithm is one of all agents, and those without batches
+                could not take part. Or another optimizer has joined the loop: agents without batches would wait in one
+                while others wait in the other.
             RuntimeError: The loop was left between a forward pass and its step.
         """
+        if _joined.get():
+            raise ValueError(
+                "join() inside another optimizer's join(): agents without batches would wait in one while the others "
+                "wait in the other. Deal out equally many batches (shoal.AgentSampler), or let one optimizer have all "
+                "models"
+            )
         alone = current("optimizer.join").size == 1
         if not alone:
             self._way.check_that_it_can_follow()
             with torch.no_grad():
                 self._flight.prepare()
         self._joined = not alone
+        token = _joined.set(True)
         try:
             yield
             if not alone:
                 with torch.no_grad():
                     self._join.follow()
         finally:
+            _joined.reset(token)
             self._joined = False
 
     def synchronize(self) -> None:
@@ -271,23 +301,29 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._flight.wait()
 
     @property
-    def _enough_passes(self) -> bool:
-        """As many forward passes as an exchange takes; a step without any counts as one."""
-        return max(1, self._forwards) >= self._settings.num_steps_per_communication
+    def _alone(self) -> bool:
+        """There is nobody to exchange with; an algorithm's equation holds all the same."""
+        return current("optimizer.step").size == 1 and not isinstance(self._way, Equation)
 
-    @property
-    def _is_due(self) -> bool:
-        return current("optimizer.step").size > 1 and self._enough_passes
+    def _is_enough(self, passes: int) -> bool:
+        """So many backward passes are followed by an exchange."""
+        return passes >= self._settings.num_steps_per_communication or self._way.at_every_step
+
+    def _count_passes(self) -> None:
+        """Count them where one of several is the last: also with parameters that are learnt only now."""
+        if self._settings.num_steps_per_communication > 1:
+            self._passes.watch(self._names())
 
     def _begin_pass(self) -> None:
         """A forward pass of training begins."""
-        self._forwards += 1
-        if self._is_due:
+        self._count_passes()
+        enough = self._passes.next >= self._settings.num_steps_per_communication
+        if enough and not self._passes.stepping and not self._alone:
             with torch.no_grad():
                 self._way.begin_pass()
 
     def _warn_if_late(self, name: str) -> None:
-        flight = self.__dict__.get("_flight")  # not yet, where it begins with some settings
+        flight = self.__dict__.get("_flight")
         if flight is not None and flight.under_way and not self._warned:
             self._warned = True
             warnings.warn(
@@ -304,26 +340,45 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         Take it between steps, before the next forward pass. With windows all agents call it together: what is on its
         way is taken in first, so that the saved masses add up to the whole.
         """
-        own = {"rounds": self._flight.rounds, "forwards": self._forwards, "way": self._way.state()}
+        agent = current("optimizer.state_dict")
+        own = {
+            "agent": (agent.rank, agent.size),
+            "rounds": self._flight.rounds,
+            "passes": self._passes.kept,
+            "way": self._way.state(),
+        }
         return {**self._inner.state_dict(), "shoal": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken. The state of a plain optimizer of the same kind is taken, too.
 
         Load the model first. With windows all agents call it together.
+
+        Raises:
+            ValueError: It is of another number of agents, or of another agent, whose part of an algorithm's state or of
+                the mass of push-sum would be there twice.
         """
         state = dict(state_dict)
         own = state.pop("shoal", {})
+        agent, way = current("optimizer.load_state_dict"), own.get("way", {})
+        rank, size = own.get("agent", (agent.rank, agent.size))
+        if size != agent.size or (way and rank != agent.rank):
+            raise ValueError(
+                f"the state is of agent {rank} of {size}, and this is agent {agent.rank} of {agent.size}. For another "
+                "number of agents save with shoal.Checkpoint, and load with start='consensus'"
+            )
         self._flight.abandon()
         self._inner.load_state_dict(state)
-        self._flight.rounds, self._forwards = own.get("rounds", 0), own.get("forwards", 0)
-        self._way.load_state(own.get("way", {}))
+        self._flight.rounds = own.get("rounds", 0)
+        self._passes.load(own.get("passes", 0))
+        self._way.load_state(way)
 
     def close(self) -> None:
         """Give the model back: no hook, no claim on its parameters, which keep their values."""
-        self._way.close()
         self._hook.remove()
-        release(self._names)
+        self._passes.close()
+        self._names.release()
+        self._way.close()
 
 
 def _by_buckets(algorithm: Algorithm) -> tuple[type[Way], type[Way] | None] | None:

@@ -4,71 +4,102 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import Mismatch
 from ..ops.collective import allgather
 from ..runtime.agent import current
+from ..runtime.engine import Engine
 
-_OWNER = "_shoal_optimizer"
-"""On a parameter: a weak reference to the decentralized optimizer that has it."""
+_owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
+"""By parameter: a weak reference to the optimizer of ours that has it. Not on the parameter, which may be saved."""
 
 
-def names_of(
-    models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer, owner: object = None
-) -> dict[torch.nn.Parameter, str]:
-    """The models' parameters that the optimizer has, in the models' order, with their names.
+class Names:
+    """The models' parameters that an optimizer has, in the models' order, with their names.
+
+    Args:
+        models: All whose parameters it has.
+        optimizer: The wrapped one.
 
     Raises:
         TypeError: A model is none.
-        ValueError: A parameter is no model's, or another decentralized optimizer than ``owner`` has claimed it.
+        ValueError: A parameter is no model's, or another decentralized optimizer has claimed it.
     """
-    if not models or not all(isinstance(one, torch.nn.Module) for one in models):
-        raise TypeError("model must be a torch.nn.Module, or a list of them")
-    wanted = {param for group in optimizer.param_groups for param in group["params"]}
-    found: dict[torch.nn.Parameter, str] = {}
-    left_out = []
-    for number, model in enumerate(models):
-        for name, param in model.named_parameters():
-            full = name if len(models) == 1 else f"{number}.{name}"
+
+    def __init__(self, models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        if not models or not all(isinstance(one, torch.nn.Module) for one in models):
+            raise TypeError("model must be a torch.nn.Module, or a list of them")
+        self._models, self._optimizer = models, optimizer
+        self._names: dict[torch.nn.Parameter, str] = {}
+        self._warned = False
+        self.read(None)
+
+    def __call__(self) -> dict[torch.nn.Parameter, str]:
+        return self._names
+
+    def read(self, owner: object) -> None:
+        """Look again: the optimizer, which ``owner`` wraps, has other parameters now."""
+        wanted = {param for group in self._optimizer.param_groups for param in group["params"]}
+        found: dict[torch.nn.Parameter, str] = {}
+        for name, param in self._all():
             if param in wanted:
-                found.setdefault(param, full)
-            elif param.requires_grad and _owner_of(param) is None:
-                left_out.append(full)
-    strangers = len(wanted) - len(found)
-    if strangers:
-        raise ValueError(f"the optimizer has {strangers} parameters that are not the model's; pass all its models")
-    for param, name in found.items():
-        if _owner_of(param) not in (None, owner):
-            raise ValueError(f"another decentralized optimizer has the parameter {name!r}; call its close() first")
-    if left_out:
-        warnings.warn(
-            f"no optimizer that averages has these parameters, which are learnt: {', '.join(left_out)}. They will "
-            "drift apart between agents. Give them to this optimizer, or to another one before it.",
-            stacklevel=4,
-        )
-    return found
+                found.setdefault(param, name)
+        strangers = len(wanted) - len(found)
+        if strangers:
+            raise ValueError(f"the optimizer has {strangers} parameters that are not the model's; pass all its models")
+        for param, name in found.items():
+            if _owner_of(param) not in (None, owner):
+                raise ValueError(f"another decentralized optimizer has the parameter {name!r}; call its close() first")
+        self._names = found
 
+    def _all(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for number, model in enumerate(self._models):
+            for name, param in model.named_parameters():
+                yield name if len(self._models) == 1 else f"{number}.{name}", param
 
-def claim(params: Iterable[torch.nn.Parameter], owner: object) -> None:
-    """Mark parameters as the owner's, for as long as it lives."""
-    for param in params:
-        setattr(param, _OWNER, weakref.ref(owner))
+    def warn_of_others(self) -> None:
+        """Warn once of parameters that are learnt and that no decentralized optimizer has."""
+        if self._warned:
+            return
+        self._warned = True
+        left_out = [name for name, param in self._all() if param.requires_grad and _owner_of(param) is None]
+        if left_out:
+            warnings.warn(
+                f"no optimizer that averages has these parameters, which are learnt: {', '.join(left_out)}. They will "
+                "drift apart between agents. Give them to this optimizer, or to another one.",
+                stacklevel=4,
+            )
 
+    def claim(self, owner: object) -> None:
+        """Mark the parameters as the owner's, for as long as it lives."""
+        for param in self._names:
+            _owners[param] = weakref.ref(owner)
 
-def release(params: Iterable[torch.nn.Parameter]) -> None:
-    """Take the marks away."""
-    for param in params:
-        if hasattr(param, _OWNER):
-            delattr(param, _OWNER)
+    def release(self) -> None:
+        """Take the marks away."""
+        for param in self._names:
+            _owners.pop(param, None)
 
 
 def _owner_of(param: torch.nn.Parameter) -> object:
-    reference = getattr(param, _OWNER, None)
+    reference = _owners.get(param)
     return None if reference is None else reference()
+
+
+_unnamed: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
+
+
+def name_of_optimizer() -> str:
+    """The name of the next optimizer of this agent for which none is given: all agents make them in the same order."""
+    engine = current("DecentralizedOptimizer").engine
+    number = _unnamed[engine] = _unnamed.get(engine, 0) + 1
+    return "optimizer" if number == 1 else f"optimizer{number}"
 
 
 @contextmanager
@@ -86,12 +117,16 @@ def only(optimizer: torch.optim.Optimizer, params: Iterable[torch.nn.Parameter])
 
 
 def check_that_models_agree(params: dict[torch.nn.Parameter, str], name: str) -> None:
-    """Compare names, shapes and dtypes with all agents.
+    """Compare names, shapes, dtypes and the order in memory with all agents.
 
     Raises:
         Mismatch: Two agents' models differ; it names the first parameter that does.
     """
-    lines = [f"{called} {list(param.shape)} {str(param.dtype)[6:]}" for param, called in params.items()]
+    lines = [
+        f"{called} {list(param.shape)} {str(param.dtype)[6:]}"
+        + ("" if param.is_contiguous() or not is_dense(param) else f" of strides {list(param.stride())}")
+        for param, called in params.items()
+    ]
     mine = torch.tensor(list("\n".join(lines).encode() or b" "), dtype=torch.uint8)
     lengths = allgather(torch.tensor([len(mine)]), name=f"{name}.length").tolist()
     texts = torch.split(allgather(mine, name=f"{name}.parameters"), lengths)
@@ -111,3 +146,34 @@ def check_that_models_agree(params: dict[torch.nn.Parameter, str], name: str) ->
             f"{name}: the models differ: rank {here} has the parameter {ours} where rank {rank} has {other}",
             (here, rank),
         )
+
+
+def check_that_values_agree(params: Mapping[torch.nn.Parameter, str], name: str) -> None:
+    """Compare the parameters' values with all agents.
+
+    Raises:
+        Mismatch: Two agents' differ; it names the first parameter that does.
+    """
+    sums = [zlib.crc32(_bytes_of(param)) for param in params]
+    theirs = allgather(torch.tensor([sums], dtype=torch.int64), name=f"{name}.values")
+    here = current("optim").rank
+    for rank, other in enumerate(theirs.tolist()):
+        different = [called for called, mine, its in zip(params.values(), sums, other, strict=True) if mine != its]
+        if different:
+            raise Mismatch(
+                f"{name}: gradients are averaged, which keeps models equal that are equal, and those of ranks {here} "
+                f"and {rank} differ in {different[0]!r}. Call shoal.broadcast_parameters(model.state_dict(), "
+                "root_rank=0) before the first step",
+                (here, rank),
+            )
+
+
+def _bytes_of(param: torch.Tensor) -> memoryview:
+    flat = param.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if len(flat) else memoryview(b"")  # type: ignore[arg-type]
+
+
+def is_dense(param: torch.Tensor) -> bool:
+    """Its strides leave no gap, as in ``channels_last``."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return param.numel() > 0 and span == param.numel()

@@ -43,7 +43,7 @@ class Settings:
         src_machine_weights, dst_machine_weights: The same between machines.
         enable_topo_check: Confirm that both ends of an edge know of it.
         communication_type: How.
-        num_steps_per_communication: Forward passes between two exchanges.
+        num_steps_per_communication: Backward passes between two exchanges.
     """
 
     self_weight: float | None = None

@@ -20,6 +20,8 @@ class Way(ABC):
     """
 
     equation: ClassVar[str]
+    at_every_step: ClassVar[bool] = False
+    """Also between two exchanges, of which there are none then."""
 
     def __init__(self, flight: Flight, local: LocalStep) -> None:
         self._flight, self._local = flight, local
@@ -36,7 +38,6 @@ class Way(ABC):
 
     def follow(self) -> None:
         """The exchange of a round by an agent that has no batch left: with its parameters as they are."""
-        self._flight.before_local_step()
         self._flight.exchange()
 
     def changed(self) -> None:
@@ -63,9 +64,9 @@ class AdaptThenCombine(Way):
 
     def step(self, due: bool) -> None:
         self._local.evaluate()
-        if due:
-            self._flight.before_local_step()
+        self._flight.before_local_step()
         self._local()
+        self._flight.after_local_step()
         if due:
             self._flight.exchange()
 
@@ -84,15 +85,21 @@ class AdaptWithCombine(Way):
             self.begin_pass()
         self._local.evaluate()
         self._flight.land()
-        if due:
-            self._flight.before_local_step()
         self._local()
 
 
 class AverageGradients(Way):
-    """The mean of all agents' gradients, and then the local step. Those that overflowed on an agent count as zero."""
+    """The mean of all agents' gradients, and then the local step. Those that overflowed on an agent count as zero.
+
+    A step with an agent's own gradients would take its model away from the others' for good, so there is none.
+    """
 
     equation = "x+ = x - lr mean(g)"
+    at_every_step = True
+
+    def __init__(self, flight: Flight, local: LocalStep) -> None:
+        super().__init__(flight, local)
+        flight.keeps_equal = True
 
     def step(self, due: bool) -> None:
         self._local.evaluate()

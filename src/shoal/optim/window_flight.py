@@ -60,23 +60,30 @@ class WindowFlight(Flight, ABC):
                 move.wait()
 
     def abandon(self) -> None:
-        self.wait()
-        self._moves = None
+        try:
+            self.wait()
+        finally:
+            self._moves = None
 
     def prepare(self) -> None:
         self._open()
 
     def changed(self) -> None:
+        """As it is; all agents call it together, since windows are made anew with all neighbours."""
+        if self._windows:
+            self.abandon()
+            barrier(f"{self._name}.changed")
         self.close()
-        super().changed()
 
     def close(self) -> None:
         """Free the windows."""
-        self.abandon()
-        for name in self._windows:
-            if name in ops.get_current_created_window_names():
-                ops.win_free(name)
-        self._windows = []
+        windows, self._windows = self._windows, []
+        try:
+            super().close()
+        finally:
+            for name in windows:
+                if name in ops.get_current_created_window_names():
+                    ops.win_free(name)
 
     def _open(self) -> list[tuple[Bucket, str]]:
         """The buckets with the names of their windows, made with all neighbours the first time."""
@@ -101,12 +108,16 @@ class WindowFlight(Flight, ABC):
 class PutFlight(WindowFlight):
     """Put the parameters into the neighbours' windows; average with what has been put into one's own."""
 
+    counts = frozenset(("dst_weights",))
+
     def _move(self, bucket: Bucket, name: str) -> Handle[bool]:
         return ops.win_put_nonblocking(bucket.flat, name, dst_weights=self.settings.dst_weights)
 
 
 class GetFlight(WindowFlight):
     """Get the neighbours' parameters; average with them."""
+
+    counts = frozenset(("src_weights",))
 
     def _move(self, bucket: Bucket, name: str) -> Handle[bool]:
         return ops.win_get_nonblocking(name, src_weights=self.settings.src_weights)
@@ -124,8 +135,11 @@ class PushSumFlight(WindowFlight):
     """Stochastic gradient push through windows (Assran et al. 2019, arXiv:1811.10792).
 
     Beside the parameters ``z`` each bucket has ``u`` and the associated weight ``p``: ``u`` takes the local step that
-    ``z`` has taken, a share of ``u`` and ``p`` goes to each neighbour, and what has come is added: ``z = u / p``.
+    ``z`` has taken, a share of ``u`` and ``p`` goes to each neighbour, and what has come is added: ``z = u / p``. What
+    the user does to ``z`` between steps is done to ``u`` in the same proportion.
     """
+
+    counts = frozenset(("self_weight", "dst_weights"))
 
     def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
         super().__init__(params, name, bucket_bytes, settings, view)
@@ -136,11 +150,11 @@ class PushSumFlight(WindowFlight):
     def _register(self, bucket: Bucket, name: str) -> None:
         ops.turn_on_win_ops_with_associated_p()
         u = bucket.room_for_result()
-        u.copy_(self._before.get(name, bucket.flat))
+        u.copy_(bucket.flat)
         self._biased[name], self._before[name] = u, bucket.flat.clone()
         ops.win_create(u, name, zero_init=True)
-        if name in self._saved:
-            saved = self._saved[name]
+        saved = self._saved.get(self._number(name))
+        if saved is not None:
             ops.win_update(name, self_weight=saved["p"], neighbor_weights={})
             u.copy_(saved["u"])
 
@@ -150,21 +164,36 @@ class PushSumFlight(WindowFlight):
         if not self._windows:
             return dict(self._saved)
         self.settle()
-        found = {name: {"u": self._biased[name].clone(), "p": ops.win_associated_p(name)} for name in self._windows}
+        found = {
+            self._number(name): {"u": self._biased[name].clone(), "p": ops.win_associated_p(name)}
+            for name in self._windows
+        }
         barrier(f"{self._name}.saved")
         return found
 
+    def _number(self, window: str) -> str:
+        """A bucket's number, by which it is saved: the optimizer that goes on may have another name."""
+        return window.removeprefix(f"{self._name}.")
+
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.close()
-        self._saved, self._before = dict(state), {}
+        self._saved = dict(state)
 
     def before_local_step(self) -> None:
         for bucket, name in self._open():
-            self._before[name].copy_(bucket.flat)
+            before = self._before[name]
+            if not torch.equal(bucket.flat, before):
+                self._biased[name].add_(bucket.flat - before, alpha=ops.win_associated_p(name))
+                before.copy_(bucket.flat)
+
+    def after_local_step(self) -> None:
+        for bucket, name in self._open():
+            before = self._before[name]
+            self._biased[name].add_(bucket.flat).sub_(before)
+            before.copy_(bucket.flat)
 
     def _move(self, bucket: Bucket, name: str) -> Handle[bool] | None:
         u = self._biased[name]
-        u.add_(bucket.flat).sub_(self._before[name])
         if ops.win_associated_p(name) < FLOOR:
             return None
         settings, weights = self.settings, self.settings.dst_weights
@@ -183,3 +212,4 @@ class PushSumFlight(WindowFlight):
     def _take(self, bucket: Bucket, name: str) -> None:
         u = ops.win_update_then_collect(name)
         torch.div(u, ops.win_associated_p(name), out=bucket.flat)
+        self._before[name].copy_(bucket.flat)

@@ -1,0 +1,88 @@
+"""Counts backward passes: where several go before an exchange, or before a step, all agents must agree which is last.
+
+Not forward passes, of which an evaluation or a generator's turn may add more on one agent than on another.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+
+class Passes:
+    """The backward passes since the last exchange. A step without any, as one with a closure, counts as one.
+
+    Attributes:
+        stepping: A step goes on.
+    """
+
+    def __init__(self) -> None:
+        self._before = 0  # in earlier steps
+        self._of: dict[torch.Tensor, int] = {}  # since the last step, by parameter; not all take part in all
+        self._hooks: dict[torch.nn.Parameter, RemovableHandle] = {}
+        self.stepping = False
+
+    @property
+    def next(self) -> int:
+        """The number of the pass that has not been yet, from 1 on."""
+        return self._before + self._since_step + 1
+
+    @property
+    def _since_step(self) -> int:
+        return max(self._of.values(), default=0)
+
+    def watch(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Hear of the gradients of these, those that are learnt."""
+        for param in params:
+            if param.requires_grad and param not in self._hooks:
+                register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
+                self._hooks[param] = register(_counter(self))
+
+    def begin_step(self) -> int:
+        """A step begins; how many passes there have been with its own. What its closure does counts no further."""
+        self.stepping = True
+        self._before += max(1, self._since_step)
+        self._of.clear()
+        return self._before
+
+    def end_step(self, exchanged: bool) -> None:
+        """It ends; the count begins anew after an exchange."""
+        self.stepping = False
+        if exchanged:
+            self._before = 0
+
+    def count(self, param: torch.Tensor) -> None:
+        """A parameter has its gradient."""
+        if not self.stepping:
+            self._of[param] = self._of.get(param, 0) + 1
+
+    @property
+    def kept(self) -> int:
+        """What has to be saved, between steps."""
+        return self._before
+
+    def load(self, kept: int) -> None:
+        """Go on from there."""
+        self._before = kept
+        self._of.clear()
+
+    def close(self) -> None:
+        """No hook is left."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+
+def _counter(passes: Passes) -> Callable[[torch.Tensor], None]:
+    reference = weakref.ref(passes)  # or the parameters would keep it alive, and it them
+
+    def count(param: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.count(param)
+
+    return count
