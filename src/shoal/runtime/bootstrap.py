@@ -88,9 +88,11 @@ def shutdown() -> None:
 
 def leave(mine: Seat, farewell: str = "", died: bool = False) -> None:
     """End a seat's agent. ``died`` tells the others that it did not leave in good order."""
-    agent, mine.agent = mine.agent, None
+    agent = mine.agent
     if agent is None:
         return
+    agent.engine.check_may_close()
+    mine.agent = None
     try:
         agent.engine.close(time.monotonic() + FAREWELL_SECONDS, farewell, died)
     finally:

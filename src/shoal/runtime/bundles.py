@@ -193,6 +193,7 @@ class Bundles:
         """Do what a bundle asked for when it stopped computing."""
         if bundle.error is not None:  # it was taken apart, or given up, meanwhile
             self._engine.close_generator(bundle)
+            self._engine.release(bundle)
         elif item is MORE:
             bundle.waiting_more = True
         elif isinstance(item, Exchange):
@@ -342,7 +343,9 @@ class Bundles:
     def put(self, operation: Operation, source: int, message: Message) -> None:
         """A neighbour has sent by itself what goes into a bundle here."""
         assert message.payload is not None
-        place = self._place(operation, source, message, message.shape)
+        if not message.payload.complete and operation.bundle is not None:  # it cannot be put in its place yet
+            self.take_apart(operation.bundle)
+        place = self._place(operation, source, message, message.shape) if message.payload.complete else None
         if place is None:
             self._engine.hearing.on_message(source, message)
             return

@@ -191,6 +191,7 @@ class Engine:
             self.bundles.go_on(operation, item, result, error)
         elif operation.error is not None:  # it was failed meanwhile
             self.close_generator(operation)
+            self.release(operation)
         elif item is MORE:
             operation.waiting_more = True
         elif isinstance(item, Exchange):
@@ -254,9 +255,7 @@ class Engine:
         ended_well = error is None
         late, asks = self.rounds.end(operation, error is not None)
         self._leave_stage(operation)
-        for lease in operation.leases:
-            lease.release()
-        operation.leases = []
+        self.release(operation)
         for source, message in late:
             if ended_well:
                 error = operation.error = self.hearing.refuse_unexpected(source, message)
@@ -273,6 +272,13 @@ class Engine:
         if self.events.active:
             kind, detail = ("finished", "") if error is None else ("failed", f"{type(error).__name__}: {error}")
             self.events.emit(kind, operation.op, operation.name, operation.round, detail=detail)
+
+    @staticmethod
+    def release(operation: Operation) -> None:
+        """Give back the memory that it published in; what others still read there has leases of its own."""
+        for lease in operation.leases:
+            lease.release()
+        operation.leases = []
 
     def fail(self, operation: Operation, error: BaseException) -> None:
         """End an operation from outside. Its generator is closed by whoever runs it, or here if nobody does."""
@@ -336,6 +342,14 @@ class Engine:
 
     def check(self, now: float) -> None:
         """Whatever is due: departures, questions, stall reports, deadlines. Sets when to come back."""
+        try:
+            self._check(now)
+        except Exception:
+            log.exception("rank %d: looking at the clock failed", self.rank)
+            self.break_off("an internal error ended the exchange; its log says which")
+
+    def _check(self, now: float) -> None:
+        self.next_check = float("inf")  # what is done here may find more that is due
         self.router.forget_strangers(now)
         if not self.outbox.said_goodbye and not self.deaf:
             for departure in self.departures.believed(now):
@@ -347,7 +361,7 @@ class Engine:
                 self.fail(operation, overdue(operation, self.rank, self.rounds, self.outbox))
             else:
                 following = min(following, remind(operation, now, self.rank, self.outbox))
-        self.next_check = min(following, self.router.next_check)
+        self.next_check = min(self.next_check, following, self.router.next_check)
 
     # Driving
 
@@ -401,18 +415,24 @@ class Engine:
 
     def after(self) -> None:
         while self._callbacks:
-            callback, handle = self._callbacks.popleft()
+            try:
+                callback, handle = self._callbacks.popleft()
+            except IndexError:  # another thread of this agent was quicker
+                return
             try:
                 callback(handle)
-            except Exception:
+            except (Exception, SystemExit):
                 log.exception("a callback of %s failed", handle.operation)
 
     # The end
 
-    def close(self, deadline: float, farewell: str = "", died: bool = False) -> None:
-        """Say goodbye, give others what they still wait for, and free everything."""
+    def check_may_close(self) -> None:
+        """RuntimeError in a callback, whose thread is driving the exchange that is to be closed."""
         if self.wheel.mine:
             raise RuntimeError("shoal.shutdown() cannot be called from a callback of Shoal")
+
+    def close(self, deadline: float, farewell: str = "", died: bool = False) -> None:
+        """Say goodbye, give others what they still wait for, and free everything."""
         gone = NotInitialized("this agent has shut down while the operation was in flight; wait for its handle first")
         if not died and self.ended is None:
             self.bundles.start()
@@ -429,6 +449,7 @@ class Engine:
         self._drain(lambda: self.outbox.settled and not self.rounds.in_flight(), deadline)
         with self.lock:
             self.outbox.say_goodbye(farewell or "it called shoal.shutdown()", died)
+            self.outbox.flush()  # all that is done for it where the exchange has failed
         self._drain(lambda: self.outbox.empty, deadline)
         # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
         self._drain(lambda: not self.router.heard, min(deadline, time.monotonic() + HANG_UP_SECONDS))

@@ -25,6 +25,8 @@ AFTER_SMALL = 0.002
 """The same for what is small: more may follow, and what goes together is cheaper."""
 AT_MOST = 0.005
 """Seconds for which callers that submit and never wait can keep it away."""
+STOP_SECONDS = 5.0
+"""How long the end waits for another thread to leave the wheel; all that it could wait for has ended by then."""
 FOREVER = float("inf")
 
 
@@ -78,6 +80,11 @@ class Wheel:
             self._progress_turn.notify_all()
             self._turn.notify_all()
             self._poller.wake()
+            limit = time.monotonic() + STOP_SECONDS
+            self.waiters += 1  # so that who drives says when it has left
+            while self._driver not in (0, self._thread.ident) and time.monotonic() < limit:
+                self._turn.wait(STOP_SECONDS)
+            self.waiters -= 1
         if self.started:
             self._thread.join()
 
@@ -112,14 +119,14 @@ class Wheel:
         with self.lock:
             self.waiters += 1
             try:
-                while not done() and self._driver:
+                while not done() and self._driver and not self._closing:
                     rest = min(limit - time.monotonic(), 60.0)
                     if rest <= 0:
                         return False
                     self._poller.wake()
                     self._turn.wait(rest)
-                if done():
-                    return True
+                if done() or self._closing:
+                    return done()
                 self._driver = threading.get_ident()
             finally:
                 self.waiters -= 1

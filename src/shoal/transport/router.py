@@ -8,11 +8,13 @@ bytes can move, and has nothing to do with ``SHOAL_AGENTS_PER_MACHINE``, which o
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 import struct
+import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +28,15 @@ from .poller import Poller
 from .sockets import GREETING_SECONDS, Incoming
 from .threads import Inbox, ThreadLink
 
+log = logging.getLogger("shoal")
+
 TRANSPORTS = ("threads", "shared_memory", "network")
 MAX_STRANGERS = 256
-"""Connections that have not proved themselves yet, at most."""
+"""Connections that have not proved themselves yet, at most; others wait in the system's queue."""
+SLOW_SECONDS = 1.0
+"""After which a stranger has to make room, where others wait."""
+PAUSE_SECONDS = 0.05
+"""For which nobody is let in where there is no room, or no descriptor."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,9 @@ class Router:
         self._endpoints: list[Endpoint] = []
         self._kinds: list[str] = []
         self._strangers: list[Incoming] = []
-        self._listeners: list[socket.socket] = []
+        self._listeners: list[tuple[socket.socket, Callable[[socket.socket], None]]] = []
+        self._listens_again = float("inf")  # where it has paused
+        self._short = False  # the last connection could not be taken
         self._pidfds: dict[int, int] = {}
         self.rejected = 0
 
@@ -170,8 +180,20 @@ class Router:
         return Endpoint(self.inbox.address, unix, host, port)
 
     def _listen(self, sock: socket.socket, accept: Callable[[socket.socket], None]) -> None:
-        self._listeners.append(sock)
+        self._listeners.append((sock, accept))
         self.poller.add(sock.fileno(), lambda _: accept(sock))
+
+    def _pause(self) -> None:
+        """Let nobody in for a moment."""
+        if self._listens_again == float("inf"):
+            for sock, _ in self._listeners:
+                self.poller.remove(sock.fileno())
+        self._listens_again = time.monotonic() + PAUSE_SECONDS
+
+    def _listen_again(self) -> None:
+        self._listens_again = float("inf")
+        for sock, accept in self._listeners:
+            self.poller.add(sock.fileno(), lambda _, sock=sock, accept=accept: accept(sock))  # type: ignore[misc]
 
     def meet(self, endpoints: list[Endpoint], secret: bytes) -> None:
         """Learn where everybody listens, and watch the processes of this machine."""
@@ -229,16 +251,30 @@ class Router:
         return network.NetworkLink(sock, peer, greeting, self.poller, self._receiver)
 
     def _accept_local(self, listener: socket.socket) -> None:
-        for sock in _accepted(listener):
+        for sock in self._accepted(listener):
             self._admit(sock, lambda s, g: shared_memory.SharedMemoryIncoming(s, g, self.poller, self._receiver))
 
     def _accept_remote(self, listener: socket.socket) -> None:
-        for sock in _accepted(listener):
+        for sock in self._accepted(listener):
             self._admit(sock, lambda s, g: network.NetworkIncoming(s, g, self.poller, self._receiver, self._pool))
 
+    def _accepted(self, listener: socket.socket) -> Iterator[socket.socket]:
+        """Whoever wants to connect, as long as there is room."""
+        while len(self._strangers) < MAX_STRANGERS:
+            try:
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # no descriptor is left, or the network failed for this one
+                if not self._short:
+                    log.warning("rank %d cannot take a connection, and goes on trying: %s", self.rank, error)
+                self._short = True
+                break
+            self._short = False
+            yield sock
+        self._pause()
+
     def _admit(self, sock: socket.socket, make: Callable[[socket.socket, Accepting], Incoming]) -> None:
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._strangers.pop(0).close()
         try:
             connection = make(sock, Accepting(self._secret, self.rank, len(self._places)))
         except OSError:
@@ -262,13 +298,17 @@ class Router:
             self.incoming[connection.peer].remove(connection)
 
     def forget_strangers(self, now: float) -> None:
-        for connection in [c for c in self._strangers if now - c.since >= GREETING_SECONDS]:
+        patience = GREETING_SECONDS if len(self._strangers) < MAX_STRANGERS else SLOW_SECONDS
+        for connection in [c for c in self._strangers if now - c.since >= patience]:
             connection.fail("it never said who it is")
+        if now >= self._listens_again:
+            self._listen_again()
 
     @property
     def next_check(self) -> float:
-        """When the oldest stranger's time is up."""
-        return self._strangers[0].since + GREETING_SECONDS if self._strangers else float("inf")
+        """When the oldest stranger's time is up, or a pause."""
+        oldest = self._strangers[0].since + GREETING_SECONDS if self._strangers else float("inf")
+        return min(oldest, self._listens_again)
 
     def say_goodbye(self) -> None:
         """Tell those that connected to us that we leave."""
@@ -328,7 +368,7 @@ class Router:
             link.close()
         for connection in list(self._connections()):
             connection.close()
-        for sock in self._listeners:
+        for sock, _ in self._listeners:
             self.poller.remove(sock.fileno())
             sock.close()
         for fd in self._pidfds.values():
@@ -340,18 +380,9 @@ class Router:
     def descriptors(self) -> list[int]:
         """Every descriptor that a forked child must close, or this agent's end would not be noticed."""
         socks = [getattr(link, "sock", None) for link in self.links.values()]
-        socks += [connection.sock for connection in self._connections()] + list(self._listeners)
+        socks += [connection.sock for connection in self._connections()] + [sock for sock, _ in self._listeners]
         found = [sock.fileno() for sock in socks if sock is not None] + list(self._pidfds.values())
         for connection in self._connections():
             if isinstance(connection, shared_memory.SharedMemoryIncoming):
                 found += connection.memory.descriptors()
         return found
-
-
-def _accepted(listener: socket.socket) -> Iterable[socket.socket]:
-    while True:
-        try:
-            sock, _ = listener.accept()
-        except BlockingIOError:
-            return
-        yield sock
