@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -398,3 +399,33 @@ def test_a_put_after_an_update_has_read_counts_as_new(fleet: Fleets, monkeypatch
 
     done = {"has read": threading.Event(), "has put": threading.Event()}
     assert fleet(2).run(run)[0] == 1
+
+
+def test_shutdown_does_not_wait_for_a_call_that_waits_for_others(fleet: Fleets) -> None:
+    """Ten seconds at most, of which half is for what is under way."""
+    over = threading.Event()
+
+    def run() -> tuple[float, str]:
+        shoal.win_create(torch.zeros(4), "x")
+        shoal.barrier()
+        if shoal.rank() == 1:
+            with shoal.win_mutex("x", for_self=True):
+                shoal.barrier()
+                over.wait(30)
+            return 0.0, ""
+        shoal.barrier()
+        waiting = [shoal.win_put_nonblocking(torch.ones(4), "x", require_mutex=True, timeout=25) for _ in range(3)]
+        started = time.monotonic()
+        shoal.shutdown()
+        took = time.monotonic() - started
+        over.set()
+        said = []
+        for handle in waiting:
+            with pytest.raises((shoal.NotInitialized, shoal.Mismatch)) as caught:
+                handle.wait()
+            said.append(str(caught.value))
+        return took, said[-1]
+
+    took, said = fleet(2).run(run)[0]
+    assert took < 12
+    assert "has shut down while" in said

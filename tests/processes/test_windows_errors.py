@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,3 +193,38 @@ def test_windows_of_other_names_are_not_touched_by_one_that_is_freed(world: Worl
     world.results(free, on=[RIGHT, STRANGER, LEFT])
     assert world.results(names) == [["kept"]] * 4
     world.results(free, "kept")
+
+
+CRASHES = """
+import time
+import shoal, torch
+shoal.init()
+x = torch.zeros(4)
+shoal.win_create(x, "x")
+shoal.barrier()
+if shoal.rank() == 1:
+    with shoal.win_mutex("x", for_self=True):
+        shoal.barrier()
+        started = time.monotonic()
+        try:
+            shoal.barrier()
+        except shoal.PeerLost as lost:
+            print("heard", time.monotonic() - started, lost.ranks, "a bug in the script" in str(lost), flush=True)
+else:
+    shoal.barrier()
+    shoal.win_put_nonblocking(x, "x", require_mutex=True)
+    time.sleep(0.3)
+    raise ValueError("a bug in the script")
+"""
+
+
+@pytest.mark.transport("shared_memory")
+def test_a_script_that_fails_while_a_call_of_its_waits_ends_and_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "crashes.py"
+    script.write_text(CRASHES)
+    command = [sys.executable, "-m", "shoal", "run", "-n", "2", "--on-failure", "continue", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert "ValueError: a bug in the script" in ended.stderr + ended.stdout
+    (line,) = [line for line in ended.stdout.splitlines() if "heard" in line]
+    seconds, *rest = line.partition("heard ")[2].split(maxsplit=1)
+    assert float(seconds) < 5 and rest == ["(0,) True"]

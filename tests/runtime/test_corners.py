@@ -249,7 +249,7 @@ def test_what_looking_at_the_clock_finds_is_due_when_it_says(fleet: Fleets) -> N
                         told.append(now)
                     return float("inf")
 
-                def close(self) -> None: ...
+                def close(self, deadline: float) -> None: ...
 
                 def descriptors(self) -> list[int]:
                     return []

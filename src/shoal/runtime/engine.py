@@ -436,8 +436,9 @@ class Engine:
         gone = NotInitialized("this agent has shut down while the operation was in flight; wait for its handle first")
         if not died and self.ended is None:
             self.bundles.start()
-        for service in self.services.values():
-            service.close()
+        now = time.monotonic()
+        for service in self.services.values():  # the other half is for what the others still need
+            service.close(now if died else now + (deadline - now) / 2)
         with self.lock:
             if self._closing:
                 return

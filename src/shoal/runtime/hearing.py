@@ -34,7 +34,8 @@ class Service(Protocol):
     def holds_topology(self) -> list[str]:
         """The names of what keeps the topology from being changed."""
 
-    def close(self) -> None: ...
+    def close(self, deadline: float) -> None:
+        """Not under the lock: end what is under way, by itself until the deadline."""
 
 
 class Hearing:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
-from ..errors import Mismatch
+from ..errors import Mismatch, NotInitialized
 from ..runtime.agent import Agent, bind
 from ..runtime.operation import Exchange, Handle, Operation, Send, Steps
 from ..transport.memory import Segment
@@ -19,9 +19,12 @@ from .locks import ByteLocks
 from .memory import Layout, WindowMemory
 from .service import AGAIN, Service
 from .window import Window
+from .worker import Worker
 
 T = TypeVar("T")
 PREFIX = "~window"
+_STOP_SECONDS = 5.0
+"""In which a call that has been told that its window is gone ends."""
 _here: weakref.WeakValueDictionary[tuple[str, str, int], WindowMemory] = weakref.WeakValueDictionary()
 """The memories of this process, by the owner's inbox, the name and the number: for agents that are threads."""
 
@@ -36,7 +39,8 @@ class Windows:
         self._service = Service(self)
         self._windows: dict[str, Window] = {}
         self._segments: dict[str, Segment] = {}
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker: Worker | None = None
+        self._closing = False
         self._lock = threading.Lock()
 
     @staticmethod
@@ -166,12 +170,14 @@ class Windows:
         """Run something in this agent's worker, in the order of calls."""
         with self._lock:
             if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"shoal-{self.engine.rank}-windows")
+                self._worker = Worker(f"shoal-{self.engine.rank}-windows")
         handle: Handle[T] = Handle(self.engine, Operation("window", "~window", 0, self.engine.timeout))
 
         def run() -> None:
             result, error = None, None
             try:
+                if self._closing:
+                    raise NotInitialized("this agent has shut down while a call of its on a window waited for its turn")
                 result = function()
             except BaseException as caught:
                 error = caught
@@ -200,7 +206,14 @@ class Windows:
             found += [memory.locks.descriptor for memory in (window.memory, *window.direct.values())]
         return [fd for fd in found if fd >= 0]
 
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
-        self.free(None)
+    def close(self, deadline: float) -> None:
+        ended = self._worker is None or self._worker.end(deadline)
+        self._closing = True
+        self.free(None)  # what waits for a lock hears of it
+        if self._worker is not None and not ended:
+            gone = NotInitialized("this agent has shut down while a call of its on a window was under way")
+            with self.engine.lock:
+                for operation in self.engine.rounds.in_flight():
+                    if operation.one_sided:
+                        self.engine.fail(operation, gone)
+            self._worker.end(time.monotonic() + _STOP_SECONDS)

@@ -269,8 +269,6 @@ class Window:
     ) -> Handle[dict[int, torch.Tensor]]:
         """Have the owners do it. The result is what each answered: a tensor, flat, for a get."""
         engine = self._engine
-        if self._closed and op != UNLOCK:
-            raise self._freed_by(op, engine.rank)
         for rank in weights:
             self._check(op, rank)
         layout = self.memory.layout
@@ -307,6 +305,8 @@ class Window:
 
     def _check(self, op: str, rank: int) -> None:
         engine = self._engine
+        if self._closed and op != UNLOCK:
+            raise self._freed_by(op, engine.rank)
         ended = engine.reason_against(one_sided=True)
         if ended is not None:
             raise type(ended)(f"{op} {self.name!r} on rank {engine.rank}: {ended}", ended.ranks)

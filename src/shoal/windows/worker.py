@@ -1,0 +1,35 @@
+"""Runs an agent's nonblocking window calls, one after the other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+
+class Worker:
+    """A thread for them.
+
+    A daemon: an interpreter that ends waits for all other threads, before an agent could say that it leaves.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run a call, which must not raise, after all before it."""
+        self._calls.put(call)
+
+    def end(self, deadline: float) -> bool:
+        """Take no more calls, and wait for those that there are; False if they are not done by the deadline."""
+        self._calls.put(None)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # it holds a window
