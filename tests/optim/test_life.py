@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.algorithms import ExactDiffusion, GradientDescent, Momentum
+from shoal.optim.window_flight import PushSumFlight
 from support.leftovers import wait_until
 
 Fleets = Callable[..., shoal.Fleet]
@@ -294,6 +295,28 @@ def test_a_window_optimizer_whose_neighbour_left_can_be_closed(fleet: Fleets) ->
         return shoal.get_current_created_window_names() == []
 
     assert fleet(3).run(run) == [True] * 3
+
+
+@pytest.mark.parametrize("atc", [True, False], ids=["atc", "awc"])
+def test_push_sum_takes_the_local_steps_of_either_order(fleet: Fleets, atc: bool) -> None:
+    """A gradient of ones everywhere: every step moves every agent by the same, wherever its share is."""
+
+    def run() -> Tensor:
+        shoal.set_topology(shoal.RingGraph(3))
+        model = deepcopy(MODEL)
+        algorithm = GradientDescent(1.0, atc=atc)
+        optimizer = shoal.DecentralizedOptimizer(sgd(model), model, algorithm, flight=PushSumFlight)
+        for _ in range(4):
+            optimizer.zero_grad()
+            torch.stack([param.sum() for param in model.parameters()]).sum().backward()
+            optimizer.step()
+            shoal.barrier()
+        optimizer.state_dict()  # nothing is under way any more
+        optimizer.close()
+        return flat(model) - flat(MODEL)
+
+    moved = torch.stack(fleet(3).run(run))
+    assert (moved.mean(0) + 4 * LR).abs().max() < 0.2 * LR
 
 
 def test_what_is_done_to_the_parameters_between_steps_counts_with_push_sum(fleet: Fleets) -> None:

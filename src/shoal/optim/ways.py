@@ -21,7 +21,7 @@ class Way(ABC):
 
     equation: ClassVar[str]
     at_every_step: ClassVar[bool] = False
-    """Also between two exchanges, of which there are none then."""
+    """There is an exchange at every step, whatever ``num_steps_per_communication`` is."""
 
     def __init__(self, flight: Flight, local: LocalStep) -> None:
         self._flight, self._local = flight, local
@@ -32,6 +32,12 @@ class Way(ABC):
     @abstractmethod
     def step(self, due: bool) -> None:
         """A step; ``due``: with this round's exchange."""
+
+    def _step_locally(self) -> None:
+        """The local step, of which the flight hears: some keep more than the parameters."""
+        self._flight.before_local_step()
+        self._local()
+        self._flight.after_local_step()
 
     def check_that_it_can_follow(self) -> None:  # noqa: B027 - most can
         """ValueError if an agent that has no batch left cannot take part in the others' rounds."""
@@ -64,9 +70,7 @@ class AdaptThenCombine(Way):
 
     def step(self, due: bool) -> None:
         self._local.evaluate()
-        self._flight.before_local_step()
-        self._local()
-        self._flight.after_local_step()
+        self._step_locally()
         if due:
             self._flight.exchange()
 
@@ -85,7 +89,7 @@ class AdaptWithCombine(Way):
             self.begin_pass()
         self._local.evaluate()
         self._flight.land()
-        self._local()
+        self._step_locally()
 
 
 class AverageGradients(Way):

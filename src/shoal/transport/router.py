@@ -181,6 +181,9 @@ class Router:
 
     def _listen(self, sock: socket.socket, accept: Callable[[socket.socket], None]) -> None:
         self._listeners.append((sock, accept))
+        self._let_in(sock, accept)
+
+    def _let_in(self, sock: socket.socket, accept: Callable[[socket.socket], None]) -> None:
         self.poller.add(sock.fileno(), lambda _: accept(sock))
 
     def _pause(self) -> None:
@@ -193,7 +196,7 @@ class Router:
     def _listen_again(self) -> None:
         self._listens_again = float("inf")
         for sock, accept in self._listeners:
-            self.poller.add(sock.fileno(), lambda _, sock=sock, accept=accept: accept(sock))  # type: ignore[misc]
+            self._let_in(sock, accept)
 
     def meet(self, endpoints: list[Endpoint], secret: bytes) -> None:
         """Learn where everybody listens, and watch the processes of this machine."""
