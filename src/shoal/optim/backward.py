@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..runtime.agent import bind
 from .buckets import Bucket
+from .hooks import tell_of_gradients
 
 
 class Backward:
@@ -39,9 +38,7 @@ class Backward:
             for param in wanted:
                 self._of[param] = number
                 if param not in self._hooks:
-                    # One that held us would keep us and the parameters alive together.
-                    register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
-                    self._hooks[param] = register(_teller(self))
+                    self._hooks[param] = tell_of_gradients(param, self)
 
     def late(self) -> list[int]:
         """The buckets that have not been ready, in order: the step goes on without what they still lack."""
@@ -74,14 +71,3 @@ class Backward:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-
-
-def _teller(backward: Backward) -> Callable[[torch.Tensor], None]:
-    reference = weakref.ref(backward)
-
-    def tell(param: torch.Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.came(param)
-
-    return tell

@@ -24,8 +24,8 @@ from ..topology.schedule import Schedule
 from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
 from .equation import Equation
 from .flight import Flight
-from .forward import BeforeForward
 from .heap import keep_freed_memory
+from .hooks import BeforeForward
 from .join import Join
 from .local import LocalStep
 from .params import Names, name_of_optimizer

@@ -5,12 +5,12 @@ Not forward passes, of which an evaluation or a generator's turn may add more on
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from .hooks import tell_of_gradients
 
 
 class Passes:
@@ -39,8 +39,7 @@ class Passes:
         """Hear of the gradients of these, those that are learnt."""
         for param in params:
             if param.requires_grad and param not in self._hooks:
-                register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
-                self._hooks[param] = register(_counter(self))
+                self._hooks[param] = tell_of_gradients(param, self)
 
     def begin_step(self) -> int:
         """A step begins; how many passes there have been with its own. What its closure does counts no further."""
@@ -55,7 +54,7 @@ class Passes:
         if exchanged:
             self._before = 0
 
-    def count(self, param: torch.Tensor) -> None:
+    def came(self, param: torch.Tensor) -> None:
         """A parameter has its gradient."""
         if not self.stepping:
             self._of[param] = self._of.get(param, 0) + 1
@@ -75,14 +74,3 @@ class Passes:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-
-
-def _counter(passes: Passes) -> Callable[[torch.Tensor], None]:
-    reference = weakref.ref(passes)  # or the parameters would keep it alive, and it them
-
-    def count(param: torch.Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.count(param)
-
-    return count

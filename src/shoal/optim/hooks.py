@@ -1,11 +1,15 @@
-"""Tells an optimizer that a forward pass of training begins."""
+"""What a model tells of its passes: that a forward pass begins, and that a parameter has its gradient. Nobody is kept
+alive by it.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 _compiler: Any = torch.compiler  # its functions are untyped
 
@@ -30,3 +34,20 @@ class BeforeForward:
         mine = self._model is not None and self._model() is module
         if optimizer is not None and mine and module.training and torch.is_grad_enabled():
             optimizer._begin_pass()
+
+
+class Hears(Protocol):
+    def came(self, param: torch.Tensor) -> None: ...
+
+
+def tell_of_gradients(param: torch.nn.Parameter, listener: Hears) -> RemovableHandle:
+    """Call ``listener.came(param)`` when a backward pass has left its gradient, for as long as the listener lives."""
+    reference = weakref.ref(listener)
+
+    def tell(param: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.came(param)
+
+    register: Callable[[Any], RemovableHandle] = param.register_post_accumulate_grad_hook
+    return register(tell)
