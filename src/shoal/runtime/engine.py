@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import NotInitialized, ShoalError
+from ..interrupts import held, released
 from ..transport.memory import Arena, ResultPool
 from ..transport.poller import Poller
 from ..transport.router import Router
@@ -113,6 +114,21 @@ class Engine:
         """
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout}: it must be a positive number of seconds")
+        with held:
+            handle = self._submit(op, name, steps, timeout, alone, one_sided)
+        if self._callbacks:
+            self.after()
+        return handle
+
+    def _submit(
+        self,
+        op: str,
+        name: str,
+        steps: Callable[[Operation], Steps[T]] | Small,
+        timeout: float | None,
+        alone: bool,
+        one_sided: bool,
+    ) -> Handle[T]:
         with self.lock:
             self._check_open(op, one_sided)
             operation = self.rounds.begin(op, name, self.timeout if timeout is None else timeout, alone)
@@ -131,8 +147,6 @@ class Engine:
         self.resume(operation, None)
         with self.lock:
             self.wheel.submitted()
-        if self._callbacks:
-            self.after()
         return handle
 
     def reason_against(self, one_sided: bool) -> ShoalError | None:
@@ -309,6 +323,7 @@ class Engine:
                 self.outbox.post(channel, operation, stage)
                 if stage.complete:
                     self.ready.append(operation)
+        self.rounds.tidy(channel)
 
     def answer(self, source: int, request: Message, tensor: torch.Tensor) -> None:
         """Send the one that asks for something, and waits for it as its second stage, a copy of a tensor."""
@@ -322,7 +337,7 @@ class Engine:
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
         """Keep the promise of something that a thread of this agent did by itself."""
-        with self.lock:
+        with held, self.lock:
             self._callbacks.extend((callback, handle) for callback in handle.end(result, error))
             self.wheel.notify()
             self.poller.wake()
@@ -374,7 +389,10 @@ class Engine:
             )
         started = time.perf_counter_ns() if self.events.active else 0
         limit = time.monotonic() + timeout if timeout is not None else float("inf")
-        done = self.wheel.drive_until(handle.poll, limit)
+        while not (done := self.wheel.drive_until(handle.poll, limit)) and time.monotonic() < limit:
+            held.checkpoint()  # a signal came; its handler raises, or the wait goes on
+            if self.wheel.stopped:
+                break
         if started:
             operation = handle.operation
             self.events.emit("waited", operation.op, operation.name, operation.round, started)
@@ -400,6 +418,8 @@ class Engine:
             for callback, events in due:
                 callback(events)
             self.router.inbox.drain(self.hearing)
+            self.pool.tidy()
+            self.arena.tidy()
             self.next_check = min(self.next_check, self.router.next_check)
         except Exception:  # a fault of ours; an agent that no longer hears must not look as if it did
             log.exception("rank %d: the exchange failed", self.rank)
@@ -420,7 +440,8 @@ class Engine:
             except IndexError:  # another thread of this agent was quicker
                 return
             try:
-                callback(handle)
+                with released:
+                    callback(handle)
             except (Exception, SystemExit):
                 log.exception("a callback of %s failed", handle.operation)
 
@@ -433,7 +454,26 @@ class Engine:
 
     def close(self, deadline: float, farewell: str = "", died: bool = False) -> None:
         """Say goodbye, give others what they still wait for, and free everything."""
+        with held:
+            self._close(deadline, farewell, died)
+
+    def _close(self, deadline: float, farewell: str, died: bool) -> None:
         gone = NotInitialized("this agent has shut down while the operation was in flight; wait for its handle first")
+        interrupted: BaseException | None = None
+
+        def drain(drained: Callable[[], bool], limit: float) -> None:
+            """Drive until the others have what they need, unless this agent's exchange has failed, or it is told to
+            make an end of it: then what is left to do is done, and no more waited for."""
+            nonlocal interrupted
+            while self.wheel.started and interrupted is None:
+                self.wheel.drive_until(lambda: drained() or self.ended is not None, limit)
+                if not held.pending:
+                    return
+                try:
+                    held.checkpoint()
+                except BaseException as error:
+                    interrupted = error
+
         if not died and self.ended is None:
             self.bundles.start()
         now = time.monotonic()
@@ -447,13 +487,13 @@ class Engine:
                     self.fail(operation, gone)
             self.bundles.give_up(gone)
             self._closing = True
-        self._drain(lambda: self.outbox.settled and not self.rounds.in_flight(), deadline)
+        drain(lambda: self.outbox.settled and not self.rounds.in_flight(), deadline)
         with self.lock:
             self.outbox.say_goodbye(farewell or "it called shoal.shutdown()", died)
             self.outbox.flush()  # all that is done for it where the exchange has failed
-        self._drain(lambda: self.outbox.empty, deadline)
+        drain(lambda: self.outbox.empty, deadline)
         # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
-        self._drain(lambda: not self.router.heard, min(deadline, time.monotonic() + HANG_UP_SECONDS))
+        drain(lambda: not self.router.heard, min(deadline, time.monotonic() + HANG_UP_SECONDS))
         with self.lock:
             for operation in self.rounds.in_flight():
                 self.fail(operation, gone)
@@ -463,11 +503,8 @@ class Engine:
         self.arena.close()
         self.pool.clear()
         self.poller.close()
-
-    def _drain(self, drained: Callable[[], bool], deadline: float) -> None:
-        """Drive until the others have what they need, unless this agent's exchange has failed."""
-        if self.wheel.started:
-            self.wheel.drive_until(lambda: drained() or self.ended is not None, deadline)
+        if interrupted is not None:
+            raise interrupted
 
     def abandon_in_child(self) -> None:
         """In a forked child: close what would keep this agent's end from being noticed. Touches no lock."""

@@ -33,17 +33,20 @@ class Fate(Enum):
 
 
 class Channel:
-    """The rounds of one name on this agent."""
+    """The rounds of one name on this agent that are under way: in flight, or not yet read by all."""
 
-    __slots__ = ("active", "deferred", "name", "rounds", "unacknowledged", "unread")
+    __slots__ = ("active", "deferred", "name", "unacknowledged", "unread")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.rounds = 0
         self.active: dict[int, Operation] = {}
         self.unacknowledged: dict[int, int] = {}
         self.unread: Counter[int] = Counter()  # messages, by receiver
         self.deferred: deque[tuple[Operation, Stage]] = deque()
+
+    @property
+    def idle(self) -> bool:
+        return not (self.active or self.unacknowledged or self.deferred)
 
     def may_send(self, operation: Operation, stage: Stage) -> bool:
         """Whether the receivers are near enough for one more round."""
@@ -74,31 +77,46 @@ class Channel:
 
 
 class Rounds:
-    """The book of one agent's rounds. Kept under the engine's lock."""
+    """The book of one agent's rounds. Kept under the engine's lock.
+
+    Of a name that is not in use only the number of its rounds is kept, for good: it tells an agent that has skipped a
+    call from one that has not made it yet.
+    """
 
     def __init__(self) -> None:
+        self._begun: dict[str, int] = {}
         self._channels: dict[str, Channel] = {}
         self._early: dict[Key, dict[tuple[int, int], Message]] = {}
         self._asks: dict[Key, set[Ask]] = {}
         self._tombstones: OrderedDict[Key, None] = OrderedDict()
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
-        """The next round of a name. ``alone`` refuses it while another is in flight."""
+        """The next round of a name. ``alone`` refuses it while another of its kind is in flight."""
+        round_ = self._begun.get(name, 0)
         channel = self._channels.get(name)
         if channel is None:
             channel = self._channels[name] = Channel(name)
-        if alone and channel.active:
+        elif alone and any(other.op == op for other in channel.active.values()):
             raise ValueError(
-                f"{describe(op, name, channel.rounds)}: an operation named {name!r} is still in flight on this agent; "
-                "wait for its handle first, or use another name"
+                f"{describe(op, name, round_)}: a {op} named {name!r} is still in flight on this agent; wait for its "
+                "handle first, or use another name"
             )
-        operation = Operation(op, name, channel.rounds, timeout)
-        channel.rounds += 1
-        channel.active[operation.round] = operation
+        operation = Operation(op, name, round_, timeout)
+        self._begun[name] = round_ + 1
+        channel.active[round_] = operation
         return operation
+
+    def begun(self, name: str) -> int:
+        """How many rounds of a name this agent has begun."""
+        return self._begun.get(name, 0)
 
     def channel(self, operation: Operation) -> Channel:
         return self._channels[operation.name]
+
+    def tidy(self, channel: Channel) -> None:
+        """Forget a name's channel when nothing is under way there."""
+        if channel.idle and self._channels.get(channel.name) is channel:
+            del self._channels[channel.name]
 
     def in_flight(self) -> list[Operation]:
         return [operation for channel in self._channels.values() for operation in channel.active.values()]
@@ -119,10 +137,9 @@ class Rounds:
 
     def has_begun(self, name: str, round_: int) -> bool:
         """This agent is at, or past, a round."""
-        channel = self._channels.get(name)
-        if channel is None or round_ >= channel.rounds:
+        if round_ >= self._begun.get(name, 0):
             return False
-        operation = channel.active.get(round_)
+        operation = self.active(name, round_)
         return operation is None or operation.begun
 
     def has_news(self, operation: Operation) -> bool:
@@ -131,10 +148,9 @@ class Rounds:
 
     def fate(self, message: Message) -> tuple[Fate, Operation | None]:
         """What becomes of a message or a question, and the operation that it is about where that is in flight."""
-        channel = self._channels.get(message.name)
-        if channel is None or message.round >= channel.rounds:
+        if message.round >= self._begun.get(message.name, 0):
             return Fate.EARLY, None
-        operation = channel.active.get(message.round)
+        operation = self.active(message.name, message.round)
         if operation is None:
             late = (message.name, message.round) in self._tombstones
             return (Fate.LATE if late else Fate.UNEXPECTED), None
@@ -155,9 +171,7 @@ class Rounds:
 
     def is_waited_for(self) -> bool:
         """Another agent waits for a call that this one has not made."""
-        return any(
-            round_ >= channel.rounds if (channel := self._channels.get(name)) else True for name, round_ in self._asks
-        )
+        return any(round_ >= self._begun.get(name, 0) for name, round_ in self._asks)
 
     def came_early(self, operation: Operation, stage: int) -> Iterator[tuple[int, Message]]:
         """Take out the messages that wait for a stage that begins."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import torch
 
-from ..errors import DeadlineExceeded
+from ..errors import DeadlineExceeded, NotInitialized
 from ..transport.link import Lease, Published
 from ..transport.wire import Message
 
@@ -205,6 +205,8 @@ class Handle(Generic[T]):
                 :class:`~shoal.DeadlineExceeded` here and leaves the operation in flight.
         """
         if not self.done and not self._engine.wait_for(self, timeout):
+            if timeout is None:
+                raise NotInitialized(f"{self.operation}: this agent has shut down while it was in flight")
             missing = self.operation.waiting_for
             raise DeadlineExceeded(
                 f"{self.operation} is not done after {timeout:g} s; it waits for ranks {missing} and goes on", missing

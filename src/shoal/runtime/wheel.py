@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from ..interrupts import SLICE, held
 from ..transport.poller import Poller
 
 AFTER_DRIVING = 0.002
@@ -28,6 +29,9 @@ AT_MOST = 0.005
 STOP_SECONDS = 5.0
 """How long the end waits for another thread to leave the wheel; all that it could wait for has ended by then."""
 FOREVER = float("inf")
+LONGEST = 1.0
+"""Seconds of one system call: a signal that comes just before it would not end it, and memory that somebody has let go
+of is taken in between two."""
 
 
 class Vehicle(Protocol):
@@ -93,6 +97,11 @@ class Wheel:
         return self._thread.ident is not None
 
     @property
+    def stopped(self) -> bool:
+        """Nobody drives any more."""
+        return self._closing
+
+    @property
     def mine(self) -> bool:
         """The calling thread is driving right now."""
         return self._driver == threading.get_ident()
@@ -115,32 +124,44 @@ class Wheel:
             self._turn.notify_all()
 
     def drive_until(self, done: Callable[[], bool], limit: float = FOREVER) -> bool:
-        """Drive, or let others drive, until ``done()`` or the time ``limit``. Not for a thread that drives already."""
+        """Drive, or let others drive, until ``done()`` or the time ``limit``. Not for a thread that drives already.
+
+        In the main thread it returns also when a signal came, with the wheel left, so that it can be handled.
+        """
+        with held:
+            if self._take(done, limit):
+                held.wake(self._poller.waker)
+                try:
+                    self._drive(lambda: done() or held.pending, limit)
+                finally:
+                    held.wake(-1)
+                    with self.lock:
+                        self._driver = 0
+                        if self._polled:
+                            self._left = time.monotonic()
+                            self._keep_away = self._left + AFTER_DRIVING
+                        self.notify()
+                    self._vehicle.after()
+            return done()
+
+    def _take(self, done: Callable[[], bool], limit: float) -> bool:
+        """Wait for the wheel and take it; False where there is nothing to drive for any more."""
+        slice_ = SLICE if held.here else 60.0  # a signal would not end it
         with self.lock:
             self.waiters += 1
             try:
-                while not done() and self._driver and not self._closing:
-                    rest = min(limit - time.monotonic(), 60.0)
+                while not done() and self._driver and not self._closing and not held.pending:
+                    rest = limit - time.monotonic()
                     if rest <= 0:
                         return False
                     self._poller.wake()
-                    self._turn.wait(rest)
-                if done() or self._closing:
-                    return done()
+                    self._turn.wait(min(rest, slice_))
+                if done() or self._closing or held.pending:
+                    return False
                 self._driver = threading.get_ident()
+                return True
             finally:
                 self.waiters -= 1
-        try:
-            self._drive(done, limit)
-        finally:
-            with self.lock:
-                self._driver = 0
-                if self._polled:
-                    self._left = time.monotonic()
-                    self._keep_away = self._left + AFTER_DRIVING
-                self.notify()
-            self._vehicle.after()
-        return done()
 
     def _drive(self, done: Callable[[], bool], limit: float) -> None:
         vehicle, poller = self._vehicle, self._poller
@@ -153,7 +174,7 @@ class Wheel:
             if now >= limit:
                 return
             self._polled = True
-            due = poller.poll(max(0.0, min(vehicle.next_check, limit, now + 60.0) - now))
+            due = poller.poll(max(0.0, min(vehicle.next_check, limit, now + LONGEST) - now))
             with self.lock:
                 vehicle.handle(due)
                 now = time.monotonic()

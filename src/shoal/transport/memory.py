@@ -21,10 +21,11 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from ..interrupts import held
 from .wire import ProtocolError
 
 T = TypeVar("T")
@@ -103,25 +104,53 @@ class Region:
         return self.data[: self.nbytes].view(dtype)
 
 
+class _Loan(weakref.ref[Any]):
+    """Remembers what is lent for as long as an object lives."""
+
+    __slots__ = ("item",)
+    item: Any
+
+
 class _Returns(ABC, Generic[T]):
     """What comes back to be used again, from anywhere: also from the garbage collector, which may come in the middle of
-    handing out, while the lock is held. So :meth:`release` never waits for it, and who hands out sorts in first."""
+    handing out, while the lock is held. So nothing that comes back waits for the lock; who hands out sorts in first.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._returned: deque[T] = deque()
+        self._loans: dict[int, _Loan] = {}
+        self._ended: deque[_Loan] = deque()
 
     def release(self, one: T) -> None:
         """Give something back. May be called from any thread."""
         self._returned.append(one)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._sort_in()
-            finally:
-                self._lock.release()
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Make what has come back free for others, unless somebody is at it."""
+        if not (self._ended or self._returned):
+            return
+        with held:
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._sort_in()
+                finally:
+                    self._lock.release()
+
+    def _lend(self, owner: object, item: T) -> None:
+        """It comes back when ``owner`` is gone, which is no place for code of ours: an interrupt there would be lost,
+        and what it interrupts undone. So the callback is one of C, and tells only which loan has ended."""
+        loan = _Loan(owner, self._ended.append)
+        loan.item = item
+        self._loans[id(loan)] = loan
 
     def _sort_in(self) -> None:
         """Make what has come back free for others; under the lock."""
+        while self._ended:
+            loan = self._ended.popleft()
+            del self._loans[id(loan)]
+            self._take_in(loan.item)
         while self._returned:
             self._take_in(self._returned.popleft())
 
@@ -146,7 +175,7 @@ class Arena(_Returns[Region]):
 
     def allocate(self, nbytes: int) -> Region:
         size = size_class(nbytes)
-        with self._lock:
+        with held, self._lock:
             self._sort_in()
             free = self._free[size]
             if free:
@@ -174,6 +203,9 @@ class Arena(_Returns[Region]):
         return segment
 
     def _take_in(self, one: Region) -> None:
+        address = one.data.data_ptr()
+        if self._lent.get(address) is one:
+            del self._lent[address]
         if self.closed:
             return
         self._free[one.size].append(one)
@@ -191,19 +223,14 @@ class Arena(_Returns[Region]):
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes:
             return torch.empty(shape, dtype=dtype)
-        region = self.allocate(nbytes)
-        # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
-        lease = (ctypes.c_char * nbytes).from_buffer(region.segment.area, region.offset)
-        tensor = torch.frombuffer(lease, dtype=dtype).view(shape)
-        address = tensor.data_ptr()
-        self._lent[address] = region
-        weakref.finalize(lease, self._take_back, address, region).atexit = False
+        with held:
+            region = self.allocate(nbytes)
+            # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
+            lease = (ctypes.c_char * nbytes).from_buffer(region.segment.area, region.offset)
+            tensor = torch.frombuffer(lease, dtype=dtype).view(shape)
+            self._lent[tensor.data_ptr()] = region
+            self._lend(lease, region)
         return tensor
-
-    def _take_back(self, address: int, region: Region) -> None:
-        if self._lent.get(address) is region:
-            del self._lent[address]
-        self.release(region)
 
     def find(self, tensor: torch.Tensor) -> Region | None:
         """The region of a tensor that :meth:`empty` made."""
@@ -305,21 +332,25 @@ class ResultPool(_Returns[tuple[mmap.mmap, int]]):
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALL:
             return torch.empty(shape, dtype=dtype)
-        size = size_class(nbytes)
+        with held:
+            return self._over(self._block(size_class(nbytes)), nbytes, dtype).view(shape)
+
+    def _block(self, size: int) -> mmap.mmap:
         with self._lock:
             self._sort_in()
-            blocks = self._free[size]
-            block = blocks.pop() if blocks else None
-            if block is not None:
+            if self._free[size]:
                 self._free_bytes -= size
-        if block is None:
-            block = mmap.mmap(-1, size)
-            if size >= HUGE_PAGE:
-                block.madvise(mmap.MADV_HUGEPAGE)
+                return self._free[size].pop()
+        block = mmap.mmap(-1, size)
+        if size >= HUGE_PAGE:
+            block.madvise(mmap.MADV_HUGEPAGE)
+        return block
+
+    def _over(self, block: mmap.mmap, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
         lease = (ctypes.c_char * nbytes).from_buffer(block)
-        weakref.finalize(lease, self.release, (block, size)).atexit = False
-        return torch.frombuffer(lease, dtype=dtype).view(shape)
+        self._lend(lease, (block, len(block)))
+        return torch.frombuffer(lease, dtype=dtype)
 
     def _take_in(self, one: tuple[mmap.mmap, int]) -> None:
         block, size = one

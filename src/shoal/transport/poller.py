@@ -68,6 +68,11 @@ class Poller:
                 due.append((callback, events))
         return due
 
+    @property
+    def waker(self) -> int:
+        """An eventfd; to write to it also ends a ``poll``, without a lock."""
+        return self._waker
+
     def descriptors(self) -> list[int]:
         return [self._epoll.fileno(), self._waker]
 

@@ -1,0 +1,133 @@
+"""Ctrl-C at every line of Shoal that a call goes through, in turn: what an agent does, and what must then be true."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import shoal
+from shoal.runtime.agent import current
+from support.leftovers import wait_until
+
+PACKAGE = str(Path(shoal.__file__).parent)
+SETTLED_SECONDS = 2.0
+"""In which whatever an interrupted call has begun must end, once all others have made the call too."""
+
+
+@dataclass
+class _Lines:
+    """Sends a signal to this process at the n-th line of Shoal that the main thread comes to; -1: only counts."""
+
+    at: int = -1
+    signum: int = signal.SIGINT
+    seen: int = 0
+    place: str = ""
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            if self.seen == self.at:
+                self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                signal.raise_signal(self.signum)
+            self.seen += 1
+        return self
+
+    def __enter__(self) -> _Lines:
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+
+def blocking(name: str) -> None:
+    mine = torch.full((3,), float(shoal.rank()))
+    mean = (shoal.size() - 1) / 2
+    assert torch.equal(shoal.neighbor_allreduce(mine, name=name), torch.full((3,), mean))
+
+
+def large(name: str) -> None:
+    mine = torch.full((100_000,), float(shoal.rank()))
+    assert shoal.neighbor_allreduce(mine, name=name)[-1] == (shoal.size() - 1) / 2
+
+
+def nonblocking(name: str) -> None:
+    handle = shoal.neighbor_allreduce_nonblocking(torch.full((100_000,), float(shoal.rank())), name=name)
+    assert shoal.wait(handle)[0] == (shoal.size() - 1) / 2
+
+
+def together(name: str) -> None:
+    handles = [
+        shoal.neighbor_allreduce_nonblocking(torch.full((3,), float(shoal.rank())), name=f"{name}.{part}")
+        for part in range(3)
+    ]
+    for handle in handles:
+        assert shoal.wait(handle)[0] == (shoal.size() - 1) / 2
+
+
+def pushed(name: str) -> None:
+    other = 1 - shoal.rank()
+    x = shoal.neighbor_allreduce(torch.ones(3), 0.5, dst_weights={other: 0.5}, name=name)
+    assert torch.equal(x, torch.ones(3))
+
+
+def everybody(name: str) -> None:
+    assert shoal.allreduce(torch.ones(5), average=False, name=name)[0] == shoal.size()
+
+
+CALLS: dict[str, Callable[[str], None]] = {
+    call.__name__: call for call in (blocking, large, nonblocking, together, pushed, everybody)
+}
+
+
+def in_flight() -> list[str]:
+    engine = current().engine
+    with engine.lock:
+        return [str(operation) for operation in engine.rounds.in_flight()]
+
+
+def called_in_full(kind: str, name: str) -> int:
+    """Make a call without any interruption; the lines that it goes through."""
+    with _Lines() as lines:
+        CALLS[kind](name)
+    return lines.seen
+
+
+def keep_up(kind: str, name: str) -> None:
+    """What an agent does that is not interrupted."""
+    CALLS[kind](name)
+
+
+def interrupted(kind: str, name: str, at: int) -> str:
+    """Make a call, with Ctrl-C at its line ``at``, and call again what has not begun, as one would in a notebook.
+
+    Returns where the signal came, empty if the call was over before.
+    """
+    call = CALLS[kind]
+    lines = _Lines(at)
+    try:
+        with lines:
+            call(name)
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert not lines.place, f"Ctrl-C at {lines.place} was lost"
+        return ""
+    finally:
+        sys.settrace(None)
+    assert lines.place
+    rounds = current().engine.rounds
+    parts = [f"{name}.{part}" for part in range(3)] if kind == "together" else [name]
+    for one in parts:
+        if not rounds.begun(one):
+            blocking(one) if kind == "together" else call(one)
+    assert wait_until(lambda: not in_flight(), SETTLED_SECONDS), f"{lines.place} left {in_flight()} in flight"
+    return lines.place
