@@ -489,7 +489,7 @@ class Engine:
             self._closing = True
         drain(lambda: self.outbox.settled and not self.rounds.in_flight(), deadline)
         with self.lock:
-            self.outbox.say_goodbye(farewell or "it called shoal.shutdown()", died)
+            self.outbox.say_goodbye(farewell or "it called shoal.shutdown()", died, self.ended)
             self.outbox.flush()  # all that is done for it where the exchange has failed
         drain(lambda: self.outbox.empty, deadline)
         # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.

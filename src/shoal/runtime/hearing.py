@@ -181,13 +181,17 @@ class Hearing:
 
     # Agents that are gone
 
-    def on_closed(self, peer: int, cause: str, final: bool = False) -> None:
+    def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
         if peer not in self._membership.view.alive or self._engine.deaf:
             self._engine.router.drop(peer)
         elif not self._engine.outbox.said_goodbye:  # after it, an end is somebody hanging up
-            self._engine.next_check = min(self._engine.next_check, self._engine.departures.sign(peer, cause, final))
+            self._engine.next_check = min(
+                self._engine.next_check, self._engine.departures.sign(peer, cause, final, certain)
+            )
 
-    def on_left(self, peer: int) -> None:
+    def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
+        if 0 <= lost < self._engine.size and lost != self._rank:
+            self._believe(Departure(lost, cause, True, peer))
         said = Departure(peer, "it called shoal.shutdown()", False, peer)
         self._engine.next_check = min(self._engine.next_check, self._engine.departures.hearsay(said))
 
@@ -198,9 +202,16 @@ class Hearing:
         else:
             self._engine.next_check = min(self._engine.next_check, said)
 
+    def _believe(self, said: Departure) -> None:
+        """What another agent says of a third."""
+        if self._engine.router.knows(said.rank):
+            self._engine.next_check = min(self._engine.next_check, self._engine.departures.hearsay(said))
+        else:
+            self.on_gone(said)
+
     def on_gone(self, gone: Departure) -> None:
         """An agent died or left; tell the neighbours, and end what cannot be completed without it."""
-        rank, cause, died, told_by = gone
+        rank, cause, died, told_by, _ = gone
         self._engine.departures.forget(rank)
         if rank == self._rank:
             self._engine.break_off(f"rank {told_by} counts it as lost ({cause})")
@@ -215,8 +226,7 @@ class Hearing:
             self._events.emit("lost", "died" if died else "left", "", 0, peer=rank, detail=cause)
         self._engine.outbox.pass_on(gone)
         if died:
-            told = f", as rank {told_by} says" if told_by not in (self._rank, rank) else ""
-            self._lose(f"rank {rank} was lost ({cause}{told})", rank)
+            self._lose(*self._explained(gone))
         for token in self._engine.outbox.owed_by(rank):
             self._on_reply(token)
         for service in self._engine.services.values():
@@ -228,11 +238,21 @@ class Hearing:
                 self._engine.fail(operation, self.miss(operation, [rank]))
         self._engine.router.drop(rank)
 
-    def _lose(self, what: str, rank: int) -> None:
-        """Without this agent nothing goes on that needs all: end such operations, now and from now on."""
+    def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:
+        """What is to be said of a loss, and the ranks that it is about."""
+        rank, cause, _, told_by, certain = gone
+        if told_by in (self._rank, rank):
+            return f"rank {rank} was lost ({cause})", rank
+        if not certain and self._engine.router.knows(rank):
+            what = f"ranks {rank} and {told_by} have lost each other ({cause}, as rank {told_by} says)"
+            return f"{what}, and both are there", rank, told_by
+        return f"rank {rank} was lost ({cause}, as rank {told_by} says)", rank
+
+    def _lose(self, what: str, *ranks: int) -> None:
+        """Without these agents nothing goes on that needs all: end such operations, now and from now on."""
         ended = self._engine.ended
         if ended is None:
-            ended = PeerLost(f"{what}; the agents that are left can shut down and start again", (rank,))
+            ended = PeerLost(f"{what}; the agents that are left can shut down and start again", ranks)
             self._engine.ended = ended
         for operation in [one for one in self._rounds.in_flight() if not one.one_sided]:
             self._engine.fail(operation, PeerLost(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
@@ -246,7 +266,7 @@ class Hearing:
             gone = "; ".join(self._membership.describe(one) for one in ranks)
             return PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {gone}", ranks)
         cause = f"it left while rank {self._rank} needed it for {operation}"
-        self._engine.outbox.pass_on(Departure(rank, cause, True, self._rank))
+        self._engine.outbox.pass_on(Departure(rank, cause, True, self._rank, certain=True))
         what = "; ".join(self._membership.describe(one) for one in ranks)
         error = PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
         self._engine.ended = self._engine.ended or PeerLost(f"{what}, and was needed; shut down and start again", ranks)

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
-from ..transport.wire import DIED, WANTS_REPLY, Kind, Message
+from ..transport.wire import CERTAIN, DIED, WANTS_REPLY, Kind, Message
 from .departures import Departure
 from .events import Events
 from .matching import SMALL_WINDOW, Channel
@@ -24,6 +25,11 @@ class _Owed(NamedTuple):
     operation: Operation
     published: Published
     channel: Channel
+
+
+def _bytes_of(send: Send) -> tuple[Published, int, int, tuple[int, ...]]:
+    """What a message to one destination must have in common with the one before, to be encoded once for both."""
+    return send.published, send.start, send.stop, send.shape
 
 
 class Outbox:
@@ -41,6 +47,7 @@ class Outbox:
         self._on_closed = on_closed
         self._tokens = itertools.count(1)
         self._owed: dict[int, _Owed] = {}
+        self._news: list[Message] = []  # of losses
         self._dirty: set[Link] = set()
 
     def post(self, channel: Channel, operation: Operation, stage: Stage) -> None:
@@ -53,7 +60,7 @@ class Outbox:
             published = send.published
             reply = often or published.region is not None
             token = next(self._tokens)
-            if last is None or (last.published, last.start, last.stop) != (published, send.start, send.stop):
+            if last is None or _bytes_of(last) != _bytes_of(send):
                 tail = b""
             nbytes = (send.stop - send.start) * published.data.element_size()
             message = Message(
@@ -121,7 +128,10 @@ class Outbox:
 
         One that we count as lost may be alive, and shut out for what it said; it must not think that all others are.
         """
-        notice = Message(Kind.NOTICE, token=gone.rank, flags=DIED if gone.died else 0, text=gone.cause)
+        flags = (DIED if gone.died else 0) | (CERTAIN if gone.certain else 0)
+        notice = Message(Kind.NOTICE, round=gone.told_by, token=gone.rank, flags=flags, text=gone.cause)
+        if gone.died:
+            self._news.append(notice)
         for peer in list(self._router.links):
             if peer not in (gone.rank, gone.told_by):
                 self.say(peer, notice)
@@ -130,23 +140,32 @@ class Outbox:
             condemned.post(notice)
             condemned.flush()
 
-    def say_goodbye(self, farewell: str, died: bool) -> None:
-        """The last word to everybody who would miss one."""
+    def say_goodbye(self, farewell: str, died: bool, ended: ShoalError | None) -> None:
+        """The last word to everybody who would miss one: first whom we have lost ourselves, if we leave after a loss,
+        so that nobody takes us for its cause."""
+        if not self._news and isinstance(ended, PeerLost) and min(ended.ranks, default=-1) >= 0:
+            self.pass_on(Departure(ended.ranks[0], str(ended), True, self._rank, certain=True))
+        lost, cause = (self._news[0].token, self._news[0].text) if self._news else (-1, "")
         for peer in list(self._router.links):
-            self.say(peer, Message(Kind.NOTICE, token=self._rank, flags=DIED if died else 0, text=farewell))
+            flags = DIED | CERTAIN if died else 0
+            self.say(peer, Message(Kind.NOTICE, round=self._rank, token=self._rank, flags=flags, text=farewell))
         self.said_goodbye = True
-        self._router.say_goodbye()
+        self._router.say_goodbye(lost, cause)
 
     def _link(self, peer: int) -> Link | None:
         """The link to a peer, marked for flushing; None when it cannot be opened, or no more since we leave."""
         if self.said_goodbye and peer not in self._router.links:
             return None
+        known = peer in self._router.links
         try:
             link = self._router.link(peer)
         except OSError as error:
             self._on_closed(peer, f"connecting to it failed: {error.strerror or error}")
             return None
         self._dirty.add(link)
+        if not known:  # what follows may be a consequence of what it has not heard
+            for notice in self._news:
+                link.post(notice)
         return link
 
     def flush(self) -> None:

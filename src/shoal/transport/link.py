@@ -81,14 +81,19 @@ class Receiver(Protocol):
     def on_arrived(self, payload: Payload) -> None:
         """More of a payload that comes in pieces is here."""
 
-    def on_closed(self, peer: int, cause: str, final: bool = False) -> None:
+    def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
         """The peer seems to be gone; ``cause`` says how it showed.
 
-        ``final``: nothing that it said before can still come, as at the end of what it sends to us.
+        Args:
+            final: Nothing that it said before can still come, as at the end of what it sends to us.
+            certain: Its process has ended; else it may be the network between the two that failed.
         """
 
-    def on_left(self, peer: int) -> None:
-        """The peer has said goodbye where it only listens; what it has sent to us may still be under way."""
+    def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
+        """The peer has said goodbye where it only listens; what it has sent to us may still be under way.
+
+        It left because it had lost rank ``lost`` (-1: for reasons of its own), for ``cause``.
+        """
 
 
 class Link(Protocol):

@@ -222,7 +222,7 @@ class Router:
         fd = self._pidfds.pop(rank)
         self.poller.remove(fd)
         os.close(fd)
-        self._receiver.on_closed(rank, "its process ended")
+        self._receiver.on_closed(rank, "its process ended", certain=True)
 
     def transport_to(self, rank: int) -> str:
         return self._kinds[rank]
@@ -313,11 +313,12 @@ class Router:
         oldest = self._strangers[0].since + GREETING_SECONDS if self._strangers else float("inf")
         return min(oldest, self._listens_again)
 
-    def say_goodbye(self) -> None:
-        """Tell those that connected to us that we leave."""
+    def say_goodbye(self, lost: int = -1, cause: str = "") -> None:
+        """Tell those that connected to us that we leave, because rank ``lost`` (-1: nobody) was lost for ``cause``."""
+        self.inbox.last_word = lost, cause
         for connections in self.incoming.values():
             for connection in connections:
-                connection.say_goodbye()
+                connection.say_goodbye(lost, cause)
 
     @property
     def heard(self) -> bool:

@@ -7,6 +7,7 @@ how messages become bytes on their kind of socket. Everything is non-blocking an
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Callable
 
@@ -15,8 +16,9 @@ from .link import Receiver
 from .poller import READ, WRITE, Poller
 from .wire import ProtocolError
 
-GOODBYE = b"goodbye"
-"""What an agent that leaves says to those that connected to it."""
+GOODBYE = struct.Struct("<7si128s")
+"""What an agent that leaves says to those that connected to it: the word, the rank that it had lost, and the cause."""
+_BYE = b"goodbye"
 GREETING_SECONDS = 10.0
 """A connection that has not proved itself after this long is closed."""
 
@@ -83,14 +85,18 @@ class Outgoing:
         """All that the peer ever says here is goodbye; else anything readable is an end."""
         try:
             try:
-                said = self.sock.recv(16)
+                said = self.sock.recv(GOODBYE.size - len(self._heard))
             except ConnectionResetError:  # it did not read our last words; its own may still be here
-                said = self.sock.recv(16)
+                said = self.sock.recv(GOODBYE.size - len(self._heard))
         except BlockingIOError:
             return
-        if said != GOODBYE:
+        self._heard += said
+        if not said or not _BYE.startswith(self._heard[: len(_BYE)]):
             raise ProtocolError("its end of the connection closed")
-        self._receiver.on_left(self.peer)
+        if len(self._heard) == GOODBYE.size:
+            _, lost, cause = GOODBYE.unpack(self._heard)
+            self._heard = b""
+            self._receiver.on_left(self.peer, lost, cause.rstrip(b"\0").decode(errors="replace"))
 
     def _want_write(self, wanted: bool) -> None:
         events = READ | WRITE if wanted else READ
@@ -155,9 +161,9 @@ class Incoming:
         """Read what is there and hand it to the receiver. Raises when the connection ended or speaks nonsense."""
         raise AssertionError("a kind of connection says how it reads")
 
-    def say_goodbye(self) -> None:
+    def say_goodbye(self, lost: int, cause: str) -> None:
         try:
-            self.sock.send(GOODBYE)
+            self.sock.send(GOODBYE.pack(_BYE, lost, cause.encode()[:128]))
         except OSError:
             pass  # it left first
 

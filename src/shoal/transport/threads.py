@@ -22,13 +22,14 @@ class Inbox:
         self._rank = rank
         self._poller = poller
         self._lock = threading.Lock()
-        self._messages: deque[tuple[int, Message | None]] = deque()
+        self._messages: deque[tuple[int, Message | tuple[int, str]]] = deque()
         self._writers: list[Inbox] = []
         self._closed = False
+        self.last_word = -1, ""  # whom the owner had lost when it left, and the cause
         _inboxes[self.address] = self
 
-    def put(self, source: int, message: Message | None) -> bool:
-        """Leave a message; None says that ``source`` has left. False when the owner of the inbox has."""
+    def put(self, source: int, message: Message | tuple[int, str]) -> bool:
+        """Leave a message, or the last word of ``source``, which has left. False when the owner of the inbox has."""
         with self._lock:
             if self._closed:
                 return False
@@ -44,8 +45,8 @@ class Inbox:
     def drain(self, receiver: Receiver) -> None:
         while self._messages:
             source, message = self._messages.popleft()
-            if message is None:
-                receiver.on_left(source)
+            if isinstance(message, tuple):
+                receiver.on_left(source, *message)
             else:
                 receiver.on_message(source, message)
 
@@ -55,7 +56,7 @@ class Inbox:
             writers, self._writers = self._writers, []
         _inboxes.pop(self.address, None)
         for writer in writers:
-            writer.put(self._rank, None)
+            writer.put(self._rank, self.last_word)
 
 
 class ThreadLink:
@@ -77,7 +78,7 @@ class ThreadLink:
             data = published.part(start, stop)
             message.payload = Payload(data, data.numel())
         if self._inbox is None or not self._inbox.put(self._rank, message):
-            self._own.put(self.peer, None)
+            self._own.put(self.peer, (-1, "") if self._inbox is None else self._inbox.last_word)
 
     def flush(self) -> None:
         pass

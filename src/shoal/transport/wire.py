@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import torch
 
-VERSION = 1
+VERSION = 2
 """Raised whenever the bytes below change their meaning; agents of two versions refuse each other when they connect."""
 
 
@@ -69,6 +69,8 @@ LOCKABLE = 4
 """Flag of a SEGMENT: the receiver will lock bytes of the file, and keeps its descriptor."""
 DIED = 2
 """Flag of a NOTICE: the agent died (else it left in good order)."""
+CERTAIN = 8
+"""Flag of a NOTICE: its process has ended, or it says so itself; else a connection has, which may be the network's."""
 
 
 @dataclass(slots=True)
