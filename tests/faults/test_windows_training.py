@@ -13,7 +13,7 @@ import fault_points
 import pytest
 import torch
 from fault_points import Point
-from window_points import LARGE, PLACES, arm_write, open_window
+from window_points import PLACES, arm_write, open_window
 
 import shoal
 from support.agent_main import Outcome, die
@@ -21,6 +21,7 @@ from support.world import World
 
 SIZE, VICTIM = 5, 1
 REST = [0, 2, 3, 4]
+LARGE = 600_000
 OVER = pytest.mark.parametrize(
     "transport",
     [
@@ -84,14 +85,19 @@ def assert_all_name(rank: int, ended: list[Outcome], error: str = "PeerLost") ->
 @pytest.mark.parametrize(("then", "place"), [("close", PLACES[0]), ("leave", PLACES[2]), ("nothing", PLACES[4])])
 @KIND
 @OVER
-def test_all_survivors_name_the_one_that_was_killed(transport: str, kind: str, then: str, place: str) -> None:
+def test_all_who_end_name_the_one_that_was_killed(transport: str, kind: str, then: str, place: str) -> None:
+    """Who does not need it, nor anybody who has ended for it, goes on."""
     with World(SIZE, environment={"SHOAL_TRANSPORT": transport}) as world:
-        training = [world.run_on(rank, train, kind, None, then) for rank in REST]
+        ending = [0, 2] if then == "nothing" else REST
+        others = [rank for rank in REST if rank not in ending]
+        training = {rank: world.run_on(rank, train, kind, 400 if rank in others else None, then) for rank in REST}
         dead = world.run_on(VICTIM, train_and_die, kind, place, 10).outcome()
         assert dead.error == "Died", dead.trace
-        ended = [one.outcome() for one in training]
+        ended = [training[rank].outcome() for rank in ending]
         assert_all_name(VICTIM, ended)
         assert max(one.ended for one in ended) - dead.ended < 5.0
+        for rank in others:
+            assert training[rank].outcome().value == ("", (), "")
 
 
 @pytest.mark.transport("network")
