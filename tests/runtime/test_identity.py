@@ -117,9 +117,11 @@ def test_init_again_keeps_what_the_user_has_set(fleet: Fleets) -> None:
         shoal.set_topology(graph, is_weighted=True)
         shoal.set_machine_topology(shoal.FullyConnectedGraph(1))
         shoal.init()
+        assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.is_topo_weighted()
         x = torch.tensor(float(shoal.rank()))
         shoal.win_create(x, "x")
         shoal.init()
+        assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.is_topo_weighted()
         shoal.init(lambda size: shoal.RingGraph(size, connect_style=2), is_weighted=True)  # what is set
         assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.load_machine_topology() is not None
         shoal.win_put(x, "x")
