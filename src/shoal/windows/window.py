@@ -195,11 +195,15 @@ class Window:
             return self.tensor
 
     def check_neighbours(self, op: str) -> None:
-        """Raise if a neighbour is gone, or is seen to have freed this window, without moving anything."""
+        """Raise if a neighbour is gone, or has freed this window, without moving anything."""
+        deadline = time.monotonic() + self._engine.timeout
         for rank in sorted({*self.sources, *self.destinations}):
             self._check(op, rank)
             memory = self.direct.get(rank)
-            if memory is not None and memory.freed:
+            if memory is None:  # who asks for its mutex is told
+                with self.mutex([rank], deadline, op):
+                    pass
+            elif memory.freed:
                 raise self._freed_by(op, rank)
 
     def version(self, source: int) -> int:
@@ -348,7 +352,8 @@ class Window:
             raise self._freed_by(op, engine.rank)
         if rank != engine.rank and rank not in engine.membership.view.alive:
             what = f"needs rank {rank}, which is gone: {engine.membership.describe(rank)}"
-            raise self._lost(op, what, self._cause_of(rank, rank))
+            cause = self._cause_of(rank, rank)
+            raise self._lost(op, what if cause == rank else f"{what}, since rank {cause} is gone", cause)
 
     def _cause_of(self, rank: int, otherwise: int | None) -> int | None:
         """The rank that is missed where another, which has left or freed its window, is needed: the first to be gone,
@@ -362,8 +367,8 @@ class Window:
     def _lost(self, op: str, what: str, cause: int | None) -> PeerLost:
         engine = self._engine
         died = engine.membership.view.died
-        if cause in died and f"rank {cause} was lost" not in what:
-            what += f"; rank {cause} was lost ({died[cause]})"
+        if cause in died and died[cause] not in what:
+            what += f" ({died[cause]})"
         ranks = () if cause is None else (cause,)
         self._windows.lost = PeerLost(f"{op} {self.name!r} on rank {engine.rank} {what}", ranks)
         return self._windows.lost
