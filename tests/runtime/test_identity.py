@@ -109,6 +109,75 @@ def test_init_takes_a_function_from_the_size_to_a_graph(fleet: Fleets) -> None:
     assert fleet(5).run(run) == [(True, True)] * 5
 
 
+def test_init_again_keeps_what_the_user_has_set(fleet: Fleets) -> None:
+    """Topology, weights and windows: a library that calls it to be sure takes nothing from who called it first."""
+
+    def run() -> tuple[list[int], bool, list[str], float]:
+        graph = shoal.RingGraph(4, connect_style=2)
+        shoal.set_topology(graph, is_weighted=True)
+        shoal.set_machine_topology(shoal.FullyConnectedGraph(1))
+        shoal.init()
+        assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.is_topo_weighted()
+        x = torch.tensor(float(shoal.rank()))
+        shoal.win_create(x, "x")
+        shoal.init()
+        assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.is_topo_weighted()
+        shoal.init(lambda size: shoal.RingGraph(size, connect_style=2), is_weighted=True)  # what is set
+        assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.load_machine_topology() is not None
+        shoal.win_put(x, "x")
+        shoal.barrier()
+        value = shoal.win_update("x", 0.0, {shoal.in_neighbor_ranks()[0]: 1.0}, clone=True).item()
+        shoal.barrier()
+        return shoal.in_neighbor_ranks(), shoal.is_topo_weighted(), shoal.get_current_created_window_names(), value
+
+    assert fleet(4).run(run) == [([(r - 1) % 4], True, ["x"], float((r - 1) % 4)) for r in range(4)]
+
+
+def test_init_again_with_a_topology_sets_it_unless_there_are_windows(
+    fleet: Fleets, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> tuple[list[int], list[int], list[int]]:
+        shoal.init(shoal.RingGraph)
+        ring = shoal.in_neighbor_ranks()
+        shoal.win_create(torch.zeros(2), "x")
+        shoal.init(shoal.FullyConnectedGraph)
+        kept = shoal.in_neighbor_ranks()
+        shoal.barrier()
+        shoal.win_free("x")
+        shoal.init(shoal.FullyConnectedGraph)
+        return ring, kept, shoal.in_neighbor_ranks()
+
+    for rank, (ring, kept, full) in enumerate(fleet(5).run(run)):
+        assert ring == kept == sorted([(rank - 1) % 5, (rank + 1) % 5])
+        assert full == [other for other in range(5) if other != rank]
+    assert caplog.text.count("does nothing while there are windows") == 5
+
+
+@pytest.mark.parametrize("wrong", [lambda size: shoal.RingGraph(size + 1), lambda size: "a ring"])
+def test_init_again_with_what_is_no_topology_is_refused_and_changes_nothing(
+    fleet: Fleets, wrong: Callable[[int], nx.DiGraph]
+) -> None:
+    def run() -> list[int]:
+        shoal.set_topology(shoal.RingGraph(4, connect_style=2))
+        with pytest.raises((TypeError, ValueError), match="topology"):
+            shoal.init(wrong)
+        return shoal.in_neighbor_ranks()
+
+    assert fleet(4).run(run) == [[(rank - 1) % 4] for rank in range(4)]
+
+
+def test_init_after_shutdown_begins_with_the_default_topology(fleet: Fleets) -> None:
+    def run() -> list[int]:
+        shoal.set_topology(shoal.RingGraph(8, connect_style=2))
+        shoal.barrier()
+        shoal.shutdown()
+        shoal.init()
+        shoal.barrier()
+        return shoal.in_neighbor_ranks()
+
+    assert fleet(8).run(run)[0] == [4, 6, 7]
+
+
 def test_load_topology_gives_back_the_graph_that_was_set(fleet: Fleets) -> None:
     graph, machines = shoal.StarGraph(4), shoal.RingGraph(2)
 

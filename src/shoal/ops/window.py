@@ -21,20 +21,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import TypeVar
 
 import torch
 
-from ..runtime.agent import Agent, current
+from ..runtime.agent import current
 from ..runtime.operation import Handle
+from ..runtime.seconds import as_seconds
 from ..transport.wire import DTYPES
 from ..windows.memory import How
 from ..windows.memory import SlotState as SlotState
-from ..windows.registry import PREFIX, Windows
+from ..windows.registry import Windows, windows_of
 from ..windows.window import Window
 from .arguments import as_ranks, channel_name, check_tensor
+from .handles import poll, wait
 
 T = TypeVar("T")
 _NUMBERS = tuple(dtype for dtype in DTYPES if dtype != torch.bool)
@@ -68,7 +72,7 @@ def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, time
     if name is None:
         raise ValueError("win_create: give the window a name")
     channel_name("win_create", name)
-    windows = _windows(agent)
+    windows = windows_of(agent)
     return _shown(windows, "win_create", name, lambda: windows.create(name, tensor, zero_init, timeout))
 
 
@@ -80,7 +84,7 @@ def win_free(name: str | None = None) -> bool:
     Raises:
         KeyError: This agent has no window of that name.
     """
-    windows = _windows(current("win_free"))
+    windows = windows_of(current("win_free"))
     if name is not None:
         windows.get("win_free", name)
     return windows.free(name)
@@ -118,7 +122,7 @@ def win_put(
         Mismatch: A destination has freed the window.
         PeerLost, DeadlineExceeded: A destination is gone, or its slot was locked for too long.
     """
-    return _send(How.PUT, tensor, name, self_weight, dst_weights, require_mutex, timeout)()
+    return _send(How.PUT, tensor, name, self_weight, dst_weights, require_mutex, timeout).now()
 
 
 def win_put_nonblocking(
@@ -131,8 +135,7 @@ def win_put_nonblocking(
     timeout: float | None = None,
 ) -> Handle[bool]:
     """:func:`win_put` without waiting. The tensor must not change until the handle is done."""
-    function = _send(How.PUT, tensor, name, self_weight, dst_weights, require_mutex, timeout)
-    return _windows(current("win_put")).start(function)
+    return _send(How.PUT, tensor, name, self_weight, dst_weights, require_mutex, timeout).later()
 
 
 def win_accumulate(
@@ -149,7 +152,7 @@ def win_accumulate(
     **With a ``self_weight`` the tensor that is passed is multiplied by it, in place, after it has been sent.**
     Arguments and errors as for :func:`win_put`.
     """
-    return _send(How.ACCUMULATE, tensor, name, self_weight, dst_weights, require_mutex, timeout)()
+    return _send(How.ACCUMULATE, tensor, name, self_weight, dst_weights, require_mutex, timeout).now()
 
 
 def win_accumulate_nonblocking(
@@ -165,8 +168,7 @@ def win_accumulate_nonblocking(
 
     With a ``self_weight``, do not update or collect this window before that either.
     """
-    function = _send(How.ACCUMULATE, tensor, name, self_weight, dst_weights, require_mutex, timeout)
-    return _windows(current("win_accumulate")).start(function)
+    return _send(How.ACCUMULATE, tensor, name, self_weight, dst_weights, require_mutex, timeout).later()
 
 
 def win_get(
@@ -190,7 +192,7 @@ def win_get(
     Returns:
         True, when all slots are filled. Associated weights are not moved.
     """
-    return _get(tensor, name, src_weights, require_mutex, timeout)()
+    return _get(tensor, name, src_weights, require_mutex, timeout).now()
 
 
 def win_get_nonblocking(
@@ -202,7 +204,7 @@ def win_get_nonblocking(
     timeout: float | None = None,
 ) -> Handle[bool]:
     """:func:`win_get` without waiting."""
-    return _windows(current("win_get")).start(_get(tensor, name, src_weights, require_mutex, timeout))
+    return _get(tensor, name, src_weights, require_mutex, timeout).later()
 
 
 neighbor_win_put, neighbor_win_put_nonblocking = win_put, win_put_nonblocking
@@ -237,7 +239,7 @@ def win_update(
         The registered tensor, changed in place, or the clone. Versions count from zero again.
     """
     op = "win_update"
-    windows = _windows(current(op))
+    windows = windows_of(current(op))
     window = windows.get(op, name)
     if src_weights is not None:
         if neighbor_weights is not None:
@@ -255,8 +257,8 @@ def win_update(
     else:
         weights = _weights(op, window, neighbor_weights, window.sources, "neighbor_weights")
         self_weight = _weight(op, window, self_weight, "self_weight")
-    own, emptied, seconds = self_weight, sorted(weights) if reset else [], _seconds(windows, timeout)
-    return _shown(windows, op, name, lambda: window.update(own, weights, emptied, clone, require_mutex, seconds, op))
+    own, emptied, deadline = self_weight, sorted(weights) if reset else [], _deadline(windows, timeout)
+    return _shown(windows, op, name, lambda: window.update(own, weights, emptied, clone, require_mutex, deadline, op))
 
 
 def win_update_then_collect(name: str, require_mutex: bool = True, *, timeout: float | None = None) -> torch.Tensor:
@@ -268,11 +270,11 @@ def win_update_then_collect(name: str, require_mutex: bool = True, *, timeout: f
         timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
     """
     op = "win_update_then_collect"
-    windows = _windows(current(op))
+    windows = windows_of(current(op))
     window = windows.get(op, name)
     ones = dict.fromkeys(window.sources, 1)
-    seconds = _seconds(windows, timeout)
-    return _shown(windows, op, name, lambda: window.update(1, ones, list(ones), False, require_mutex, seconds, op))
+    deadline = _deadline(windows, timeout)
+    return _shown(windows, op, name, lambda: window.update(1, ones, list(ones), False, require_mutex, deadline, op))
 
 
 @contextmanager
@@ -294,7 +296,7 @@ def win_mutex(
     """
     op = "win_mutex"
     agent = current(op)
-    windows = _windows(agent)
+    windows = windows_of(agent)
     window = windows.get(op, name)
     if for_self:
         wanted = [agent.rank]
@@ -305,37 +307,35 @@ def win_mutex(
         strangers = sorted(set(wanted) - {*window.sources, *window.destinations})
         if strangers:
             raise ValueError(f"{op} {name!r} on rank {agent.rank}: ranks {strangers} are no neighbours in this window")
-    with window.mutex(wanted, monotonic() + _seconds(windows, timeout), op):
+    with window.mutex(wanted, _deadline(windows, timeout), op):
         yield
 
 
 def win_poll(handle: Handle[bool]) -> bool:
     """Whether a nonblocking call on a window has ended. Never blocks."""
-    _check_handle("win_poll", handle)
-    return handle.poll()
+    return poll(handle)
 
 
 def win_wait(handle: Handle[bool], timeout: float | None = None) -> bool:
     """Wait for a nonblocking call on a window. True, or what it raised."""
-    _check_handle("win_wait", handle)
-    return handle.wait(timeout)
+    return wait(handle, timeout)
 
 
 def get_win_version(name: str) -> dict[int, int]:
     """For each in-neighbour, how often its slot has been put to or got since the last :func:`win_update`."""
-    window = _windows(current("get_win_version")).get("get_win_version", name)
+    window = windows_of(current("get_win_version")).get("get_win_version", name)
     return {source: window.version(source) for source in window.sources}
 
 
 def win_slots(name: str) -> dict[int, SlotState]:
     """For each in-neighbour, what has happened to its slot: puts, gets and accumulates, and its age in seconds."""
-    window = _windows(current("win_slots")).get("win_slots", name)
+    window = windows_of(current("win_slots")).get("win_slots", name)
     return {source: window.memory.state(source) for source in window.sources}
 
 
 def get_current_created_window_names() -> list[str]:
     """The names of this agent's windows, sorted."""
-    return _windows(current("get_current_created_window_names")).names
+    return windows_of(current("get_current_created_window_names")).names
 
 
 def turn_on_win_ops_with_associated_p() -> None:
@@ -345,28 +345,20 @@ def turn_on_win_ops_with_associated_p() -> None:
     ``w tensor`` and multiply p by ``self_weight``; ``win_update`` gives it the same weights. x / p is then the unbiased
     estimate (the BlueFog paper's equation 21). Call it on all agents.
     """
-    _windows(current("turn_on_win_ops_with_associated_p")).with_p = True
+    windows_of(current("turn_on_win_ops_with_associated_p")).with_p = True
 
 
 def turn_off_win_ops_with_associated_p() -> None:
     """Leave associated weights as they are from now on."""
-    _windows(current("turn_off_win_ops_with_associated_p")).with_p = False
+    windows_of(current("turn_off_win_ops_with_associated_p")).with_p = False
 
 
 def win_associated_p(name: str) -> float:
     """This agent's own associated weight in a window; 1 in the beginning."""
-    return _windows(current("win_associated_p")).get("win_associated_p", name).p
+    return windows_of(current("win_associated_p")).get("win_associated_p", name).p
 
 
 # What the calls share
-
-
-def _windows(agent: Agent) -> Windows:
-    with agent.engine.lock:
-        found = agent.engine.services.get(PREFIX)
-        if not isinstance(found, Windows):
-            found = agent.engine.services[PREFIX] = Windows(agent)
-        return found
 
 
 def _shown(windows: Windows, op: str, name: str, function: Callable[[], T]) -> T:
@@ -386,15 +378,25 @@ def _shown(windows: Windows, op: str, name: str, function: Callable[[], T]) -> T
     return result
 
 
-def _seconds(windows: Windows, timeout: float | None) -> float:
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout={timeout}: it must be a positive number of seconds")
-    return windows.engine.timeout if timeout is None else timeout
+def _deadline(windows: Windows, timeout: float | None) -> float:
+    return monotonic() + as_seconds(timeout, windows.engine.timeout)
 
 
-def _check_handle(op: str, handle: object) -> None:
-    if not isinstance(handle, Handle):
-        raise ValueError(f"{op}: {handle!r} is no handle; the nonblocking calls return handles")
+@dataclass(frozen=True)
+class _Call:
+    """A checked call that moves tensors, with its deadline, which counts from here also if it waits for its turn."""
+
+    windows: Windows
+    op: str
+    name: str
+    deadline: float
+    move: Callable[[float], bool]
+
+    def now(self) -> bool:
+        return _shown(self.windows, self.op, self.name, lambda: self.move(self.deadline))
+
+    def later(self) -> Handle[bool]:
+        return self.windows.start(self.op, self.name, self.now, self.deadline)
 
 
 def _send(
@@ -405,9 +407,9 @@ def _send(
     dst_weights: Mapping[int, float] | Iterable[int] | None,
     require_mutex: bool,
     timeout: float | None,
-) -> Callable[[], bool]:
+) -> _Call:
     op = how.value
-    windows = _windows(current(op))
+    windows = windows_of(current(op))
     window = windows.get(op, name)
     check_tensor(op, tensor, _NUMBERS)
     layout = window.memory.layout
@@ -423,10 +425,8 @@ def _send(
                 f"{op}: self_weight changes the tensor in place, and it has a gradient; pass its .detach()"
             )
     weights = _weights(op, window, dst_weights, window.destinations, "dst_weights")
-    seconds = _seconds(windows, timeout)
-    return lambda: _shown(
-        windows, op, name, lambda: window.send(how, tensor, self_weight, weights, require_mutex, seconds)
-    )
+    deadline = _deadline(windows, timeout)
+    return _Call(windows, op, name, deadline, partial(window.send, how, tensor, self_weight, weights, require_mutex))
 
 
 def _get(
@@ -435,7 +435,7 @@ def _get(
     src_weights: Mapping[int, float] | Iterable[int] | None,
     require_mutex: bool,
     timeout: float | None,
-) -> Callable[[], bool]:
+) -> _Call:
     op = How.GET.value
     if isinstance(tensor, str):
         if isinstance(src_weights, bool):  # win_get(name, src_weights, require_mutex), as BlueFog has it
@@ -449,11 +449,11 @@ def _get(
         name = tensor
     if not isinstance(name, str):
         raise ValueError(f"{op}: name={name!r}; give the name of a window")
-    windows = _windows(current(op))
+    windows = windows_of(current(op))
     window = windows.get(op, name)
     weights = _weights(op, window, src_weights, window.sources, "src_weights")
-    seconds = _seconds(windows, timeout)
-    return lambda: _shown(windows, op, name, lambda: window.get(weights, require_mutex, seconds))
+    deadline = _deadline(windows, timeout)
+    return _Call(windows, op, name, deadline, partial(window.get, weights, require_mutex))
 
 
 def _weights(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -9,10 +10,13 @@ from typing import Any, ClassVar
 import torch
 
 from ..algorithms.view import View
+from ..errors import DeadlineExceeded
 from ..ops import window as ops
 from ..ops.collective import barrier
+from ..runtime.agent import current
 from ..runtime.identity import out_neighbor_ranks
 from ..runtime.operation import Handle
+from ..windows.registry import windows_of
 from .buckets import Bucket
 from .flight import Flight, Params
 from .rounds import Settings
@@ -146,6 +150,7 @@ class PushSumFlight(WindowFlight):
         self._biased: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
         self._saved: Mapping[str, Any] = {}
+        self._short_since: dict[str, float] = {}
 
     def _register(self, bucket: Bucket, name: str) -> None:
         ops.turn_on_win_ops_with_associated_p()
@@ -195,7 +200,9 @@ class PushSumFlight(WindowFlight):
     def _move(self, bucket: Bucket, name: str) -> Handle[bool] | None:
         u = self._biased[name]
         if ops.win_associated_p(name) < FLOOR:
+            self._wait_for_more(name)
             return None
+        self._short_since.pop(name, None)
         settings, weights = self.settings, self.settings.dst_weights
         if weights is None:
             ranks = out_neighbor_ranks()
@@ -208,6 +215,26 @@ class PushSumFlight(WindowFlight):
                 f"dst_weights={weights}; give {{destination: share}} and leave the rest as self_weight"
             )
         return ops.win_accumulate_nonblocking(u, name, self_weight=own, dst_weights=given)
+
+    def _wait_for_more(self, name: str) -> None:
+        """Not for ever: who sends nothing does not notice otherwise that its neighbours have ended."""
+        agent = current("push-sum")
+        windows_of(agent).get("win_accumulate", name).check_neighbours("win_accumulate")
+        now = time.monotonic()
+        since = self._short_since.setdefault(name, now)
+        if now - since < agent.engine.timeout:
+            return
+        ages = {rank: slot.age for rank, slot in ops.win_slots(name).items()}
+        if not ages:
+            return
+        silent = max(ages, key=lambda rank: ages[rank])
+        raise DeadlineExceeded(
+            f"win_accumulate {name!r} on rank {agent.rank}: for {now - since:.3g} s too little has come to give some "
+            f"of it away, and from rank {silent} nothing for {ages[silent]:.3g} s. What is sent to an agent that has "
+            "ended its loop does not come back: put the loops of all agents into optimizer.join() if they have "
+            "different numbers of batches; if agents are only slow, raise SHOAL_TIMEOUT",
+            (silent,),
+        )
 
     def _take(self, bucket: Bucket, name: str) -> None:
         u = ops.win_update_then_collect(name)

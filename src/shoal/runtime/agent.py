@@ -104,6 +104,12 @@ class Agent:
         if not weighted:
             warn_about_dropped_weights(graph, self.rank)
 
+    def has_topology(self, graph: nx.DiGraph, weighted: bool) -> bool:
+        """Whether that is what is set."""
+        check_graph(graph, self.size, "agents")
+        other = StaticTopology.of(graph, weighted, self.rank)
+        return (other.weighted, other.digest) == (self.topology.weighted, self.topology.digest)
+
     def set_machine_topology(self, graph: nx.DiGraph, weighted: bool) -> None:
         check_graph(graph, self.machines.count, "machines")
         self.machine_topology = StaticTopology.of(graph, weighted, self.machine_rank)

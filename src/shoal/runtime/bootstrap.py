@@ -25,6 +25,7 @@ from ..errors import DeadlineExceeded, Mismatch, ShoalError
 from ..transport.router import Endpoint, Place
 from .agent import Agent, Machines, Seat, process_seat, seat
 from .engine import Engine
+from .identity import set_topology
 from .launch import Launch, current
 from .rendezvous import Store, open_store
 
@@ -44,10 +45,12 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
 
     Who this is comes from the variables of torchrun, ``shoal run``, Open MPI, PMI or Slurm; with none of them it is a
     world of one agent, in which every operation works. A ``torch.distributed`` that is already initialised is left as
-    it is. Called again, it only sets the topology.
+    it is. Called again by an agent, it does nothing, or sets the topology that it is given, as
+    :func:`~shoal.set_topology` would: not while there are windows. After :func:`shutdown` all begins anew.
 
     Args:
-        topology_fn: Makes the static topology from the number of agents; the exponential graph if not given.
+        topology_fn: Makes the static topology from the number of agents. If not given, it is the exponential graph, or,
+            where this is an agent already, the one that it has.
         is_weighted: Use the weights of that graph's edges; else uniform ones.
 
     Environment:
@@ -61,15 +64,16 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         ValueError: A variable makes no sense.
     """
     mine = seat()
-    if mine.agent is None:
-        mine.agent = _connect(mine)
-        for hook in on_start:
-            hook(mine.agent)
-    agent = mine.agent
-    if topology_fn is not None:
-        agent.set_topology(topology_fn(agent.size), is_weighted)
-    else:
-        agent.set_topology(_default_graph(agent.size), is_weighted)
+    if mine.agent is not None:
+        if topology_fn is not None:
+            graph = topology_fn(mine.agent.size)
+            if not mine.agent.has_topology(graph, is_weighted):
+                set_topology(graph, is_weighted)
+        return
+    agent = mine.agent = _connect(mine)
+    for hook in on_start:
+        hook(agent)
+    agent.set_topology((topology_fn or _default_graph)(agent.size), is_weighted)
 
 
 def _default_graph(size: int) -> nx.DiGraph:

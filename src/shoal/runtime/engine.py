@@ -42,6 +42,7 @@ from .operation import MORE, Arrived, Exchange, Handle, Operation, Send, Stage, 
 from .outbox import Outbox
 from .patience import ASK_AFTER, overdue, remind
 from .publishing import Publisher
+from .seconds import as_seconds
 from .wheel import AFTER_SMALL, Wheel
 
 log = logging.getLogger("shoal")
@@ -112,10 +113,9 @@ class Engine:
             alone: Refuse a second operation under the same name while one is in flight.
             one_sided: The others need not call anything for it; so it goes on when one is lost that it does not need.
         """
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout={timeout}: it must be a positive number of seconds")
+        seconds = as_seconds(timeout, self.timeout)
         with held:
-            handle = self._submit(op, name, steps, timeout, alone, one_sided)
+            handle = self._submit(op, name, steps, seconds, alone, one_sided)
         if self._callbacks:
             self.after()
         return handle
@@ -125,13 +125,13 @@ class Engine:
         op: str,
         name: str,
         steps: Callable[[Operation], Steps[T]] | Small,
-        timeout: float | None,
+        seconds: float,
         alone: bool,
         one_sided: bool,
     ) -> Handle[T]:
         with self.lock:
             self._check_open(op, one_sided)
-            operation = self.rounds.begin(op, name, self.timeout if timeout is None else timeout, alone)
+            operation = self.rounds.begin(op, name, seconds, alone)
             handle: Handle[T] = Handle(self, operation)
             operation.handle = handle
             operation.one_sided = one_sided

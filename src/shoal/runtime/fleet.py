@@ -17,6 +17,7 @@ from .agent import Seat, take_seat
 from .bootstrap import init, leave
 from .launch import Launch
 from .rendezvous import ThreadStore
+from .seconds import as_seconds
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -53,13 +54,11 @@ class Fleet:
             raise ValueError(f"Fleet({size!r}): the number of agents must be a positive integer")
         if agents_per_machine is not None and agents_per_machine < 1:
             raise ValueError(f"agents_per_machine={agents_per_machine}: it must be a positive integer")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout={timeout}: it must be a positive number of seconds")
         if transport and transport not in TRANSPORTS:
             raise ValueError(f"transport={transport!r}; it may be one of {', '.join(TRANSPORTS)}")
         self.size = size
         self._per_machine = agents_per_machine
-        self._timeout = timeout
+        self._timeout = None if timeout is None else as_seconds(timeout, 0.0)
         self._transport = transport
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import Mismatch, PeerLost
-from ..transport.wire import Kind, Message, Payload
+from ..errors import Mismatch, PeerLost, ShoalError
+from ..transport.wire import DIED, Kind, Message, Payload
 from .bundles import PREFIX
 from .departures import Departure
 from .matching import Fate, disagreement, unexpected
@@ -130,8 +130,9 @@ class Hearing:
         self._engine.send_deferred(channel)
 
     def _on_refuse(self, source: int, message: Message) -> None:
-        """A peer says that our message, or our silence, did not fit."""
-        error = Mismatch(message.text, (source, self._rank))
+        """A peer says that our message, or our silence, did not fit; or that it cannot go on without somebody."""
+        lost = bool(message.flags & DIED)
+        error = PeerLost(message.text, (message.digest,)) if lost else Mismatch(message.text, (source, self._rank))
         fate, operation = self._rounds.fate(message)
         if operation is not None:
             self._engine.fail(operation, error)
@@ -139,7 +140,7 @@ class Hearing:
             self._blame(source, message.name, error)
         self._on_reply(message.token)
 
-    def _blame(self, source: int, name: str, error: Mismatch) -> None:
+    def _blame(self, source: int, name: str, error: ShoalError) -> None:
         """A round that has ended well here did not fit a peer: what waits for that peer under the name, or else the
         next call, raises."""
         waiting = [operation for operation in self._rounds.under(name) if source in operation.waiting_for]
@@ -234,7 +235,10 @@ class Hearing:
         self._bundles.take_apart_without(rank)
         for operation in self._rounds.in_flight():
             stage = operation.stage
-            if stage is not None and (rank in stage.missing or (not stage.posted and stage.sends_to(rank))):
+            if stage is None:
+                continue
+            # It also waits for somebody of whose tensor a part is still missing.
+            if rank in operation.waiting_for or (not stage.posted and stage.sends_to(rank)):
                 self._engine.fail(operation, self.miss(operation, [rank]))
         self._engine.router.drop(rank)
 

@@ -21,6 +21,7 @@ import torch
 from ..errors import DeadlineExceeded, NotInitialized
 from ..transport.link import Lease, Published
 from ..transport.wire import Message
+from .seconds import as_seconds
 
 if TYPE_CHECKING:
     from .bundles import Bundle, Small
@@ -201,9 +202,10 @@ class Handle(Generic[T]):
         """The result; blocks until it is there.
 
         Args:
-            timeout: Seconds to wait at most. The operation's own deadline holds in any case; reaching this one raises
-                :class:`~shoal.DeadlineExceeded` here and leaves the operation in flight.
+            timeout: Seconds to wait at most; 0 only looks. The operation's own deadline holds in any case; reaching
+                this one raises :class:`~shoal.DeadlineExceeded` here and leaves the operation in flight.
         """
+        timeout = None if timeout is None else as_seconds(timeout, 0.0, zero=True)
         if not self.done and not self._engine.wait_for(self, timeout):
             if timeout is None:
                 raise NotInitialized(f"{self.operation}: this agent has shut down while it was in flight")

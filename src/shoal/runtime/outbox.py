@@ -114,10 +114,12 @@ class Outbox:
             message.flags = 0
             self.say(source, Message(Kind.DONE, token=message.token))
 
-    def refuse(self, source: int, message: Message, text: str) -> None:
-        """Tell a peer that its message does not fit, and why."""
-        op, name, round_ = message.op, message.name, message.round
-        self.say(source, Message(Kind.REFUSE, op, name, round_, message.stage, message.token, text=text))
+    def refuse(self, source: int, message: Message, text: str, lost: int | None = None) -> None:
+        """Tell a peer that its message does not fit, and why; ``lost``: the agent whose loss is the reason."""
+        refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, message.token, text=text)
+        if lost is not None:
+            refusal.flags, refusal.digest = DIED, lost
+        self.say(source, refusal)
 
     def deny(self, peer: int, what: Operation | Message, stage: int) -> None:
         """Tell a peer that waits for a message of ours that none will come."""

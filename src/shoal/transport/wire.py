@@ -68,7 +68,7 @@ WANTS_REPLY = 1
 LOCKABLE = 4
 """Flag of a SEGMENT: the receiver will lock bytes of the file, and keeps its descriptor."""
 DIED = 2
-"""Flag of a NOTICE: the agent died (else it left in good order)."""
+"""Flag of a NOTICE: the agent died (else it left in good order). Of a REFUSE: because the agent ``digest`` is lost."""
 CERTAIN = 8
 """Flag of a NOTICE: its process has ended, or it says so itself; else a connection has, which may be the network's."""
 

@@ -30,7 +30,7 @@ _OWNER = -1
 _PAGE = 4096
 _EDGE_BYTES = 256
 _META_BYTES = 64
-_FREED, _KEEPERS = 0, 1
+_FREED, _KEEPERS, _CAUSE = 0, 1, 3
 _TURN = 0
 _P, _PUTS, _GETS, _ACCUMULATES, _EMPTY, _WHEN = range(6)
 
@@ -136,9 +136,20 @@ class WindowMemory:
                 self._slots[edge][0].copy_(value)
             self._describe(edge, 0, 0.0, (0, 0, 0), value is None)
 
-    def free(self) -> None:
-        """From now on neighbours that come are told that the window is gone."""
+    def free(self, cause: int | None) -> None:
+        """From now on neighbours that come are told that the window is gone, and whose loss is the cause, if one is."""
+        self._flags[_CAUSE] = 0 if cause is None else cause + 1
         self._flags[_FREED] = 1
+
+    @property
+    def freed(self) -> bool:
+        return bool(self._flags[_FREED])
+
+    @property
+    def cause(self) -> int | None:
+        """The rank for whose loss, or end, the window was freed."""
+        cause = int(self._flags[_CAUSE])
+        return cause - 1 if cause else None
 
     # Locks
 
@@ -162,7 +173,7 @@ class WindowMemory:
         """
 
         def look() -> None:
-            if self._flags[_FREED]:
+            if self.freed:
                 raise Freed
             check()
 
@@ -174,7 +185,7 @@ class WindowMemory:
 
     def _sign(self, byte: int, who: int) -> None:
         """Say who has a lock that was just taken, or give it back if what it protects is gone."""
-        if self._flags[_FREED]:
+        if self.freed:
             self.locks.release(byte)
             raise Freed
         if byte < EDGES:
@@ -282,6 +293,7 @@ class WindowMemory:
         weights: Mapping[int, float],
         reset: list[int],
         deadline: float,
+        check: Callable[[], None] = lambda: None,
     ) -> tuple[float, dict[int, SlotState]]:
         """``out = own_weight * own + sum of weight * slot``, all flat, and empty the slots of ``reset``.
 
@@ -289,7 +301,7 @@ class WindowMemory:
         weights, each times its weight, and what had happened to the slots by then.
         """
         edges = sorted({self._edge[source] for source in (*weights, *reset)})
-        with self.hold([EDGES + edge for edge in edges], _OWNER, deadline):
+        with self.hold([EDGES + edge for edge in edges], _OWNER, deadline, check):
             blocks, shares, p = [], [], 0.0
             for source, weight in sorted(weights.items()):
                 edge = self._edge[source]

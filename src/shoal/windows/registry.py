@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 
-from ..errors import Mismatch, NotInitialized
+from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost
 from ..runtime.agent import Agent, bind
 from ..runtime.operation import Exchange, Handle, Operation, Send, Steps
 from ..transport.memory import Segment
@@ -25,22 +26,53 @@ T = TypeVar("T")
 PREFIX = "~window"
 _STOP_SECONDS = 5.0
 """In which a call that has been told that its window is gone ends."""
+_LONGEST_POLL = 60.0
+"""Whoever drives looks at the clock at least so often, in seconds, also if nobody wakes it."""
 _here: weakref.WeakValueDictionary[tuple[str, str, int], WindowMemory] = weakref.WeakValueDictionary()
 """The memories of this process, by the owner's inbox, the name and the number: for agents that are threads."""
 
 
+class Call(Operation):
+    """A nonblocking call on a window, which this agent's worker makes."""
+
+    __slots__ = ("_waiting_for",)
+
+    def __init__(self, op: str, channel: str, deadline: float, waiting_for: Callable[[], list[int]]) -> None:
+        super().__init__(op, channel, 0, deadline - time.monotonic())
+        self.deadline = deadline
+        self._waiting_for = waiting_for
+
+    def __str__(self) -> str:
+        return f"{self.op} {Windows.name_of(self.name)!r}"
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """Whom the call waits for that has its turn."""
+        return self._waiting_for()
+
+
 class Windows:
-    """The windows of one agent, and the service that its neighbours find at it."""
+    """The windows of one agent, and the service that its neighbours find at it.
+
+    Attributes:
+        lost: What the last call that moved a tensor ended with, if it missed somebody.
+        because: Of agents that have left since another was lost: whom.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.engine = agent.engine
         self.with_p = False
+        self.lost: PeerLost | None = None
+        self.because: dict[int, int] = {}
         self._service = Service(self)
         self._windows: dict[str, Window] = {}
         self._segments: dict[str, Segment] = {}
         self._worker: Worker | None = None
         self._closing = False
+        self._queue: dict[Call, Handle[Any]] = {}  # calls whose turn has not come, under the engine's lock
+        self._due = float("inf")  # no call of them is overdue before
+        self._waiting: dict[int, Callable[[], Sequence[int]]] = {}  # whom threads of this agent wait for
         self._lock = threading.Lock()
 
     @staticmethod
@@ -157,23 +189,42 @@ class Windows:
         with self.engine.lock:
             for one in self.names if name is None else [name]:
                 window, segment = self._windows.pop(one), self._segments.pop(one)
-                window.close()
+                window.close(self.cause)
                 self.engine.arena.retired.append(segment.ident)
                 segment.close()
                 self._service.forget_window(window, self.channel(one))
             self.engine.poller.wake()  # whoever drives has refusals to send
         return True
 
+    @property
+    def cause(self) -> int | None:
+        """Whose loss is the reason where this agent gives up a window now; itself where it ends with windows open."""
+        for error in (self.engine.ended, self.lost):
+            for rank in error.ranks if error is not None else ():
+                if rank >= 0:
+                    return rank
+        return self.engine.rank if self._closing else None
+
     # Running
 
-    def start(self, function: Callable[[], T]) -> Handle[T]:
-        """Run something in this agent's worker, in the order of calls."""
+    def start(self, op: str, name: str, function: Callable[[], T], deadline: float) -> Handle[T]:
+        """Run something in this agent's worker, in the order of calls, if its turn comes before the deadline."""
         with self._lock:
             if self._worker is None:
                 self._worker = Worker(f"shoal-{self.engine.rank}-windows")
-        handle: Handle[T] = Handle(self.engine, Operation("window", "~window", 0, self.engine.timeout))
+        call = Call(op, self.channel(name), deadline, self._worker_waits_for)
+        handle: Handle[T] = Handle(self.engine, call)
+        with self.engine.lock:
+            self._queue[call] = handle
+            self._due = min(self._due, deadline)
+            self.engine.next_check = min(self.engine.next_check, deadline)
+            if call.timeout < _LONGEST_POLL:
+                self.engine.poller.wake()
 
         def run() -> None:
+            with self.engine.lock:
+                if self._queue.pop(call, None) is None:  # it has waited for too long
+                    return
             result, error = None, None
             try:
                 if self._closing:
@@ -186,6 +237,40 @@ class Windows:
         self._worker.submit(bind(run))
         return handle
 
+    @contextmanager
+    def waiting(self, ranks: Callable[[], Sequence[int]]) -> Iterator[None]:
+        """The calling thread may have to wait for these."""
+        me = threading.get_ident()
+        before = self._waiting.get(me)
+        self._waiting[me] = ranks
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._waiting[me]
+            else:
+                self._waiting[me] = before
+
+    def _worker_waits_for(self) -> list[int]:
+        ranks = self._waiting.get(self._worker.ident) if self._worker is not None else None
+        return sorted(ranks()) if ranks is not None else []
+
+    def _end_overdue(self, now: float) -> None:
+        """End the calls whose turn has not come in time: a call before them waits for somebody, perhaps for ever."""
+        for call in [call for call in self._queue if now >= call.deadline]:
+            ranks = call.waiting_for
+            self.engine.finish(
+                self._queue.pop(call),
+                None,
+                DeadlineExceeded(
+                    f"{call} on rank {self.engine.rank} waited {call.timeout:.3g} s for its turn: a call on windows "
+                    f"that this agent made before it waits for ranks {ranks}. If they are only slow, raise "
+                    "SHOAL_TIMEOUT or pass timeout=",
+                    ranks,
+                ),
+            )
+        self._due = min((call.deadline for call in self._queue), default=float("inf"))
+
     # What the engine tells
 
     def serve(self, source: int, message: Message) -> None:
@@ -193,9 +278,14 @@ class Windows:
 
     def on_gone(self, rank: int) -> None:
         self._service.forget(rank)
+        cause = self.cause
+        if rank in self.engine.membership.view.left and cause is not None:
+            self.because[rank] = cause
 
     def check(self, now: float) -> float:
-        return now + AGAIN if self._service.again() else float("inf")
+        if now >= self._due:
+            self._end_overdue(now)
+        return min(self._due, now + AGAIN if self._service.again() else float("inf"))
 
     def holds_topology(self) -> list[str]:
         return self.names
@@ -217,3 +307,12 @@ class Windows:
                     if operation.one_sided:
                         self.engine.fail(operation, gone)
             self._worker.end(time.monotonic() + _STOP_SECONDS)
+
+
+def windows_of(agent: Agent) -> Windows:
+    """An agent's windows; it has none before the first call."""
+    with agent.engine.lock:
+        found = agent.engine.services.get(PREFIX)
+        if not isinstance(found, Windows):
+            found = agent.engine.services[PREFIX] = Windows(agent)
+        return found

@@ -96,12 +96,12 @@ class Service:
         """Do what is asked for. False if a lock is taken."""
         window = self._windows.find(message.name)
         if window is None or window.number != message.digest:
-            self._refuse(source, message, "has freed this window, or never made it")
+            self._refuse_freed(source, message, "has freed this window, or never made it")
             return True
         try:
             return self._do(window, source, message)
         except Freed:
-            self._refuse(source, message, "has freed this window")
+            self._refuse_freed(source, message, "has freed this window")
             return True
 
     def _do(self, window: Window, source: int, message: Message) -> bool:
@@ -170,8 +170,16 @@ class Service:
         engine.outbox.done_with(source, message)
         engine.answer(source, message, torch.empty(0) if tensor is None else tensor)
 
-    def _refuse(self, source: int, message: Message, why: str) -> None:
+    def _refuse_freed(self, source: int, message: Message, why: str) -> None:
+        cause = self._windows.cause
+        if cause == self._windows.engine.rank:
+            why = "has ended with its windows open"
+        elif cause is not None:
+            why = f"{why}, since rank {cause} is gone"
+        self._refuse(source, message, why, cause)
+
+    def _refuse(self, source: int, message: Message, why: str, lost: int | None = None) -> None:
         rank = self._windows.engine.rank
-        text = f"{message.op} {self._windows.name_of(message.name)!r}: rank {rank} {why}"
-        self._windows.engine.outbox.refuse(source, message, text)
+        text = f"{message.op} {self._windows.name_of(message.name)!r} on rank {source}: rank {rank} {why}"
+        self._windows.engine.outbox.refuse(source, message, text, lost)
         message.flags = 0

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import DeadlineExceeded, Mismatch, PeerLost
+from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
 from ..runtime.operation import MORE, Exchange, Handle, Operation, Send, Steps
+from ..runtime.seconds import acquire_until
 from ..topology import Mixing
 from .locks import Busy, Freed
 from .memory import MUTEX, OWN, How, SlotState, WindowMemory
@@ -94,12 +95,11 @@ class Window:
         self_weight: float | None,
         weights: Mapping[int, float],
         require_mutex: bool,
-        timeout: float,
+        deadline: float,
     ) -> bool:
         """Put or accumulate ``tensor``, times a weight for each, into the slots that neighbours have for this agent."""
-        deadline = time.monotonic() + timeout
-        with self._turn:
-            self._publish_own(deadline)
+        with self._my_turn(deadline, how.value):
+            self._publish_own(deadline, how.value)
             share = self.p if self._windows.with_p else None
         order = [rank for rank in self.mixing.rotated_destinations(self._engine.size) if rank in weights]
         source = tensor.detach()
@@ -110,14 +110,15 @@ class Window:
                     self._send(how, outgoing, {rank: weights[rank]}, share, deadline)
         else:
             self._send(how, outgoing, {rank: weights[rank] for rank in order}, share, deadline)
+        self._windows.lost = None
         if self_weight is None:
             return True
-        with self._turn:
+        with self._my_turn(deadline, how.value):
             if share is not None:
                 self.p *= self_weight
             with self._own(deadline, how.value) if self._is_own(tensor) else ExitStack():
                 source.mul_(self_weight)
-            self._publish_own(deadline)
+            self._publish_own(deadline, how.value)
         return True
 
     def _send(
@@ -134,11 +135,10 @@ class Window:
                 p = None if share is None else share * weight
                 memory.write(how, self._engine.rank, tensor, weight, p, deadline, partial(self._check, how.value, rank))
         if handle is not None:
-            handle.wait()
+            self._answers(handle)
 
-    def get(self, weights: Mapping[int, float], require_mutex: bool, timeout: float) -> bool:
+    def get(self, weights: Mapping[int, float], require_mutex: bool, deadline: float) -> bool:
         """Fetch the registered tensors of in-neighbours, times a weight, into this agent's slots for them."""
-        deadline = time.monotonic() + timeout
         op = How.GET.value
         for rank, weight in weights.items():
             with ExitStack() as held:
@@ -146,15 +146,17 @@ class Window:
                     held.enter_context(self.mutex([rank], deadline, op))
                 memory = self.direct.get(rank)
                 if memory is None:
-                    found = self._ask(op, {rank: 1.0}, None, None, deadline).wait()[rank]
+                    found = self._answers(self._ask(op, {rank: 1.0}, None, None, deadline))[rank]
                 else:
                     self._check(op, rank)
                     with self._explained(op, rank, deadline):
                         memory.acquire(OWN, self._engine.rank, deadline, partial(self._check, op, rank))
                         held.callback(memory.locks.release, OWN)
                     found = memory.own
-                with self._explained(op, self._engine.rank, deadline):
-                    self.memory.write(How.GET, rank, found, weight, None, deadline)
+                me = self._engine.rank
+                with self._explained(op, me, deadline):
+                    self.memory.write(How.GET, rank, found, weight, None, deadline, partial(self._check, op, me))
+        self._windows.lost = None
         return True
 
     def update(
@@ -164,23 +166,24 @@ class Window:
         reset: list[int],
         clone: bool,
         require_mutex: bool,
-        timeout: float,
+        deadline: float,
         op: str,
     ) -> torch.Tensor:
         """The weighted sum of the registered tensor and the slots, in place or as a new tensor."""
-        deadline = time.monotonic() + timeout
+        me = self._engine.rank
         with ExitStack() as held:
             if require_mutex:
-                held.enter_context(self.mutex([self._engine.rank], deadline, op))
-            held.enter_context(self._turn)
+                held.enter_context(self.mutex([me], deadline, op))
+            held.enter_context(self._my_turn(deadline, op))
             held.enter_context(self._own(deadline, op))
             tensor = self.tensor.detach()
             flat = tensor.view(-1) if tensor.is_contiguous() and tensor.is_cpu else self.memory.own
             if flat is self.memory.own:
                 flat.view(tensor.shape).copy_(tensor)
             out = torch.empty(flat.shape, dtype=flat.dtype) if clone else flat
-            with self._explained(op, self._engine.rank, deadline):
-                p, self.seen = self.memory.combine(out, flat, self_weight, weights, reset, deadline)
+            with self._explained(op, me, deadline):
+                check = partial(self._check, op, me)
+                p, self.seen = self.memory.combine(out, flat, self_weight, weights, reset, deadline, check)
             if self._windows.with_p:
                 self.p = self_weight * self.p + p
             if clone:
@@ -190,6 +193,18 @@ class Window:
             elif not self.in_place:
                 self.memory.own.copy_(flat)
             return self.tensor
+
+    def check_neighbours(self, op: str) -> None:
+        """Raise if a neighbour is gone, or has freed this window, without moving anything."""
+        deadline = time.monotonic() + self._engine.timeout
+        for rank in sorted({*self.sources, *self.destinations}):
+            self._check(op, rank)
+            memory = self.direct.get(rank)
+            if memory is None:  # who asks for its mutex is told
+                with self.mutex([rank], deadline, op):
+                    pass
+            elif memory.freed:
+                raise self._freed_by(op, rank)
 
     def version(self, source: int) -> int:
         """Puts and gets into a slot since the last update."""
@@ -202,15 +217,27 @@ class Window:
         return self.in_place and tensor.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr()
 
     @contextmanager
+    def _my_turn(self, deadline: float, op: str) -> Iterator[None]:
+        """No other thread of this agent moves the registered tensor, or its associated weight, meanwhile."""
+        me = self._engine.rank
+        with self._explained(op, me, deadline, "the registered tensor"):
+            if not acquire_until(self._turn, deadline):
+                raise Busy(me)
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    @contextmanager
     def _own(self, deadline: float, op: str) -> Iterator[None]:
         """Nobody gets the registered tensor meanwhile."""
         me = self._engine.rank
-        with self._explained(op, me, deadline), self.memory.hold([OWN], me, deadline):
+        with self._explained(op, me, deadline), self.memory.hold([OWN], me, deadline, partial(self._check, op, me)):
             yield
 
-    def _publish_own(self, deadline: float) -> None:
+    def _publish_own(self, deadline: float, op: str) -> None:
         if not self.in_place:
-            with self._own(deadline, "win_put"):
+            with self._own(deadline, op):
                 self.memory.own.view(self.tensor.shape).copy_(self.tensor.detach())
 
     # Mutexes
@@ -234,11 +261,11 @@ class Window:
         with self._explained(op, rank, deadline, "the mutex"):
             if memory is not None:
                 memory.acquire(MUTEX, self._engine.rank, deadline, partial(self._check, op, rank))
-            elif not self._gates[rank].acquire(timeout=max(0.0, deadline - time.monotonic())):
+            elif not acquire_until(self._gates[rank], deadline):
                 raise Busy(self._engine.rank)
         if memory is None:
             try:
-                self._ask(LOCK, {rank: 1.0}, None, None, deadline).wait()
+                self._answers(self._ask(LOCK, {rank: 1.0}, None, None, deadline))
             except BaseException:
                 self._give_up_far(rank)  # it may be granted after we have given up
                 raise
@@ -301,26 +328,57 @@ class Window:
         rest = max(0.001, deadline - time.monotonic())
         return engine.submit(op, self._windows.channel(self.name), steps, rest, alone=False, one_sided=True)
 
+    def _answers(self, handle: Handle[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """Wait for what the owners answer."""
+        with self._windows.waiting(lambda: handle.operation.waiting_for):
+            try:
+                return handle.wait()
+            except (Mismatch, PeerLost) as error:
+                for rank in sorted(set(error.ranks) - {self._engine.rank}):
+                    self._check(handle.operation.op, rank)  # it may know better who is the first to be missed
+                if isinstance(error, PeerLost):
+                    self._windows.lost = error
+                raise
+
     # Errors
 
     def _check(self, op: str, rank: int) -> None:
+        """Raise if a call cannot, or can no longer, be done with the memory of an agent."""
         engine = self._engine
-        if self._closed and op != UNLOCK:
-            raise self._freed_by(op, engine.rank)
         ended = engine.reason_against(one_sided=True)
         if ended is not None:
             raise type(ended)(f"{op} {self.name!r} on rank {engine.rank}: {ended}", ended.ranks)
+        if self._closed and op != UNLOCK:
+            raise self._freed_by(op, engine.rank)
         if rank != engine.rank and rank not in engine.membership.view.alive:
-            what = engine.membership.describe(rank)
-            raise PeerLost(
-                f"{op} {self.name!r} on rank {engine.rank} needs rank {rank}, which is gone: {what}", (rank,)
-            )
+            what = f"needs rank {rank}, which is gone: {engine.membership.describe(rank)}"
+            cause = self._cause_of(rank, rank)
+            raise self._lost(op, what if cause == rank else f"{what}, since rank {cause} is gone", cause)
+
+    def _cause_of(self, rank: int, otherwise: int | None) -> int | None:
+        """The rank that is missed where another, which has left or freed its window, is needed: the first to be gone,
+        for whose loss the others went."""
+        memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
+        cause = memory.cause if memory is not None else None
+        if cause is None or cause == rank:
+            cause = self._windows.because.get(rank, cause)
+        return otherwise if cause is None else cause
+
+    def _lost(self, op: str, what: str, cause: int | None) -> PeerLost:
+        engine = self._engine
+        died = engine.membership.view.died
+        if cause in died and died[cause] not in what:
+            what += f" ({died[cause]})"
+        ranks = () if cause is None else (cause,)
+        self._windows.lost = PeerLost(f"{op} {self.name!r} on rank {engine.rank} {what}", ranks)
+        return self._windows.lost
 
     @contextmanager
     def _explained(self, op: str, rank: int, deadline: float, what: str = "") -> Iterator[None]:
         """Say in the field's terms what went wrong with somebody's memory."""
         try:
-            yield
+            with self._windows.waiting(lambda: (rank,)):
+                yield
         except Busy as busy:
             me = self._engine.rank
             keeper = rank if busy.keeper is None else busy.keeper
@@ -334,8 +392,16 @@ class Window:
         except Freed:
             raise self._freed_by(op, self._engine.rank if self._closed else rank) from None
 
-    def _freed_by(self, op: str, rank: int) -> Mismatch:
-        me = self._engine.rank
+    def _freed_by(self, op: str, rank: int) -> ShoalError:
+        """What it means that a window is gone: its owner has freed it; or it did not go on without another, or ends."""
+        me, ended = self._engine.rank, self._engine.ended
+        cause = self._cause_of(rank, ended.ranks[0] if ended is not None and ended.ranks else None)
+        if cause == me == rank:
+            return NotInitialized(f"{op} {self.name!r}: this agent has shut down while the call was under way")
+        if cause == rank:
+            return self._lost(op, f"needs rank {rank}, which has ended with its windows open", rank)
+        if cause is not None:
+            return self._lost(op, f"needs rank {rank}, which has freed this window since rank {cause} is gone", cause)
         return Mismatch(f"{op} {self.name!r} on rank {me}: rank {rank} has freed this window", (rank, me))
 
     # The memory
@@ -345,10 +411,10 @@ class Window:
         self._mapped.append(memory)
         self.direct[rank] = memory
 
-    def close(self) -> None:
-        """Give up the memory; neighbours that come are told so."""
+    def close(self, cause: int | None = None) -> None:
+        """Give up the memory; neighbours that come are told so, and whose loss is the cause, if one is."""
+        self.memory.free(cause)
         self._closed = True
-        self.memory.free()
         for memory in (self.memory, *self._mapped):
             memory.locks.close()
         self.direct = {}

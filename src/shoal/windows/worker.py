@@ -19,6 +19,11 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def ident(self) -> int:
+        """Of its thread."""
+        return self._thread.ident or 0
+
     def submit(self, call: Callable[[], None]) -> None:
         """Run a call, which must not raise, after all before it."""
         self._calls.put(call)
