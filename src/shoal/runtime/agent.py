@@ -153,6 +153,8 @@ class Seat:
     agents_per_machine: int | None = None
     timeout: float | None = None
     agent: Agent | None = None
+    engine: Engine | None = None
+    """Its agent's, and that of an agent that is about to be."""
     generation: int = 0
 
 

@@ -92,12 +92,11 @@ def leave(mine: Seat, farewell: str = "", died: bool = False) -> None:
     if agent is None:
         return
     agent.engine.check_may_close()
-    mine.agent = None
-    try:
+    mine.agent = mine.engine = None
+    with contextlib.ExitStack() as last:  # all of them, whichever fails
+        for hook in reversed(on_stop):
+            last.callback(hook, agent)
         agent.engine.close(time.monotonic() + FAREWELL_SECONDS, farewell, died)
-    finally:
-        for hook in on_stop:
-            hook(agent)
 
 
 def default_timeout() -> float:
@@ -130,7 +129,7 @@ def _connect(mine: Seat) -> Agent:
     per_machine = _agents_per_machine(mine)
     deadline = time.monotonic() + timeout
     mine.generation += 1
-    engine = Engine(launch.rank, launch.size, timeout)
+    mine.engine = engine = Engine(launch.rank, launch.size, timeout)
     try:
         store = mine.store or open_store(launch, deadline)
         with contextlib.closing(store) if mine.store is None else contextlib.nullcontext():
@@ -150,6 +149,7 @@ def _connect(mine: Seat) -> Agent:
             # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
         _settle(agent, deadline)
     except BaseException:
+        mine.engine = None
         engine.close(time.monotonic() + 1.0, died=True)
         raise
     return agent

@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from ..errors import DeadlineExceeded, PeerLost
+from ..errors import DeadlineExceeded, PeerLost, ShoalError
 from .launch import LOOPBACK, Launch
 
 if TYPE_CHECKING:
@@ -67,6 +67,13 @@ class ThreadStore:
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
+        self._over: ShoalError | None = None
+
+    def abort(self, error: ShoalError) -> None:
+        """End all waits, now and from now on, with an error."""
+        with self._changed:
+            self._over = self._over or error
+            self._changed.notify_all()
 
     def set(self, key: str, value: bytes) -> None:
         with self._changed:
@@ -76,6 +83,8 @@ class ThreadStore:
     def get(self, key: str, deadline: float) -> bytes:
         with self._changed:
             while key not in self._values:
+                if self._over is not None:
+                    raise type(self._over)(str(self._over), self._over.ranks)
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise DeadlineExceeded(f"nobody set the key {key!r} in time")
