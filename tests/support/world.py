@@ -76,7 +76,8 @@ class Template:
     def __init__(self) -> None:
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = plain_environment() | {
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            # The agents import the same shoal as the tests, wherever that lies.
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(Path(shoal.__file__).parents[1])]),
             "PYTHONWARNINGS": "always::ResourceWarning",
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
