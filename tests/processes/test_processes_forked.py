@@ -45,7 +45,8 @@ def in_a_child(call: Callable[[], object]) -> str:
 
 def ask_a_child_while_a_thread_holds_the_lock() -> list[str]:
     """Whatever thread is inside Shoal at a fork is not there in the child to leave it."""
-    handle = shoal.neighbor_allreduce_nonblocking(torch.ones(3), name="pending")
+    rank = shoal.rank()
+    handle = shoal.neighbor_allreduce_nonblocking(torch.ones(3), name=f"pending{rank}")  # the other one comes later
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -60,6 +61,7 @@ def ask_a_child_while_a_thread_holds_the_lock() -> list[str]:
     answers.append(in_a_child(lambda: shoal.allreduce(torch.ones(3))))
     done.set()
     thread.join()
+    shoal.neighbor_allreduce(torch.ones(3), name=f"pending{1 - rank}")
     handle.wait()
     return answers
 
