@@ -6,6 +6,7 @@ import socket
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,88 @@ def test_a_network_job_listens_on_the_interface_that_is_asked_for(interface: str
     with network_namespaces(1) as machines, World(2, namespaces=machines, environment=environment) as world:
         assert world.results(listening) == [[machines[0].address]] * 2
         assert_average(world)
+
+
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+@pytest.mark.parametrize("name", ["eth0.100", "br-1_a", "eth@7"])
+def test_an_interface_may_have_any_name_that_linux_allows(name: str) -> None:
+    """A VLAN's has a dot; under an alias of it, and as "ip link" writes it, it is found too."""
+    with network_namespaces(1) as machines:
+        machines[0].rename_link(name)
+        machines[0].add_address("10.77.0.50/24", name, f"{name}:1")
+        for interface, address in [(name, "10.77.0.1"), (f"{name}@eth0", "10.77.0.1"), (f"{name}:1", "10.77.0.50")]:
+            environment = {"SHOAL_INTERFACE": interface, "MASTER_ADDR": "127.0.0.1", **NETWORK}
+            with World(2, namespaces=machines, environment=environment) as world:
+                assert world.results(listening) == [[address]] * 2
+                assert_average(world)
+
+
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+@pytest.mark.parametrize("interface", ["", INTERFACE])
+def test_machines_that_meet_over_ipv6_listen_there(interface: str) -> None:
+    with network_namespaces(2) as machines:
+        environment = {"MASTER_ADDR": machines[0].address6, "SHOAL_INTERFACE": interface}
+        with World(2, namespaces=machines, environment=environment) as world:
+            assert world.results(listening) == [[one.address6] for one in machines]
+            assert_average(world)
+
+
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+@pytest.mark.parametrize("variable", ["MASTER_ADDR", "SHOAL_RENDEZVOUS"])
+def test_agents_meet_at_an_ipv6_address_of_the_loopback(host: str, variable: str) -> None:
+    with World(2, init=False, environment=NETWORK) as world:
+        value = host if variable == "MASTER_ADDR" else "[::1]:18431"
+        pending = [world.run_on(rank, init_with, {variable: value}) for rank in range(2)]
+        assert [(one.error, one.message) for one in [one.outcome() for one in pending]] == [("", "")] * 2
+        assert_average(world)
+
+
+def init_where(name: str, addresses: list[str], variables: Mapping[str, str]) -> list[str]:
+    """Become an agent of a job whose rendezvous has a name, on a machine whose /etc/hosts says what that means."""
+    real = socket.getaddrinfo
+
+    def resolve(host: Any, *args: Any, **kwargs: Any) -> Any:
+        return [one for address in (addresses if host == name else [host]) for one in real(address, *args, **kwargs)]
+
+    socket.getaddrinfo = resolve
+    try:
+        init_with({"MASTER_ADDR": name, **variables})
+    finally:
+        socket.getaddrinfo = real
+    return listening()
+
+
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+@pytest.mark.parametrize("far", [["10.77.0.1"], ["fd77::1"], ["fd77::99", "10.77.0.1"]], ids=str)
+def test_a_machine_whose_own_name_means_its_loopback_listens_where_others_reach_it(far: list[str]) -> None:
+    """As Debian's /etc/hosts has it; and an address of the name that leads nowhere does not keep others from it."""
+    with network_namespaces(2) as machines, World(2, namespaces=machines, init=False) as world:
+        near = world.run_on(0, init_where, "debian", ["127.0.1.1"], {})
+        other = world.run_on(1, init_where, "debian", far, {})
+        address = far[-1]
+        found = [near.outcome(), other.outcome()]
+        assert [one.value for one in found] == [[address], [address[:-1] + "2"]], found[0].trace + found[1].trace
+        assert_average(world)
+
+
+@pytest.mark.transport("network")
+def test_a_rendezvous_whose_name_has_several_addresses_is_found_at_any() -> None:
+    with World(2, init=False, environment=NETWORK) as world:
+        pending = [world.run_on(r, init_where, "localhost", ["::1", "127.0.0.1"], {}) for r in range(2)]
+        assert [one.outcome().error for one in pending] == ["", ""]
+        assert_average(world)
+
+
+def test_an_address_that_this_machine_does_not_have_is_refused() -> None:
+    environment = {"SHOAL_INTERFACE": "192.0.2.7", **NETWORK}
+    with World(2, environment=environment, init=False, timeout=2.0) as world:
+        for one in world.run(shoal.init):
+            assert one.error == "ValueError"
+            assert "192.0.2.7" in one.message and "no address of this machine" in one.message
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
@@ -9,13 +10,16 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import networkx as nx
 import pytest
 import torch
 
 import shoal
+from shoal.runtime.agent import Agent
+from shoal.runtime.engine import Engine
 from support.leftovers import nothing_is_left, resident_bytes
 
 Fleets = Callable[..., shoal.Fleet]
@@ -308,3 +312,193 @@ def test_a_fleet_that_has_done_its_work_ends_at_once(fleet: Fleets) -> None:
         started = time.monotonic()
         fleet(8).run(run)
         assert time.monotonic() - started < 5.0
+
+
+def test_an_agent_that_cannot_leave_in_good_order_fails_the_fleet(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Say, because a listener cannot write to its full disk; the other listeners are told all the same."""
+    told: list[int] = []
+
+    def fail(agent: Agent) -> None:
+        if agent.rank == 1:
+            raise Unlucky("of the disk")
+
+    monkeypatch.setattr("shoal.runtime.bootstrap.on_stop", [fail, lambda agent: told.append(agent.rank)])
+    with pytest.raises(Unlucky, match="of the disk"):
+        within(10.0, lambda: fleet(3).run(shoal.rank))
+    assert sorted(told) == [0, 1, 2]
+
+
+def within(seconds: float, call: Callable[[], object]) -> object:
+    """What a call comes to, made in another thread, so that one that hangs fails its test instead of the whole run."""
+    found: list[object] = []
+
+    def attempt() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, f"not done after {seconds} s"
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def test_an_agent_that_fails_before_it_is_one_ends_those_that_wait_for_it(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait in init, where there is nothing yet that could be told by message."""
+
+    class Broken(Engine):
+        def __init__(self, rank: int, size: int, timeout: float) -> None:
+            if rank == 1:
+                time.sleep(0.1)
+                raise Unlucky("of the engine")
+            super().__init__(rank, size, timeout)
+
+    monkeypatch.setattr("shoal.runtime.bootstrap.Engine", Broken)
+    started = time.monotonic()
+    with pytest.raises(Unlucky, match="of the engine"):
+        fleet(3).run(shoal.barrier)
+    assert time.monotonic() - started < 4.0
+
+
+def test_an_agent_that_comes_back_after_a_failure_is_not_waited_for(fleet: Fleets) -> None:
+    """One is in a later init already when another one falls: the fallen one will never come there."""
+
+    def run() -> None:
+        if shoal.rank() == 1:
+            time.sleep(0.2)
+            fall(1)
+        shoal.shutdown()
+        shoal.init()
+
+    started = time.monotonic()
+    with pytest.raises(Unlucky):
+        fleet(3).run(run)
+    assert time.monotonic() - started < 4.0
+
+
+def test_a_thread_that_cannot_be_started_fails_the_fleet(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "agent-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    threads = torch.get_num_threads()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        fleet(3).run(shoal.barrier)
+    assert time.monotonic() - started < 4.0
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("kind", [GeneratorExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_what_is_no_ordinary_exception_ends_all_too(fleet: Fleets, kind: type[BaseException]) -> None:
+    def run() -> None:
+        shoal.barrier()
+        if shoal.rank() == 0:
+            raise kind
+        shoal.allreduce(torch.ones(3))
+
+    started = time.monotonic()
+    with pytest.raises(kind):
+        fleet(3).run(run)
+    assert time.monotonic() - started < 4.0
+
+
+def test_a_failure_ends_the_fleets_inside_too(fleet: Fleets) -> None:
+    heard: list[shoal.PeerLost] = []
+    inside = threading.Barrier(3)
+
+    def inner() -> None:
+        inside.wait(10)
+        try:
+            while True:
+                shoal.allreduce(torch.ones(3))
+                time.sleep(0.01)
+        except shoal.PeerLost as error:
+            heard.append(error)
+            raise
+
+    def outer() -> None:
+        if shoal.rank() == 0:
+            inside.wait(10)
+            fall(0)
+        fleet(2).run(inner)
+
+    started = time.monotonic()
+    with pytest.raises(Unlucky):
+        fleet(2).run(outer)
+    assert time.monotonic() - started < 4.0
+    assert len(heard) == 2
+    assert all("Unlucky: of rank 0" in str(error) for error in heard)
+
+
+def test_after_a_failure_no_fleet_inside_begins(fleet: Fleets) -> None:
+    failed = threading.Event()
+    begun: list[int] = []
+
+    def outer() -> None:
+        if shoal.rank() == 0:
+            fall(0)
+        while not failed.is_set():
+            try:
+                shoal.allreduce(torch.ones(1))
+            except shoal.PeerLost:
+                failed.set()
+        fleet(2).run(lambda: begun.append(1))
+
+    with pytest.raises(Unlucky):
+        fleet(2).run(outer)
+    assert not begun
+
+
+def test_an_interrupt_while_agents_are_in_init_ends_them(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Engine):
+        def __init__(self, rank: int, size: int, timeout: float) -> None:
+            super().__init__(rank, size, timeout)
+            if rank == 2:
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.5)
+
+    monkeypatch.setattr("shoal.runtime.bootstrap.Engine", Slow)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        fleet(3).run(shoal.barrier)
+    assert time.monotonic() - started < 4.0
+
+
+def test_a_generator_that_runs_a_fleet_may_be_closed(fleet: Fleets) -> None:
+    """As pytest does with a fixture: the run is over when the generator rests."""
+
+    def results() -> Iterator[list[float]]:
+        while True:
+            yield fleet(2).run(lambda: shoal.allreduce(torch.tensor(float(shoal.rank()))).item())
+
+    several = results()
+    assert [next(several), next(several)] == [[0.5, 0.5]] * 2
+    several.close()
+
+
+async def coroutine() -> None:
+    shoal.barrier()
+
+
+def generator() -> Iterator[int]:
+    yield shoal.rank()
+
+
+@pytest.mark.parametrize("function", [coroutine, generator, partial(generator)])
+def test_a_function_of_which_a_call_runs_nothing_is_refused(function: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match=r"runs nothing of it"):
+        shoal.Fleet(2).run(function)

@@ -43,12 +43,6 @@ def descriptors_open() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.fixture(autouse=True)
-def same_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both agents live in this process here; each would count the openings of the other."""
-    monkeypatch.setattr("shoal.runtime.rendezvous._generations", iter(lambda: 1, None))
-
-
 @pytest.fixture(params=["threads", "tcp"])
 def stores(request: pytest.FixtureRequest) -> Iterator[tuple[Store, Store]]:
     """The stores of rank 0 and of rank 1."""

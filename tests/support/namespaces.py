@@ -33,12 +33,25 @@ class Namespace:
     port: str
 
     @property
+    def address6(self) -> str:
+        return f"fd77::{self.address.rpartition('.')[2]}"
+
+    @property
     def path(self) -> str:
         return f"/run/netns/{self.name}"
 
     def plug(self, plugged: bool) -> None:
         """Pull the cable out at the bridge, or put it back."""
         _ip("-n", self.switch, "link", "set", self.port, "up" if plugged else "down")
+
+    def rename_link(self, name: str) -> None:
+        """Give the machine's own interface another name; what it had of IPv6 is lost."""
+        commands = (f"{INTERFACE} down", f"{INTERFACE} name {name}", f"{name} up")
+        _batch(self.name, [f"link set {command}" for command in commands])
+
+    def add_address(self, address: str, interface: str, label: str) -> None:
+        """One more address, under a label of its own (eth0:1)."""
+        _batch(self.name, [f"address add {address} dev {interface} label {label}"])
 
     def set_link(self, up: bool) -> None:
         """Set the machine's own interface up or down."""
@@ -60,7 +73,7 @@ def require_namespaces() -> None:
 
 @contextmanager
 def network_namespaces(count: int) -> Iterator[list[Namespace]]:
-    """``count`` machines with addresses 10.77.0.1, 10.77.0.2, ... on one Ethernet."""
+    """``count`` machines with addresses 10.77.0.1 and fd77::1, 10.77.0.2 and fd77::2, ... on one Ethernet."""
     require_namespaces()
     _remove_leftovers()
     mine = f"{_PREFIX}-{os.getpid()}-{_start_of(os.getpid())}-{next(_numbers)}"
@@ -88,7 +101,12 @@ def _connect(machine: Namespace) -> None:
     )
     _batch(
         machine.name,
-        ["link set lo up", f"address add {machine.address}/24 dev {INTERFACE}", f"link set {INTERFACE} up"],
+        [
+            "link set lo up",
+            f"address add {machine.address}/24 dev {INTERFACE}",
+            f"link set {INTERFACE} up",
+            f"address add {machine.address6}/64 dev {INTERFACE} nodad",
+        ],
     )
 
 

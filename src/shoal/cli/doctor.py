@@ -29,8 +29,9 @@ from typing import IO, TypeVar, cast
 from .._version import __version__
 from ..bench.machine import cpu_name
 from ..runtime.bootstrap import default_timeout
-from ..runtime.launch import LOOPBACK, Launch, detect
-from ..transport.router import TRANSPORTS, address_towards, interface_address
+from ..runtime.launch import LOOPBACK, Launch, detect, join_address
+from ..transport.addresses import address_towards, interface_address, is_loopback
+from ..transport.router import TRANSPORTS
 from .live_check import FLEET_CHECKS, PAIR_CHECK
 
 T = TypeVar("T")
@@ -183,7 +184,7 @@ def _agents(launch: Launch) -> str:
     if launch.size == 1:
         return who
     server = "its launcher serves" if launch.store_is_served else "rank 0 hosts"
-    return f"{who}; they meet at {launch.host}:{launch.port}, where {server} the store"
+    return f"{who}; they meet at {join_address(launch.host, launch.port)}, where {server} the store"
 
 
 def _transport(environ: Mapping[str, str]) -> str:
@@ -203,7 +204,7 @@ def _listens_on(launch: Launch, environ: Mapping[str, str]) -> str:
         return f"no interface but {LOOPBACK}"
     host = launch.host
     address = _in_time(lambda: address_towards(host), f"look up {host}")
-    if address == LOOPBACK:
+    if is_loopback(address):
         return f"{LOOPBACK}: all agents are on this machine"
     return f"{_with_name(address)}, the way to {host}; {LOOPBACK} if all agents are on this machine"
 
@@ -231,7 +232,7 @@ def _in_time(function: Callable[[], T], what: str) -> T:
 def _with_name(address: str) -> str:
     for _, name in socket.if_nameindex():
         with contextlib.suppress(ValueError):
-            if interface_address(name) == address:
+            if address in (interface_address(name), interface_address(name, prefer_ipv6=True)):
                 return f"{address} ({name})"
     return address
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..runtime.launch import LOOPBACK, parse_address
+from ..runtime.launch import LOOPBACK, join_address, parse_address
 from ..runtime.rendezvous import listen
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             listener = listen(host, port)
         except OSError as error:
-            print(f"shoal run: error: cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
+            print(f"shoal run: error: cannot listen on {join_address(host, port)}: {error.strerror}", file=sys.stderr)
             return 1
         port = listener.getsockname()[1]
     secret = os.environ.get("SHOAL_SECRET") or (secrets.token_hex(32) if args.nnodes == 1 else None)

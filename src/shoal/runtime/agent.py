@@ -159,7 +159,10 @@ class Seat:
     agents_per_machine: int | None = None
     timeout: float | None = None
     agent: Agent | None = None
-    generation: int = 0
+    engine: Engine | None = None
+    """Its agent's, and that of an agent that is about to be."""
+    forked_from: tuple[int, int] | None = None
+    """Rank and size of the agent that the parent of this process was when it forked."""
 
 
 _process_seat = Seat()
@@ -182,7 +185,13 @@ def take_seat(one: Seat) -> None:
 
 def current(what: str = "this") -> Agent:
     """The caller's agent. Raises :class:`~shoal.NotInitialized` where there is none."""
-    agent = _seat.get(_process_seat).agent
+    mine = _seat.get(_process_seat)
+    agent = mine.agent
+    if agent is None and mine.forked_from is not None:
+        raise NotInitialized(
+            f"{what} needs an agent, and this process is none: it was forked from that of rank {mine.forked_from[0]}. "
+            "Communicate in the process that called shoal.init()"
+        )
     if agent is None:
         raise NotInitialized(f"{what} needs an agent: call shoal.init() first (after shoal.shutdown(), again)")
     return agent

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -21,20 +20,21 @@ from typing import Any
 
 import networkx as nx
 
-from ..errors import DeadlineExceeded, Mismatch, ShoalError
+from ..errors import Mismatch, NotInitialized
 from ..transport.router import Endpoint, Place
 from .agent import Agent, Machines, Seat, process_seat, seat
 from .engine import Engine
 from .identity import set_topology
-from .launch import Launch, current
-from .rendezvous import Store, open_store
+from .launch import current
+from .meeting import convene
 
 log = logging.getLogger("shoal")
 DEFAULT_TIMEOUT = 300.0
 FAREWELL_SECONDS = 10.0
 """How long ``shutdown`` waits for others to take what they still wait for, at most."""
-BREAK_UP_SECONDS = 2.0
-"""How long rank 0 keeps the store open for the others after ``init`` failed over what was said."""
+_taken: dict[int, Seat] = {}
+"""The seats of this process whose agents hold something, by their ids."""
+_abandoned: list[Engine] = []
 on_start: list[Callable[[Agent], None]] = []
 """Called with every new agent; how the timeline and others attach themselves."""
 on_stop: list[Callable[[Agent], None]] = []
@@ -61,6 +61,8 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
 
     Raises:
         DeadlineExceeded: Agents did not come; the message names them.
+        PeerLost: Another agent failed in ``init``; the message says with what. All may call it again.
+        NotInitialized: This process was forked from an agent's.
         ValueError: A variable makes no sense.
     """
     mine = seat()
@@ -70,6 +72,11 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
             if not mine.agent.has_topology(graph, is_weighted):
                 set_topology(graph, is_weighted)
         return
+    if mine.forked_from is not None and mine.forked_from[1] > 1:
+        raise NotInitialized(
+            f"shoal.init(): this process was forked from that of rank {mine.forked_from[0]}, which keeps its place "
+            "among the agents. Agents are started by a launcher, or with multiprocessing's spawn before init()"
+        )
     agent = mine.agent = _connect(mine)
     for hook in on_start:
         hook(agent)
@@ -96,12 +103,11 @@ def leave(mine: Seat, farewell: str = "", died: bool = False) -> None:
     if agent is None:
         return
     agent.engine.check_may_close()
-    mine.agent = None
-    try:
+    _free(mine)
+    with contextlib.ExitStack() as last:  # all of them, whichever fails
+        for hook in reversed(on_stop):
+            last.callback(hook, agent)
         agent.engine.close(time.monotonic() + FAREWELL_SECONDS, farewell, died)
-    finally:
-        for hook in on_stop:
-            hook(agent)
 
 
 def default_timeout() -> float:
@@ -133,30 +139,36 @@ def _connect(mine: Seat) -> Agent:
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
     per_machine = _agents_per_machine(mine)
     deadline = time.monotonic() + timeout
-    mine.generation += 1
-    engine = Engine(launch.rank, launch.size, timeout)
+    mine.engine = engine = Engine(launch.rank, launch.size, timeout)
+    _taken[id(mine)] = mine
     try:
-        store = mine.store or open_store(launch, deadline)
-        with contextlib.closing(store) if mine.store is None else contextlib.nullcontext():
-            with _Meeting(store, f"init/{mine.generation}", launch, deadline) as meeting:
-                found = meeting.gather("place", {"place": asdict(engine.router.place), "per_machine": per_machine})
-                places = [Place(**one["place"]) for one in found]
-                _check_agreement(found, per_machine)
-                interface = os.environ.get("SHOAL_INTERFACE", "")
-                endpoint = engine.router.listen(places, forced, interface, launch.host or "127.0.0.1")
-                secret = os.environ.get("SHOAL_SECRET") or (secrets.token_hex(32) if launch.rank == 0 else "")
-                said = meeting.gather("endpoint", {"endpoint": asdict(endpoint), "secret": secret})
-            secret = os.environ.get("SHOAL_SECRET") or said[0]["secret"]
-            engine.router.meet([Endpoint(**one["endpoint"]) for one in said], secret.encode())
+        said = {"place": asdict(engine.router.place), "per_machine": per_machine}
+        with convene(mine.store, launch, deadline, said) as (meeting, found):
+            places = [Place(**one["place"]) for one in found]
+            _check_agreement(found, per_machine)
+            interface = os.environ.get("SHOAL_INTERFACE", "")
+            reached = [one["reached"] for one in found]
+            endpoint = engine.router.listen(places, forced, interface, launch.host or "", reached)
+            secret = os.environ.get("SHOAL_SECRET") or (secrets.token_hex(32) if launch.rank == 0 else "")
+            heard = meeting.gather("endpoint", {"endpoint": asdict(endpoint), "secret": secret})
+            meeting.end()
+            secret = os.environ.get("SHOAL_SECRET") or heard[0]["secret"]
+            engine.router.meet([Endpoint(**one["endpoint"]) for one in heard], secret.encode())
             engine.start()
             agent = Agent(engine, _machines(places, per_machine), launch)
             _settle(agent, deadline)
             # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
         _settle(agent, deadline)
     except BaseException:
+        _free(mine)
         engine.close(time.monotonic() + 1.0, died=True)
         raise
     return agent
+
+
+def _free(mine: Seat) -> None:
+    mine.agent = mine.engine = None
+    _taken.pop(id(mine), None)
 
 
 def _settle(agent: Agent, deadline: float) -> None:
@@ -166,55 +178,6 @@ def _settle(agent: Agent, deadline: float) -> None:
     name = "~init"
     rest = max(1.0, deadline - time.monotonic())
     agent.engine.submit("init", name, lambda operation: census(agent.engine, operation, ()), rest, False).wait()
-
-
-class _Meeting:
-    """Everybody tells everybody something, through the store.
-
-    When it breaks up over something that was said, all others shall have heard that too before rank 0 closes the store.
-    """
-
-    def __init__(self, store: Store, prefix: str, launch: Launch, deadline: float) -> None:
-        self._store, self._prefix, self._launch, self._deadline = store, prefix, launch, deadline
-        self._heard = ""
-
-    def __enter__(self) -> _Meeting:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if self._launch.rank or not self._heard or not isinstance(error, (ValueError, Mismatch)):
-            return
-        limit = min(self._deadline, time.monotonic() + BREAK_UP_SECONDS)
-        while self._store.add(self._heard, 0) < self._launch.size and time.monotonic() < limit:
-            time.sleep(0.01)
-
-    def gather(self, key: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        key = f"{self._prefix}/{key}"
-        rank, size = self._launch.rank, self._launch.size
-        self._store.set(f"{key}/{rank}", json.dumps(mine).encode())
-        try:
-            if rank == 0:
-                parts = [self._store.get(f"{key}/{other}", self._deadline).decode() for other in range(size)]
-                self._store.set(f"{key}/all", f"[{','.join(parts)}]".encode())
-            found: list[dict[str, Any]] = json.loads(self._store.get(f"{key}/all", self._deadline))
-            self._heard = f"{key}/heard"
-            self._store.add(self._heard, 1)
-        except DeadlineExceeded:
-            missing = [other for other in range(size) if not self._has(f"{key}/{other}")]
-            who = f"ranks {missing} never came" if missing else "rank 0 did not answer"
-            raise DeadlineExceeded(
-                f"shoal.init() on rank {rank}: {who}. Check that all {size} agents were started and can reach "
-                f"{self._launch.host}:{self._launch.port}; SHOAL_TIMEOUT sets how long to wait",
-                missing or (0,),
-            ) from None
-        return found
-
-    def _has(self, key: str) -> bool:
-        try:
-            self._store.get(key, time.monotonic() + 0.2)
-        except (ShoalError, OSError, RuntimeError):
-            return False
-        return True
 
 
 def _check_agreement(found: list[dict[str, Any]], per_machine: int | None) -> None:
@@ -260,11 +223,18 @@ atexit.register(_at_exit)
 
 
 def _in_child() -> None:
-    """A forked child is no agent; its copies of our sockets must not hide the end of this one."""
-    mine = process_seat()
-    agent, mine.agent = mine.agent, None
-    if agent is not None:
-        agent.engine.abandon_in_child()
+    """A forked child is no agent; its copies of our sockets must not hide the end of this one.
+
+    Its engines are kept as they are: their sockets and locks belong to threads that are not there to let go of them,
+    and the numbers of their descriptors to whatever the child opens next.
+    """
+    for mine in _taken.values():
+        engine = mine.engine
+        if engine is not None:
+            mine.agent, mine.engine, mine.forked_from = None, None, (engine.rank, engine.size)
+            engine.abandon_in_child()
+            _abandoned.append(engine)
+    _taken.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -82,6 +82,7 @@ class Engine:
         self.aborted = False  # not even a one-sided one, which the loss of others does not end
         self.deaf = False
         self._closing = False
+        self.abandoned = False  # this is a forked child's copy
 
     def start(self) -> None:
         self.wheel.start()
@@ -382,6 +383,11 @@ class Engine:
 
     def wait_for(self, handle: Handle[Any], timeout: float | None = None) -> bool:
         """Wait until an operation has ended, driving if nobody else does. False when ``timeout`` came first."""
+        if self.abandoned:
+            raise NotInitialized(
+                f"waiting for {handle.operation}: this process was forked from that of rank {self.rank}, which goes on "
+                "with it; wait there"
+            )
         if self.wheel.mine:
             raise RuntimeError(
                 f"waiting for {handle.operation} inside a callback or listener of Shoal would never end: start "
@@ -507,7 +513,12 @@ class Engine:
             raise interrupted
 
     def abandon_in_child(self) -> None:
-        """In a forked child: close what would keep this agent's end from being noticed. Touches no lock."""
+        """In a forked child: close what would keep this agent's end from being noticed, and refuse whoever calls.
+
+        The threads that held its locks are not there to let go of them.
+        """
+        self.lock._at_fork_reinit()  # type: ignore[attr-defined]
+        self._closing = self.abandoned = True
         found = [*self.router.descriptors(), *self.arena.descriptors(), *self.poller.descriptors()]
         for fd in [*found, *(fd for service in self.services.values() for fd in service.descriptors())]:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import inspect
 import logging
 import threading
 import time
@@ -68,9 +69,14 @@ class Fleet:
             The results, by rank.
 
         Raises:
-            Whatever the first failing agent raised, with its traceback; the others are ended. An agent that does not
-            notice, because it is in a loop without any operation, is left to itself and named in a note.
+            Whatever the first failing agent raised, with its traceback; the others are ended, and the fleets that they
+            run. An agent that does not notice, because it is in a loop without any operation, is left to itself and
+            named in the log.
+            TypeError: A call of ``function`` would only make a generator or a coroutine, and run nothing.
         """
+        for kind, test in _UNRUN:
+            if test(function):
+                raise TypeError(f"{function!r} is {kind}: to call it runs nothing of it. Give a function that does")
         store = ThreadStore()
         seats = [
             Seat(Launch(rank, self.size, "fleet", None, None, False, 0), store, self._transport, self._per_machine)
@@ -78,16 +84,28 @@ class Fleet:
         ]
         for one in seats:
             one.timeout = self._timeout
-        run = _Run(function, args, kwargs, seats)
-        return run.results()
+        return _Run(function, args, kwargs, seats, store).results()
+
+
+_UNRUN = (
+    ("a generator function", inspect.isgeneratorfunction),
+    ("a coroutine function", inspect.iscoroutinefunction),
+    ("an asynchronous generator function", inspect.isasyncgenfunction),
+)
+_around: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("shoal_fleet", default=None)
+"""The run of a fleet that the calling thread is an agent of."""
 
 
 class _Run:
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, seats: list[Seat]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, seats: list[Seat], store: ThreadStore
+    ) -> None:
         self._call = (function, args, kwargs)
         self._seats = seats
+        self._store = store
         self._results: list[Any] = [None] * len(seats)
-        self._failure: tuple[int, BaseException] | None = None
+        self._failure: BaseException | None = None
+        self._inside: set[_Run] = set()  # the runs that agents of this one have begun
         self._running = len(seats)
         self._ended = threading.Event()  # all agents have ended, or one has failed
         self._lock = threading.Lock()
@@ -99,8 +117,21 @@ class _Run:
         ]
 
     def _agent(self, rank: int) -> None:
+        """The life of one agent. Whatever happens in it, the caller hears of its end."""
+        try:
+            self._live(rank)
+        except BaseException as error:
+            self._fail(rank, error)
+        finally:
+            with self._lock:
+                self._running -= 1
+                if not self._running:
+                    self._ended.set()
+
+    def _live(self, rank: int) -> None:
         mine = self._seats[rank]
         take_seat(mine)
+        _around.set(self)
         torch.set_num_threads(1)  # one for each agent, or they would fight for the cores
         function, args, kwargs = self._call
         try:
@@ -111,40 +142,60 @@ class _Run:
         finally:
             failed = self._failure is not None
             leave(mine, "its fleet ended" if failed else "", died=failed)
-            with self._lock:
-                self._running -= 1
-                if not self._running:
-                    self._ended.set()
 
-    def _fail(self, rank: int, error: BaseException) -> None:
+    def _fail(self, rank: int | None, error: BaseException) -> None:
+        """End all agents because one failed, or their caller (None)."""
         with self._lock:
             if self._failure is not None:
                 return
-            self._failure = (rank, error)
+            self._failure = error
+            inside = list(self._inside)
         self._ended.set()
-        lost = PeerLost(f"agent {rank} of the fleet failed with {type(error).__name__}: {error}", (rank,))
+        who = "the caller of the fleet" if rank is None else f"agent {rank} of the fleet"
+        lost = PeerLost(f"{who} failed with {type(error).__name__}: {error}", () if rank is None else (rank,))
+        self._store.abort(lost)
         for other, one in enumerate(self._seats):
-            if other != rank and one.agent is not None:
-                one.agent.engine.abort(lost)
+            engine = one.engine
+            if other != rank and engine is not None:
+                engine.abort(lost)
+        for run in inside:
+            run._fail(None, lost)
 
     def results(self) -> list[Any]:
-        threads = torch.get_num_threads()
-        for thread in self._threads:
-            thread.start()
+        around = _around.get()
+        if around is None:
+            return self._results_of_all()
+        with around._lock:
+            around._inside.add(self)
+            over = around._failure
         try:
-            self._ended.wait()
-        except BaseException as error:
-            self._fail(-1, error)
-        limit = time.monotonic() + GRACE_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, limit - time.monotonic()))
-        torch.set_num_threads(threads)  # new threads take what was set last
+            if over is not None:
+                raise PeerLost(f"the fleet around this one has failed with {type(over).__name__}: {over}")
+            return self._results_of_all()
+        finally:
+            with around._lock:
+                around._inside.discard(self)
+
+    def _results_of_all(self) -> list[Any]:
+        threads = torch.get_num_threads()
+        try:
+            try:
+                for thread in self._threads:
+                    thread.start()
+                self._ended.wait()
+            except BaseException as error:  # Ctrl-C, or no more threads
+                self._fail(None, error)
+            limit = time.monotonic() + GRACE_SECONDS
+            for thread in self._threads:
+                if thread.ident is not None:
+                    thread.join(max(0.0, limit - time.monotonic()))
+        finally:
+            torch.set_num_threads(threads)  # new threads take what was set last
         if self._failure is None:
             return self._results
-        failure = self._failure[1]
         busy = [other for other, thread in enumerate(self._threads) if thread.is_alive()]
         if busy:
             log.warning(
                 "agents %s of the fleet are still in their own code; a thread cannot be ended from outside", busy
             )
-        raise failure
+        raise self._failure

@@ -110,6 +110,11 @@ def parse_address(text: str, source: str) -> tuple[str, int]:
     return host, _port(port, source, text)
 
 
+def join_address(host: str | None, port: int | None) -> str:
+    """``host:port``, the other way round: an IPv6 address goes in brackets."""
+    return f"[{host}]:{port}" if host and ":" in host else f"{host}:{port}"
+
+
 def derived_port(job: str) -> int:
     """A port in 20000..29999 that every agent of one job derives alike, and another job rarely."""
     digest = hashlib.sha256(job.encode()).digest()
@@ -235,7 +240,10 @@ def _given_address(variables: _Variables) -> tuple[str | None, int | None]:
     if rendezvous:
         return parse_address(rendezvous, "SHOAL_RENDEZVOUS")
     port = variables.text("MASTER_PORT")
-    return variables.text("MASTER_ADDR") or None, _port(port, "MASTER_PORT", port) if port else None
+    host = variables.text("MASTER_ADDR")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    return host or None, _port(port, "MASTER_PORT", port) if port else None
 
 
 def _address(

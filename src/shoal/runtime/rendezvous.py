@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import itertools
 import queue
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from ..errors import DeadlineExceeded, PeerLost
-from .launch import LOOPBACK, Launch
+from ..errors import DeadlineExceeded, PeerLost, ShoalError
+from ..transport.addresses import resolved, text_of
+from .launch import LOOPBACK, Launch, join_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as NativeStore
@@ -38,11 +38,12 @@ _LEAST_PATIENCE = 5.0
 _BACKLOG = 4096
 _HOSTED = "hosted"
 
-_generations = itertools.count(1)
-
 
 class Store(Protocol):
     """Keys and values that all agents of a job see. Every wait ends at its deadline and gives way to Ctrl-C."""
+
+    address: str
+    """Where this agent has reached it; empty where it was not reached over a network."""
 
     def set(self, key: str, value: bytes) -> None:
         """Make ``value`` what every later ``get`` of ``key`` returns."""
@@ -54,6 +55,12 @@ class Store(Protocol):
             DeadlineExceeded: nobody had; the message names the key.
         """
 
+    def first(self, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
+        """Wait until somebody has set one of ``keys``; the first of them that is set, and its value. As :meth:`get`."""
+
+    def has(self, key: str) -> bool:
+        """Whether somebody has set ``key``."""
+
     def add(self, key: str, amount: int) -> int:
         """Add ``amount`` to the counter ``key``, which starts at zero, and return its new value."""
 
@@ -64,9 +71,18 @@ class Store(Protocol):
 class ThreadStore:
     """The store of agents that are threads of one process, who share one object. ``close`` does nothing."""
 
+    address = ""
+
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
+        self._over: ShoalError | None = None
+
+    def abort(self, error: ShoalError) -> None:
+        """End all waits, now and from now on, with an error."""
+        with self._changed:
+            self._over = self._over or error
+            self._changed.notify_all()
 
     def set(self, key: str, value: bytes) -> None:
         with self._changed:
@@ -74,13 +90,24 @@ class ThreadStore:
             self._changed.notify_all()
 
     def get(self, key: str, deadline: float) -> bytes:
+        return self.first([key], deadline)[1]
+
+    def first(self, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
         with self._changed:
-            while key not in self._values:
+            while True:
+                for key in keys:
+                    if key in self._values:
+                        return key, self._values[key]
+                if self._over is not None:
+                    raise type(self._over)(str(self._over), self._over.ranks)
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
-                    raise DeadlineExceeded(f"nobody set the key {key!r} in time")
+                    raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in time")
                 self._changed.wait(min(remaining, threading.TIMEOUT_MAX))
-            return self._values[key]
+
+    def has(self, key: str) -> bool:
+        with self._changed:
+            return key in self._values
 
     def add(self, key: str, amount: int) -> int:
         with self._changed:
@@ -110,7 +137,9 @@ class TcpStore:
         name: str,
         server_ranks: tuple[int, ...],
         deadline: float,
+        address: str = "",
     ) -> None:
+        self.address = address
         self._prefix = prefix
         self._name = name
         self._server_ranks = server_ranks
@@ -129,15 +158,29 @@ class TcpStore:
         self._call(lambda: self._store.set(self._prefix + key, cast(str, value)), f"set {key!r} in {self._name}")
 
     def get(self, key: str, deadline: float) -> bytes:
+        return self.first([key], deadline)[1]
+
+    def first(self, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
         pause = _FIRST_PAUSE
-        what = f"get {key!r} from {self._name}"
-        while not self._call(lambda: self._store.check([self._prefix + key]), what, deadline):
+        what = f"get {keys[0]!r} from {self._name}"
+        while True:
+            for key in keys:
+                if self._call(partial(self._check, key), what, deadline):
+                    return key, self._call(partial(self._get, key), what, deadline)
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise DeadlineExceeded(f"nobody set the key {key!r} in {self._name} in time")
+                raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in {self._name} in time")
             time.sleep(min(pause, remaining))
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return self._call(lambda: self._store.get(self._prefix + key), what, deadline)
+
+    def has(self, key: str) -> bool:
+        return self._call(partial(self._check, key), f"look for {key!r} in {self._name}")
+
+    def _check(self, key: str) -> bool:
+        return bool(self._store.check([self._prefix + key]))
+
+    def _get(self, key: str) -> bytes:
+        return self._store.get(self._prefix + key)
 
     def add(self, key: str, amount: int) -> int:
         what = f"add to {key!r} in {self._name}"
@@ -195,7 +238,7 @@ class TcpStore:
 
 
 def open_store(launch: Launch, deadline: float) -> Store:
-    """Open the store of this job; all agents call it, equally often.
+    """Open the store of this job; all agents call it.
 
     A world of one gets a :class:`ThreadStore` and opens no port. A process group that the script has initialised lends
     its store and stays as it was. Else the store is at ``launch.host`` and ``launch.port``: served by the launcher, or
@@ -209,8 +252,7 @@ def open_store(launch: Launch, deadline: float) -> Store:
         OSError: rank 0 cannot listen on the port.
         ValueError: the launch contradicts the process group, or has no address.
     """
-    generation = next(_generations)
-    prefix = f"shoal/{launch.job}/{launch.attempt}/{generation}/"
+    prefix = f"shoal/{launch.job}/{launch.attempt}/"
     lent = _store_of_process_group(launch)
     if launch.size == 1:
         return ThreadStore()
@@ -220,15 +262,17 @@ def open_store(launch: Launch, deadline: float) -> Store:
     if launch.host is None or launch.port is None:
         raise ValueError(f"{launch.size} agents, but no address to meet at: set SHOAL_RENDEZVOUS=host:port")
     host, port = launch.host, launch.port
-    name = f"the rendezvous store at {host}:{port}"
-    client = partial(_client, host, port, deadline)
+    name = f"the rendezvous store at {join_address(host, port)}"
+
+    def connect(address: str, server_ranks: tuple[int, ...]) -> TcpStore:
+        # To the very address that answered: the host may have several, and torch's own search for one is noisy.
+        client = partial(_client, address, port, deadline)
+        return TcpStore(client, prefix=prefix, name=name, server_ranks=server_ranks, deadline=deadline, address=address)
+
     if launch.store_is_served:
-        _await_server(launch, deadline)
-        return TcpStore(client, prefix=prefix, name=name, server_ranks=(), deadline=deadline)
+        return connect(_await_server(launch, deadline), ())
     if launch.rank > 0:
-        return _store_of_rank_0(
-            launch, partial(TcpStore, client, prefix=prefix, name=name, server_ranks=(0,)), deadline
-        )
+        return _store_of_rank_0(launch, connect, deadline)
     server = partial(_server, _listen_patiently(host, port, deadline), deadline)
     store = TcpStore(server, prefix=prefix, name=name, server_ranks=(0,), deadline=deadline)
     store.set(_HOSTED, b"")
@@ -241,8 +285,8 @@ def listen(host: str, port: int) -> socket.socket:
     Port 0 takes a free one. ``host`` is how others reach this machine; it need not resolve here.
     """
     if _is_loopback(host):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((_loopback_address(host), port), family=family, backlog=_BACKLOG)
+        family, name = resolved(_loopback_address(host), port)
+        return socket.create_server(name, family=family, backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=_BACKLOG)
@@ -278,10 +322,10 @@ def _store_of_rank_0(launch: Launch, connect: Callable[..., TcpStore], deadline:
     the ``init`` before. Whoever is let in by that one loses the connection soon, and tries again.
     """
     while True:
-        _await_server(launch, deadline)
+        address = _await_server(launch, deadline)
         store = None
         try:
-            store = connect(deadline=deadline)
+            store = connect(address, (0,))
             store.get(_HOSTED, deadline)
             return store
         except BaseException as error:
@@ -292,14 +336,17 @@ def _store_of_rank_0(launch: Launch, connect: Callable[..., TcpStore], deadline:
             if not isinstance(error, DeadlineExceeded):
                 raise
             raise DeadlineExceeded(
-                f"rank {launch.rank}: what answers at {launch.host}:{launch.port} is not the rendezvous store of this "
-                "job, or rank 0 has not come; SHOAL_RENDEZVOUS=host:port chooses another address",
+                f"rank {launch.rank}: what answers at {join_address(launch.host, launch.port)} is not the rendezvous "
+                "store of this job, or rank 0 has not come; SHOAL_RENDEZVOUS=host:port chooses another address",
                 (0,),
             ) from None
 
 
-def _await_server(launch: Launch, deadline: float) -> None:
-    """Wait until something listens. torch's own attempts cannot be interrupted and print a page for every failure."""
+def _await_server(launch: Launch, deadline: float) -> str:
+    """Wait until something listens; returns the address at which it does.
+
+    torch's own attempts cannot be interrupted, and print a page for every failure.
+    """
     host, port = cast(str, launch.host), cast(int, launch.port)
     pause = 0.01
     while True:
@@ -309,14 +356,15 @@ def _await_server(launch: Launch, deadline: float) -> None:
             ) as link:
                 # Linux may connect a socket to itself when nobody listens on a port of the ephemeral range.
                 if link.getsockname() != link.getpeername():
-                    return
+                    return text_of(link.getpeername())
             problem = "connection refused"
         except OSError as error:
             problem = str(error)
         if time.monotonic() >= deadline:
             server = "the launcher serves" if launch.store_is_served else "rank 0 hosts"
             raise DeadlineExceeded(
-                f"rank {launch.rank} could not reach the rendezvous store that {server} at {host}:{port} ({problem}). "
+                f"rank {launch.rank} could not reach the rendezvous store that {server} at "
+                f"{join_address(host, port)} ({problem}). "
                 f"Check that it still runs, that {host} is its machine, and that no firewall closes the port; "
                 "SHOAL_RENDEZVOUS=host:port chooses another",
                 () if launch.store_is_served else (0,),
@@ -334,8 +382,8 @@ def _listen_patiently(host: str, port: int, deadline: float) -> socket.socket:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= give_up:
                 raise OSError(
                     error.errno,
-                    f"rank 0 cannot host the rendezvous store at {host}:{port} ({error.strerror}): choose another "
-                    "address with SHOAL_RENDEZVOUS=host:port, the same for every agent",
+                    f"rank 0 cannot host the rendezvous store at {join_address(host, port)} ({error.strerror}): choose "
+                    "another address with SHOAL_RENDEZVOUS=host:port, the same for every agent",
                 ) from None
         time.sleep(0.05)
 
@@ -370,4 +418,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def _loopback_address(host: str) -> str:
-    return LOOPBACK if host == "localhost" else host
+    """An address, or what the name localhost means here; all agents that look there are on this machine, too."""
+    if host != "localhost":
+        return host
+    try:
+        found = [text_of(one[4]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]  # type: ignore[arg-type]
+    except OSError:
+        found = []
+    return LOOPBACK if LOOPBACK in found or not found else found[0]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .addresses import resolved
 from .handshake import Accepting, Connecting
 from .link import Published, Receiver
 from .memory import ResultPool
@@ -32,23 +33,27 @@ UNSENT_BYTES = 1 << 17
 """How much the system queues unsent: a small message waits behind no more than this of a large one."""
 
 
-def listen(interface: str) -> socket.socket:
+def listen(address: str) -> socket.socket:
     """Listen on one address, at a port that the system picks."""
-    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    family, name = resolved(address, 0)
     sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.bind((interface, 0))
-    sock.listen(1024)
+    try:
+        sock.bind(name)
+        sock.listen(1024)
+    except BaseException:
+        sock.close()
+        raise
     sock.setblocking(False)
     return sock
 
 
-def start_connecting(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def start_connecting(address: str, port: int) -> socket.socket:
+    family, name = resolved(address, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     tune(sock)
     try:
-        sock.connect((host, port))
+        sock.connect(name)
     except BlockingIOError:
         pass
     except BaseException:

@@ -7,11 +7,9 @@ bytes can move, and has nothing to do with ``SHOAL_AGENTS_PER_MACHINE``, which o
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import socket
-import struct
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +19,7 @@ from pathlib import Path
 import torch
 
 from . import network, shared_memory
+from .addresses import LOOPBACK, beside, interface_address, is_loopback, reachable_address
 from .handshake import Accepting, Connecting
 from .link import Link, Receiver
 from .memory import Arena, ResultPool
@@ -94,28 +93,6 @@ def here(rank: int) -> Place:
     return Place(rank, socket.gethostname(), boot, namespace, os.getuid(), _process, pid, process_start(pid))
 
 
-def interface_address(interface: str) -> str:
-    """The IPv4 address of an interface given by name, or the address itself when one is given."""
-    if "." in interface or ":" in interface:
-        return interface
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            answer = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
-        except OSError as error:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise ValueError(
-                f"SHOAL_INTERFACE={interface!r} has no IPv4 address ({error.strerror}); this machine has: {names}"
-            ) from None
-    return socket.inet_ntoa(answer[20:24])
-
-
-def address_towards(host: str) -> str:
-    """The address of this machine that packets to ``host`` leave from."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect((host, 9))
-        return str(sock.getsockname()[0])
-
-
 class Router:
     """The links of one agent. Made before anybody is known; ``listen`` and then ``meet`` complete it."""
 
@@ -130,6 +107,7 @@ class Router:
         self._receiver = receiver
         self._pool = pool
         self._secret = b""
+        self._host = ""
         self._places: list[Place] = []
         self._endpoints: list[Endpoint] = []
         self._kinds: list[str] = []
@@ -159,8 +137,11 @@ class Router:
             kinds.append(forced or best)
         return kinds
 
-    def listen(self, places: list[Place], forced: str, interface: str, rendezvous: str) -> Endpoint:
-        """Open what this agent needs to be reached, and nothing more."""
+    def listen(self, places: list[Place], forced: str, interface: str, rendezvous: str, reached: list[str]) -> Endpoint:
+        """Open what this agent needs to be reached, and nothing more.
+
+        ``reached`` are the addresses at which the agents, by rank, have reached the rendezvous; empty where unknown.
+        """
         self._places = places
         self._kinds = self.choose(places, forced)
         others = {kind for rank, kind in enumerate(self._kinds) if rank != self.rank}
@@ -169,15 +150,25 @@ class Router:
             unix = f"shoal-{uuid.uuid4().hex}"
             self._listen(shared_memory.listen(unix), self._accept_local)
         if "network" in others:
-            one_machine = len({place.machine for place in places}) == 1
-            if interface:
-                host = interface_address(interface)
-            else:
-                host = "127.0.0.1" if one_machine else address_towards(rendezvous)
+            self._host = host = self._address(interface, rendezvous, reached)
             sock = network.listen(host)
             port = sock.getsockname()[1]
             self._listen(sock, self._accept_remote)
         return Endpoint(self.inbox.address, unix, host, port)
+
+    def _address(self, interface: str, rendezvous: str, reached: list[str]) -> str:
+        """Where to listen for agents that share no memory with this one."""
+        if interface:
+            far = [address for address in reached if address and not is_loopback(address)]
+            return interface_address(interface, prefer_ipv6=bool(far) and ":" in far[0])
+        network_of = [(place.boot, place.namespace) for place in self._places]
+        if len(set(network_of)) == 1:
+            return LOOPBACK
+        mine = network_of[self.rank]
+        return reachable_address(
+            reached[self.rank] or rendezvous,
+            [address for rank, address in enumerate(reached) if network_of[rank] != mine],
+        )
 
     def _listen(self, sock: socket.socket, accept: Callable[[socket.socket], None]) -> None:
         self._listeners.append((sock, accept))
@@ -250,7 +241,7 @@ class Router:
         if kind == "shared_memory":
             sock = shared_memory.connect(endpoint.unix)
             return shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, self._receiver)
-        sock = network.start_connecting(endpoint.host, endpoint.port)
+        sock = network.start_connecting(beside(endpoint.host, self._host), endpoint.port)
         return network.NetworkLink(sock, peer, greeting, self.poller, self._receiver)
 
     def _accept_local(self, listener: socket.socket) -> None:

@@ -1,0 +1,239 @@
+"""How the agents of a job find each other in a store, also where some of them have to try more than once.
+
+Rank 0 begins an attempt: it makes up a name for it and writes that down where all look. The others join it, and tell
+rank 0 something about themselves; when all have, rank 0 tells everybody what all have said. An agent that gave up may
+come again meanwhile: what it said last counts. When the attempt is over, well or badly, whoever comes waits for rank 0
+to begin another one. So nobody has to have called ``init`` as often as the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from ..errors import DeadlineExceeded, PeerLost, ShoalError
+from .launch import Launch, join_address
+from .rendezvous import Store, open_store
+
+BREAK_UP_SECONDS = 2.0
+"""How long rank 0 keeps the store open for the others to read why the attempt failed."""
+_LOOK_AGAIN = 0.01
+
+
+class Meeting:
+    """One attempt of one agent to meet the others; as a context it tells them when it fails."""
+
+    def __init__(self, store: Store, launch: Launch, deadline: float) -> None:
+        self.store = store
+        self.note: dict[str, Any] | None = None  # why the attempt before this one failed, as far as that was heard
+        self._launch = launch
+        self._deadline = deadline
+        self._me = secrets.token_hex(8)  # this call of init
+        self._attempt = ""
+        self._joined = False  # the others may count on this agent
+        self._complete = False  # all have joined
+        self._told = False  # why it fails, by another agent
+        self._done = False
+
+    def join(self, said: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Tell the others something, and return what all have said, by rank.
+
+        None when rank 0 has closed the store after an attempt that was over before this agent came.
+        """
+        place = json.dumps({"by": self._me, "said": said}).encode()
+        try:
+            found = self._lead(place) if self._launch.rank == 0 else self._follow(place)
+        except DeadlineExceeded:
+            raise self._too_late("place") from None
+        except PeerLost:
+            if self._joined or self._launch.rank == 0:
+                raise
+            return None
+        self._complete = True
+        return [one["said"] for one in found]
+
+    def gather(self, key: str, said: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell the others something more."""
+        self._set(f"{key}/{self._launch.rank}", json.dumps(said).encode())
+        try:
+            if self._launch.rank == 0:
+                parts = [self._await(f"{key}/{other}").decode() for other in range(self._launch.size)]
+                self._set(f"{key}/all", f"[{','.join(parts)}]".encode())
+            found: list[dict[str, Any]] = json.loads(self._await(f"{key}/all"))
+        except DeadlineExceeded:
+            raise self._too_late(key) from None
+        return found
+
+    def end(self) -> None:
+        """All has been said; what fails from here on, the agents tell each other themselves."""
+        self._done = True
+
+    # Joining
+
+    def _lead(self, place: bytes) -> list[dict[str, Any]]:
+        """Begin an attempt, and wait until all have joined it."""
+        self._attempt = secrets.token_hex(8)
+        before = self.store.get("attempt", self._deadline).decode() if self.store.has("attempt") else ""
+        self.store.set("attempt", self._attempt.encode())
+        if before:
+            self.store.set(f"{before}/next", self._attempt.encode())
+        self._joined = True
+        self._set("place/0", place)
+        others = range(1, self._launch.size)
+        for other in others:
+            self._present(other)
+        parts = [place, *(self._present(other) for other in others)]  # again: what each said last counts
+        self._set("place/all", b"[%s]" % b",".join(parts))
+        found: list[dict[str, Any]] = json.loads(self._get("place/all"))
+        return found
+
+    def _present(self, other: int) -> bytes:
+        """What another agent said when it joined; one that gave up has taken it back."""
+        while not (place := self._await(f"place/{other}")):
+            if time.monotonic() >= self._deadline:
+                raise DeadlineExceeded("it has given up")
+            time.sleep(_LOOK_AGAIN)
+        return place
+
+    def _follow(self, place: bytes) -> list[dict[str, Any]]:
+        """Join the attempt of rank 0, and each that it begins instead, until all are in it."""
+        self._attempt = self.store.get("attempt", self._deadline).decode()
+        while True:
+            over = self.store.has(self._key("over"))
+            if not over:
+                self._joined = True
+                self._set(f"place/{self._launch.rank}", place)
+                what, value = self._first("next", "place/all", "over")
+                if what == "place/all":
+                    found: list[dict[str, Any]] = json.loads(value)
+                    if found[self._launch.rank]["by"] == self._me:
+                        return found
+                elif what == "over":
+                    note = json.loads(value)
+                    if not note["again"]:
+                        raise self._failed(note)
+                    self.store.add(self._key("left"), 1)
+            self._joined = False
+            if self.store.has(self._key("over")):
+                self.note = json.loads(self._get("over"))
+            self._attempt = self._first("next")[1].decode()
+
+    # The store
+
+    def _key(self, key: str) -> str:
+        return f"{self._attempt}/{key}"
+
+    def _set(self, key: str, value: bytes) -> None:
+        self.store.set(self._key(key), value)
+
+    def _get(self, key: str) -> bytes:
+        return self.store.get(self._key(key), self._deadline)
+
+    def _first(self, *keys: str) -> tuple[str, bytes]:
+        """The first of these that there is, and its value."""
+        key, value = self.store.first([self._key(key) for key in keys], self._deadline)
+        return key.removeprefix(f"{self._attempt}/"), value
+
+    def _await(self, key: str) -> bytes:
+        what, value = self._first(key, "over")
+        if what == key:
+            return value
+        raise self._failed(json.loads(value))
+
+    # Failing
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or self._done or not self._joined:
+            return
+        with contextlib.suppress(ShoalError, OSError, RuntimeError):  # the store may be what failed
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        """Say that this agent fails, and why, where the others would wait for it in vain."""
+        gave_up = isinstance(error, DeadlineExceeded) and not self._complete
+        rank = self._launch.rank
+        if rank and gave_up:
+            self._set(f"place/{rank}", b"")
+        elif not self._told and not self.store.has(self._key("over")):
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            ranks = list(getattr(error, "ranks", ()))
+            note = {"rank": rank, "why": why[:1000], "ranks": ranks, "again": gave_up}
+            self._set("over", json.dumps(note).encode())
+        if rank:
+            self.store.add(self._key("left"), 1)
+            return
+        joined = sum(self._has_joined(other) for other in range(1, self._launch.size))
+        limit = time.monotonic() + BREAK_UP_SECONDS
+        while self.store.add(self._key("left"), 0) < joined and time.monotonic() < limit:
+            time.sleep(_LOOK_AGAIN)
+
+    def _failed(self, note: dict[str, Any]) -> PeerLost:
+        self._told = True
+        return PeerLost(
+            f"shoal.init() on rank {self._launch.rank}: rank {note['rank']} failed in it ({note['why']}). "
+            "Once that is mended, all agents may call init() again",
+            (note["rank"],),
+        )
+
+    def _has_joined(self, other: int, key: str = "place") -> bool:
+        name = self._key(f"{key}/{other}")
+        return self.store.has(name) and bool(self.store.get(name, self._deadline))
+
+    def _too_late(self, key: str) -> DeadlineExceeded:
+        rank, size = self._launch.rank, self._launch.size
+        if self.note is not None:
+            return given_up(rank, self.note)
+        missing: list[int] = []
+        with contextlib.suppress(ShoalError, OSError, RuntimeError):
+            missing = [other for other in range(size) if other != rank and not self._has_joined(other, key)]
+        if not self._joined:
+            missing = [0]
+        who = f"ranks {missing} never came" if missing else "rank 0 did not answer"
+        return DeadlineExceeded(
+            f"shoal.init() on rank {rank}: {who}. Check that all {size} agents were started and can reach "
+            f"{join_address(self._launch.host, self._launch.port)}; SHOAL_TIMEOUT sets how long to wait",
+            missing or (0,),
+        )
+
+
+def given_up(rank: int, note: dict[str, Any]) -> DeadlineExceeded:
+    """Rank 0 ended an attempt, and began no other."""
+    return DeadlineExceeded(
+        f"shoal.init() on rank {rank}: the attempt of the others is over (rank {note['rank']}: {note['why']}), and "
+        "rank 0 began no other one in time: all agents have to call init() again",
+        note["ranks"] or (0,),
+    )
+
+
+@contextlib.contextmanager
+def convene(
+    store: Store | None, launch: Launch, deadline: float, said: dict[str, Any]
+) -> Iterator[tuple[Meeting, list[dict[str, Any]]]]:
+    """Meet the others in a store, this launch's own if None is given; yields what all have said, by rank.
+
+    The store is open within the context.
+    """
+    note: dict[str, Any] | None = None
+    while True:
+        try:
+            mine = store or open_store(launch, deadline)
+        except DeadlineExceeded:
+            if note is None:
+                raise
+            raise given_up(launch.rank, note) from None
+        closes = contextlib.nullcontext() if store is not None else contextlib.closing(mine)
+        with closes, Meeting(mine, launch, deadline) as meeting:
+            meeting.note = note
+            found = meeting.join({**said, "reached": mine.address})
+            if found is not None:
+                yield meeting, found
+                return
+            note = meeting.note

@@ -1,0 +1,163 @@
+"""Addresses of this machine: that of an interface, and the one by which other machines reach it. IPv4 and IPv6."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+_NAME_BYTES = 15
+_LINK_LOCAL = 0x20
+_NOT_USABLE = 0x40 | 0x08  # not yet known to be the only one of its kind on the link, or known not to be
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses that nobody has, but the way to which begins like that to the rest of the world."""
+
+
+def numeric(text: str) -> str:
+    """The address that a text is, in brackets or not; empty if it is a name."""
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return ""
+    return text
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def text_of(name: tuple[str, int] | tuple[str, int, int, int]) -> str:
+    """The address in what a socket calls its own or the other end, with its interface where it holds there only."""
+    address, scope = str(name[0]).partition("%")[0], name[3] if len(name) == 4 else 0
+    return f"{address}%{socket.if_indextoname(scope)}" if scope else address
+
+
+def resolved(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int] | tuple[str, int, int, int]]:
+    """The family of a numeric address, and what a socket of it binds or connects to."""
+    family, _, _, _, name = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    return family, name  # type: ignore[return-value]
+
+
+def interface_address(interface: str, prefer_ipv6: bool = False) -> str:
+    """An address of an interface given by name, or the address itself where one of this machine is given.
+
+    Raises:
+        ValueError: There is no such interface, it has no address, or this machine has no such address.
+    """
+    address = numeric(interface)
+    if address:
+        if not own_form(address):
+            raise ValueError(f"SHOAL_INTERFACE={interface!r} is no address of this machine; its interfaces: {_names()}")
+        return own_form(address)
+    # "ip link" writes a virtual interface with the one below it: eth0.100@eth0.
+    found = list(_addresses_of(interface)) or list(_addresses_of(interface.rpartition("@")[0]))
+    if not found:
+        known = interface in (name for _, name in socket.if_nameindex())
+        what = "has no address" if known else "is neither an interface nor an address"
+        raise ValueError(f"SHOAL_INTERFACE={interface!r} {what}; this machine has: {_names()}")
+    return next((one for one in found if (":" in one) == prefer_ipv6), found[0])
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine that packets to ``host`` leave from. Raises ``OSError`` where no way leads there."""
+    found, problem = [], OSError(f"{host!r} has no address")
+    for family, _, _, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as sock:
+                sock.connect(target)
+                found.append(text_of(sock.getsockname()))
+        except OSError as error:
+            problem = error
+    if not found:
+        raise problem
+    return next((address for address in found if not is_loopback(address)), found[0])
+
+
+def reachable_address(rendezvous: str, reached: Iterable[str]) -> str:
+    """The address by which agents of other machines reach this one.
+
+    That is where packets to the rendezvous leave from, unless it is here under a name that means the loopback interface
+    on this machine, as the machine's own name does in Debian's /etc/hosts. Then it is the address at which others have
+    reached the rendezvous, or failing that where packets to the rest of the world leave from.
+
+    Args:
+        rendezvous: Host or address of the rendezvous; empty if unknown.
+        reached: Addresses at which agents of other machines have reached it; empty ones say nothing.
+    """
+    others = (own_form(address) for address in reached if address and not is_loopback(address))
+    ways = (_towards(host) for host in (socket.gethostname(), *_ELSEWHERE))
+    for address in (_towards(rendezvous), *others, *ways):
+        if address and not is_loopback(address):
+            return address
+    raise ValueError(
+        f"this machine has no address by which other machines could reach it: the rendezvous {rendezvous!r} is "
+        f"{_towards(rendezvous) or 'unknown'} here. Set SHOAL_INTERFACE to an interface or address of this machine; it "
+        f"has: {_names()}"
+    )
+
+
+def own_form(address: str) -> str:
+    """How this machine writes an address of its own, as interfaces have other names elsewhere; empty if it is none."""
+    bare = address.partition("%")[0]
+    if ipaddress.ip_address(bare).is_link_local and ":" in bare:
+        wanted = ipaddress.ip_address(bare)
+        named = [f"{one}%{name}" for one, _, name in _ipv6_addresses() if ipaddress.ip_address(one) == wanted]
+        return address if address in named else next(iter(named), "")
+    family, name = resolved(address, 0)
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind(name)
+        except OSError:
+            return ""
+    return address
+
+
+def beside(address: str, own: str) -> str:
+    """An address of a neighbour as seen from here, where ``own`` is this machine's: on a link, by its own interface."""
+    bare, at, _ = address.partition("%")
+    return f"{bare}%{own.partition('%')[2]}" if at and "%" in own else address
+
+
+def _towards(host: str) -> str:
+    try:
+        return address_towards(host) if host else ""
+    except OSError:
+        return ""
+
+
+def _addresses_of(name: str) -> Iterator[str]:
+    """IPv4 first; of IPv6 those that hold beyond the link first."""
+    raw = name.encode()
+    if not 0 < len(raw) <= _NAME_BYTES:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            answer = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, struct.pack("256s", raw))
+            yield socket.inet_ntoa(answer[20:24])
+        except OSError:
+            pass
+    mine = sorted((scope == _LINK_LOCAL, address) for address, scope, owner in _ipv6_addresses() if owner == name)
+    yield from (f"{address}%{name}" if on_link else address for on_link, address in mine)
+
+
+def _ipv6_addresses() -> Iterator[tuple[str, int, str]]:
+    """Address, scope and interface of each; none where the kernel has no IPv6."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        digits, _, _, scope, flags, name = line.split()
+        if not int(flags, 16) & _NOT_USABLE:
+            yield str(ipaddress.IPv6Address(int(digits, 16))), int(scope, 16), name
+
+
+def _names() -> str:
+    return ", ".join(name for _, name in socket.if_nameindex())

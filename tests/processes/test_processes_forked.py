@@ -1,0 +1,155 @@
+"""Processes that agents fork: the agent goes on as if nothing had happened, and the child is told that it is none."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import shoal
+from shoal.runtime.agent import current
+from support.world import World
+
+NETWORK = {"SHOAL_TRANSPORT": "network"}
+OVER = [
+    pytest.param({}, id="shared_memory", marks=pytest.mark.transport("shared_memory")),
+    pytest.param(NETWORK, id="network", marks=pytest.mark.transport("network")),
+]
+
+
+def in_a_child(call: Callable[[], object]) -> str:
+    """What a call comes to in a forked child: the class and the text of its exception, or its value. "hangs" if so."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if not pid:
+        signal.alarm(10)
+        try:
+            said = repr(call())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(write_end, said.encode())
+        os._exit(0)
+    os.close(write_end)
+    os.waitpid(pid, 0)
+    said = os.read(read_end, 4096).decode() or "hangs"
+    os.close(read_end)
+    return said
+
+
+def ask_a_child_while_a_thread_holds_the_lock() -> list[str]:
+    """Whatever thread is inside Shoal at a fork is not there in the child to leave it."""
+    rank = shoal.rank()
+    handle = shoal.neighbor_allreduce_nonblocking(torch.ones(3), name=f"pending{rank}")  # the other one comes later
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with current().engine.lock:
+            held.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(10)
+    answers = [in_a_child(one) for one in (handle.wait, shoal.init, shoal.rank, work, shoal.is_initialized)]
+    answers.append(in_a_child(lambda: shoal.allreduce(torch.ones(3))))
+    done.set()
+    thread.join()
+    shoal.neighbor_allreduce(torch.ones(3), name=f"pending{1 - rank}")
+    handle.wait()
+    return answers
+
+
+def work() -> float:
+    return (torch.ones(300, 300) @ torch.ones(300, 300)).sum().item()
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_a_child_is_told_that_it_is_no_agent_whatever_the_parents_threads_hold(environment: dict[str, str]) -> None:
+    with World(2, environment=environment) as world:
+        for rank, answers in enumerate(world.results(ask_a_child_while_a_thread_holds_the_lock)):
+            waited, begun, asked, worked, is_one, called = answers
+            for said in (waited, begun, asked, called):
+                assert said.startswith("NotInitialized: "), answers
+                assert f"forked from that of rank {rank}" in said, answers
+            assert worked == "27000000.0" and is_one == "False"
+
+
+def ask_a_child_of_a_fleet() -> list[str]:
+    return [in_a_child(lambda: shoal.allreduce(torch.ones(3))), in_a_child(shoal.init)]
+
+
+def test_a_child_of_a_fleet_is_no_agent_either(transport: str) -> None:
+    def run() -> list[str]:
+        shoal.barrier()
+        answers = ask_a_child_of_a_fleet() if shoal.rank() == 0 else []
+        shoal.barrier()
+        return answers
+
+    answers = shoal.Fleet(2, transport=transport, timeout=30.0).run(run)[0]
+    for said in answers:
+        assert said.startswith("NotInitialized: "), answers
+        assert "forked from that of rank 0" in said, answers
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((100,), float(index))
+
+
+def fork_in_every_way() -> list[object]:
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(30)
+    loaded = sum(batch.sum().item() for batch in DataLoader(Numbers(), num_workers=1, multiprocessing_context="fork"))
+    code = subprocess.run(["true"], preexec_fn=lambda: None, check=False).returncode
+    return [process.exitcode, loaded, code, in_a_child(work)]
+
+
+def fork_while_threads_average() -> tuple[list[object], list[str], list[int]]:
+    failed: list[str] = []
+    calls = [0, 0, 0]
+    forked = threading.Event()
+    mean = (shoal.size() - 1) / 2
+
+    def average(k: int, numel: int) -> None:
+        """As often as the others: how often, they agree on by asking."""
+        try:
+            while True:
+                handle = shoal.neighbor_allreduce_nonblocking(torch.full((numel,), float(shoal.rank())), name=f"x{k}")
+                over = shoal.allreduce(torch.tensor(float(forked.is_set())), name=f"over{k}").item() == 1.0
+                result = handle.wait()
+                assert result[0].item() == result[-1].item() == mean
+                calls[k] += 1
+                if over:
+                    return
+        except BaseException as error:
+            failed.append(repr(error))
+
+    threads = [threading.Thread(target=average, args=(k, numel)) for k, numel in enumerate((4, 5_000, 100_000))]
+    for thread in threads:
+        thread.start()
+    found = fork_in_every_way()
+    forked.set()
+    for thread in threads:
+        thread.join(40)
+    return found, failed, calls
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_threads_of_an_agent_go_on_while_its_process_forks(environment: dict[str, str]) -> None:
+    with World(2, environment=environment, timeout=40.0) as world:
+        for found, failed, calls in world.results(fork_while_threads_average, patience=100.0):
+            assert found == [0, 600.0, 0, "27000000.0"]
+            assert not failed
+            assert all(calls), calls
+        assert world.is_sound()
