@@ -72,7 +72,9 @@ def test_fifty_tensors_that_travel_together_have_exact_means(fleet: Fleets) -> N
             for number in range(count)
         ]
         assert len(sources) == 2
-        return [shoal.wait(handle) for handle in handles], sum(rank + 1 for rank in (*sources, shoal.rank()))
+        results = [shoal.wait(handle) for handle in handles]
+        shoal.barrier()
+        return results, sum(rank + 1 for rank in (*sources, shoal.rank()))
 
     for results, total in fleet(size).run(run):
         for number, result in enumerate(results):
