@@ -143,7 +143,6 @@ def mixed(**arguments: Any) -> Operation:
         (mixed(self_weight=0.5, src_weights={1: "half"}), TypeError, "real number"),
         (mixed(self_weight=0.5, src_weights={1: None}), TypeError, "real number"),
         (mixed(self_weight=0.5, src_weights={1: 1j}), TypeError, "real number"),
-        (mixed(self_weight=0.5, src_weights={1: torch.tensor(0.5)}), TypeError, r"item\(\)"),
         (mixed(self_weight=0.5, src_weights={1: float("nan")}), ValueError, "finite"),
         (mixed(self_weight=0.5, dst_weights={1: float("inf")}), ValueError, "finite"),
         (mixed(self_weight=float("nan"), src_weights={1: 0.5}), ValueError, "finite"),
@@ -229,6 +228,10 @@ def test_an_out_that_cannot_hold_the_result_is_refused(fleet: Fleets) -> None:
         (torch.ones(2, 3, dtype=torch.float64), ValueError, "float64"),
         (torch.ones(2, 3, requires_grad=True), ValueError, "requires grad"),
         (np.ones((2, 3)), ValueError, "out"),
+        (torch.ones(2, 3, device="meta"), ValueError, "memory of its own"),
+        (torch.ones(2, 3).to_sparse(), ValueError, "dense tensor"),
+        (torch.ones(1, 3).expand(2, 3), ValueError, "elements of out share memory"),
+        (torch.ones(6).as_strided((2, 3), (1, 1)), ValueError, "elements of out share memory"),
     ]
     cases: list[tuple[Operation, type[Exception], str]] = [
         (lambda op=op, out=out: op(x, out=out), error, words) for op in operations for out, error, words in outs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -179,6 +181,87 @@ def test_parameters_that_are_not_contiguous_are_written_where_they_lie(fleet: Fl
     for rank, memory in enumerate(fleet(2).run(run)):
         assert same_bits(memory[:, 1:], sample(1, (4, 6))[:, 1:])
         assert same_bits(memory[:, 0], sample(rank, (4, 6))[:, 0])
+
+
+Exchanges: dict[str, Callable[[Any], None]] = {
+    "broadcast": lambda params: shoal.broadcast_parameters(params, root_rank=1),
+    "allreduce": shoal.allreduce_parameters,
+}
+every_exchange = pytest.mark.parametrize("kind", Exchanges)
+
+
+def expected_of(kind: str, inputs: list[torch.Tensor]) -> torch.Tensor:
+    return inputs[1] if kind == "broadcast" else reduced("average", inputs)
+
+
+@every_exchange
+def test_names_of_one_memory_are_exchanged_once(fleet: Fleets, kind: str) -> None:
+    names = [f"name {number}" for number in range(6)]
+
+    def run() -> tuple[torch.Tensor, int]:
+        memory = sample(shoal.rank(), (5000,))
+        view = memory.view(50, 100)
+        before = shoal.bytes_sent()
+        if shoal.rank() == 2:
+            time.sleep(0.05)  # late: the others' first result is there before their last exchange begins
+        Exchanges[kind](dict.fromkeys(names, view) | {"flat": memory.view(50, 100)})
+        return memory, shoal.bytes_sent() - before
+
+    inputs = [sample(rank, (5000,)) for rank in range(3)]
+    for memory, sent in fleet(3).run(run):
+        assert same_bits(memory, expected_of(kind, inputs))
+        assert sent < 3 * 5000 * 4
+
+
+@every_exchange
+def test_tensors_that_share_a_part_of_their_memory_are_exchanged_one_after_the_other(fleet: Fleets, kind: str) -> None:
+    def run() -> torch.Tensor:
+        memory = torch.full((400_000,), float(shoal.rank()))
+        parts = {f"part {begin}": memory[begin : begin + 100_000] for begin in range(0, 300_001, 50_000)}
+        if shoal.rank() == 2:
+            time.sleep(0.05)
+        Exchanges[kind]({"all": memory, **parts, "columns": memory.view(2, 200_000)[:, 100:300]})
+        return memory
+
+    for memory in fleet(3).run(run):
+        assert (memory == 1).all()
+
+
+@every_exchange
+def test_expanded_and_empty_tensors_are_exchanged_too(fleet: Fleets, kind: str) -> None:
+    def run() -> list[float]:
+        one = torch.full((1, 3), float(shoal.rank()))
+        Exchanges[kind]({"expanded": one.expand(7, 3), "empty": torch.empty(0, 3), "other": torch.empty(0)})
+        return one.view(-1).tolist()
+
+    assert fleet(3).run(run) == [[1.0] * 3] * 3
+
+
+@every_exchange
+@pytest.mark.parametrize("how", ["tied", "names", "shape", "dtype", "none"])
+def test_agents_with_other_tensors_hear_so_in_words_and_nothing_is_changed(fleet: Fleets, kind: str, how: str) -> None:
+    def run() -> None:
+        a, b = torch.zeros(3), torch.zeros(3)
+        params = {"a": a, "b": b}
+        if shoal.rank() == 2:
+            changed: dict[str, dict[str, torch.Tensor]] = {
+                "tied": {"a": a, "b": a},
+                "names": {"a": a, "c": b},
+                "shape": {"a": a, "b": b.view(3, 1)},
+                "dtype": {"a": a, "b": b.double()},
+                "none": {},
+            }
+            params = changed[how]
+        words = {"tied": "'b' .*tied to 'a'", "names": "'c'", "shape": r"\[3, 1\]", "dtype": "float64", "none": "none"}
+        with pytest.raises(shoal.Mismatch, match=r"rank 0 has 'b'|rank 0 has 'a'") as caught:
+            Exchanges[kind](params)
+        assert re.search(f"only rank 2 has.*{words[how]}", str(caught.value))
+        assert caught.value.ranks == (0, 2)
+        assert not a.any()
+        assert not b.any()
+        assert shoal.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
+
+    fleet(3).run(run)
 
 
 def test_parameters_with_one_name_or_that_are_no_tensors_are_refused(fleet: Fleets) -> None:

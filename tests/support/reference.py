@@ -2,7 +2,9 @@
 
 A weighted sum is taken in one order: the agent's own term, then the sources by ascending rank, each one fused
 multiply-add with the product r s taken in double precision; in float32 for 16-bit tensors and rounded once at the end;
-for complex tensors on the real and imaginary parts. A reduction goes over all agents by ascending rank.
+for complex tensors on the real and imaginary parts. Where all weights are the same 1 / k (k a whole number up to 2^24,
+no power of two), the plain sum is divided by k; where they are another same number, it is multiplied by that. A
+reduction goes over all agents by ascending rank.
 """
 
 from __future__ import annotations
@@ -29,10 +31,18 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def weighted(own: torch.Tensor, self_weight: float, terms: Mapping[int, tuple[float, torch.Tensor]]) -> torch.Tensor:
     """``self_weight own + sum of weight x``, where ``terms`` is {source: (weight, x)}."""
     own = own.detach().resolve_conj().resolve_neg().contiguous()
-    flat = _wide(own) * float(self_weight)
-    for source in sorted(terms):
-        weight, tensor = terms[source]
-        flat = torch.add(flat, _wide(tensor.detach().resolve_conj().resolve_neg().contiguous()), alpha=float(weight))
+    weights = [float(self_weight), *(float(terms[source][0]) for source in sorted(terms))]
+    tensors = [tensor.detach().resolve_conj().resolve_neg().contiguous() for _, (_, tensor) in sorted(terms.items())]
+    alike = len(set(weights)) == 1 and weights[0] not in (
+        0,
+        *(sign * 2.0**k for k in range(-60, 60) for sign in (1, -1)),
+    )
+    flat = _wide(own) if alike else _wide(own) * weights[0]
+    for weight, tensor in zip(weights[1:], tensors, strict=True):
+        flat = flat + _wide(tensor) if alike else torch.add(flat, _wide(tensor), alpha=weight)
+    if alike:
+        parts = round(1 / weights[0]) if abs(weights[0]) >= 2**-24 else 0
+        flat = flat / parts if parts and 1 / parts == weights[0] else flat * weights[0]
     if own.is_complex():
         return torch.view_as_complex(flat)
     return flat.to(own.dtype)

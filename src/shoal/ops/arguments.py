@@ -9,6 +9,7 @@ import torch
 from ..errors import Mismatch
 from ..runtime.agent import Agent
 from ..runtime.operation import Arrived, Steps
+from ..topology._validate import as_int
 from ..transport.wire import DTYPES, Message, Payload
 from .arithmetic import complete
 
@@ -34,6 +35,9 @@ def check_out(op: str, out: torch.Tensor | None, shape: Iterable[int], dtype: to
     """``out`` must be able to hold the result."""
     if out is None:
         return
+    if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.is_meta:
+        what = f"a tensor of layout {out.layout} on {out.device}" if isinstance(out, torch.Tensor) else repr(out)
+        raise ValueError(f"{op}: out is {what}; it must be a dense tensor with memory of its own")
     shape = tuple(shape)
     if tuple(out.shape) != shape or out.dtype != dtype:
         raise ValueError(
@@ -42,6 +46,24 @@ def check_out(op: str, out: torch.Tensor | None, shape: Iterable[int], dtype: to
         )
     if out.requires_grad:
         raise ValueError(f"{op}: out requires grad; pass out.detach() or out.data, since the result has no gradient")
+    extent = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(out.stride(), shape, strict=True) if size > 1):
+        if stride <= extent and out.numel():
+            raise ValueError(
+                f"{op}: elements of out share memory (shape {list(shape)}, strides {list(out.stride())}), as in an "
+                "expanded tensor; pass out.clone() or a tensor of torch.empty()"
+            )
+        extent += stride * (size - 1)
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that every thread may write to, also if it was made in inference mode."""
+    if not tensor.is_inference():
+        return tensor.detach()
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return alias
 
 
 def channel_name(op: str, name: str | None) -> str:
@@ -61,16 +83,25 @@ class Result:
     def __init__(self, agent: Agent, out: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]) -> None:
         self._out = out
         self._on_cpu, self._device = like.is_cpu, like.device
-        self._direct = out is not None and out.is_contiguous() and out.is_cpu
-        self._made = out if out is not None and self._direct else agent.engine.pool.empty(shape, like.dtype)
-        self.flat = self._made.detach().view(-1)
+        plain = out is not None and not out.is_conj() and not out.is_neg()
+        self._direct = out is not None and plain and out.is_contiguous() and out.is_cpu
+        self._made = writable(out) if out is not None and self._direct else agent.engine.pool.empty(shape, like.dtype)
+        self.flat = self._made.view(-1)
 
     def finish(self) -> torch.Tensor:
         if self._out is None:
             return self._made if self._on_cpu else self._made.to(self._device)
         if not self._direct:
-            self._out.detach().copy_(self._made)
+            put(self._made, self._out)
         return self._out
+
+
+def put(result: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy a result to where the caller wants it."""
+    if out.is_conj() or out.is_neg():  # what :func:`writable` gives would be the bits, not the numbers
+        out.detach().copy_(result)
+    else:
+        writable(out).copy_(result)
 
 
 def payload(arrived: Arrived, source: int) -> Payload:
@@ -113,9 +144,11 @@ def as_ranks(op: str, argument: str, ranks: object, rank: int, size: int) -> tup
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
         raise TypeError(f"{op}: {argument} must be a list of ranks, not {ranks!r}")
     found = list(ranks)
-    for one in found:
-        if isinstance(one, bool) or not isinstance(one, int):
-            raise TypeError(f"{op}: {argument} holds {one!r}, which is no rank")
+    for place, one in enumerate(found):
+        try:
+            one = found[place] = as_int(one, argument)
+        except TypeError:
+            raise TypeError(f"{op}: {argument} holds {one!r}, which is no rank") from None
         if not 0 <= one < size or one == rank:
             what = "this agent itself" if one == rank else f"not one of the {size} ranks"
             raise ValueError(f"{op} on rank {rank}: {argument} names rank {one}, which is {what}")

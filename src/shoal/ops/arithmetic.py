@@ -2,14 +2,18 @@
 
 The order is: this agent's own term, then the sources by ascending rank (reductions over all agents: by ascending rank).
 Every weighted term is one fused multiply-add (``torch.add(alpha=)``), in float32 for 16-bit tensors, whose sum is
-rounded once at the end. The sum goes block by block so that the running sum stays in the cache: each input is read
+rounded once at the end. Equal weights are no factors of the terms: the terms are summed, and the sum is scaled once
+(:func:`common_factor`). The sum goes block by block so that the running sum stays in the cache: each input is read
 once and the result written once. A block is summed as soon as it is there from everybody, so that summing overlaps
 receiving.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +23,8 @@ from ..transport.wire import Payload
 BLOCK_BYTES = 1 << 20
 """Large enough that calls into torch cost little beside their bytes, small enough that a few blocks fit the cache."""
 HALF = (torch.float16, torch.bfloat16)
+_MOST_PARTS = 1 << 24
+"""A division by more may be of a number that float32 does not have."""
 Waiting = Generator[str, Arrived, None]
 
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -36,6 +42,29 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
+class Factor(NamedTuple):
+    """What a sum is divided or multiplied by."""
+
+    number: float
+    divides: bool
+
+
+def common_factor(weights: Sequence[float]) -> Factor | None:
+    """How to scale a sum of terms whose weights are all equal; None where each term takes its weight by itself.
+
+    Where the weight is one over a whole number, the sum is divided by that number: the mean of numbers whose sum is
+    exact is the quotient, rounded once, and whole if that is. The mean of n equal values differs from the value by the
+    rounding of their sum: not at all if there are two, by a unit in the last place at most if there are three, by n / 2
+    at most. It is infinite where the sum is. Powers of two stay with the terms. They round nothing, so that gives the
+    same bits (short of subnormal numbers), and the mean of finite numbers stays finite.
+    """
+    weight = weights[0]
+    if any(other != weight for other in weights) or abs(math.frexp(weight)[0]) == 0.5 or not weight:
+        return None
+    whole = round(1 / weight) if abs(weight) * _MOST_PARTS >= 1 else 0
+    return Factor(float(whole), True) if whole and 1 / whole == weight else Factor(weight, False)
+
+
 def weighted_sum(
     out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[tuple[Payload, float]]
 ) -> Waiting:
@@ -44,45 +73,57 @@ def weighted_sum(
     Yields :data:`MORE` whenever it has summed all that has come and not all has.
     """
     out, own = real(out), real(own)
-    weights = [weight for _, weight in terms]
+    weights = [own_weight, *(weight for _, weight in terms)]
+    weigh = partial(_weigh, weights, common_factor(weights))
     if out.numel() * out.element_size() <= BLOCK_BYTES and all(payload.complete for payload, _ in terms):
-        _weigh(out, own, own_weight, [real(payload.data) for payload, _ in terms], weights)
+        weigh(out, own, [real(payload.data) for payload, _ in terms])
         return
-    yield from _in_blocks(
-        out, own, [payload for payload, _ in terms], lambda o, x, ys: _weigh(o, x, own_weight, ys, weights)
-    )
+    yield from _in_blocks(out, own, [payload for payload, _ in terms], weigh)
 
 
 def weigh_in_blocks(
     out: torch.Tensor,
     own: torch.Tensor,
     own_weight: float,
-    terms: Sequence[torch.Tensor],
+    terms: Sequence[torch.Tensor | None],
     weights: Sequence[float],
 ) -> None:
-    """``out = own_weight * own + sum of weight * term`` of tensors that are all here, flat and of one dtype."""
-    tensors = [real(tensor) for tensor in (out, own, *terms)]
+    """``out = own_weight * own + sum of weight * term`` of tensors that are all here, flat and of one dtype.
+
+    None is a term of zeros, which nobody had to write: it is not added, and its weight counts like the others.
+    """
+    factor = common_factor([own_weight, *weights])
+    here = [(real(term), weight) for term, weight in zip(terms, weights, strict=True) if term is not None]
+    left = [own_weight, *(weight for _, weight in here)]
+    tensors = [real(out), real(own), *(term for term, _ in here)]
     block = max(1, BLOCK_BYTES // tensors[0].element_size())
     for target, mine, *theirs in zip(*(torch.split(tensor, block) for tensor in tensors), strict=True):
-        _weigh(target, mine, own_weight, theirs, weights)
+        _weigh(left, factor, target, mine, theirs)
 
 
 def _weigh(
+    weights: Sequence[float],
+    factor: Factor | None,
     out: torch.Tensor,
     own: torch.Tensor,
-    own_weight: float,
     blocks: Sequence[torch.Tensor],
-    weights: Sequence[float],
 ) -> None:
-    if out.dtype in HALF:
-        total = own.float().mul_(own_weight)
-        for block, weight in zip(blocks, weights, strict=True):
-            total.add_(block.float(), alpha=weight)
+    """One block: each term times its weight, or all of them and then the sum times the factor."""
+    wide = out.dtype in HALF
+    total = own.float() if wide else out
+    if factor is None:
+        torch.mul(total if wide else own, weights[0], out=total)
+        for block, weight in zip(blocks, weights[1:], strict=True):
+            total.add_(block.float() if wide else block, alpha=weight)
+    else:
+        first = total if wide else own
+        for block in blocks:
+            torch.add(first, block.float() if wide else block, out=total)
+            first = total
+        scale = torch.div if factor.divides else torch.mul
+        scale(first, factor.number, out=total)
+    if wide:
         out.copy_(total)
-        return
-    torch.mul(own, own_weight, out=out)
-    for block, weight in zip(blocks, weights, strict=True):
-        out.add_(block, alpha=weight)
 
 
 def reduce(out: torch.Tensor, how: str, own: torch.Tensor, position: int, payloads: Sequence[Payload]) -> Waiting:

@@ -14,6 +14,7 @@ import torch
 
 from ..runtime.agent import Agent, current
 from ..runtime.operation import Exchange, Handle, Operation, Send, Steps
+from ..topology._validate import check_rank
 from ..transport.link import Published
 from ..transport.wire import DTYPES, Kind, Message, Payload
 from .arguments import (
@@ -223,7 +224,7 @@ def broadcast_nonblocking(
     """:func:`broadcast` without waiting."""
     agent = current("broadcast")
     tensor = check_tensor("broadcast", tensor)
-    check_root("broadcast", root_rank, agent.size)
+    root_rank = as_root("broadcast", root_rank, agent.size)
     check_out("broadcast", out, tensor.shape, tensor.dtype)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
@@ -249,9 +250,13 @@ def broadcast_nonblocking_(
     return broadcast_nonblocking(tensor, root_rank, name, out=tensor.detach(), timeout=timeout)
 
 
-def check_root(op: str, root_rank: object, size: int) -> None:
-    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < size:
-        raise ValueError(f"{op}: root_rank={root_rank!r} is no rank; there are {size} agents, 0 to {size - 1}")
+def as_root(op: str, root_rank: object, size: int) -> int:
+    try:
+        return check_rank(root_rank, size)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{op}: root_rank={root_rank!r} is no rank; there are {size} agents, 0 to {size - 1}"
+        ) from None
 
 
 def spread(

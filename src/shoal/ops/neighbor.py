@@ -31,6 +31,7 @@ from .arguments import (
     check_tensor,
     joined,
     payload,
+    put,
 )
 from .arithmetic import weighted_sum
 from .census import census
@@ -71,7 +72,10 @@ def neighbor_allreduce(
 
     Args:
         tensor: float16, bfloat16, float32, float64 or complex, any shape, any strides; equal shape and dtype on all
-            agents of an edge. It is not changed. 16-bit sums are taken in float32.
+            agents of an edge. It is not changed. 16-bit sums are taken in float32. Terms that all weigh 1 / k are
+            summed and the sum is divided by k, rounded once: the mean of whole numbers is exact where it is whole; that
+            of k equal values is that value but for the rounding of the sum, and infinite where the sum is (unless k is
+            a power of two).
         self_weight: w_ii. A string here is the ``name``, as the BlueFog paper writes it.
         src_weights: ``{source: r_ij}``.
         dst_weights: ``{destination: s_ji}``, or a list of destinations for weights of 1.
@@ -157,7 +161,7 @@ class _OnStaticTopology:
         tensor = small.flat.view(small.shape)
         return _mix(self.agent, operation, tensor, self.static.mixing, "static", True, self.static, small.out)
 
-    def together(self, operation: Operation, smalls: list[Small]) -> Steps[list[torch.Tensor]]:
+    def together(self, operation: Operation, smalls: list[Small]) -> Steps[list[torch.Tensor | Exception]]:
         mixing = self.static.mixing
         parts = [small.flat for small in smalls]
         published = self.agent.engine.publisher.publish_joined(operation, parts)
@@ -171,12 +175,20 @@ class _OnStaticTopology:
         terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in mixing.sources.items()]
         joined = torch.empty_like(published.data)
         yield from weighted_sum(joined, published.data, mixing.self_weight, terms)
-        outs = [torch.empty(small.shape, dtype=joined.dtype) if small.out is None else small.out for small in smalls]
         results = torch.split(joined, [part.numel() for part in parts])
-        with torch.no_grad():
-            for small, out, result in zip(smalls, outs, results, strict=True):
-                out.copy_(result if len(small.shape) == 1 else result.view(small.shape))
-        return outs
+        return [self._one(small, result) for small, result in zip(smalls, results, strict=True)]
+
+    @staticmethod
+    def _one(small: Small, result: torch.Tensor) -> torch.Tensor | Exception:
+        """A result of its own; or why its ``out`` does not take it, which is nothing to the others."""
+        shaped = result.view(small.shape)
+        try:
+            if small.out is None:
+                return shaped.clone()
+            put(shaped, small.out)
+            return small.out
+        except Exception as error:
+            return error
 
 
 def _mixing(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from ..errors import Mismatch
 from ..runtime.agent import current
-from ..runtime.operation import Operation, Steps
-from .arguments import as_ranks, channel_name
-from .collective import allgather, allreduce_nonblocking_, broadcast_nonblocking_, check_root, spread
+from ..runtime.operation import Handle, Operation, Steps
+from .arguments import as_ranks, channel_name, check_tensor
+from .collective import allgather, allreduce_nonblocking_, as_root, broadcast_nonblocking_, spread
 
 T = TypeVar("T")
 Parameters = Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -31,7 +33,7 @@ def broadcast_object(value: T, root_rank: int = 0, name: str | None = None, *, t
         timeout: Seconds until the deadline.
     """
     agent = current("broadcast_object")
-    check_root("broadcast_object", root_rank, agent.size)
+    root_rank = as_root("broadcast_object", root_rank, agent.size)
     tensor = None
     if agent.rank == root_rank:
         buffer = io.BytesIO()
@@ -75,34 +77,124 @@ def _named(op: str, params: Parameters) -> list[tuple[str, torch.Tensor]]:
 def broadcast_parameters(params: Parameters, root_rank: int = 0, *, timeout: float | None = None) -> None:
     """Give every agent the root's values, in place.
 
+    Names of one memory (tied weights) are one tensor, exchanged once; tensors that share a part of their memory are
+    exchanged one after the other.
+
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or a dict or list of
-            tensors; the same names on all agents.
+            tensors; the same names, shapes and ties on all agents.
         root_rank: Whose values.
-        timeout: Seconds until the deadline.
+        timeout: Seconds until the deadline of each exchange.
+
+    Raises:
+        Mismatch: Agents have other names, shapes, dtypes, or other names tied; nothing has been changed.
     """
-    handles = [
-        broadcast_nonblocking_(tensor.detach(), root_rank, f"broadcast_parameters.{name}", timeout=timeout)
-        for name, tensor in _named("broadcast_parameters", params)
-    ]
-    for handle in handles:
-        handle.wait()
+    op = "broadcast_parameters"
+    root_rank = as_root(op, root_rank, current(op).size)
+
+    def start(tensor: torch.Tensor, name: str) -> Handle[torch.Tensor]:
+        return broadcast_nonblocking_(tensor, root_rank, f"{op}.{name}", timeout=timeout)
+
+    _exchange(op, _named(op, params), start, timeout)
 
 
 def allreduce_parameters(params: Parameters, *, timeout: float | None = None) -> None:
     """Give every agent the average over all agents, in place. Integer tensors are left alone: they have no average.
 
+    Names of one memory (tied weights) are one tensor, averaged once; tensors that share a part of their memory are
+    averaged one after the other.
+
     Args:
         params: As for :func:`broadcast_parameters`.
-        timeout: Seconds until the deadline.
+        timeout: Seconds until the deadline of each exchange.
+
+    Raises:
+        Mismatch: As for :func:`broadcast_parameters`.
     """
-    handles = [
-        allreduce_nonblocking_(tensor.detach(), name=f"allreduce_parameters.{name}", timeout=timeout)
-        for name, tensor in _named("allreduce_parameters", params)
-        if tensor.is_floating_point() or tensor.is_complex()
-    ]
+    op = "allreduce_parameters"
+    named = [(name, tensor) for name, tensor in _named(op, params) if tensor.is_floating_point() or tensor.is_complex()]
+
+    def start(tensor: torch.Tensor, name: str) -> Handle[torch.Tensor]:
+        return allreduce_nonblocking_(tensor, name=f"{op}.{name}", timeout=timeout)
+
+    _exchange(op, named, start, timeout)
+
+
+def _exchange(
+    op: str,
+    named: list[tuple[str, torch.Tensor]],
+    start: Callable[[torch.Tensor, str], Handle[torch.Tensor]],
+    timeout: float | None,
+) -> None:
+    """Exchange each tensor once, in place, those that may share memory with others one after the other."""
+    first: dict[Hashable, str] = {}  # of each memory
+    distinct: list[tuple[str, torch.Tensor]] = []
+    said = []
+    for name, given in sorted(named, key=lambda pair: pair[0]):
+        check_tensor(op, given)
+        tensor = _once_each(given.detach())
+        place = _place(tensor) if tensor.numel() else name
+        tied = first.setdefault(place, name)
+        what = f"{list(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+        said.append(f"{name!r} ({what}{'' if tied == name else f', tied to {tied!r}'})")
+        if tied == name and tensor.numel():
+            distinct.append((name, tensor))
+    _agree(op, said, timeout)
+    handles: list[Handle[torch.Tensor]] = []
+    under_way: dict[int, list[tuple[int, int, Handle[torch.Tensor]]]] = defaultdict(list)  # by storage
+    for name, tensor in distinct:
+        storage, (begin, end) = tensor.untyped_storage().data_ptr(), _span(tensor)
+        for other_begin, other_end, handle in under_way[storage]:
+            if begin < other_end and other_begin < end:
+                handle.wait()
+        handles.append(start(tensor, name))
+        under_way[storage].append((begin, end, handles[-1]))
     for handle in handles:
         handle.wait()
+
+
+def _once_each(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the repetitions of an expanded one."""
+    for dim in range(tensor.dim()):
+        if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _place(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are one in memory."""
+    at = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    shape = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return *at, tensor.dtype, tuple(tensor.shape), tuple(shape), tensor.is_conj(), tensor.is_neg()
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    begin = int(tensor.storage_offset())
+    last = begin + sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * tensor.element_size(), (last + 1) * tensor.element_size()
+
+
+def _agree(op: str, said: list[str], timeout: float | None) -> None:
+    """Mismatch where the agents are about to exchange different tensors: otherwise some would wait for the others."""
+    agent = current(op)
+    text = ("\n" + "\n".join(said)).encode()
+    # With the length, which cuts the texts apart.
+    digests = allgather(torch.tensor([[zlib.crc32(text), len(text)]]), f"{op}: what there is", timeout=timeout)
+    if (digests == digests[0]).all():
+        return
+    together = allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), f"{op}: names", timeout=timeout)
+    parts = torch.split(together, digests[:, 1].tolist())
+    texts = [part.numpy().tobytes().decode().split("\n") for part in parts]
+    other = next(rank for rank, lines in enumerate(texts) if lines != texts[0])
+    mine = [line for line in texts[0] if line not in texts[other]]
+    theirs = [line for line in texts[other] if line not in texts[0]]
+    raise Mismatch(
+        f"{op} on rank {agent.rank}: the agents have different tensors. Only rank 0 has {', '.join(mine[:3]) or 'none'}"
+        f"{', ...' if len(mine) > 3 else ''}; only rank {other} has {', '.join(theirs[:3]) or 'none'}"
+        f"{', ...' if len(theirs) > 3 else ''}. Pass the same names, shapes and ties everywhere",
+        (0, other),
+    )
 
 
 def broadcast_optimizer_state(

@@ -32,6 +32,7 @@ import torch
 from ..runtime.agent import current
 from ..runtime.operation import Handle
 from ..runtime.seconds import as_seconds
+from ..topology._validate import as_int, as_weight
 from ..transport.wire import DTYPES
 from ..windows.memory import How
 from ..windows.memory import SlotState as SlotState
@@ -303,7 +304,8 @@ def win_mutex(
     elif ranks is None:
         wanted = list(window.destinations)
     else:
-        wanted = list(as_ranks(op, "ranks", [rank for rank in ranks if rank != agent.rank], agent.rank, agent.size))
+        others = [rank for rank in ranks if rank != agent.rank]
+        wanted = list(as_ranks(op, "ranks", others, agent.rank, agent.size))
         strangers = sorted(set(wanted) - {*window.sources, *window.destinations})
         if strangers:
             raise ValueError(f"{op} {name!r} on rank {agent.rank}: ranks {strangers} are no neighbours in this window")
@@ -463,7 +465,7 @@ def _weights(
     if given is None:
         return dict.fromkeys(neighbours, 1)
     agent = current(op)
-    ranks = as_ranks(op, what, list(given), agent.rank, agent.size)
+    ranks = as_ranks(op, what, given, agent.rank, agent.size)
     strangers = sorted(set(ranks) - set(neighbours))
     if strangers:
         side = "out" if what == "dst_weights" else "in"
@@ -471,21 +473,20 @@ def _weights(
             f"{op} {window.name!r} on rank {agent.rank}: {what} names ranks {strangers}, which are no "
             f"{side}-neighbours in the topology of this window; those are {list(neighbours)}"
         )
-    pairs = given if isinstance(given, Mapping) else dict.fromkeys(ranks, 1)
-    return {rank: _weight(op, window, pairs[rank], f"{what}[{rank}]") for rank in sorted(ranks)}
+    weights = given.values() if isinstance(given, Mapping) else [1] * len(ranks)
+    pairs = sorted(zip(ranks, weights, strict=True), key=lambda pair: pair[0])
+    return {rank: _weight(op, window, weight, f"{what}[{rank}]") for rank, weight in pairs}
 
 
 def _weight(op: str, window: Window, weight: float, what: str) -> float:
     """A finite number; a whole one for a window of whole numbers."""
-    try:
-        number = float(weight)
-    except (TypeError, ValueError):
-        raise TypeError(f"{op}: {what}={weight!r} is no number") from None
-    if not abs(number) < float("inf"):
-        raise ValueError(f"{op}: {what}={weight}; weights must be finite")
+    number = as_weight(weight, f"{op} {window.name!r}, {what},")
     dtype = window.tensor.dtype
     if dtype.is_floating_point or dtype.is_complex:
         return number
-    if number != int(number):
-        raise TypeError(f"{op} {window.name!r}: {what}={weight}, and the window holds {dtype}; give whole numbers")
-    return int(number)
+    try:
+        return int(number) if number == int(number) and abs(number) < 1 << 53 else as_int(weight, what)
+    except TypeError:
+        raise TypeError(
+            f"{op} {window.name!r}: {what}={weight}, and the window holds {dtype}; give whole numbers"
+        ) from None

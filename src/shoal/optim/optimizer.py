@@ -20,6 +20,7 @@ from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from ..algorithms.view import View
 from ..runtime.agent import current
+from ..topology._validate import check_size
 from ..topology.schedule import Schedule
 from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
 from .equation import Equation
@@ -114,8 +115,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         name = name_of_optimizer() if name is None else name
         if bucket_bytes is None:
             bucket_bytes = OVERLAPPED_BUCKET_BYTES if overlap else BUCKET_BYTES
-        elif not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes!r}: it must be a whole number of bytes, 1 or more")
+        try:
+            bucket_bytes = check_size(bucket_bytes)
+        except (TypeError, ValueError):
+            raise ValueError(f"bucket_bytes={bucket_bytes!r}: it must be a whole number of bytes, 1 or more") from None
         # An algorithm has one vector.
         whole = bucket_bytes if _by_buckets(algorithm) else float("inf")
         if topology is not None and algorithm == _PARALLEL:

@@ -15,6 +15,7 @@ from ..ops.hierarchical import hierarchical_neighbor_allreduce_nonblocking
 from ..ops.neighbor import neighbor_allreduce_nonblocking
 from ..runtime.agent import current
 from ..runtime.operation import Handle
+from ..topology._validate import check_size
 
 Weights = Mapping[int, float]
 
@@ -68,10 +69,11 @@ class Settings:
         """
         if name == "communication_type" and not isinstance(value, CommunicationType):
             raise TypeError(f"communication_type must be a shoal.CommunicationType, not {value!r}")
-        if name == "num_steps_per_communication" and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise ValueError(f"num_steps_per_communication must be a whole number from 1 on, not {value!r}")
+        if name == "num_steps_per_communication":
+            try:
+                value = check_size(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}") from None
         setattr(self, name, value)
 
     def start(

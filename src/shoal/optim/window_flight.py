@@ -16,6 +16,7 @@ from ..ops.collective import barrier
 from ..runtime.agent import current
 from ..runtime.identity import out_neighbor_ranks
 from ..runtime.operation import Handle
+from ..topology._validate import as_weight
 from ..windows.registry import windows_of
 from .buckets import Bucket
 from .flight import Flight, Params
@@ -207,8 +208,11 @@ class PushSumFlight(WindowFlight):
         if weights is None:
             ranks = out_neighbor_ranks()
             weights = dict.fromkeys(ranks, 1 / (len(ranks) + 1))
-        given = dict(weights) if isinstance(weights, Mapping) else {}
-        own = settings.self_weight if settings.self_weight is not None else 1 - sum(given.values())
+        pairs = weights.items() if isinstance(weights, Mapping) else ()
+        given = {rank: as_weight(weight, f"dst_weights[{rank}]") for rank, weight in pairs}
+        own = (
+            1 - sum(given.values()) if settings.self_weight is None else as_weight(settings.self_weight, "self_weight")
+        )
         if not given or abs(own + sum(given.values()) - 1) > 1e-6:
             raise ValueError(
                 f"push-sum: the shares of an agent must sum to 1 (column stochastic): self_weight={own:g} and "

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import NotInitialized
 from ..topology import Mixing, classify, mixing_matrix, with_uniform_weights
+from ..topology._validate import as_weight
 from ..topology.graphs import ExponentialTwoGraph
 from .engine import Engine
 from .launch import Launch
@@ -63,7 +64,10 @@ class StaticTopology:
 
     @staticmethod
     def of(graph: nx.DiGraph, weighted: bool, rank: int) -> StaticTopology:
-        edges = sorted((u, v, float(d.get("weight", 1.0)) if weighted else 0.0) for u, v, d in graph.edges(data=True))
+        edges = sorted(
+            (u, v, as_weight(weight, f"edge ({u}, {v})") if weighted else 0.0)
+            for u, v, weight in graph.edges(data="weight", default=1.0)
+        )
         digest = zlib.crc32(np.array(edges, dtype=np.float64).tobytes())
         return StaticTopology(graph, weighted, Mixing.from_graph(graph, rank, weighted=weighted), digest)
 

@@ -43,7 +43,7 @@ class Family(Protocol):
 
     def alone(self, operation: Operation, small: Small) -> Steps[torch.Tensor]: ...
 
-    def together(self, operation: Operation, smalls: list[Small]) -> Steps[list[torch.Tensor]]: ...
+    def together(self, operation: Operation, smalls: list[Small]) -> Steps[list[torch.Tensor | Exception]]: ...
 
 
 @dataclass(slots=True)
@@ -202,7 +202,8 @@ class Bundles:
             self._end(bundle, error)
             for operation, one in zip(bundle.members, result or [None] * len(bundle.members), strict=True):
                 if operation.handle is not None:
-                    self._engine.settle(operation, one, error)
+                    own = one if isinstance(one, Exception) else error
+                    self._engine.settle(operation, None if own is not None else one, own)
 
     def _enter(self, bundle: Bundle, exchange: Exchange) -> None:
         engine = self._engine

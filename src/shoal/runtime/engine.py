@@ -175,6 +175,10 @@ class Engine:
 
     def resume(self, operation: Operation, arrived: Arrived | None) -> None:
         """Run an operation to its next exchange, without the lock: it may compute."""
+        if torch.is_inference_mode_enabled():  # a thread's; but what one thread makes here, another may go on with
+            with torch.inference_mode(False):
+                self.resume(operation, arrived)
+            return
         generator = operation.generator
         assert generator is not None
         start = time.perf_counter_ns() if self.events.active else 0

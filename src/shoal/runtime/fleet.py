@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import PeerLost
+from ..topology._validate import check_size
 from ..transport.router import TRANSPORTS
 from .agent import Seat, take_seat
 from .bootstrap import init, leave
@@ -51,10 +52,14 @@ class Fleet:
         timeout: float | None = None,
         transport: str = "",
     ) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"Fleet({size!r}): the number of agents must be a positive integer")
-        if agents_per_machine is not None and agents_per_machine < 1:
-            raise ValueError(f"agents_per_machine={agents_per_machine}: it must be a positive integer")
+        try:
+            size = check_size(size)
+        except (TypeError, ValueError):
+            raise ValueError(f"Fleet({size!r}): the number of agents must be a positive integer") from None
+        try:
+            agents_per_machine = None if agents_per_machine is None else check_size(agents_per_machine)
+        except (TypeError, ValueError):
+            raise ValueError(f"agents_per_machine={agents_per_machine!r}: it must be a positive integer") from None
         if transport and transport not in TRANSPORTS:
             raise ValueError(f"transport={transport!r}; it may be one of {', '.join(TRANSPORTS)}")
         self.size = size

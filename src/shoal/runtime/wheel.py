@@ -164,6 +164,10 @@ class Wheel:
                 self.waiters -= 1
 
     def _drive(self, done: Callable[[], bool], limit: float) -> None:
+        if torch.is_inference_mode_enabled():  # as in the engine: memory for what comes is any thread's
+            with torch.inference_mode(False):
+                self._drive(done, limit)
+            return
         vehicle, poller = self._vehicle, self._poller
         self._polled = False
         while not done():

@@ -3,19 +3,22 @@
 Three ways. Where all agents do alike (rings, exponential graphs, one peer at a time), W is a few shifted slices of x
 with one weight each. Where each averages with one other, at equal terms everywhere (pairs, hypercubes), it is x and its
 rows in another order. All others take a sparse product, which is several times slower. What takes more than one pass
-goes block by block on a CPU, so that a block stays in the cache from the first term to the last.
+goes block by block on a CPU, so that a block stays in the cache from the first term to the last. Terms that all weigh
+one over a whole number are summed, and the sum is divided, as between agents (:mod:`shoal.ops.arithmetic`); but not in
+16 bits, which have no room for the sum.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 
 from ..algorithms.weights import Form, Ranks, RoundWeights, Shares, Weights
+from ..ops.arithmetic import common_factor
 
 Product = Callable[[torch.Tensor, torch.Tensor], None]
 """Writes ``W x`` to its first argument; both are ``[n, ...]`` and contiguous."""
@@ -34,6 +37,11 @@ def product(weights: RoundWeights, form: Form, dtype: torch.dtype, device: torch
     shares = weights.shares_of(form) or _find_shares(weights, getattr(weights, form))
     if shares is not None and len(shares) <= _MOST_HOPS:
         terms = [(hop, share) for hop, share in shares.items() if share] or [(0, 0.0)]
+        parts = _parts([share for _, share in terms])
+        if parts != 1 and dtype not in _LITTLE:
+            # As a tensor: by a number, a GPU would multiply with the reciprocal.
+            divisor = torch.tensor(parts, dtype=dtype.to_real(), device=device)
+            return lambda out, x: _divide_shifted(_real(out), _real(x), [hop for hop, _ in terms], divisor)
         averages = _as_averages(terms)
         if averages is not None:
             return lambda out, x: _average_shifted(out, x, averages)
@@ -74,6 +82,24 @@ def _find_partners(weights: RoundWeights, values: Weights) -> tuple[Ranks, float
     return partners, share
 
 
+def _parts(shares: Sequence[float]) -> float:
+    """By what to divide the sum of terms of these shares; 1 where each takes its share by itself."""
+    factor = common_factor(shares)
+    return factor.number if factor is not None and factor.divides else 1.0
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _divide_shifted(out: torch.Tensor, x: torch.Tensor, hops: list[int], divisor: torch.Tensor) -> None:
+    """``out[i] = (sum over hops of x[i - hop]) / divisor``."""
+    for here, (first, *others) in _pieces(out, x, hops):
+        for source in others:
+            first = torch.add(first, source, out=here)
+        torch.div(first, divisor, out=here)
+
+
 def _as_averages(terms: list[Term]) -> list[Term] | None:
     """Two or three terms as averages, one after the other, of what there is and one more, which saves a pass.
 
@@ -91,7 +117,7 @@ def _as_averages(terms: list[Term]) -> list[Term] | None:
 
 def _average_shifted(out: torch.Tensor, x: torch.Tensor, averages: list[Term]) -> None:
     """As :func:`_shift`; a share is what a term gets of the average of it and those before."""
-    for here, (first, second, *others) in _pieces(out, x, averages, in_blocks=len(averages) > 2):
+    for here, (first, second, *others) in _pieces(out, x, [hop for hop, _ in averages], in_blocks=len(averages) > 2):
         torch.lerp(first, second, averages[1][1], out=here)
         for source, (_, share) in zip(others, averages[2:], strict=True):
             torch.lerp(here, source, share, out=here)
@@ -99,22 +125,22 @@ def _average_shifted(out: torch.Tensor, x: torch.Tensor, averages: list[Term]) -
 
 def _shift(out: torch.Tensor, x: torch.Tensor, terms: list[Term]) -> None:
     """``out[i] = sum over terms of share x[i - hop]``."""
-    for here, (first, *others) in _pieces(out, x, terms):
+    for here, (first, *others) in _pieces(out, x, [hop for hop, _ in terms]):
         torch.mul(first, terms[0][1], out=here)
         for source, (_, share) in zip(others, terms[1:], strict=True):
             here.add_(source, alpha=share)
 
 
 def _pieces(
-    out: torch.Tensor, x: torch.Tensor, terms: list[Term], in_blocks: bool = True
+    out: torch.Tensor, x: torch.Tensor, hops: list[int], in_blocks: bool = True
 ) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Rows of ``out``, and for each term the rows of x that belong to them."""
+    """Rows of ``out``, and for each hop the rows of x that belong to them."""
     size = len(x)
     # Between two of these no term goes around the end of x.
-    turns = sorted({0, size, *(hop for hop, _ in terms)})
+    turns = sorted({0, size, *hops})
     for first, last in pairwise(turns):
         for begin, end in _blocks(x, first, last) if in_blocks else [(first, last)]:
-            starts = [(begin - hop) % size for hop, _ in terms]
+            starts = [(begin - hop) % size for hop in hops]
             yield out[begin:end], [x[start : start + end - begin] for start in starts]
 
 
@@ -137,6 +163,11 @@ def _sparse(weights: RoundWeights, values: Weights, dtype: torch.dtype, device: 
     # On a CPU there is no sparse product of 16 bits.
     inner = torch.float32 if device.type == "cpu" and dtype in _LITTLE else dtype
     rows = np.concatenate([[0], np.cumsum(np.bincount(weights.destination, minlength=weights.size))])
+    parts = np.ones(weights.size) if inner in _LITTLE else _parts_of_rows(rows, values)
+    divides = parts[weights.destination] != 1
+    values = np.where(divides, 1.0, values)
+    divide = bool(divides.any())
+    divisors = torch.from_numpy(parts).to(device, inner.to_real()).unsqueeze(1)
     # The product would turn wider indices into these each time.
     index = np.int32 if rows[-1] < 1 << 31 else np.int64
     with warnings.catch_warnings():
@@ -144,16 +175,29 @@ def _sparse(weights: RoundWeights, values: Weights, dtype: torch.dtype, device: 
         matrix = torch.sparse_csr_tensor(
             torch.from_numpy(rows.astype(index)),
             torch.from_numpy(weights.source.astype(index)),
-            torch.from_numpy(values.copy()).to(inner),
+            torch.from_numpy(values).to(inner),
             (weights.size, weights.size),
             device=device,
         )
 
     def multiply(out: torch.Tensor, x: torch.Tensor) -> None:
         flat, into = x.view(len(x), -1), out.view(len(x), -1)
-        if inner == dtype:
-            torch.mm(matrix, flat, out=into)
-        else:
-            into.copy_(matrix @ flat.to(inner))
+        total = torch.mm(matrix, flat, out=into) if inner == dtype else matrix @ flat.to(inner)
+        if divide:
+            _real(total).view(len(x), -1).div_(divisors)
+        if total is not into:
+            into.copy_(total)
 
     return multiply
+
+
+def _parts_of_rows(rows: Ranks, values: Weights) -> Weights:
+    """For each row, given where it begins in ``values``, by what to divide the sum of its terms; see :func:`_parts`."""
+    parts = np.ones(len(rows) - 1)
+    filled = np.flatnonzero(np.diff(rows))
+    if len(filled):
+        least, most = (take.reduceat(values, rows[filled]) for take in (np.minimum, np.maximum))
+        shares, which = np.unique(least, return_inverse=True)
+        found = np.array([_parts([share]) for share in shares.tolist()])[which]
+        parts[filled] = np.where(least == most, found, 1.0)
+    return parts

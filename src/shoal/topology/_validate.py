@@ -1,4 +1,4 @@
-"""Checks that the modules of this package share: sizes, ranks, and graphs whose nodes are the ranks 0 to n - 1.
+"""Checks that all of Shoal shares: what is a rank, a size or a weight, and graphs whose nodes are 0 to n - 1.
 
 Each returns the plain value that the caller goes on with, or raises with what was wrong, what was expected, and what to
 do. A wrong type is a ``TypeError``, a wrong value a ``ValueError``.
@@ -6,18 +6,51 @@ do. A wrong type is a ``TypeError``, a wrong value a ``ValueError``.
 
 from __future__ import annotations
 
-from numbers import Integral
+from math import isfinite
+from operator import index
 
 import networkx as nx
 
 
 def as_int(value: object, name: str) -> int:
-    """The plain int in `value`; numpy integers are welcome, bool and float are not."""
+    """The plain int in `value`: what has `__index__`, as numpy's integers and tensors of one; no bool and no float."""
     if type(value) is int:
         return value
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}. Pass a whole number.")
-    return int(value)
+    try:
+        found = _plain(value)
+        if not isinstance(found, bool):
+            return index(found)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}. Pass a whole number.")
+
+
+def as_weight(value: object, name: str) -> float:
+    """The plain finite float in `value`: what has `__float__`, as numbers of numpy, fractions and 0-d tensors."""
+    if type(value) is float and isfinite(value):
+        return value
+    try:
+        found = _plain(value)
+        if isinstance(found, (bool, complex, str, bytes, bytearray)):
+            raise TypeError
+        checked = float(found)  # type: ignore[arg-type]
+    except OverflowError:
+        checked = float("inf")
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"the weight of {name} must be a real number, got {value!r} of type {type(value).__name__}. Pass a float."
+        ) from None
+    if not isfinite(checked):
+        raise ValueError(f"the weight of {name} is {checked}. Weights must be finite: check how it was computed.")
+    return checked
+
+
+def _plain(value: object) -> object:
+    """The number of Python's own that is in one of numpy's or in a tensor of no dimension."""
+    if len(getattr(value, "shape", ())):
+        raise TypeError
+    item = getattr(value, "item", None)
+    return item() if callable(item) else value
 
 
 def check_size(size: object, name: str = "size") -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ._edges import Edges, circulant
-from ._validate import as_int, check_size
+from ._validate import as_int, as_weight, check_size
 from .graphs import check_base, powers_below
 from .schedule import EdgeSchedule
 
@@ -34,7 +34,7 @@ class Circulant(EdgeSchedule):
         given = shares if isinstance(shares, dict) else _equal(self.size, shares)
         self.shares: dict[int, float] = dict.fromkeys(sorted({as_int(hop, "hop") % self.size for hop in given}), 0.0)
         for hop, weight in given.items():
-            self.shares[hop % self.size] += float(weight)
+            self.shares[as_int(hop, "hop") % self.size] += as_weight(weight, f"hop {hop}")
         self._description = description or f"circulant of {self.size} agents, shares {self.shares}"
 
     def _edges(self, round: int) -> Edges:

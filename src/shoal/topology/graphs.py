@@ -12,7 +12,7 @@ from math import isqrt
 
 import networkx as nx
 
-from ._validate import as_digraph, as_int, check_rank, check_size
+from ._validate import as_digraph, as_int, as_weight, check_rank, check_size
 from .weights import with_metropolis_hastings_weights
 
 
@@ -218,5 +218,5 @@ def _weighted_edges(graph: nx.DiGraph) -> tuple[int, dict[tuple[int, int], float
 
 
 def _split(rank: int, edges: dict[int, dict[str, float]]) -> tuple[float, dict[int, float]]:
-    weights = {peer: float(edges[peer].get("weight", 1.0)) for peer in sorted(edges)}
+    weights = {peer: as_weight(edges[peer].get("weight", 1.0), f"the edge with {peer}") for peer in sorted(edges)}
     return weights.pop(rank, 0.0), weights

@@ -11,14 +11,13 @@ from bisect import bisect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from numbers import Real
 from types import MappingProxyType
 
 import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ._validate import as_digraph, as_int, check_rank, check_size
+from ._validate import as_digraph, as_int, as_weight, check_rank, check_size
 from .graphs import GetRecvWeights
 from .weights import as_matrix
 
@@ -44,7 +43,7 @@ class Mixing:
         source_ranks, source_weights, destination_ranks, destination_weights: their keys and values as tuples.
 
     Raises:
-        TypeError: a rank is not an int, or a weight is not a real number (bool is neither).
+        TypeError: a rank has no `__index__`, or a weight no `__float__` (a bool is neither).
         ValueError: a rank is negative, out of range, named twice or the agent's own, or a weight is not finite.
     """
 
@@ -72,7 +71,7 @@ class Mixing:
         # One update of __dict__ in place of eight object.__setattr__: this is built anew in every dynamic call.
         self.__dict__.update(
             rank=rank,
-            self_weight=_as_weight(self_weight, "self_weight"),
+            self_weight=as_weight(self_weight, "self_weight"),
             sources=MappingProxyType(receive),
             destinations=MappingProxyType(send),
             source_ranks=tuple(receive),
@@ -147,7 +146,7 @@ def _as_weights(given: Mapping[int, float] | Iterable[int], rank: int, size: int
             raise ValueError(f"{role} {peer} is the agent itself. Leave it out, and give its share as self_weight.")
         if peer in weights:
             raise ValueError(f"{role} {peer} of agent {rank} is named twice. Name each rank once.")
-        weights[peer] = weight if type(weight) is float and isfinite(weight) else _as_weight(weight, f"{role} {peer}")
+        weights[peer] = weight if type(weight) is float and isfinite(weight) else as_weight(weight, f"{role} {peer}")
     if len(weights) < 2:
         return weights
     return {peer: weights[peer] for peer in sorted(weights)}
@@ -159,19 +158,4 @@ def _as_rank(rank: object, size: int | None, name: str) -> int:
         return check_rank(checked, size, name)
     if checked < 0:
         raise ValueError(f"{name} {checked} is negative. Ranks count from 0.")
-    return checked
-
-
-def _as_weight(weight: object, name: str) -> float:
-    if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise TypeError(
-            f"the weight of {name} must be a real number, got {weight!r} of type {type(weight).__name__}. "
-            "Pass a float (tensor.item() makes one of a tensor)."
-        )
-    try:
-        checked = float(weight)
-    except OverflowError:
-        checked = float("inf")
-    if not isfinite(checked):
-        raise ValueError(f"the weight of {name} is {checked}. Weights must be finite: check how it was computed.")
     return checked

@@ -15,7 +15,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._validate import as_digraph
+from ._validate import as_digraph, as_weight
 
 TOLERANCE = 1e-6
 """How far a sum may be from one, and an entry from its mirror image, for `classify` to count them as equal.
@@ -82,12 +82,7 @@ def mixing_matrix(graph: nx.Graph) -> NDArray[np.float64]:
     size = digraph.number_of_nodes()
     matrix = np.zeros((size, size))
     for source, destination, weight in digraph.edges(data="weight", default=1.0):
-        if np.asarray(weight).dtype.kind not in "fiu":
-            raise TypeError(
-                f"edge ({source}, {destination}) has weight {weight!r}. Give it a real number, "
-                "or use with_uniform_weights(graph)."
-            )
-        matrix[destination, source] = weight
+        matrix[destination, source] = as_weight(weight, f"edge ({source}, {destination})")
     return as_matrix(matrix)
 
 

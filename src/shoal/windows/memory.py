@@ -302,15 +302,14 @@ class WindowMemory:
         """
         edges = sorted({self._edge[source] for source in (*weights, *reset)})
         with self.hold([EDGES + edge for edge in edges], _OWNER, deadline, check):
-            blocks, shares, p = [], [], 0.0
+            blocks: list[torch.Tensor | None] = []
+            p = 0.0
             for source, weight in sorted(weights.items()):
                 edge = self._edge[source]
                 now = int(self._index[edge][_TURN]) & 1
-                if not self._meta[edge][now][_EMPTY]:
-                    blocks.append(self._slots[edge][now])
-                    shares.append(weight)
+                blocks.append(None if self._meta[edge][now][_EMPTY] else self._slots[edge][now])
                 p += weight * self.state(source).p
-            weigh_in_blocks(out, own, own_weight, blocks, shares)
+            weigh_in_blocks(out, own, own_weight, blocks, [weight for _, weight in sorted(weights.items())])
             seen = {source: self.state(source) for source in self.layout.sources}
             for source in reset:
                 edge = self._edge[source]

@@ -1,0 +1,78 @@
+"""Inference mode changes nothing, whichever thread sums; and an ``out`` that fails is its own call's failure only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shoal
+
+Fleets = Callable[..., shoal.Fleet]
+SIZES = [3, 100_000, 2_000_000]
+
+
+@pytest.mark.parametrize("drives", ["the caller", "another thread"])
+@pytest.mark.parametrize("numel", SIZES)
+def test_results_in_place_and_new_ones_are_there(fleet: Fleets, numel: int, drives: str) -> None:
+    def run() -> None:
+        with torch.inference_mode():
+            x, y, z = (torch.full((numel,), float(shoal.rank())) for _ in range(3))
+            strided = torch.full((2, numel), float(shoal.rank())).t()
+            handles = [
+                shoal.allreduce_nonblocking_(x),
+                shoal.neighbor_allreduce_nonblocking(y, out=y),
+                shoal.broadcast_nonblocking_(z, 1),
+                shoal.neighbor_allreduce_nonblocking(strided, out=strided),
+                shoal.allreduce_nonblocking(torch.full((numel,), float(shoal.rank()))),
+                shoal.neighbor_allreduce_nonblocking(torch.full((numel,), float(shoal.rank()))),
+            ]
+            while drives == "another thread" and not all(handle.poll() for handle in handles):
+                time.sleep(0.001)
+            results = [shoal.wait(handle) for handle in handles]
+        for result, expected in zip(results, [0.5, 0.5, 1.0, 0.5, 0.5, 0.5], strict=True):
+            assert (result == expected).all()
+        assert not results[4].is_inference()
+        assert not results[5].is_inference()
+        results[5].add_(1)
+
+    fleet(2).run(run)
+
+
+def test_what_was_made_in_inference_mode_is_written_to_outside_of_it(fleet: Fleets) -> None:
+    def run() -> None:
+        with torch.inference_mode():
+            x = torch.full((1000,), float(shoal.rank()))
+        assert shoal.allreduce(torch.full((1000,), float(shoal.rank())), out=x) is x
+        assert (x == 0.5).all()
+        shoal.allreduce_parameters({"x": x})
+        assert (x == 0.5).all()
+
+    fleet(2).run(run)
+
+
+def test_an_out_that_fails_in_the_end_fails_its_own_call_only(fleet: Fleets) -> None:
+    def run() -> None:
+        outs = [torch.empty(4) for _ in range(5)]
+        handles = [shoal.neighbor_allreduce_nonblocking(torch.full((4,), float(shoal.rank())), out=o) for o in outs]
+        if shoal.rank() == 0:
+            outs[2].resize_(7)  # against the rules, while the call has it
+        for number, handle in enumerate(handles):
+            if number == 2 and shoal.rank() == 0:
+                with pytest.raises(RuntimeError):
+                    shoal.wait(handle)
+            else:
+                assert shoal.wait(handle).tolist() == [0.5] * 4
+
+    fleet(2).run(run)
+
+
+def test_an_out_of_a_conjugate_takes_the_numbers(fleet: Fleets) -> None:
+    def run() -> None:
+        x = torch.full((5,), complex(shoal.rank(), 1)).conj()
+        shoal.allreduce_(x)
+        assert (x == complex(0.5, -1)).all()
+
+    fleet(2).run(run)
