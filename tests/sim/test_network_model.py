@@ -34,6 +34,8 @@ def test_a_link_without_limit_takes_no_time() -> None:
         ({"overhead": -1e-9}, "overhead is -1e-09"),
         ({"bandwidth": 0.0}, "bandwidth is 0.0. Pass bytes a second"),
         ({"bandwidth": math.nan}, "bandwidth is nan"),
+        ({"download": 0.0}, "download is 0.0. Pass bytes a second, above zero, or None"),
+        ({"download": math.nan}, "download is nan"),
     ],
 )
 def test_a_link_that_cannot_be_is_refused(change: dict[str, float], match: str) -> None:
@@ -48,6 +50,8 @@ def test_a_link_that_cannot_be_is_refused(change: dict[str, float], match: str) 
         ({"agents_per_machine": 0}, "agents_per_machine is 0"),
         ({"cards": {2: FAST}}, "card 2 is named, but they count from 0 to 1"),
         ({"ports": {-1: FAST}}, "port -1 is named, but they count from 0 to 3"),
+        ({"links": {(0, 1): Link(download=1.0)}}, "a single link, has one direction and so no download"),
+        ({"flow": Link(download=1.0)}, "a flow, or a single link, has one direction"),
         ({"links": {(0, 4): FAST}}, r"link \(0, 4\) is named, but agents count from 0 to 3"),
     ],
 )
@@ -110,3 +114,18 @@ def test_a_single_link_of_one_direction_takes_the_place_of_the_flow() -> None:
     assert (ways(network, 0, 2)["limit"], ways(network, 0, 2)["latency"]) == (5e8, 2e-3)
     assert (ways(network, 2, 0)["limit"], ways(network, 2, 0)["latency"]) == (1e8, 0.0)
     assert (ways(network, 1, 0)["alone"], ways(network, 1, 0)["overhead"]) == (1e6, 2e-3)
+
+
+def test_a_card_may_receive_at_another_rate_than_it_sends() -> None:
+    network = Network(3, Link(0.0, 2e6, download=8e6), cards={2: Link(0.0, 16e6, download=1e6)})
+    assert (
+        ways(network, 0, 1)["alone"] == ways(network, 1, 0)["alone"] == 2e6
+    )  # out of the one is slower than into the other
+    assert ways(network, 0, 2)["alone"] == 1e6
+    assert ways(network, 2, 0)["alone"] == 8e6
+    assert Link(0.5, 2e6, download=8e6).seconds(4e6) == Link(0.5, 8e6, download=2e6).seconds(4e6) == 2.5
+
+
+def test_a_port_may_receive_at_another_rate_than_it_sends() -> None:
+    network = Network(2, FAST, agents_per_machine=2, inside=Link(0.0, 3e6, download=7e6), ports={1: Link(0.0, 9e6)})
+    assert (ways(network, 0, 1)["alone"], ways(network, 1, 0)["alone"]) == (3e6, 7e6)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
-from shoal.topology import Ceca, CecaPairs, OnePeerExponential
+from shoal.topology import Ceca, CecaPairs, OnePeerExponential, rounds_to
 from support.topology_suite import product
 
 FAMILIES = [pytest.param(Ceca, size) for size in range(1, 41)] + [
@@ -74,6 +74,24 @@ def test_powers_of_two_are_exact_without_the_second_buffer(size):
 @pytest.mark.parametrize("size", [3, 6, 12, 25])
 def test_other_numbers_need_the_second_buffer(size):
     assert np.abs(product(Ceca(size)) - 1 / size).max() > 0.01
+
+
+@pytest.mark.parametrize("size", [6, 12, 24, 48])
+def test_pairs_of_three_times_a_power_of_two_are_exact_without_the_second_buffer(size):
+    np.testing.assert_allclose(product(CecaPairs(size)), 1 / size, rtol=0, atol=1e-15)
+    assert CecaPairs(size).period == ceil(log2(size)) == rounds_to(CecaPairs(size), 1e-12, second_buffer=False).value
+
+
+@pytest.mark.parametrize("family", [Ceca, CecaPairs])
+def test_it_says_whether_it_needs_the_second_buffer(family):
+    for size in range(2, 50, 1 if family is Ceca else 2):
+        schedule = family(size)
+        assert schedule.needs_second_buffer == (np.abs(product(schedule) - 1 / size).max() > 1e-12), size
+
+
+def test_rounds_are_those_of_the_second_buffer_unless_training_asks():
+    assert [rounds_to(Ceca(6), 1e-3, second_buffer=buffered).value for buffered in (True, False)] == [3, 16]
+    assert [rounds_to(CecaPairs(10), 1e-3, second_buffer=buffered).value for buffered in (True, False)] == [4, 10]
 
 
 @pytest.mark.parametrize("size", [3, 25])

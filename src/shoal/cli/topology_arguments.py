@@ -6,6 +6,9 @@ import argparse
 import math
 import re
 from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def count(text: str) -> int:
@@ -26,10 +29,21 @@ def above_zero(text: str) -> float:
     return value
 
 
-def quantity(parse: Callable[[str], float]) -> Callable[[str], float]:
+def zero_or_more(text: str) -> float:
+    """Any finite number that is not below zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, zero or more")
+    return value
+
+
+def quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
     """The parser of a unit with its own words in argparse's message, which has none for a ``ValueError``."""
 
-    def checked(text: str) -> float:
+    def checked(text: str) -> T:
         try:
             return parse(text)
         except ValueError as error:

@@ -20,10 +20,11 @@ from ..runtime.launch import detect
 from ..sim.candidates import MOST_EDGES
 from ..sim.network_model import Link, Network
 from ..sim.recommend import Recommendation, recommend
+from ..sim.training import COMPRESSION, DIFFERENCE, Training, parse_compression
 from ..sim.units import format_rate, format_seconds, parse_rate, parse_seconds
 from ..topology.analysis import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
 from . import topology_words as words
-from .topology_arguments import above_zero, count, quantity
+from .topology_arguments import above_zero, count, quantity, zero_or_more
 
 SHOWN = 12
 DEFAULT_AGENTS = 16
@@ -46,6 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bandwidth", type=quantity(parse_rate), metavar="RATE", help="of a machine's card, as in 1gbit (10gbit)"
     )
     parser.add_argument(
+        "--upload",
+        type=quantity(parse_rate),
+        metavar="RATE",
+        help="of a card, out of the machine, where that is not --bandwidth",
+    )
+    parser.add_argument(
+        "--download", type=quantity(parse_rate), metavar="RATE", help="of a card, into the machine, likewise"
+    )
+    parser.add_argument(
         "--overhead",
         type=quantity(parse_seconds),
         metavar="TIME",
@@ -62,6 +72,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--error", type=above_zero, default=DEFAULT_ERROR, help=f"the consensus error to reach ({DEFAULT_ERROR:g})"
+    )
+    parser.add_argument(
+        "--difference",
+        type=zero_or_more,
+        default=DIFFERENCE,
+        metavar="SHARE",
+        help="to train: by how much agents' gradients differ, in lengths of their mean; 0 for equal data, "
+        f"1 for very different ones ({DIFFERENCE:g}: shuffled)",
+    )
+    parser.add_argument(
+        "--local-steps", type=count, default=1, metavar="H", help="to train: steps for each exchange (1)"
+    )
+    parser.add_argument(
+        "--compute", type=quantity(parse_seconds), default=0.0, metavar="TIME", help="to train: a step's computing (0)"
+    )
+    parser.add_argument(
+        "--compression",
+        type=quantity(parse_compression),
+        default=1.0,
+        metavar="SHARE|NAME",
+        help=f"to train: what messages are of the model's bytes: {COMPRESSION} (1)",
     )
     parser.add_argument(
         "--measure",
@@ -85,7 +116,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if network.size > MOST_EDGES:
         raise ValueError(f"-n {network.size}: so many agents cannot be timed. The limit is {MOST_EDGES:,}.")
-    found = recommend(network, args.model_mb * 1e6, args.error, watched=lambda ways: shown(ways, "timing"))
+    training = Training(args.difference, args.local_steps, args.compute, args.compression)
+    found = recommend(
+        network, args.model_mb * 1e6, args.error, training=training, watched=lambda ways: shown(ways, "timing")
+    )
     if args.json:
         print(json.dumps(_plain(found), indent=1))
     else:
@@ -99,8 +133,12 @@ def _described(args: argparse.Namespace) -> Network:
 
 
 def _card(args: argparse.Namespace) -> Link:
+    if args.bandwidth and args.upload and args.download:
+        raise ValueError("--bandwidth beside both --upload and --download says nothing. Leave it out.")
     latency = DEFAULT_LATENCY if args.latency is None else args.latency
-    return Link(latency, args.bandwidth or DEFAULT_BANDWIDTH, args.overhead or 0.0)
+    usual = args.bandwidth or DEFAULT_BANDWIDTH
+    out, into = args.upload or usual, args.download or usual
+    return Link(latency, out, args.overhead or 0.0, None if into == out else into)
 
 
 def _measured(args: argparse.Namespace) -> Network | None:
@@ -109,7 +147,7 @@ def _measured(args: argparse.Namespace) -> Network | None:
 
     if args.inside_bandwidth is not None:
         raise ValueError("--inside-bandwidth is what --measure measures. Leave out one of the two.")
-    said = args.latency is not None or args.bandwidth is not None or args.overhead is not None
+    said = any(value is not None for value in (args.latency, args.bandwidth, args.upload, args.download, args.overhead))
     launch = detect()
     found: Measured
     if launch.launcher == "none" or launch.size == 1:
@@ -142,17 +180,24 @@ def _show(found: Recommendation, most: int | None) -> None:
     table.add_column("way to average", no_wrap=True)
     table.add_column(f"to {found.error:g}", justify="right", no_wrap=True)
     table.add_column("a round", justify="right", no_wrap=True)
+    table.add_column("to train", justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
     groups = found.ties()
     for one, *others in groups[:most]:
         same = f"; the same: {', '.join(other.name for other in others)}" if others else ""
-        table.add_row(one.name, format_seconds(one.seconds), format_seconds(one.seconds_per_round), one.why + same)
+        train = "refused" if one.refused else format_seconds(one.training_seconds)
+        times = format_seconds(one.seconds), format_seconds(one.seconds_per_round), train
+        table.add_row(one.name, *times, one.why + same)
     console.print(table)
     if most is not None and len(groups) > most:
         slower = sum(len(group) for group in groups[most:])
         console.print(f"and {slower} slower ones: --all", style="dim")
     for name, why in found.passed_over.items() if most is None else ():
         console.print(f"{name}: {why}", style="dim")
+    for one in found.candidates if most is None else ():
+        if one.refused:
+            console.print(f"to train, {one.name}: {one.refused}", style="dim")
+    console.print("to train: a step, times how many more steps it takes than with all agents together", style="dim")
     console.print()
     for sentence in found.advice():
         console.print(sentence)
@@ -169,7 +214,10 @@ def _in_words(network: Network, nbytes: float) -> str:
 
 
 def _link_in_words(link: Link) -> str:
-    said = [format_rate(link.bandwidth), f"{format_seconds(link.latency)} latency"]
+    rates = [format_rate(link.bandwidth)]
+    if link.download is not None:
+        rates = [f"{rates[0]} out and {format_rate(link.download)} in"]
+    said = [*rates, f"{format_seconds(link.latency)} latency"]
     if link.overhead:
         said.append(f"{format_seconds(link.overhead)} a message")
     return " and ".join([", ".join(said[:-1]), said[-1]])
@@ -183,7 +231,11 @@ def _plain(found: Recommendation) -> object:
             "network": {"agents": network.size, "agents_per_machine": network.agents_per_machine, **links},
             "nbytes": found.nbytes,
             "error": found.error,
-            "candidates": [asdict(one) for one in found.candidates],
+            "training": {**vars(found.training), "compression": str(found.training.compression)},
+            "candidates": [
+                {**vars(one), "schedule": one.schedule and one.schedule.describe()} for one in found.candidates
+            ],
+            "to_train": [one.name for one in found.to_train],
             "passed_over": found.passed_over,
             "advice": found.advice(),
         }

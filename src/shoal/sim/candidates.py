@@ -5,14 +5,15 @@ the all-reduces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..topology.catalog import CATALOG, Topology
+from ..topology.ceca import Ceca, CecaPairs
 from ..topology.compose import AllReduce, Kronecker
 from ..topology.schedule import Schedule
 from .allreduce import direct_allreduce, hierarchical_allreduce, parameter_server, ring_allreduce, tree_allreduce
-from .messages import Step
-from .operations import ALLREDUCE, Operation, operations_of
+from .messages import Step, rounds_of
+from .operations import ALLREDUCE, NEIGHBOR, Operation, operations_of
 
 MOST_EDGES = 1_000_000
 """Of one round; above this a topology is passed over."""
@@ -30,11 +31,15 @@ class Way:
         name: of the topology, or of the all-reduce.
         schedule: its rounds; None for an all-reduce, which is done after one.
         operations: ``operations(nbytes, rounds)``, how its first rounds are run on a tensor of so many bytes.
+        messages: the same as messages to neighbours, which is how compressed ones travel; None for an all-reduce.
+        second_buffer: it is CECA with its second buffer, which averages and which no training has.
     """
 
     name: str
     schedule: Schedule | None
     operations: Callable[[float, int], list[Operation]]
+    messages: Callable[[float, int], list[Operation]] | None = None
+    second_buffer: bool = False
 
 
 def ways(size: int, agents_per_machine: int) -> tuple[list[Way], dict[str, str]]:
@@ -43,6 +48,8 @@ def ways(size: int, agents_per_machine: int) -> tuple[list[Way], dict[str, str]]
     found = [_collective(name, step_of) for name, step_of in _allreduces(size, agents_per_machine)]
     for name, schedule in _schedules(size, agents_per_machine, passed_over):
         found.append(_averaging(name, schedule, agents_per_machine))
+        if isinstance(schedule, (Ceca, CecaPairs)) and schedule.needs_second_buffer:
+            found.append(replace(found[-1], name=f"{name} with its second buffer", second_buffer=True))
     return found, passed_over
 
 
@@ -51,7 +58,13 @@ def _collective(name: str, step_of: Callable[[float], Step]) -> Way:
 
 
 def _averaging(name: str, schedule: Schedule, local: int) -> Way:
-    return Way(name, schedule, lambda nbytes, rounds: operations_of(schedule, range(rounds), nbytes, local))
+    def operations(nbytes: float, rounds: int) -> list[Operation]:
+        return operations_of(schedule, range(rounds), nbytes, local)
+
+    def messages(nbytes: float, rounds: int) -> list[Operation]:
+        return [Operation(NEIGHBOR, step) for step in rounds_of(schedule, nbytes, rounds)]
+
+    return Way(name, schedule, operations, messages)
 
 
 def _allreduces(size: int, local: int) -> Iterator[tuple[str, Callable[[float], Step]]]:

@@ -1,8 +1,8 @@
 """A network of agents on machines, as far as messages feel it: latency, bandwidth, and what messages have to share.
 
 An agent has a port, which all its messages pass; a machine has a card, which all messages of its agents to other
-machines pass. Both carry both directions at once, each at the full rate. A message inside a machine passes two ports,
-one between machines two ports and two cards; what passes the same port or card in the same direction shares its rate.
+machines pass. Both carry both directions at once, each at a full rate of its own. A message inside a machine passes two
+ports, one between machines two ports and two cards; what passes the same in the same direction shares its rate.
 This is the alpha-beta model in the form of LogGP (Alexandrov et al. 1995): a message of M bytes alone takes
 ``overhead + M / bandwidth + latency``; d messages of one card take ``d (overhead + M / bandwidth) + latency``, because
 overheads and bytes take turns, and what is under way does not.
@@ -31,11 +31,14 @@ class Link:
         latency: seconds under way; any number of messages are under way at once.
         bandwidth: bytes a second in each direction; ``math.inf`` for one that is never in the way.
         overhead: seconds for which a message occupies the card besides its bytes, so that messages take turns.
+        download: bytes a second of what comes in, for a card or a port that receives faster or slower than it sends;
+            `bandwidth` is then of what goes out. None if both are the same.
     """
 
     latency: float = 0.0
     bandwidth: float = math.inf
     overhead: float = 0.0
+    download: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("latency", "overhead"):
@@ -44,10 +47,17 @@ class Link:
                 raise ValueError(f"{name} is {value}. Pass seconds, zero or more.")
         if not self.bandwidth > 0:
             raise ValueError(f"bandwidth is {self.bandwidth}. Pass bytes a second, above zero (1 Gbit/s is 1.25e8).")
+        if self.download is not None and not self.download > 0:
+            raise ValueError(f"download is {self.download}. Pass bytes a second, above zero, or None for `bandwidth`.")
+
+    @property
+    def inward(self) -> float:
+        """Bytes a second of what comes in."""
+        return self.bandwidth if self.download is None else self.download
 
     def seconds(self, nbytes: float, messages: int = 1) -> float:
-        """Until so many messages that begin together and share it have all arrived."""
-        return messages * (self.overhead + nbytes / self.bandwidth) + self.latency
+        """Until so many messages that begin together and share it, out of one such and into another, have arrived."""
+        return messages * (self.overhead + nbytes / min(self.bandwidth, self.inward)) + self.latency
 
 
 class Ways(NamedTuple):
@@ -84,6 +94,9 @@ class Network:
         flow: what a pair of agents on different machines has in one direction, however free the cards: the limit of a
             TCP connection. By default there is none.
         links: ``{(source, destination): Link}`` for single ways, of one direction, in place of `flow`.
+
+    Raises:
+        ValueError: a number that is not one, a card, port or link of nobody, or a `download` of what has one direction.
     """
 
     size: int
@@ -106,6 +119,8 @@ class Network:
         beyond_link = next((ends for ends in self.links if not all(0 <= end < self.size for end in ends)), None)
         if beyond_link is not None:
             raise ValueError(f"link {beyond_link} is named, but agents count from 0 to {self.size - 1}.")
+        if any(link.download is not None for link in (self.flow, *self.links.values())):
+            raise ValueError("a flow, or a single link, has one direction and so no download. Pass its bandwidth.")
 
     @property
     def machines(self) -> int:
@@ -118,8 +133,8 @@ class Network:
     @cached_property
     def capacity(self) -> Floats:
         """Bytes a second of all that is shared: ports out, ports in, cards out, cards in, and one without limit."""
-        ports, cards = self._ports.bandwidth, self._cards.bandwidth
-        return np.concatenate([ports, ports, cards, cards, [math.inf]])
+        ports, cards = self._ports, self._cards
+        return np.concatenate([ports.bandwidth, ports.inward, cards.bandwidth, cards.inward, [math.inf]])
 
     def ways(self, source: Ints, destination: Ints) -> Ways:
         """What messages from each `source` to the `destination` beside it pass; both int64 [messages]."""
@@ -156,6 +171,7 @@ class Network:
             np.where(leaves, flow.latency, none.latency),
             np.where(leaves, flow.bandwidth, none.bandwidth),
             np.where(leaves, flow.overhead, none.overhead),
+            np.where(leaves, flow.inward, none.inward),
         )
         if not self.links:
             return found
@@ -172,13 +188,15 @@ class _Links(NamedTuple):
     latency: Floats
     bandwidth: Floats
     overhead: Floats
+    inward: Floats
 
     @classmethod
     def of(cls, count: int, usual: Link, others: Mapping[int, Link]) -> _Links:
-        made = cls(*(np.full(count, value) for value in (usual.latency, usual.bandwidth, usual.overhead)))
+        made = cls(*(np.full(count, value) for value in (usual.latency, usual.bandwidth, usual.overhead, usual.inward)))
         for index, link in others.items():
             made.put(index, link)
         return made
 
     def put(self, index: int, link: Link) -> None:
-        self.latency[index], self.bandwidth[index], self.overhead[index] = link.latency, link.bandwidth, link.overhead
+        for column, value in zip(self, (link.latency, link.bandwidth, link.overhead, link.inward), strict=True):
+            column[index] = value

@@ -186,8 +186,12 @@ def _notes(found: Analysis, window: Window) -> Iterator[str]:
             f"Up to {found.traffic.most_senders_on_a_card} agents of one machine send to others in the same round, "
             "and wait for each other at its network card."
         )
-    if isinstance(window.schedule, (Ceca, CecaPairs)):
-        yield "Rounds and exact length are those of CECA with its second buffer; the gap is that of its weights alone."
+    if isinstance(window.schedule, (Ceca, CecaPairs)) and window.schedule.needs_second_buffer:
+        alone = rounds_of(window, found.error, default_start(found.size), None, second_buffer=False)
+        yield (
+            "Rounds and exact length are those of CECA with its second buffer; the gap is that of its weights alone. "
+            f"Training mixes by the weights alone, and takes {alone} rounds to that error."
+        )
     if found.size > 2 and any(_averages_all(round) for round in window):
         yield (
             "Some rounds average all agents. Counted is one message on every edge; a ring all-reduce does it with "

@@ -7,7 +7,8 @@ and because a number that others should find again must not be an expectation ov
 
 Rounds are counted by running them as long as that is quick. Where it is not, the answer comes from powers of W, by
 eigenvalues or by squaring, and failing that it is the interval between what was run and what the spectral gap promises.
-CECA is run with its second buffer, without which it is not what it is.
+CECA is run with its second buffer, without which it is not what it is, unless it is asked for as a schedule like any
+other: that is what training makes of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import ArrayLike
 
 from .ceca import Ceca, CecaPairs
 from .reach import is_connected
-from .schedule import AnyTopology, Schedule
+from .schedule import AnyTopology
 from .spectrum import Estimate, fourier_error, gap_of
 from .symmetry import Invariance, find_invariance
 from .weights import TOLERANCE
@@ -71,20 +72,24 @@ class Rounds:
         return f"{self.at_least}" if self.at_least == self.at_most else f"{self.at_least} to {self.at_most}"
 
 
-def rounds_to(topology: AnyTopology, error: float = 1e-6, *, start: ArrayLike | None = None) -> Rounds:
+def rounds_to(
+    topology: AnyTopology, error: float = 1e-6, *, start: ArrayLike | None = None, second_buffer: bool = True
+) -> Rounds:
     """Rounds, from round 0 on, until the consensus error is at most `error`.
 
     Args:
         topology: a graph with its weights, a mixing matrix, or a schedule.
         error: above 0; relative to the start, in the 2-norm over agents.
         start: x_0, float [n]; by default a fixed draw from the normal distribution.
+        second_buffer: run CECA with its second buffer; without it, by its W alone, as training does.
 
     Raises:
         ValueError: `error` is not above 0, `start` is not n finite numbers, or there are too many edges.
     """
     check_error(error)
     window = Window(topology)
-    return rounds_of(window, error, _check_start(start, window.size), find_invariance(window))
+    invariance = find_invariance(window)
+    return rounds_of(window, error, _check_start(start, window.size), invariance, second_buffer=second_buffer)
 
 
 def exact_length(topology: AnyTopology, limit: int | None = None) -> int | None:
@@ -110,23 +115,30 @@ def default_start(size: int) -> Vector:
 
 
 def rounds_of(
-    window: Window, error: float, start: Vector, invariance: Invariance | None, gap: Estimate | None = None
+    window: Window,
+    error: float,
+    start: Vector,
+    invariance: Invariance | None,
+    gap: Estimate | None = None,
+    *,
+    second_buffer: bool = True,
 ) -> Rounds:
     """:func:`rounds_to` for a window whose `invariance`, and perhaps `gap`, are known."""
     target = float(start.mean())
     scale = float(np.linalg.norm(start - target))
     if scale <= EXACT * float(np.linalg.norm(start)):
         return Rounds(0, 0)
-    if _is_buffered(window.schedule):
-        return _counted(window, error * scale, start, target, _MOST_ROUNDS)
+    if second_buffer and isinstance(window.schedule, (Ceca, CecaPairs)):
+        return _counted(_buffered_values(window.schedule, start), error * scale, start, target, _MOST_ROUNDS)
     tame = window.whole and window.stochasticity.doubly and window.stochasticity.nonnegative
     if tame and invariance is not None:
         return _by_eigenvalues(invariance, error, (start - target) / scale)
     if window.whole and not (_keeps_the_mean(window) and is_connected(window)):
-        rounds = _counted(window, error * scale, start, target, 2 * len(window) + SAMPLED_ROUNDS)
+        rounds = _counted(_values(window, start), error * scale, start, target, 2 * len(window) + SAMPLED_ROUNDS)
         return rounds if rounds.value is not None else Rounds(rounds.at_least, None, never=True)
     small = window.size <= DENSE_LIMIT
-    rounds = _counted(window, error * scale, start, target, _QUICK_ROUNDS if tame and small else _MOST_ROUNDS)
+    most = _QUICK_ROUNDS if tame and small else _MOST_ROUNDS
+    rounds = _counted(_values(window, start), error * scale, start, target, most)
     if rounds.value is not None or rounds.never or not window.whole:
         return rounds
     if tame and small:
@@ -141,8 +153,13 @@ def length_of(window: Window, invariance: Invariance | None, limit: int | None =
     if limit is None:
         limit = min(max(64, 2 * (window.schedule.period or 0)), _LONGEST_LENGTH)
     before = 1.0
-    by_numbers = invariance is not None and not _is_buffered(window.schedule)
-    errors = _errors_by_eigenvalues(invariance) if invariance and by_numbers else _errors_of_one_start(window)
+    start = default_start(window.size)
+    if isinstance(window.schedule, (Ceca, CecaPairs)):
+        errors = _errors(_buffered_values(window.schedule, start), start)
+    elif invariance is not None:
+        errors = _errors_by_eigenvalues(invariance)
+    else:
+        errors = _errors(_values(window, start), start)
     for rounds, error in zip(range(1, limit + 1), errors, strict=False):
         if error <= EXACT:
             return rounds if error <= _DROP * before else None
@@ -179,16 +196,8 @@ def _keeps_the_mean(window: Window) -> bool:
     )
 
 
-def _is_buffered(schedule: Schedule) -> bool:
-    return isinstance(schedule, (Ceca, CecaPairs))
-
-
 def _values(window: Window, x: Vector) -> Iterator[Vector]:
     """What agents have before the first round, after it, and so on; nothing more once it has taken too much work."""
-    schedule = window.schedule
-    if isinstance(schedule, (Ceca, CecaPairs)):
-        yield from _buffered_values(schedule, x)
-        return
     visited = 0
     for index in count():
         yield x
@@ -210,11 +219,11 @@ def _buffered_values(schedule: Ceca | CecaPairs, x: Vector) -> Iterator[Vector]:
             yield x
 
 
-def _counted(window: Window, distance: float, x: Vector, target: float, limit: int) -> Rounds:
-    """Run it until all are within `distance`, in the 2-norm, of `target`; or give up."""
+def _counted(values: Iterator[Vector], distance: float, x: Vector, target: float, limit: int) -> Rounds:
+    """Run it from `x` until all are within `distance`, in the 2-norm, of `target`; or give up."""
     rounds = 0
     lost = _BEYOND * np.linalg.norm(x - target)
-    for rounds, value in zip(range(limit + 1), _values(window, x), strict=False):
+    for rounds, value in zip(range(limit + 1), values, strict=False):
         error = np.linalg.norm(value - target)
         if error <= distance:
             return Rounds(rounds, rounds)
@@ -300,10 +309,9 @@ def _errors_by_eigenvalues(invariance: Invariance) -> Iterator[float]:
         yield max(float(np.abs(product[1:]).max()), abs(product[0] - 1.0))
 
 
-def _errors_of_one_start(window: Window) -> Iterator[float]:
+def _errors(values: Iterator[Vector], start: Vector) -> Iterator[float]:
     """A start drawn from the normal distribution is brought to its mean by J, and surely by no other matrix."""
-    start = default_start(window.size)
     target = float(start.mean())
     scale = float(np.linalg.norm(start - target))
-    for value in islice(_values(window, start), 1, None):
+    for value in islice(values, 1, None):
         yield float(np.linalg.norm(value - target)) / scale
