@@ -127,9 +127,9 @@ class DecentLaM(_OneMomentum):
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (m,) = state
-        change = (x - mix(x - self.lr * grad(x))) / self.lr
-        m = self.beta * m + change
-        return x - self.lr * m, (m,)
+        change = x - mix(x - self.lr * grad(x))
+        kept = self.beta * m
+        return x - change - self.lr * kept, (kept + _per_step(change, self.lr),)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class QuasiGlobalMomentum(_OneMomentum):
         if self.nesterov:
             direction = g + self.beta * direction
         new = mix(x - self.lr * direction)
-        return new, (self.beta * m + (1 - self.beta) * (x - new) / self.lr,)
+        return new, (self.beta * m + (1 - self.beta) * _per_step(x - new, self.lr),)
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,13 @@ class AveragedMomentum(_OneMomentum):
         (m,) = state
         m = mix(self.beta * m + grad(x))
         return mix(x - self.lr * m), (m,)
+
+
+def _per_step(change: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
+    """``change / lr``; nothing where the step is zero, since then no gradient has had a part in it."""
+    if isinstance(lr, torch.Tensor):
+        return torch.where(lr == 0, 0, change / torch.where(lr == 0, 1, lr))
+    return change / lr if lr else torch.zeros_like(change)
 
 
 def _dies_out(beta: float) -> Need:
