@@ -109,9 +109,7 @@ class Algorithm(ABC):
         """
         held: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}
         if "lr" in held:
-            changed: dict[str, Any] = {"lr": held["lr"] * by}
-        elif isinstance(held.get("algorithm"), Algorithm):
-            changed = {"algorithm": held["algorithm"].scaled(by)}
-        else:
-            return None
-        return None if None in changed.values() else replace(self, **changed)  # type: ignore[type-var]
+            return replace(self, lr=held["lr"] * by)  # type: ignore[type-var]
+        wrapped = held.get("algorithm")
+        inner = wrapped.scaled(by) if isinstance(wrapped, Algorithm) else None
+        return None if inner is None else replace(self, algorithm=inner)  # type: ignore[type-var]

@@ -131,8 +131,8 @@ class Equation(Way):
         if torch.where(still, moved.nan_to_num(0, 0, 0), 0).any():
             raise ValueError(
                 f"{self._name}: the wrapped optimizer moves parameters whose lr is 0, and "
-                f"{type(self._algorithm).__name__} takes steps of that length. Give them a small lr, or freeze them with "
-                "requires_grad_(False)"
+                f"{type(self._algorithm).__name__} takes steps of that length. Give them a small lr, or freeze them "
+                "with requires_grad_(False)"
             )
         return moved / torch.where(still, 1.0, multiples)
 
