@@ -413,7 +413,7 @@ def test_power_gossip_needs_links_both_ways() -> None:
         StackedFleet(ring(SIZE, 1)).run(PowerGossip(0.1), START, gradients(), 1)
 
 
-@pytest.mark.parametrize("numbers", [{"iterations": 0}, {"rows": 0}])
-def test_power_gossip_refuses_counts_that_are_none(numbers: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="pass 1 or more"):
+@pytest.mark.parametrize(("numbers", "remedy"), [({"iterations": 0}, r"pass 0\.5, 1"), ({"rows": 0}, "pass 1 or more")])
+def test_power_gossip_refuses_counts_that_are_none(numbers: dict[str, int], remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
         PowerGossip(0.1, **numbers)
