@@ -228,23 +228,28 @@ def test_low_precision_is_dpsgd_to_half_a_step_of_its_quantiser() -> None:
         now = then
 
 
-def test_low_precision_is_what_bagua_computes_with_replicas() -> None:
-    """Each agent has replicas of both neighbours; ``d = x + L / 3 + R / 3 - 5 w / 3`` is what it sends."""
-    gradient = gradients()
+@pytest.mark.parametrize("size", [1, 2, 3, SIZE])
+def test_low_precision_is_what_bagua_computes_with_replicas(size: int) -> None:
+    """Each agent has replicas of both neighbours; ``d = x + L / 3 + R / 3 - 5 w / 3`` is what it sends.
+
+    Of two agents both replicas are the other's, and an agent alone has itself on both sides.
+    """
+    gradient = gradients(size)
 
     def quantised(d: torch.Tensor) -> torch.Tensor:
         least, greatest = d.amin(-1, keepdim=True), d.amax(-1, keepdim=True)
-        scale = 255 / (greatest - least + 1e-7)
+        scale = torch.full_like(least, 255) / (greatest - least + 1e-7)
         top = (greatest * scale).round()
         return (torch.minimum((d * scale).round(), top) - (top - 255) + top - 255) / scale
 
-    w = scattered()
+    w = scattered(size)
     left, right = w.roll(1, 0), w.roll(-1, 0)
     for _ in range(25):
         x = w - 0.1 * gradient(w)
         message = quantised(x + left / 3 + right / 3 - 5 / 3 * w)
         left, right, w = left + message.roll(1, 0), right + message.roll(-1, 0), w + message
-    found = StackedFleet(ring(SIZE)).run(LowPrecision(0.1), scattered(), gradient, 25).x
+    thirds = Circulant(size, {0: 1 / 3, 1: 1 / 3, -1: 1 / 3} if size > 2 else {0: 1 / 3, 1: 2 / 3})
+    found = StackedFleet(thirds).run(LowPrecision(0.1), scattered(size), gradient, 25).x
     assert (found - w).abs().max() < 1e-12
 
 
@@ -408,7 +413,7 @@ def test_power_gossip_needs_links_both_ways() -> None:
         StackedFleet(ring(SIZE, 1)).run(PowerGossip(0.1), START, gradients(), 1)
 
 
-@pytest.mark.parametrize("numbers", [{"iterations": 0}, {"rows": 0}])
-def test_power_gossip_refuses_counts_that_are_none(numbers: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="pass 1 or more"):
+@pytest.mark.parametrize(("numbers", "remedy"), [({"iterations": 0}, r"pass 0\.5, 1"), ({"rows": 0}, "pass 1 or more")])
+def test_power_gossip_refuses_counts_that_are_none(numbers: dict[str, int], remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
         PowerGossip(0.1, **numbers)

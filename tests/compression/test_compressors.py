@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -214,15 +215,54 @@ def test_min_max_is_within_half_a_step_and_keeps_the_greatest(chunk: int | None,
         assert ((mine - part).abs() <= width / 510 * (1 + 1e-4)).all()
 
 
-def test_min_max_is_the_kernel_of_bagua() -> None:
-    x = [0.5, -1.0, 0.25, 0.26, 2.0]
-    scale = 255 / (3.0 + 1e-7)
-    top = round(2.0 * scale)
-    codes = [min(round(one * scale), top) - (top - 255) for one in x]
-    assert min(codes) == 0 and max(codes) == 255
-    expected = [(code + top - 255) / scale for code in codes]
-    found = MinMaxUInt8()(torch.tensor([x], dtype=torch.float64), mix(1))
-    assert found.tolist()[0] == pytest.approx(expected, rel=1e-14)
+def kernel_of_bagua(x: np.ndarray) -> tuple[np.ndarray, bool]:
+    """What arrives of a float32 or float16 vector, and whether all its codes fit into a byte, as they must there."""
+    wide = x.astype(np.float32)
+    least, greatest = wide.min(), wide.max()
+    width = np.float32(np.float32(greatest - least) + np.float32(1e-7))
+    scale = np.float32(np.float64(255) / np.float64(width))
+    top = np.rint(greatest * scale)
+    bottom = np.float32(np.float64(top) - 255)
+    code = np.minimum(np.rint(wide * scale), top) - bottom
+    fits = bool(((code >= 0) & (code <= 255)).all())
+    return ((np.clip(code, 0, 255) + bottom) / scale).astype(x.dtype), fits
+
+
+def many_vectors(dtype: type) -> list[np.ndarray]:
+    """Of many lengths, sizes and distances from zero; constants; numbers that are nearly zero."""
+    draw = np.random.default_rng(3)
+    sizes = (1e-9, 1e-6, 1e-3, 1.0, 50.0, *([] if dtype == np.float16 else [1e4, 1e9]))
+    found = [
+        draw.normal(offset, 1, length) * size
+        for size in sizes
+        for offset in (0.0, 0.1, 3.0, -40.0, 500.0)
+        for length in (1, 2, 5, 30, 200)
+        for _ in range(8)
+    ]
+    found += [np.full(7, one) for one in (0.0, 1.0, -1.0, 0.1, -0.3, 1e-7, 3.0, 1e4)]
+    found += [np.array([5e-8, -5e-8, 1e-8]), np.arange(256.0), np.arange(-128.0, 128.0) / 255, np.array([0.5, -254.5])]
+    if dtype == np.float32:
+        found += [draw.normal(size=20) * 1e-40, np.array([1e-45, 0.0, -1e-45]), np.array([1e30, -1e30, 1.0, 0.0])]
+    return [one.astype(dtype) for one in found]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_min_max_is_the_kernel_of_bagua_bit_for_bit(dtype: type) -> None:
+    vectors, fitted = many_vectors(dtype), 0
+    for x in vectors:
+        expected, fits = kernel_of_bagua(x)
+        found = MinMaxUInt8()(torch.from_numpy(x.copy()).unsqueeze(0), mix(1))
+        # Zero has one sign where it travels as a byte.
+        assert found.numpy()[0].tobytes() == expected.tobytes(), (x, found, expected)
+        fitted += fits
+    assert fitted > 0.95 * len(vectors)
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=24))
+def test_min_max_is_the_kernel_of_bagua_on_any_vector(row: list[float]) -> None:
+    x = np.array(row, dtype=np.float32)
+    found = MinMaxUInt8()(torch.from_numpy(x.copy()).unsqueeze(0), mix(1))
+    assert found.numpy()[0].tobytes() == kernel_of_bagua(x)[0].tobytes()
 
 
 def test_dyadic_min_max_has_a_power_of_two_for_a_step() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -97,3 +98,18 @@ class Algorithm(ABC):
     def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
         """What an agent would answer now; ``x`` itself unless the algorithm says otherwise."""
         return x
+
+    def scaled(self, by: float | torch.Tensor) -> Algorithm | None:
+        """The same with its ``lr``, or that of the algorithm that it wraps, ``by`` times as long; None without one.
+
+        A state goes on with it: what it holds does not depend on the step to come.
+
+        Args:
+            by: A factor, or one for each of the parameters, ``[d]``.
+        """
+        held: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}
+        if "lr" in held:
+            return replace(self, lr=held["lr"] * by)  # type: ignore[type-var]
+        wrapped = held.get("algorithm")
+        inner = wrapped.scaled(by) if isinstance(wrapped, Algorithm) else None
+        return None if inner is None else replace(self, algorithm=inner)  # type: ignore[type-var]

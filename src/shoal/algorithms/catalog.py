@@ -92,6 +92,17 @@ register(
 )
 register(
     Entry(
+        "gradient tracking (semi-ATC, DSGT)",
+        lambda: GradientTracking(0.1, semi=True),
+        ring,
+        2,
+        "As above, with half of the exchange hidden behind the gradient.",
+        exact=True,
+        steps=3000,
+    )
+)
+register(
+    Entry(
         "DIGing",
         lambda: GradientTracking(0.1, atc=False),
         ring,

@@ -26,6 +26,11 @@ class LowPrecision(Algorithm):
     weights of a third and :class:`~shoal.compression.MinMaxUInt8` it is BAGUA's low-precision decentralized SGD, which
     computes ``x + L / 3 + R / 3 - 5 w / 3`` with replicas L and R, its own w, and ``x = w - lr g``.
 
+    Of two agents BAGUA's ring has each twice as the other's neighbour, which makes its weights a third and two thirds
+    where every ring of two in Shoal has halves; ``shoal.topology.Circulant(2, {0: 1 / 3, 1: 2 / 3})`` is
+    BAGUA's. Its ``communication_interval`` communicates in steps 1, k + 1, 2 k + 1, ...; of a wrapped optimizer
+    ``num_steps_per_communication`` is the same if it is set to k after the first step.
+
     Nothing corrects the error of a message, so the compressor must be a fine one: for a coarse one take ChocoSGD. In
     the first round, before any message, the parameters are mixed once as they are.
 

@@ -41,31 +41,40 @@ class Momentum(Algorithm):
     """Local momentum for any algorithm with ``one_gradient``: each agent's own, and nothing more is sent.
 
     ``m+ = beta m + g(x)``, and the algorithm sees ``m+`` for its gradient; with Nesterov's, ``g(x) + beta m+``. Over
-    GradientDescent it is DmSGD (Yu, Jin, Yang 2019, arXiv:1905.03817), over ExactDiffusion EDM (Hu et al. 2025,
-    arXiv:2501.19082).
+    GradientDescent it is DmSGD as Yuan et al. 2021, arXiv:2104.11981, compare with; Yu, Jin, Yang 2019 average the
+    momentum too, which is :class:`AveragedMomentum`. With ``dampened=True`` it is ``m+ = beta m + (1 - beta) g(x)``,
+    which over ExactDiffusion is EDM (Hu et al. 2025, arXiv:2501.19082).
 
-    An exact algorithm stays exact. GradientDescent ends where it would with the step ``lr / (1 - beta)``, which is
-    farther from the optimum: see :class:`DecentLaM`. State: ``m``, as ``x``, and then the algorithm's.
+    An exact algorithm stays exact. GradientDescent ends where it would with the step ``lr / (1 - beta)`` (with ``lr``
+    if it is dampened), which is farther from the optimum: see :class:`DecentLaM`. State: ``m``, as ``x``, and then the
+    algorithm's.
 
     Args:
         algorithm: Whose gradient it stands in for; it says what W must be.
         beta: How much of the last step's stays, 0 <= beta < 1.
         nesterov: Look ahead.
+        dampened: Weigh a new gradient by ``1 - beta``, so that ``m`` is a mean of gradients and not a sum.
 
     Raises:
         TypeError: The algorithm takes its gradient more than once a step, or not at its own ``x``.
-        ValueError: ``beta`` is out of its range.
+        ValueError: ``beta`` is out of its range, or it is to look ahead dampened.
     """
 
     algorithm: Algorithm
     beta: float
     nesterov: bool = False
-    source: ClassVar[str] = "Yu, Jin, Yang 2019, arXiv:1905.03817; Hu et al. 2025, arXiv:2501.19082"
+    dampened: bool = False
+    source: ClassVar[str] = (
+        "over GradientDescent: Yuan et al. 2021, arXiv:2104.11981, DmSGD; `dampened`, over ExactDiffusion: Hu et al. "
+        "2025, arXiv:2501.19082, EDM"
+    )
     one_gradient: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_one_gradient("Momentum", self.algorithm)
         _check_beta(self.beta)
+        if self.nesterov and self.dampened:
+            raise ValueError("nesterov=True, dampened=True: Nesterov's momentum is not dampened; choose one")
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -77,7 +86,7 @@ class Momentum(Algorithm):
     def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         m, *inner = state
         g = grad(x)
-        m = self.beta * m + g
+        m = self.beta * m + ((1 - self.beta) * g if self.dampened else g)
         direction = g + self.beta * m if self.nesterov else m
         x, after = self.algorithm.step(x, tuple(inner), Gradient(lambda _: direction), mix)
         return x, (m, *after)
@@ -127,17 +136,17 @@ class DecentLaM(_OneMomentum):
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (m,) = state
-        change = (x - mix(x - self.lr * grad(x))) / self.lr
-        m = self.beta * m + change
-        return x - self.lr * m, (m,)
+        change = x - mix(x - self.lr * grad(x))
+        kept = self.beta * m
+        return x - change - self.lr * kept, (kept + _per_step(change, self.lr),)
 
 
 @dataclass(frozen=True)
 class QuasiGlobalMomentum(_OneMomentum):
     """QG-DmSGD: momentum of how the agents really moved, which is nearly the same on all of them.
 
-    ``x+ = W (x - lr (beta m + g(x)))``, ``m+ = beta m + (1 - beta) (x - x+) / lr`` (Lin, Karimireddy, Stich, Jaggi
-    2021, arXiv:2102.04761, with mu = beta). With Nesterov's, ``g + beta (beta m + g)`` in the brackets.
+    ``x+ = W (x - lr (beta m + g(x)))``, ``m+ = mu m + (1 - mu) (x - x+) / lr`` (Lin, Karimireddy, Stich, Jaggi 2021,
+    arXiv:2102.04761). With Nesterov's, ``g + beta (beta m + g)`` in the brackets.
 
     Where it comes to rest ``m`` is zero, so it ends where GradientDescent with the same ``lr`` does; with Nesterov's,
     where it does with ``(1 + beta) lr``. Averaging with neighbours has momentum too: on long one-way rings, and where
@@ -146,19 +155,29 @@ class QuasiGlobalMomentum(_OneMomentum):
 
     Args:
         lr: The step.
-        beta: How much of the last step's stays, 0 <= beta < 1.
+        beta: How much of the momentum goes into a step, 0 <= beta < 1.
         nesterov: Look ahead.
+        mu: How much of the momentum stays, 0 <= mu < 1; ``beta`` if not given.
 
     Raises:
-        ValueError: ``beta`` is out of its range.
+        ValueError: ``beta`` or ``mu`` is out of its range.
     """
 
     nesterov: bool = False
+    mu: float | None = None
     source: ClassVar[str] = "Lin, Karimireddy, Stich, Jaggi 2021, arXiv:2102.04761"
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, CONNECTED, _dies_out(self.beta)
+        return DOUBLY_STOCHASTIC, CONNECTED, _dies_out(self.beta, self._stays)
+
+    @property
+    def _stays(self) -> float:
+        return self.beta if self.mu is None else self.mu
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_beta(self._stays, "beta" if self.mu is None else "mu")
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (m,) = state
@@ -167,25 +186,29 @@ class QuasiGlobalMomentum(_OneMomentum):
         if self.nesterov:
             direction = g + self.beta * direction
         new = mix(x - self.lr * direction)
-        return new, (self.beta * m + (1 - self.beta) * (x - new) / self.lr,)
+        return new, (self._stays * m + (1 - self._stays) * _per_step(x - new, self.lr),)
 
 
 @dataclass(frozen=True)
 class AveragedMomentum(_OneMomentum):
     """DmSGD whose momentum is averaged with the neighbours too: twice the parameters in a step.
 
-    ``m+ = W (beta m + g(x))``, ``x+ = W (x - lr m+)`` (Ying et al. 2021, arXiv:2110.13363). Ends between
+    ``m+ = W (beta m + g(x))``, ``x+ = W (x - lr m+)`` (after Ying et al. 2021, arXiv:2110.13363). With
+    ``together=True`` x takes the step before the average, ``h = beta m + g(x)``, ``m+ = W h``, ``x+ = W (x - lr h)``:
+    both travel at once (Yu, Jin, Yang 2019, arXiv:1905.03817, its decentralized algorithm). Ends between
     GradientDescent with ``lr`` and with ``lr / (1 - beta)``. State: ``m``, as ``x``.
 
     Args:
         lr: The step.
         beta: How much of the last step's stays, 0 <= beta < 1.
+        together: Average x and m as they are after the local step, not x after m.
 
     Raises:
         ValueError: ``beta`` is out of its range.
     """
 
-    source: ClassVar[str] = "Ying et al. 2021, arXiv:2110.13363"
+    together: bool = False
+    source: ClassVar[str] = "after Ying et al. 2021, arXiv:2110.13363; `together`: Yu, Jin, Yang 2019, arXiv:1905.03817"
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -193,15 +216,23 @@ class AveragedMomentum(_OneMomentum):
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (m,) = state
-        m = mix(self.beta * m + grad(x))
-        return mix(x - self.lr * m), (m,)
+        local = self.beta * m + grad(x)
+        m = mix(local)
+        return mix(x - self.lr * (local if self.together else m)), (m,)
 
 
-def _dies_out(beta: float) -> Need:
+def _per_step(change: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
+    """``change / lr``; nothing where the step is zero, since then no gradient has had a part in it."""
+    if isinstance(lr, torch.Tensor):
+        return torch.where(lr == 0, 0, change / torch.where(lr == 0, 1, lr))
+    return change / lr if lr else torch.zeros_like(change)
+
+
+def _dies_out(beta: float, mu: float) -> Need:
     """What quasi-global momentum makes of each disagreement between agents must shrink, gradients or not.
 
-    Along an eigenvector of W, with eigenvalue w, a step takes ``(x, lr m)`` to ``(w x - w beta lr m, (1 - beta) (1 - w)
-    x + beta (1 + (1 - beta) w) lr m)``: two numbers, whose matrix has its eigenvalues from its trace and determinant.
+    Along an eigenvector of W, with eigenvalue w, a step takes ``(x, lr m)`` to ``(w x - w beta lr m, (1 - mu) (1 - w)
+    x + (mu + beta (1 - mu) w) lr m)``: two numbers, whose matrix has its eigenvalues from its trace and determinant.
     """
 
     def problem(facts: Facts) -> str:
@@ -211,7 +242,7 @@ def _dies_out(beta: float) -> Need:
         W = np.zeros((facts.size, facts.size))
         W[weights.destination, weights.source] = weights.mix
         found = np.linalg.eigvals(W).astype(np.complex128)
-        trace, determinant = found + beta * (1 + (1 - beta) * found), found * beta * (2 - beta)
+        trace, determinant = found + mu + beta * (1 - mu) * found, found * (mu + beta * (1 - mu))
         root = np.sqrt(trace**2 - 4 * determinant)
         growth = np.maximum(abs(trace + root), abs(trace - root)) / 2
         worst = int(growth.argmax())
@@ -226,9 +257,9 @@ def _dies_out(beta: float) -> Need:
     )
 
 
-def _check_beta(beta: float) -> None:
-    if not 0 <= beta < 1:
-        raise ValueError(f"beta={beta}: momentum keeps a share of the last step's, 0 <= beta < 1; 0.9 is usual")
+def _check_beta(share: float, name: str = "beta") -> None:
+    if not 0 <= share < 1:
+        raise ValueError(f"{name}={share}: momentum keeps a share of the last step's, 0 <= {name} < 1; 0.9 is usual")
 
 
 register(
@@ -243,7 +274,7 @@ register(
 register(
     Entry(
         "exact diffusion with momentum (EDM)",
-        lambda: Momentum(ExactDiffusion(0.05), 0.8, nesterov=True),
+        lambda: Momentum(ExactDiffusion(0.25, lazy=True), 0.8, dampened=True),
         ring,
         1,
         "Momentum on data that differ, on one undirected graph.",
@@ -276,5 +307,14 @@ register(
         ring,
         2,
         "Momentum on well connected graphs, such as the exponential ones, at twice the messages.",
+    )
+)
+register(
+    Entry(
+        "DmSGD, momentum and parameters averaged at once",
+        lambda: AveragedMomentum(0.01, 0.9, together=True),
+        ring,
+        2,
+        "As above, as it was first written.",
     )
 )

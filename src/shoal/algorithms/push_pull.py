@@ -12,25 +12,38 @@ from .catalog import Entry, register
 from .mix import Mix
 from .needs import CONNECTED, Need
 from .push_sum import aperiodic, irregular_digraph
+from .tracking import check_semi
 
 
 @dataclass(frozen=True)
 class PushPull(Algorithm):
     """Exact on directed graphs, however different the objectives are, and without a division by small weights.
 
-    ``x+ = R (x - lr y)``, ``y+ = C (y + g(x+) - g(x))``, ``y = g`` at first (push-pull; Pu et al. 2020,
-    arXiv:1810.06653). With ``atc=False``: ``x+ = R x - lr y``, ``y+ = C y + g(x+) - g(x)`` (AB; Xin, Khan 2018,
-    arXiv:1803.02503). R is row-stochastic, so agreement is kept; C column-stochastic, so the y always add up to the
-    gradients; see :meth:`Mix.pull` and :meth:`Mix.push`. Sends twice the parameters in a step.
+    ``x+ = R (x - lr y)``, ``y+ = C (y + g(x+) - g(x))``, ``y = g`` at first: both lines adapt, then combine, as in
+    :class:`~shoal.algorithms.GradientTracking`. With ``semi=True`` only x does, ``y+ = C y + g(x+) - g(x)``, which is
+    push-pull as published (Pu, Shi, Xu, Nedic 2020, arXiv:1810.06653). With ``atc=False`` neither: ``x+ = R x - lr y``,
+    ``y+ = C y + g(x+) - g(x)`` (AB; Xin, Khan 2018, arXiv:1803.02503). R is row-stochastic, so agreement is kept; C
+    column-stochastic, so the y always add up to the gradients; see :meth:`Mix.pull` and :meth:`Mix.push`. Sends twice
+    the parameters in a step.
 
     Args:
         lr: The step.
         atc: Adapt, then combine; else AB.
+        semi: Push y before the new gradients go into it.
+
+    Raises:
+        ValueError: ``semi`` without ``atc``.
     """
 
     lr: float
     atc: bool = True
-    source: ClassVar[str] = "Pu et al. 2020, arXiv:1810.06653; Xin, Khan 2018, arXiv:1803.02503"
+    semi: bool = False
+    source: ClassVar[str] = (
+        "after Pu, Shi, Xu, Nedic 2020, arXiv:1810.06653, whose own is `semi`; AB: Xin, Khan 2018, arXiv:1803.02503"
+    )
+
+    def __post_init__(self) -> None:
+        check_semi(self.atc, self.semi)
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -44,7 +57,7 @@ class PushPull(Algorithm):
         y, g = state
         x = mix.pull(x - self.lr * y) if self.atc else mix.pull(x) - self.lr * y
         new = grad(x)
-        y = mix.push(y + new - g) if self.atc else mix.push(y) + new - g
+        y = mix.push(y + new - g) if self.atc and not self.semi else mix.push(y) + new - g
         return x, (y, new)
 
 
@@ -55,6 +68,17 @@ register(
         irregular_digraph,
         2,
         "Data that differ between agents, over one-way links, without push-sum's division by small weights.",
+        exact=True,
+        steps=600,
+    )
+)
+register(
+    Entry(
+        "push-pull, semi-ATC",
+        lambda: PushPull(0.08, semi=True),
+        irregular_digraph,
+        2,
+        "As above, as it was first written.",
         exact=True,
         steps=600,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -20,34 +20,49 @@ class RelaySum(Algorithm):
 
     Agent i takes its step, ``x_i <- x_i - lr g(x_i)``, and sends neighbour j its own and what the others told it last
     time, ``m_ij = x_i + sum of m_ki over its neighbours k other than j``, with the count ``c_ij = 1 + sum of c_ki`` of
-    those that are in it. It takes the mean, itself in place of those that it has not heard of yet:
-    ``x_i+ = ((n - sum of c_ki) x_i + sum of m_ki) / n``, k over all neighbours (Vogels et al. 2021, arXiv:2110.04175,
-    algorithm 1). Every agent is in every mean once, as old as it is far, so that steps must be short on long trees.
+    those that are in it (Vogels et al. 2021, arXiv:2110.04175, algorithm 1). It takes the mean, with something in place
+    of those that it has not heard of yet, k over all neighbours. With ``fill="own"`` that is itself: ``x_i+ = ((n - sum
+    of c_ki) x_i + sum of m_ki) / n``. With ``fill="start"`` it is where it began, as in the authors' code: ``x_i+ =
+    (x_i + sum of m_ki + (n - 1 - sum of c_ki) x_i^0) / n``. Every agent is in every mean once, as old as it is far, so
+    that steps must be short on long trees.
 
     The state is what the neighbours told last: m, ``[links, d]`` or ``[deg, d]``, and c, ``[links, 1]`` or
-    ``[deg, 1]``. The weights of the tree are not used.
+    ``[deg, 1]``; and, if it fills from there, the start, as ``x``. The weights of the tree are not used.
 
     Args:
         lr: The step.
+        fill: Who stands in for those that it has not heard of, in as many first steps as the tree is wide: ``"own"`` or
+            ``"start"``.
+
+    Raises:
+        ValueError: ``fill`` is neither.
     """
 
     lr: float
-    source: ClassVar[str] = "Vogels et al. 2021, arXiv:2110.04175, algorithm 1"
+    fill: Literal["own", "start"] = "own"
+    source: ClassVar[str] = "Vogels et al. 2021, arXiv:2110.04175, algorithm 1, whose code fills from the `start`"
     one_gradient: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.fill not in ("own", "start"):
+            raise ValueError(f'fill={self.fill!r}: pass "own" or "start"')
 
     @property
     def needs(self) -> tuple[Need, ...]:
         return TREE, CONNECTED
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
-        return torch.zeros_like(mix.spread(x)), torch.zeros_like(mix.spread(mix.ones(x)))
+        start = (x,) if self.fill == "start" else ()
+        return torch.zeros_like(mix.spread(x)), torch.zeros_like(mix.spread(mix.ones(x))), *start
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        m, c = state
+        m, c, *start = state
         x = x - self.lr * grad(x)
         m = mix.edges(mix.spread(x + mix.gather(m)) - m)
         c = mix.edges(mix.spread(1 + mix.gather(c)) - c)
-        return ((mix.size - mix.gather(c)) * x + mix.gather(m)) / mix.size, (m, c)
+        stand_in = start[0] if start else x
+        missing = mix.size - 1 - mix.gather(c)
+        return (x + mix.gather(m) + missing * stand_in) / mix.size, (m, c, *start)
 
 
 register(
@@ -57,6 +72,17 @@ register(
         ChainGraph,
         1,
         "Data that differ between agents, over few links: a tree.",
+        exact=True,
+        steps=2000,
+    )
+)
+register(
+    Entry(
+        "RelaySGD, filled from the start",
+        lambda: RelaySum(0.1, fill="start"),
+        ChainGraph,
+        1,
+        "As above, as its authors' code begins.",
         exact=True,
         steps=2000,
     )

@@ -90,6 +90,11 @@ class MinMaxUInt8(Compressor):
     and arrives within half a step. (Gan et al. 2021, arXiv:2107.01499, and the MinMaxUInt8 kernel of BAGUA.)
     Deterministic and biased. Vectors much smaller than ``eps`` become zero, so no delta holds for every ``x``.
 
+    With the ``eps`` and the ``dyadic`` that it has if none is given, float32 and float16 are the kernel's bit for bit:
+    it computes in float32, and so does this for all of 32 bits or fewer. It differs where the kernel's number does not
+    fit into a byte, which rounding far from zero may do: here it is the nearest that does. And where the vector has a
+    NaN or an infinity: here all of its chunk is NaN, where the kernel may make finite numbers of it.
+
     Args:
         chunk: Numbers with a minimum and a maximum of their own; the whole vector if not given.
         eps: Keeps the scale finite where all numbers are alike.
@@ -114,19 +119,25 @@ class MinMaxUInt8(Compressor):
         filled = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], -d % chunk)], dim=-1)
         return self._quantise(filled.view(*x.shape[:-1], -1, chunk)).flatten(-2)[..., :d]
 
-    def _quantise(self, x: torch.Tensor) -> torch.Tensor:
+    def _quantise(self, short: torch.Tensor) -> torch.Tensor:
+        x = short.float() if torch.finfo(short.dtype).bits < 32 else short
         least, greatest = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
         if self.dyadic:
             # 254, for where max and min are both halfway, they may round apart by one more.
-            scale = _power_of_two_below(254 / (greatest - least).clamp(min=self.eps))
+            scale = _power_of_two_below(_divided(254, (greatest - least).clamp(min=self.eps)))
         else:
-            scale = 255 / (greatest - least + self.eps)
+            scale = _divided(255, greatest - least + self.eps)
         bottom = (greatest * scale).round() - 255
         code = ((x * scale).round() - bottom).clamp(0, 255)
-        return (code + bottom) / scale
+        return ((code + bottom) / scale).to(short.dtype)
 
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return d + 2 * dtype.itemsize * -(-d // (self.chunk or d))
+
+
+def _divided(number: float, x: torch.Tensor) -> torch.Tensor:
+    """Rounded once: torch multiplies a number with the reciprocal."""
+    return torch.full_like(x, number) / x
 
 
 def _power_of_two_below(x: torch.Tensor) -> torch.Tensor:

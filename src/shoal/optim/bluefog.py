@@ -39,7 +39,10 @@ def DistributedAdaptWithCombineOptimizer(
     num_steps_per_communication: int = 1,
     **options: Any,
 ) -> DecentralizedOptimizer:
-    """Adapt with combine: ``x+ = W x - lr g(x)``, equation 22; the exchange goes on during forward and backward."""
+    """Adapt with combine: ``x+ = W x - lr g(x)``, equation 22; the exchange goes on during forward and backward.
+
+    The local step is taken from W x, and so weight decay is of W x.
+    """
     options |= {"communication_type": communication_type, "num_steps_per_communication": num_steps_per_communication}
     return DecentralizedOptimizer(optimizer, model, _AWC, **options)
 

@@ -16,15 +16,23 @@ from ..topology.schedule import Schedule
 from .buckets import Bucket
 from .flight import Flight
 from .local import LocalStep
+from .rates import Rates
 from .ways import Way
 
 
 class Equation(Way):
     """A step of an algorithm, with what the wrapped optimizer moves by in the place of the gradient.
 
-    The algorithm sees ``grad(x) = x - (what the wrapped optimizer makes of x)``, so its own ``lr`` is 1 where the
-    wrapped optimizer's is to count: with SGD, ``grad(x)`` is then lr times the gradient. Local steps between two
-    exchanges add up. One that takes its gradient at other points than its own ``x`` needs a closure.
+    The algorithm sees ``grad(x) = (x - what the wrapped optimizer makes of x) / c`` and has ``c`` times its ``lr``, c
+    being the wrapped optimizer's learning rate as a multiple of its first. So its own ``lr`` is 1 where the wrapped
+    optimizer's is to count, what it remembers follows a schedule as the equation says, and with SGD the iterates are
+    those of the equation with the learning rate of the moment. Where the rates of groups follow schedules of their own
+    c is one number for each parameter. Without an ``lr``, of the groups or of the algorithm, c is 1.
+
+    Local steps between two exchanges add up; the rate is that of the last. While it is zero nothing can be seen of the
+    gradients, and they count as zero.
+
+    One that takes its gradient at other points than its own ``x`` needs a closure.
 
     Args:
         flight: The parameters, in one bucket.
@@ -41,6 +49,7 @@ class Equation(Way):
     ) -> None:
         super().__init__(flight, local)
         self._algorithm, self._topology, self._name = algorithm, topology, name
+        self._rates = Rates(local.optimizer)
         self._mix: Exchange | None = None
         self._x: torch.Tensor | None = None
         self._state: Any = None
@@ -62,18 +71,21 @@ class Equation(Way):
             )
         if self._algorithm.one_gradient or not due:
             local.evaluate()
+        self._rates.look(bucket.params)
         if not due:
             local()
             return
-        grad = Gradient(lambda at: self._moved_by(bucket, at))
+        algorithm, multiples = self._at_the_rate(bucket)
+        grad = Gradient(lambda at: self._moved_by(bucket, at, multiples))
         mix = self._exchange()
         mix.begin(self._flight.rounds)
         if self._state is None:
-            self._state = self._algorithm.init(self._x, grad, mix)
-        self._x, self._state = self._algorithm.step(self._x, self._state, grad, mix)
+            self._state = algorithm.init(self._x, grad, mix)
+        self._x, self._state = algorithm.step(self._x, self._state, grad, mix)
         mix.end()
+        self._rates.exchanged()
         self._flight.rounds += 1
-        bucket.flat.copy_(self._algorithm.estimate(self._x, self._state))
+        bucket.flat.copy_(algorithm.estimate(self._x, self._state))
 
     def check_that_it_can_follow(self) -> None:
         raise ValueError(
@@ -97,13 +109,32 @@ class Equation(Way):
             self._mix = Exchange(topology, name=self._name)
         return self._mix
 
-    def _moved_by(self, bucket: Bucket, at: torch.Tensor) -> torch.Tensor:
-        """How far the wrapped optimizer moves from a point, which is where the model is if there is no closure."""
+    def _at_the_rate(self, bucket: Bucket) -> tuple[Algorithm, float | torch.Tensor]:
+        """The algorithm with the learning rate of this step, and that rate as a multiple of the first."""
+        multiples = self._rates.multiples(bucket)
+        if isinstance(multiples, float) and multiples == 1.0:
+            return self._algorithm, 1.0
+        scaled = self._algorithm.scaled(multiples)
+        return (self._algorithm, 1.0) if scaled is None else (scaled, multiples)
+
+    def _moved_by(self, bucket: Bucket, at: torch.Tensor, multiples: float | torch.Tensor) -> torch.Tensor:
+        """How far the wrapped optimizer moves from a point, which is where the model is if there is no closure; as far
+        as with its first learning rate."""
         if not self._algorithm.one_gradient:
             bucket.flat.copy_(at)
             self._local.evaluate()
         self._local()
-        return at - bucket.flat
+        moved = at - bucket.flat
+        if isinstance(multiples, float) and multiples:
+            return moved if multiples == 1.0 else moved / multiples
+        still = torch.as_tensor(multiples, dtype=moved.dtype, device=moved.device) == 0
+        if torch.where(still, moved.nan_to_num(0, 0, 0), 0).any():
+            raise ValueError(
+                f"{self._name}: the wrapped optimizer moves parameters whose lr is 0, and "
+                f"{type(self._algorithm).__name__} takes steps of that length. Give them a small lr, or freeze them "
+                "with requires_grad_(False)"
+            )
+        return moved / torch.where(still, 1.0, multiples)
 
     def changed(self) -> None:
         if self._x is not None:
@@ -116,8 +147,10 @@ class Equation(Way):
     def state(self) -> dict[str, Any]:
         if self._x is None:
             return {}
-        return {"x": self._x.clone(), "state": self._state and tuple(one.clone() for one in self._state)}
+        state = self._state and tuple(one.clone() for one in self._state)
+        return {"x": self._x.clone(), "state": state, "rates": self._rates.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._x = state["x"].clone() if state else None
+        self._rates.load_state(state.get("rates", {}))
         self._state = tuple(one.clone() for one in state["state"]) if state and state["state"] else None

@@ -17,6 +17,7 @@ class LocalStep:
         optimizer: It.
 
     Attributes:
+        optimizer: It.
         scaled: A GradScaler is at work.
         overflowed: It has found that this agent's gradients are not all finite.
         closure: Evaluates the loss and the gradients at the model's parameters, if the user has given one.
@@ -24,7 +25,7 @@ class LocalStep:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.scaled = self.overflowed = False
         self.closure: Callable[[], Any] | None = None
         self.loss: Any = None
@@ -50,23 +51,23 @@ class LocalStep:
         if self.overflowed:
             return
         if params is None:
-            self._optimizer.step()
+            self.optimizer.step()
             return
         before = self._kept_in_groups()
-        with only(self._optimizer, params):
-            self._optimizer.step()
+        with only(self.optimizer, params):
+            self.optimizer.step()
         if self._kept_in_groups() != before:
             raise ValueError(
-                f'overlap="backward": {type(self._optimizer).__name__} counts its steps in its param_groups, and would '
+                f'overlap="backward": {type(self.optimizer).__name__} counts its steps in its param_groups, and would '
                 "count each bucket as one. Leave overlap out"
             )
 
     def _kept_in_groups(self) -> list[dict[str, Any]]:
         """The numbers in the groups, which a step leaves as they are if all its state is the parameters' own."""
         numbers = (bool, int, float, str, tuple)
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return [{key: value for key, value in group.items() if isinstance(value, numbers)} for group in groups]
 
     def with_mean_gradients(self) -> None:
         """Step with gradients that have been averaged: those of an agent where they overflowed were left out."""
-        self._optimizer.step()
+        self.optimizer.step()

@@ -76,7 +76,11 @@ class AdaptThenCombine(Way):
 
 
 class AdaptWithCombine(Way):
-    """The average of what the forward pass begins with, under way until the step, and then the local step."""
+    """The average of what the forward pass begins with, under way until the step, and then the local step.
+
+    The gradient is at x, and the wrapped optimizer steps from W x: what it reads of the parameters, as weight decay
+    does, is of W x, where :class:`~shoal.algorithms.GradientDescent` as an equation has x.
+    """
 
     equation = "x+ = W x - lr g(x)"
 

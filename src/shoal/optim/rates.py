@@ -1,0 +1,59 @@
+"""How long the wrapped optimizer's steps are, where its learning rate says so: for what remembers them in a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .buckets import Bucket
+
+
+class Rates:
+    """The learning rates of the local steps, as multiples of the first that was not zero, parameter by parameter.
+
+    Those of one schedule are the same multiple, whatever their groups' rates are, and then that is one number.
+
+    Args:
+        optimizer: The wrapped one. Where its groups have no ``lr`` that is a number, it counts as never changing.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._first: list[float] = []
+        self._last: list[float] = []
+
+    def look(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """A local step is about to be taken, with the rates as they are now."""
+        groups = self._optimizer.param_groups
+        rates = {param: _number(group.get("lr")) for group in groups for param in group["params"]}
+        now = [rates[param] for param in params]
+        self._last = [rate or last for rate, last in zip(now, self._last or [0.0] * len(now), strict=True)]
+        self._first = [one or rate for one, rate in zip(self._first or now, now, strict=True)]
+
+    def multiples(self, bucket: Bucket) -> float | torch.Tensor:
+        """Of the last local step with a rate that was not zero since :meth:`exchanged`; zero if there was none.
+
+        One number, or one for each of the bucket's, ``[numel]``.
+        """
+        found = [last / first if first else 0.0 for first, last in zip(self._first, self._last, strict=True)]
+        if len(set(found)) == 1:
+            return found[0]
+        lengths = torch.tensor([param.numel() for param in bucket.params])
+        return torch.tensor(found, dtype=bucket.flat.dtype).repeat_interleave(lengths).to(bucket.flat.device)
+
+    def exchanged(self) -> None:
+        """What the local steps have made is in the algorithm's state from here on."""
+        self._last = []
+
+    def state(self) -> dict[str, list[float]]:
+        return {"first": list(self._first), "last": list(self._last)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._first, self._last = list(state.get("first", [])), list(state.get("last", []))
+
+
+def _number(rate: Any) -> float:
+    """1 for what is none, such as None where an optimizer finds its rate by itself."""
+    return float(rate) if isinstance(rate, int | float | torch.Tensor) else 1.0
