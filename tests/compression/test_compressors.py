@@ -28,7 +28,7 @@ ALL: list[Compressor] = [
     MinMaxUInt8(),
     MinMaxUInt8(chunk=3),
     MinMaxUInt8(dyadic=True),
-    Shrunk(QSGD(1)),
+    Shrunk(QSGD(7)),
 ]
 every_compressor = pytest.mark.parametrize("compressor", ALL, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
