@@ -20,7 +20,7 @@ def row(entry: Entry) -> str:
 
 
 def table() -> str:
-    columns = ["algorithm", "example", "needs of W", "sends", "finds", "use", "source"]
+    columns = ["algorithm", "example", "needs", "sends", "finds", "use", "source"]
     rules = ["---:" if column == "sends" else "---" for column in columns]
     heads = [f"| {' | '.join(cells)} |" for cells in (columns, rules)]
     return "\n".join([*heads, *(row(entry) for entry in CATALOG.values())]) + "\n"

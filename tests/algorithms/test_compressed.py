@@ -19,11 +19,12 @@ from shoal.algorithms import (
     GradientDescent,
     GradientTracking,
     LowPrecision,
+    Momentum,
     PowerGossip,
     Run,
     run,
 )
-from shoal.compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
+from shoal.compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
 from shoal.compression.compressor import Draws
 from shoal.sim import StackedFleet
 from shoal.topology import (
@@ -80,6 +81,9 @@ class Recorded(Compressor):
 
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return self.inner.nbytes(d, dtype)
+
+    def omega(self, d: int) -> float:
+        return self.inner.omega(d)
 
 
 # Without compression
@@ -165,6 +169,43 @@ def test_choco_gossip_reaches_the_mean_with_coarse_messages(compressor: Compress
     fleet = StackedFleet(symmetric_exponential(SIZE))
     found = fleet.run(ChocoSGD(0.0, 0.1, compressor), scattered(), still, 1500).x
     assert (found - scattered().mean(0)).abs().max() < 1e-8
+
+
+# What they take
+
+COMPRESSING: list[Callable[[Compressor], Algorithm]] = [
+    lambda compressor: ChocoSGD(1 / 32, 0.25, compressor),
+    lambda compressor: DeepSqueeze(1 / 32, 0.125, compressor),
+    lambda compressor: BEER(1 / 16, 0.25, compressor),
+    lambda compressor: LowPrecision(1 / 32, compressor),
+    lambda compressor: Momentum(ChocoSGD(1 / 32, 0.25, compressor), 0.5),
+]
+
+
+@pytest.mark.parametrize("compressor", [RandomK(0.1, scaled=True), RandomK(0.3, scaled=True), QSGD(1)], ids=str)
+@pytest.mark.parametrize("make", COMPRESSING, ids=lambda make: type(make(Identity())).__name__)
+def test_what_is_no_contraction_is_refused_where_it_runs_away(
+    make: Callable[[Compressor], Algorithm], compressor: Compressor
+) -> None:
+    fleet = StackedFleet(symmetric_exponential(SIZE), seed=3)
+    with pytest.raises(ValueError, match=r"needs a compressor that is a contraction.*for 10 numbers.*or Shrunk\("):
+        fleet.run(make(compressor), START, gradients(), 1)
+    assert not fleet.run(make(compressor), START, gradients(), 400, unchecked="contraction").x.norm() < 1e5
+
+
+@pytest.mark.parametrize("compressor", [RandomK(0.1, scaled=True), RandomK(0.3, scaled=True), QSGD(1)], ids=str)
+def test_shrunk_they_are_taken_and_converge(compressor: Compressor) -> None:
+    fleet = StackedFleet(symmetric_exponential(SIZE), seed=3)
+    found = fleet.run(ChocoSGD(0.0, 0.05, Shrunk(compressor)), scattered(), still, 4000).x
+    assert (found - scattered().mean(0)).abs().max() < 1e-6
+
+
+def test_real_agents_refuse_it_too() -> None:
+    def one() -> None:
+        with pytest.raises(ValueError, match="contraction"):
+            run(ChocoSGD(0.1, 0.2, QSGD(1)), START, still, ring(2), 1)
+
+    shoal.Fleet(2).run(one)
 
 
 # What they keep

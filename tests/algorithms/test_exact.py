@@ -19,7 +19,7 @@ START = torch.randn(SIZE, DIMENSION, dtype=torch.float64, generator=torch.Genera
 
 
 def after(algorithm: Algorithm, steps: int, start: torch.Tensor = START) -> torch.Tensor:
-    return StackedFleet(ring(SIZE)).run(algorithm, start, GRADIENT, steps).x
+    return steps_of(algorithm, start, GRADIENT, StackedMix(ring(SIZE)), steps).x
 
 
 def unchecked(algorithm: Algorithm, topology: Circulant | OnePeerExponential, steps: int) -> float:
@@ -75,15 +75,56 @@ def test_the_step_of_nids_does_not_depend_on_the_network_and_that_of_extra_does(
     assert not unchecked(EXTRA(1.9 / curvature), ring(SIZE), 700) < 1e3
 
 
-@pytest.mark.parametrize("own", [0.34, 1 / 3])
-def test_exact_diffusion_converges_down_to_an_eigenvalue_of_minus_a_third(own: float) -> None:
+@pytest.mark.parametrize("own", [0.34, 0.36])
+def test_exact_diffusion_converges_above_an_eigenvalue_of_minus_a_third(own: float) -> None:
     check("ExactDiffusion", ExactDiffusion(LR).needs, weighted_ring(own))
     assert unchecked(ExactDiffusion(LR), weighted_ring(own), 700) < 1e-9
 
 
+def spread(algorithm: Algorithm, topology: Circulant, steps: int) -> float:
+    """Of agents that have nothing but noise for their gradients, where it was largest."""
+    noise = torch.Generator().manual_seed(2)
+    start = torch.zeros(SIZE, 4, dtype=torch.float64)
+    run = steps_of(
+        algorithm,
+        start,
+        lambda x: torch.randn(x.shape, generator=noise, dtype=x.dtype),
+        StackedMix(topology),
+        steps,
+        measure=lambda x: {"spread": float((x - x.mean(0)).norm())},
+        every=10,
+    )
+    return float(run.column("spread").max())
+
+
+def test_at_an_eigenvalue_of_minus_a_third_noise_adds_up_without_end_and_a_little_above_it_does_not() -> None:
+    ring_of_thirds, above = weighted_ring(1 / 3), weighted_ring(0.36)
+    assert spread(ExactDiffusion(LR), ring_of_thirds, 8000) > 2 * spread(ExactDiffusion(LR), ring_of_thirds, 800)
+    for algorithm, topology in ((ExactDiffusion(LR), above), (ExactDiffusion(LR, lazy=True), ring_of_thirds)):
+        short, long = (spread(algorithm, topology, steps) for steps in (800, 8000))
+        assert short <= long < 1.5 * short
+
+
+@pytest.mark.parametrize("own", [1 / 3, 0.3335])
+def test_exact_diffusion_is_refused_at_an_eigenvalue_of_minus_a_third(own: float) -> None:
+    with pytest.raises(ValueError, match=r"the smallest is -0\.333.*noise of gradients adds up.*lazy=True"):
+        StackedFleet(weighted_ring(own)).run(ExactDiffusion(LR), START, GRADIENT, 1)
+
+
+def test_a_condition_that_is_named_is_not_checked() -> None:
+    fleet, lazy = StackedFleet(OnePeerExponential(SIZE)), ExactDiffusion(LR, lazy=True)
+    waived = ("static", "symmetric")
+    found = fleet.run(lazy, START, GRADIENT, 700, unchecked=waived).x
+    assert (found - optimum()).abs().max() < 1e-9
+    with pytest.raises(ValueError, match=r"to be symmetric, and W is not .*unchecked='symmetric' leaves this"):
+        fleet.run(lazy, START, GRADIENT, 1, unchecked="static")
+    with pytest.raises(ValueError, match=r"unchecked='statc': ExactDiffusion needs no such thing.*'static', 'doubly"):
+        fleet.run(lazy, START, GRADIENT, 1, unchecked="statc")
+
+
 @pytest.mark.parametrize("own", [0.30, 0.1])
 def test_exact_diffusion_is_refused_below_an_eigenvalue_of_minus_a_third_where_it_diverges(own: float) -> None:
-    with pytest.raises(ValueError, match=r"smallest eigenvalue of W is -0\.[48].*lazy=True"):
+    with pytest.raises(ValueError, match=r"the smallest is -0\.[48].*differences grow.*lazy=True"):
         StackedFleet(weighted_ring(own)).run(ExactDiffusion(LR), START, GRADIENT, 1)
     assert not unchecked(ExactDiffusion(LR), weighted_ring(own), 300) < 1e3
 

@@ -11,18 +11,33 @@ from shoal.algorithms import (
     Algorithm,
     AveragedMomentum,
     DecentLaM,
+    DecentralizedSVRG,
     DualAveraging,
     ExactDiffusion,
+    GossipPGA,
     GradientDescent,
     GradientTracking,
     LocalSteps,
     Momentum,
     QuasiGlobalMomentum,
+    Run,
     check,
 )
+from shoal.algorithms.growth import growth
+from shoal.algorithms.needs import Facts
 from shoal.algorithms.run import steps_of
 from shoal.sim import StackedFleet, StackedMix
-from shoal.topology import Circulant, OnePeerExponential, OnePeerHypercube, Schedule
+from shoal.topology import (
+    Circulant,
+    InnerOuterRing,
+    OnePeerExponential,
+    OnePeerHypercube,
+    Schedule,
+    ShiftOne,
+    StarGraph,
+    as_schedule,
+    with_metropolis_hastings_weights,
+)
 from shoal.topology.circulant import exponential, ring
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_gradient_descent
 from support.least_squares import DIMENSION, SIZE, optimum
@@ -183,8 +198,91 @@ def test_quasi_global_momentum_is_refused_where_it_swings_up_the_differences_bet
     little = Circulant(SIZE, {0: 0.1, 1: 0.45, -1: 0.45})
     for topology, beta in ((ring(SIZE, connect_style=2), 0.9), (little, 0.5)):
         algorithm = QuasiGlobalMomentum(0.01, beta)
-        with pytest.raises(ValueError, match=r"die out under its momentum, and with beta=.* its eigenvalue"):
+        with pytest.raises(
+            ValueError, match=r"die out under its momentum, and without any gradient they grow 1\..* times"
+        ):
             StackedFleet(topology).run(algorithm, START, GRADIENT, 1)
         assert not unchecked(algorithm, topology, 3000) < 1e3
     assert unchecked(QuasiGlobalMomentum(0.01, 0.9), little, 3000) < 1
     check("it", QuasiGlobalMomentum(0.01, 0.9).needs, little)
+
+
+def growth_seen(algorithm: Algorithm, topology: Schedule) -> float:
+    """By which differences between agents grow in a step without any gradient, when they have done so for a while."""
+    cycle = algorithm.cycle(topology.period or 1)
+    steps = cycle * -(-150 // cycle)
+    start = torch.randn(topology.size, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def still(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    def apart(run: Run) -> float:
+        return float(torch.stack([one - one.mean(0) for one in (run.x, *run.state)]).norm())
+
+    first = steps_of(algorithm, start - start.mean(0), still, StackedMix(topology), steps)
+    second = steps_of(algorithm, start, still, StackedMix(topology), steps, resume=first)
+    return (apart(second) / apart(first)) ** (1 / steps)
+
+
+SWINGS = [
+    (QuasiGlobalMomentum(0.1, 0.8), ShiftOne(10), False),
+    (QuasiGlobalMomentum(0.1, 0.8), ShiftOne(12), True),
+    (QuasiGlobalMomentum(0.1, 0.9), ShiftOne(12), False),
+    (QuasiGlobalMomentum(0.1, 0.9), ShiftOne(16), True),
+    (QuasiGlobalMomentum(0.1, 0.9, nesterov=True), ShiftOne(16), True),
+    (QuasiGlobalMomentum(0.1, 0.9), InnerOuterRing(20, 4), True),
+    (Momentum(QuasiGlobalMomentum(0.1, 0.8), 0.5), ShiftOne(12), True),
+    (DecentralizedSVRG(QuasiGlobalMomentum(0.1, 0.8), 5), ShiftOne(12), True),
+    (LocalSteps(QuasiGlobalMomentum(0.1, 0.9), 4), OnePeerExponential(16), False),
+    (LocalSteps(QuasiGlobalMomentum(0.1, 0.9), 8), OnePeerExponential(16), True),
+    (LocalSteps(QuasiGlobalMomentum(0.1, 0.9), 16), ring(8), True),
+    (LocalSteps(GossipPGA(QuasiGlobalMomentum(0.1, 0.9), 1), 16), ring(8), False),
+    (GossipPGA(LocalSteps(QuasiGlobalMomentum(0.1, 0.9), 8), 80), OnePeerExponential(16), False),
+    (GossipPGA(QuasiGlobalMomentum(0.1, 0.8), 5), ShiftOne(16), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topology", "refused"), SWINGS, ids=[f"{one} on {topology.describe()}" for one, topology, _ in SWINGS]
+)
+def test_momentum_of_the_averaging_is_refused_just_where_it_swings_up_without_a_gradient(
+    algorithm: Algorithm, topology: Schedule, refused: bool
+) -> None:
+    seen, found = growth_seen(algorithm, topology), growth(algorithm, Facts(topology))
+    assert (seen > 1) == (found > 1) == refused
+    if refused:
+        assert found == pytest.approx(seen, rel=0.01)
+        with pytest.raises(ValueError, match=r"die out under its momentum.*unchecked='differences die out'"):
+            check("it", algorithm.needs, topology)
+    else:
+        check("it", algorithm.needs, topology)
+    check("it", algorithm.needs, topology, unchecked="differences die out")
+
+
+def test_the_ways_to_find_the_growth_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eigenvectors, the matrix of the whole period, and the iteration, on what all three can do."""
+    from shoal.algorithms import growth as module
+
+    star = as_schedule(with_metropolis_hastings_weights(StarGraph(SIZE).to_undirected()))
+    for topology, algorithm in (
+        (ring(SIZE, connect_style=2), QuasiGlobalMomentum(0.01, 0.9)),
+        (OnePeerExponential(SIZE), LocalSteps(QuasiGlobalMomentum(0.01, 0.9), 8)),
+        (star, LocalSteps(QuasiGlobalMomentum(0.01, 0.8), 32)),
+    ):
+        by_modes = growth(algorithm, Facts(topology))
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_eigenvalues", lambda facts, rounds: None)
+            by_matrix = growth(algorithm, Facts(topology))
+            patch.setattr(module, "DENSE_LIMIT", 0)
+            by_iteration = growth(algorithm, Facts(topology))
+        assert by_modes > 1.0001
+        assert by_matrix == pytest.approx(by_modes, rel=1e-9)
+        assert by_iteration == pytest.approx(by_modes, rel=1e-3)
+
+
+def test_fleets_of_many_are_looked_at_too() -> None:
+    check("it", QuasiGlobalMomentum(0.01, 0.9).needs, OnePeerExponential(20_000))
+    with pytest.raises(ValueError, match="grow"):
+        check("it", LocalSteps(QuasiGlobalMomentum(0.01, 0.9), 8).needs, OnePeerExponential(20_000))
+    with pytest.raises(ValueError, match="grow"):
+        check("it", QuasiGlobalMomentum(0.01, 0.9).needs, ShiftOne(600))

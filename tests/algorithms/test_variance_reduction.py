@@ -68,15 +68,15 @@ def test_it_takes_the_whole_gradient_once_a_period() -> None:
 
 def test_on_whole_gradients_it_is_the_algorithm_itself() -> None:
     fleet, gradient = StackedFleet(ring(SIZE)), gradients(SIZE)
-    plain = fleet.run(ExactDiffusion(LR), START, gradient, 40).x
-    reduced = fleet.run(DecentralizedSVRG(ExactDiffusion(LR), 7), START, gradient, 40).x
+    plain = fleet.run(ExactDiffusion(LR, lazy=True), START, gradient, 40).x
+    reduced = fleet.run(DecentralizedSVRG(ExactDiffusion(LR, lazy=True), 7), START, gradient, 40).x
     assert (reduced - plain).abs().max() < 1e-12
 
 
 def test_from_samples_it_finds_the_optimum_where_exact_diffusion_alone_stays_in_a_ball() -> None:
     fleet, gradient = StackedFleet(ring(SIZE), seed=4), per_agent(loss, *problem(), batch=BATCH)
-    reduced = fleet.run(DecentralizedSVRG(ExactDiffusion(LR), period=20), ORIGIN, gradient, 1200).x
-    alone = fleet.run(ExactDiffusion(LR), ORIGIN, gradient, 300).x
+    reduced = fleet.run(DecentralizedSVRG(ExactDiffusion(LR, lazy=True), period=20), ORIGIN, gradient, 1200).x
+    alone = fleet.run(ExactDiffusion(LR, lazy=True), ORIGIN, gradient, 300).x
     assert (reduced - optimum()).abs().max() < 1e-8
     assert (alone - optimum()).abs().max() > 0.05
 
@@ -98,14 +98,14 @@ def test_it_answers_what_the_algorithm_answers() -> None:
 def on_samples() -> list[float]:
     A, b = problem(4)
     gradient = own(loss, A[shoal.rank()], b[shoal.rank()], batch=BATCH)
-    algorithm = DecentralizedSVRG(Momentum(ExactDiffusion(0.02), 0.5), period=7)
+    algorithm = DecentralizedSVRG(Momentum(ExactDiffusion(0.02, lazy=True), 0.5), period=7)
     found: list[float] = run(algorithm, ORIGIN, gradient, ring(4), 100, seed=6).x.tolist()
     return found
 
 
 @pytest.mark.transport("threads")
 def test_real_agents_draw_the_samples_of_the_stacked_fleet() -> None:
-    algorithm = DecentralizedSVRG(Momentum(ExactDiffusion(0.02), 0.5), period=7)
+    algorithm = DecentralizedSVRG(Momentum(ExactDiffusion(0.02, lazy=True), 0.5), period=7)
     stacked = StackedFleet(ring(4), seed=6).run(algorithm, ORIGIN, per_agent(loss, *problem(4), batch=BATCH), 100).x
     real = torch.tensor(shoal.Fleet(4, timeout=20.0).run(on_samples), dtype=torch.float64)
     assert (real - stacked).abs().max() < 1e-12
@@ -114,7 +114,7 @@ def test_real_agents_draw_the_samples_of_the_stacked_fleet() -> None:
 def test_it_needs_what_the_algorithm_needs() -> None:
     with pytest.raises(ValueError, match=r"DecentralizedSVRG needs W to be static"):
         fleet = StackedFleet(OnePeerExponential(SIZE))
-        fleet.run(DecentralizedSVRG(ExactDiffusion(LR), 20), START, gradients(SIZE), 1)
+        fleet.run(DecentralizedSVRG(ExactDiffusion(LR, lazy=True), 20), START, gradients(SIZE), 1)
 
 
 def test_what_it_cannot_stand_in_for_is_refused() -> None:

@@ -361,7 +361,9 @@ def test_a_state_of_other_agents_is_refused_with_the_remedy(fleet: Fleets) -> No
 def test_a_state_from_before_the_first_step_begins_anew(fleet: Fleets) -> None:
     def run() -> bool:
         model = deepcopy(MODEL)
-        optimizer = shoal.DecentralizedOptimizer(sgd(model), model, ExactDiffusion(1.0), topology=shoal.RingGraph(SIZE))
+        optimizer = shoal.DecentralizedOptimizer(
+            sgd(model), model, ExactDiffusion(1.0, lazy=True), topology=shoal.RingGraph(SIZE)
+        )
         start, ends = deepcopy((model.state_dict(), optimizer.state_dict())), []
         for _ in range(2):
             model.load_state_dict(start[0])

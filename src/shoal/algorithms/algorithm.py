@@ -87,6 +87,10 @@ class Algorithm(ABC):
         """What the mixing must be for the algorithm to converge to what it says; checked before the first step."""
         return ()
 
+    def cycle(self, rounds: int) -> int:
+        """After how many steps what it does with W comes again, where the topology does after so many rounds."""
+        return rounds
+
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> Any:
         """The state before the first step: a tuple of tensors, empty if nothing is remembered."""
         return ()

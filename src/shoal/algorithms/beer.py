@@ -11,7 +11,7 @@ from ..compression import Compressor, TopK
 from ..topology.circulant import symmetric_exponential
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
-from .choco import STATIC_COPIES
+from .choco import STATIC_COPIES, contraction
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, SYMMETRIC, Need
 
@@ -41,7 +41,7 @@ class BEER(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED
+        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED, contraction(self.compressor)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         g, zero = grad(x), torch.zeros_like(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,9 +13,27 @@ from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
-from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Need
+from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Facts, Need
 
 STATIC_COPIES = replace(STATIC, remedy="Take a static graph, or DeepSqueeze, which keeps no copies of its neighbours.")
+
+
+def contraction(compressor: Compressor) -> Need:
+    """Its messages bring nearer what they are to say, in the mean: else their errors feed on each other."""
+
+    def problem(facts: Facts) -> str:
+        d = facts.dimension
+        if d is None or compressor.delta(d) > 0:
+            return ""
+        omega = compressor.omega(d)
+        known = "for which no bound is known" if omega == math.inf else f"whose error may be {omega:.3g} |x|^2"
+        return f"this is {compressor!r}, {known} for {d} numbers"
+
+    remedy = "Take TopK, RandomK without scaled=True, or QSGD with more levels"
+    if compressor.unbiased:
+        remedy += f"; or Shrunk({compressor!r}), which divides it by 1 + omega"
+    wanted = "a compressor that is a contraction, E |C(x) - x|^2 < |x|^2"
+    return Need("contraction", problem, f"{remedy}. One of your own says by omega(d) what its error is.", wanted)
 
 
 @dataclass(frozen=True)
@@ -40,7 +59,7 @@ class ChocoSGD(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED
+        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED, contraction(self.compressor)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return torch.zeros_like(x), torch.zeros_like(x)
@@ -76,7 +95,7 @@ class DeepSqueeze(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED
+        return DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED, contraction(self.compressor)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return (torch.zeros_like(x),)

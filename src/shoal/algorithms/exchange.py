@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import networkx as nx
 import torch
@@ -95,6 +95,7 @@ def run(
     every: int = 1,
     progress: bool = False,
     resume: Run | None = None,
+    unchecked: str | Iterable[str] = (),
 ) -> Run:
     """Run an algorithm on the agents that there are: each calls it with its own ``x`` ``[d]`` and its own gradient.
 
@@ -103,7 +104,7 @@ def run(
     Raises:
         ValueError: The mixing is not what the algorithm needs; the message says which condition fails.
     """
-    check(type(algorithm).__name__, algorithm.needs, topology)
+    check(type(algorithm).__name__, algorithm.needs, topology, dimension=x.shape[-1], unchecked=unchecked)
     mix = Exchange(topology, seed)
     # Of many bars in one terminal nobody could read any.
     shown = progress and mix.rank == 0

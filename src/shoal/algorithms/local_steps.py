@@ -7,6 +7,7 @@ and then the mean of all (Stich 2018, arXiv:1805.09767).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient
 from .catalog import Entry, register
 from .gradient_descent import GradientDescent
+from .growth import with_wrapper
 from .mix import EVERYBODY, Mix
 from .needs import LINKS, STATIC, TREE, Need
 from .tracking import GradientTracking
@@ -46,7 +48,7 @@ class _Sometimes(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return self.algorithm.needs
+        return with_wrapper(self, self.algorithm.needs)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> Any:
         return self.algorithm.init(x, grad, mix)
@@ -77,6 +79,9 @@ class LocalSteps(_Sometimes):
         if isinstance(self.algorithm, LocalSteps):
             raise ValueError("LocalSteps of LocalSteps: pass the algorithm itself, and the product of the two counts")
 
+    def cycle(self, rounds: int) -> int:
+        return self.every * self.algorithm.cycle(rounds)
+
     def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
         step = mix.round
         if (step + 1) % self.every:
@@ -105,6 +110,9 @@ class GossipPGA(_Sometimes):
     """
 
     source: ClassVar[str] = "Chen, Yuan, Zhang, Pan, Xu, Yin 2021, arXiv:2105.09080"
+
+    def cycle(self, rounds: int) -> int:
+        return math.lcm(self.every, self.algorithm.cycle(rounds))
 
     def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
         everybody = (mix.round + 1) % self.every == 0

@@ -11,7 +11,7 @@ from ..compression import Compressor, MinMaxUInt8
 from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
-from .choco import STATIC_COPIES
+from .choco import STATIC_COPIES, contraction
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, SYMMETRIC, Need
 
@@ -46,7 +46,7 @@ class LowPrecision(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED
+        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED, contraction(self.compressor)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return (mix(x),)

@@ -9,17 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from ..topology.circulant import ring
-from ..topology.window import DENSE_LIMIT
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .exact import ExactDiffusion
 from .gradient_descent import GradientDescent
+from .growth import dies_out, with_wrapper
 from .mix import Mix
-from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Facts, Need
+from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Need
 
 
 def require_one_gradient(what: str, algorithm: Algorithm) -> None:
@@ -78,7 +77,10 @@ class Momentum(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return self.algorithm.needs
+        return with_wrapper(self, self.algorithm.needs)
+
+    def cycle(self, rounds: int) -> int:
+        return self.algorithm.cycle(rounds)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return torch.zeros_like(x), *self.algorithm.init(x, grad, mix)
@@ -149,9 +151,9 @@ class QuasiGlobalMomentum(_OneMomentum):
     arXiv:2102.04761). With Nesterov's, ``g + beta (beta m + g)`` in the brackets.
 
     Where it comes to rest ``m`` is zero, so it ends where GradientDescent with the same ``lr`` does; with Nesterov's,
-    where it does with ``(1 + beta) lr``. Averaging with neighbours has momentum too: on long one-way rings, and where
-    agents give themselves little weight, it swings itself up, which is checked for a static W of up to 512 agents.
-    State: ``m``, as ``x``.
+    where it does with ``(1 + beta) lr``. Averaging with neighbours has momentum too, and may swing itself up: on long
+    one-way rings, where agents give themselves little weight, where one that changes mixes slowly, and where exchanges
+    are rare, as in LocalSteps. That is checked (``growth.py``). State: ``m``, as ``x``.
 
     Args:
         lr: The step.
@@ -169,7 +171,7 @@ class QuasiGlobalMomentum(_OneMomentum):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, CONNECTED, _dies_out(self.beta, self._stays)
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self)
 
     @property
     def _stays(self) -> float:
@@ -226,35 +228,6 @@ def _per_step(change: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
     if isinstance(lr, torch.Tensor):
         return torch.where(lr == 0, 0, change / torch.where(lr == 0, 1, lr))
     return change / lr if lr else torch.zeros_like(change)
-
-
-def _dies_out(beta: float, mu: float) -> Need:
-    """What quasi-global momentum makes of each disagreement between agents must shrink, gradients or not.
-
-    Along an eigenvector of W, with eigenvalue w, a step takes ``(x, lr m)`` to ``(w x - w beta lr m, (1 - mu) (1 - w)
-    x + (mu + beta (1 - mu) w) lr m)``: two numbers, whose matrix has its eigenvalues from its trace and determinant.
-    """
-
-    def problem(facts: Facts) -> str:
-        if not facts.static or facts.size > DENSE_LIMIT:
-            return ""
-        weights = facts.rounds[0]
-        W = np.zeros((facts.size, facts.size))
-        W[weights.destination, weights.source] = weights.mix
-        found = np.linalg.eigvals(W).astype(np.complex128)
-        trace, determinant = found + mu + beta * (1 - mu) * found, found * (mu + beta * (1 - mu))
-        root = np.sqrt(trace**2 - 4 * determinant)
-        growth = np.maximum(abs(trace + root), abs(trace - root)) / 2
-        worst = int(growth.argmax())
-        if growth[worst] < 1 + 1e-6:
-            return ""
-        return f"with beta={beta} its eigenvalue {found[worst]:.3f} makes them grow {growth[worst]:.3f} times in a step"
-
-    return Need(
-        "such that differences die out under its momentum",
-        problem,
-        "Give agents more weight of their own, add edges, or take Momentum(GradientDescent(lr), beta).",
-    )
 
 
 def _check_beta(share: float, name: str = "beta") -> None:

@@ -19,9 +19,15 @@ LOOKED_AT = 64
 
 
 class Facts:
-    """What is known of a topology: of each of its rounds, or of all together."""
+    """What is known of a topology: of each of its rounds, or of all together.
 
-    def __init__(self, topology: nx.Graph | Schedule) -> None:
+    Args:
+        topology: A graph with its weights, or a schedule.
+        dimension: How many parameters an agent has, if that is known.
+    """
+
+    def __init__(self, topology: nx.Graph | Schedule, dimension: int | None = None) -> None:
+        self.dimension = dimension
         self.schedule = as_schedule(topology)
         self.size = self.schedule.size
         period = self.schedule.period
@@ -43,7 +49,7 @@ class Facts:
         from ..topology.spectrum import smallest_eigenvalue
 
         found = smallest_eigenvalue(self.schedule)
-        return float(found.value)
+        return found.value - found.error
 
 
 @dataclass(frozen=True)
@@ -51,14 +57,20 @@ class Need:
     """A condition.
 
     Attributes:
-        name: What it is called, for the table of the algorithms.
+        name: What it is called: in the table of the algorithms, and by those who waive it.
         problem: What is wrong with a topology; empty if nothing is.
         remedy: What to do about it.
+        wanted: What an algorithm needs, in a sentence; "W to be ..." and the name if not given.
     """
 
     name: str
     problem: Callable[[Facts], str]
     remedy: str
+    wanted: str = ""
+
+    def told(self, problem: str, topology: str) -> str:
+        """The condition, what is wrong with the topology, and what to do about it."""
+        return f"{self.wanted or f'W to be {self.name}'}, and {problem} ({topology}). {self.remedy}"
 
 
 def _sums(of: str, weights: RoundWeights) -> str:
@@ -75,8 +87,12 @@ def _rows(facts: Facts) -> str:
     return facts.first(lambda weights: _sums("row", weights))
 
 
+def _columns(facts: Facts) -> str:
+    return facts.first(lambda weights: _sums("column", weights))
+
+
 def _doubly(facts: Facts) -> str:
-    return _rows(facts) or facts.first(lambda weights: _sums("column", weights))
+    return _rows(facts) or _columns(facts)
 
 
 def _symmetric(facts: Facts) -> str:
@@ -153,6 +169,7 @@ def _reaches_all(size: int, edges: Ranks) -> bool:
 
 CONNECTED = Need("connected", _connected, "Add edges until every agent can reach every other.")
 ROW_STOCHASTIC = Need("row stochastic", _rows, "Let the weights that each agent gives itself and its sources sum to 1.")
+COLUMN_STOCHASTIC = Need("column stochastic", _columns, "Let the shares that each agent gives away and keeps sum to 1.")
 DOUBLY_STOCHASTIC = Need(
     "doubly stochastic",
     _doubly,
@@ -166,32 +183,58 @@ LINKS = Need("links both ways", _links, "Take an undirected graph.")
 TREE = Need("spanning tree", _tree, "Take shoal.topology.SpanningTreeGraph or ChainGraph.")
 
 
-def eigenvalue_above(bound: float, instead: str) -> Need:
-    """The smallest eigenvalue of a symmetric static W lies above (or, to rounding, at) a bound."""
+def first_problem(needs: Iterable[Need], facts: Facts) -> tuple[Need, str] | None:
+    """The first condition that fails, with what is wrong; None if all hold, as they do for an agent alone."""
+    if facts.size > 1:
+        for need in needs:
+            problem = need.problem(facts)
+            if problem:
+                return need, problem
+    return None
 
-    def problem(facts: Facts) -> str:
-        found = facts.smallest_eigenvalue
-        return "" if found >= bound - 1e-9 else f"the smallest eigenvalue of W is {found:.4f}"
 
-    return Need(f"smallest eigenvalue at least {bound:.3g}", problem, instead)
+def without(unchecked: str | Iterable[str], what: str, needs: Iterable[Need]) -> list[Need]:
+    """The conditions that are left where some are waived by name.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    waived = {unchecked} if isinstance(unchecked, str) else set(unchecked)
+    wanted = list(needs)
+    names = list(dict.fromkeys(need.name for need in wanted))
+    for name in sorted(waived.difference(names)):
+        raise ValueError(
+            f"unchecked={name!r}: {what} needs no such thing; what it needs and checks is "
+            + (", ".join(repr(one) for one in names) or "nothing")
+        )
+    return [need for need in wanted if need.name not in waived]
 
 
-def check(what: str, needs: Iterable[Need], topology: nx.Graph | Schedule) -> None:
-    """Refuse a mixing that an algorithm cannot converge on.
+def check(
+    what: str,
+    needs: Iterable[Need],
+    topology: nx.Graph | Schedule,
+    *,
+    dimension: int | None = None,
+    unchecked: str | Iterable[str] = (),
+) -> None:
+    """Refuse what an algorithm cannot converge on.
 
     Args:
         what: The algorithm, for the message.
         needs: What it needs, the simplest first: the first that fails is told.
+        topology: A graph with its weights, or a schedule.
+        dimension: How many parameters an agent has; without it nothing is said about compressors.
+        unchecked: The names of conditions to leave out, for who knows better: they are sufficient, not all necessary.
 
     Raises:
-        ValueError: Which condition fails, and what to use instead.
+        ValueError: Which condition fails, and what to use instead; or ``unchecked`` names one that there is not.
     """
-    facts = Facts(topology)
-    if facts.size == 1:
-        return
-    for need in needs:
-        problem = need.problem(facts)
-        if problem:
-            raise ValueError(
-                f"{what} needs W to be {need.name}, and {problem} ({facts.schedule.describe()}). {need.remedy}"
-            )
+    facts = Facts(topology, dimension)
+    found = first_problem(without(unchecked, what, needs), facts)
+    if found is not None:
+        need, problem = found
+        raise ValueError(
+            f"{what} needs {need.told(problem, facts.schedule.describe())} "
+            f"(unchecked={need.name!r} leaves this condition out, for who knows that it is not needed.)"
+        )

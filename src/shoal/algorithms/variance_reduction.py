@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .exact import ExactDiffusion
 from .gradient_descent import GradientDescent
+from .growth import with_wrapper
 from .mix import Mix
 from .momentum import require_one_gradient
 from .needs import Need
@@ -50,7 +52,10 @@ class DecentralizedSVRG(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return self.algorithm.needs
+        return with_wrapper(self, self.algorithm.needs)
+
+    def cycle(self, rounds: int) -> int:
+        return math.lcm(self.period, self.algorithm.cycle(rounds))
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return x, grad.full(x), *self.algorithm.init(x, grad, mix)
@@ -79,7 +84,7 @@ register(
 register(
     Entry(
         "decentralized SVRG, exact diffusion",
-        lambda: DecentralizedSVRG(ExactDiffusion(0.05), period=20),
+        lambda: DecentralizedSVRG(ExactDiffusion(0.05, lazy=True), period=20),
         ring,
         1,
         "Convex problems on samples, to the optimum, on one undirected graph.",

@@ -8,6 +8,7 @@ on the decompressed tensors: the books count the short messages, and between rea
 from .compressor import Compressor as Compressor
 from .compressor import Draws as Draws
 from .compressor import Identity as Identity
+from .compressor import Shrunk as Shrunk
 from .quantise import QSGD as QSGD
 from .quantise import MinMaxUInt8 as MinMaxUInt8
 from .quantise import Sign as Sign

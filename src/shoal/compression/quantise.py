@@ -20,8 +20,12 @@ class QSGD(Compressor):
     """Whole multiples of a step, rounded up or down at random so that the mean is ``x``.
 
     After Alistarh et al. 2017, arXiv:1610.02132. The step is the least power of two that is no smaller than
-    ``norm / levels``. There is no entropy coding: each number takes the same bits. ``delta = 1 - d / levels^2``, since
-    the variance of a number is at most ``step^2 / 4`` and the step less than ``2 norm / levels``.
+    ``norm / levels``. There is no entropy coding: each number takes the same bits.
+
+    The step is less than ``2 norm / levels``, and the variance of a number a below it is ``a (step - a)``, of any at
+    most ``step^2 / 4`` and ``a step``. So omega is at most ``d / levels^2`` and ``2 sqrt(d) / levels`` with the
+    euclidean norm. With the max norm the worst are one number as large as the norm and d - 1 small ones, for which it
+    is ``1 / levels^2 + (sqrt(1 + 4 (d - 1) / levels^2) - 1) / 2``: below 1 while d is below about ``2 levels^2``.
 
     Args:
         levels: The largest multiple; 127 makes 8 bits a number, 7 four, 1 two.
@@ -56,8 +60,11 @@ class QSGD(Compressor):
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return -(-d * (2 * self.levels).bit_length() // 8) + dtype.itemsize
 
-    def delta(self, d: int) -> float:
-        return max(0.0, 1 - d / self.levels**2)
+    def omega(self, d: int) -> float:
+        fineness = self.levels**2
+        if self.norm == "euclidean":
+            return min(d / fineness, 2 * math.sqrt(d / fineness))
+        return 1 / fineness + (math.sqrt(1 + 4 * (d - 1) / fineness) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,8 @@ class Sign(Compressor):
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return -(-d // 8) + dtype.itemsize
 
-    def delta(self, d: int) -> float:
-        return 8 / (9 * d)
+    def omega(self, d: int) -> float:
+        return 1 - 8 / (9 * d)
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,9 @@ class MinMaxUInt8(Compressor):
 
     ``scale = 255 / (max - min + eps)``, ``top = round(scale max)``; a number travels as ``round(scale x) - top + 255``,
     and arrives within half a step. (Gan et al. 2021, arXiv:2107.01499, and the MinMaxUInt8 kernel of BAGUA.)
-    Deterministic and biased. Vectors much smaller than ``eps`` become zero, so no delta holds for every ``x``.
+    Deterministic and biased. Zero is one of what it sends, so that the error of a number is never above the number, and
+    at most 1/127 of the largest where the numbers of a chunk differ by ``eps`` or more. ``omega`` is what follows for
+    those; where they differ by less, small numbers may become zero, an error of at most ``eps`` each.
 
     With the ``eps`` and the ``dyadic`` that it has if none is given, float32 and float16 are the kernel's bit for bit:
     it computes in float32, and so does this for all of 32 bits or fewer. It differs where the kernel's number does not
@@ -133,6 +142,11 @@ class MinMaxUInt8(Compressor):
 
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return d + 2 * dtype.itemsize * -(-d // (self.chunk or d))
+
+    def omega(self, d: int) -> float:
+        # Worst are one number, and all others at 1/127 of it, which are lost.
+        numbers, lost = min(self.chunk or d, d), 127.0**-2
+        return numbers * lost / (1 + (numbers - 1) * lost)
 
 
 def _divided(number: float, x: torch.Tensor) -> torch.Tensor:

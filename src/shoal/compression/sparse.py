@@ -34,8 +34,8 @@ class TopK(Compressor):
         count = _count(self.share, d)
         return count * dtype.itemsize + min(4 * count, -(-d // 8))
 
-    def delta(self, d: int) -> float:
-        return _count(self.share, d) / d
+    def omega(self, d: int) -> float:
+        return 1 - _count(self.share, d) / d
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class RandomK(Compressor):
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return _count(self.share, d) * dtype.itemsize
 
-    def delta(self, d: int) -> float:
+    def omega(self, d: int) -> float:
         kept = _count(self.share, d) / d
-        return max(0.0, 2 - 1 / kept) if self.scaled else kept
+        return 1 / kept - 1 if self.scaled else 1 - kept
 
 
 def _check(share: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import networkx as nx
@@ -11,8 +11,9 @@ import torch
 from ..algorithms.algorithm import Algorithm, Gradient
 from ..algorithms.exchange import Exchange
 from ..algorithms.needs import check
-from ..runtime.identity import load_topology
+from ..runtime.agent import current
 from ..topology.schedule import Schedule
+from .balance import schedule_of
 from .buckets import Bucket
 from .flight import Flight
 from .local import LocalStep
@@ -38,17 +39,24 @@ class Equation(Way):
         flight: The parameters, in one bucket.
         local: The local step.
         algorithm: Its equation.
-        topology: A graph or a schedule; the static topology if there is none.
+        topology: A graph or a schedule, which has been checked; the static topology if there is none.
         name: What the exchanges are matched by.
+        unchecked: Conditions that the static topology need not fulfil.
     """
 
     equation = "an algorithm's own"
 
     def __init__(
-        self, flight: Flight, local: LocalStep, algorithm: Algorithm, topology: nx.Graph | Schedule | None, name: str
+        self,
+        flight: Flight,
+        local: LocalStep,
+        algorithm: Algorithm,
+        topology: nx.Graph | Schedule | None,
+        name: str,
+        unchecked: str | Iterable[str],
     ) -> None:
         super().__init__(flight, local)
-        self._algorithm, self._topology, self._name = algorithm, topology, name
+        self._algorithm, self._topology, self._name, self._unchecked = algorithm, topology, name, unchecked
         self._rates = Rates(local.optimizer)
         self._mix: Exchange | None = None
         self._x: torch.Tensor | None = None
@@ -104,8 +112,11 @@ class Equation(Way):
 
     def _exchange(self) -> Exchange:
         if self._mix is None:
-            topology = load_topology() if self._topology is None else self._topology
-            check(type(self._algorithm).__name__, self._algorithm.needs, topology)
+            topology = self._topology
+            if topology is None:
+                topology = schedule_of(current("optimizer.step").topology)
+                what, numel = type(self._algorithm).__name__, self._bucket().numel
+                check(what, self._algorithm.needs, topology, dimension=numel, unchecked=self._unchecked)
             self._mix = Exchange(topology, name=self._name)
         return self._mix
 

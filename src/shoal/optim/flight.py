@@ -12,6 +12,7 @@ from ..algorithms.view import View
 from ..ops.collective import allreduce_nonblocking
 from ..runtime.agent import current
 from ..runtime.operation import Handle
+from .balance import Balance
 from .buckets import Bucket, into_buckets
 from .params import check_that_models_agree, check_that_values_agree
 from .rounds import BY_HAND, Settings
@@ -34,17 +35,21 @@ class Flight:
         in_step: A round of this agent is one of its neighbours', too.
         present: While agents are joined (``join.py``), how many have still batches.
         keeps_equal: Models that are equal stay so; it is checked that they are, before the first exchange.
+        balance: Looks at the weights of each round, where no schedule gives them.
     """
 
     in_step: ClassVar[bool] = True
     counts: ClassVar[frozenset[str]] = frozenset((*BY_HAND, "communication_type"))
     """The settings that say how it exchanges."""
+    does_without: ClassVar[frozenset[str]] = frozenset()
+    """What an algorithm needs of W, by name, that this way to average does not need."""
 
     def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
         self.settings = settings
         self.rounds = 0
         self.present: Handle[torch.Tensor] | None = None
         self.keeps_equal = False
+        self.balance: Balance | None = None
         self._params, self._name, self._bucket_bytes, self._view = params, name, bucket_bytes, view
         self._of_round = settings
         self._buckets: list[Bucket] | None = None
@@ -64,11 +69,17 @@ class Flight:
         bucket, under_way = self.buckets()[number], bool(self._handles)
         if not under_way:
             self._of_round = replace(self.settings)
+            self._look()
         bucket.lend()
         self._handles[number] = self._of_round.start(
             bucket.flat, bucket.room_for_result(), f"{self._name}.{number}", self._view, self.rounds - under_way
         )
         self.rounds += not under_way
+
+    def _look(self) -> None:
+        """At the weights of the round that begins."""
+        if self.balance is not None:
+            self.balance.look(self._of_round)
 
     def land(self) -> None:
         """Wait for the averages; they are the parameters from here on. Nothing happens if nothing is under way."""
@@ -173,6 +184,8 @@ class Flight:
                 check_that_models_agree(params, self._name)
                 if self.keeps_equal:
                     check_that_values_agree(params, self._name)
+                if self.balance is not None and self.in_step:
+                    self.balance.begin(self.settings, self._name)
             order = list(params) if self._bucket_bytes == float("inf") else reversed(list(params))
             self._buckets = into_buckets(order, self._bucket_bytes)
         if not self._handles:

@@ -7,7 +7,7 @@ with the neighbours. When the exchange begins and where its result goes is what 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal, cast
@@ -18,10 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
+from ..algorithms.needs import check, without
 from ..algorithms.view import View
 from ..runtime.agent import current
 from ..topology._validate import check_size
 from ..topology.schedule import Schedule
+from .balance import Balance
 from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
 from .equation import Equation
 from .flight import Flight
@@ -75,12 +77,16 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent. If
             none is given, the how manieth optimizer without a name it is of its agent.
         flight: How parameters travel: in step with the neighbours, or through windows (``window_flight.py``).
+        unchecked: The names of conditions that W need not fulfil, for who knows better (``"doubly stochastic"``).
         settings: The attributes to begin with.
+
+    A topology that is not what the algorithm needs is refused, as its error says. Of weights from elsewhere, the
+    static topology's of the common algorithms or those set by hand, there is a warning, once.
 
     Raises:
         TypeError: ``optimizer``, ``model`` or ``algorithm`` is not one.
         ValueError: LBFGS; a parameter that is not in the model, or that another wrapper has; a topology of another
-            size; an overlap, or a size of buckets, that there is not.
+            size, or that the algorithm cannot converge on; an overlap, or a size of buckets, that there is not.
         Mismatch: At the first step, if the agents' models differ; it names the parameter.
     """
 
@@ -97,6 +103,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int | None = None,
         name: str | None = None,
         flight: type[Flight] = Flight,
+        unchecked: str | Iterable[str] = (),
         **settings: Any,
     ) -> None:
         # Optimizer.__init__ would make groups, state and hooks of its own; they are the wrapped optimizer's.
@@ -131,12 +138,25 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 "them; leave overlap out, or DistributedDataParallel"
             )
         self._local = LocalStep(self._inner)
-        self._way = _way_of(algorithm, self._flight, self._local, overlap, topology, name)
+        self._way = _way_of(algorithm, self._flight, self._local, overlap, topology, name, unchecked)
+        self._check_needs(topology, name, unchecked)
         self._join = Join(self._flight, self._way, name)
         self._names.claim(self)
         keep_freed_memory()
         self._count_passes()
         self._hook = self._models[0].register_forward_pre_hook(BeforeForward(self._models[0], self))
+
+    def _check_needs(self, topology: nx.Graph | Schedule | None, name: str, unchecked: str | Iterable[str]) -> None:
+        """Of a topology that is given, now; else the flight looks at the weights of each round."""
+        algorithm, what = self._algorithm, type(self._algorithm).__name__
+        if topology is not None:
+            dimension = sum(param.numel() for param in self._names())
+            check(what, algorithm.needs, topology, dimension=dimension, unchecked=unchecked)
+            return
+        left = without(unchecked, what, algorithm.needs)
+        if isinstance(algorithm, GradientDescent) and not isinstance(self._way, Equation):
+            needs = [need for need in left if need.name not in self._flight.does_without]
+            self._flight.balance = Balance(f"{name} ({self._way.equation})", needs)
 
     # It stands for the optimizer that it wraps
 
@@ -396,6 +416,7 @@ def _way_of(
     overlap: str | None,
     topology: nx.Graph | Schedule | None,
     name: str,
+    unchecked: str | Iterable[str],
 ) -> Way:
     """What a step is: an algorithm's own text, or for the common ones one that overlaps and copies less."""
     if not isinstance(algorithm, Algorithm):
@@ -411,7 +432,7 @@ def _way_of(
     if plain in (Equation, AverageGradients) and not flight.in_step:
         raise ValueError(f"{algorithm} exchanges in step, not through windows; leave flight out")
     if plain is Equation:
-        return Equation(flight, local, algorithm, topology, name)
+        return Equation(flight, local, algorithm, topology, name, unchecked)
     return during_backward(flight, local) if overlap and during_backward else plain(flight, local)
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..algorithms.needs import DOUBLY_STOCHASTIC
 from ..algorithms.view import View
 from ..errors import DeadlineExceeded
 from ..ops import window as ops
@@ -43,6 +44,7 @@ class WindowFlight(Flight, ABC):
         return self._moves is not None
 
     def take_off(self) -> None:
+        self._look()
         self._moves = [self._move(bucket, name) for bucket, name in self._open()]
         self.rounds += 1
 
@@ -58,6 +60,12 @@ class WindowFlight(Flight, ABC):
         barrier(f"{self._name}.settled")
         for bucket, name in self._open():
             self._take(bucket, name)
+
+    def _look(self) -> None:
+        if self.balance is not None:
+            self.balance.look_at_static(current("optim").topology)
+            for setting in self.counts - {"self_weight"}:
+                self.balance.look_at_scales(setting, getattr(self.settings, setting))
 
     def wait(self) -> None:
         for move in self._moves or ():
@@ -145,6 +153,7 @@ class PushSumFlight(WindowFlight):
     """
 
     counts = frozenset(("self_weight", "dst_weights"))
+    does_without = frozenset((DOUBLY_STOCHASTIC.name,))
 
     def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
         super().__init__(params, name, bucket_bytes, settings, view)

@@ -6,7 +6,7 @@ Averaging with the neighbours is then one operation on ``[n, d]``; which one, :m
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import networkx as nx
@@ -185,6 +185,7 @@ class StackedFleet:
         resume: Run | None = None,
         network: Network | None = None,
         compute: ArrayLike = 0.0,
+        unchecked: str | Iterable[str] = (),
     ) -> Run:
         """Take some steps of an algorithm on all agents.
 
@@ -202,12 +203,13 @@ class StackedFleet:
             network: Of as many agents: the records tell what the steps would have taken on it, as ``seconds``. See
                 :class:`~shoal.sim.pace.Pace` for what it takes into account.
             compute: Seconds that an agent computes in a step on that network: one number, or one for each agent, [n].
+            unchecked: The names of conditions that are not checked (:func:`shoal.algorithms.check`).
 
         Raises:
             ValueError: A shape, or a mixing that is not what the algorithm needs; the message says which condition
                 fails and what to use instead.
         """
-        check(type(algorithm).__name__, algorithm.needs, self.topology)
+        check(type(algorithm).__name__, algorithm.needs, self.topology, dimension=x.shape[-1], unchecked=unchecked)
         pace = None if network is None else Pace(network, self.topology, compute, self.agents_per_machine)
         mix = StackedMix(self.topology, self.seed, self.agents_per_machine, pace)
         start = x.expand(self.size, -1) if x.dim() == 1 else x

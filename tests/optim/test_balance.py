@@ -1,0 +1,290 @@
+"""An optimizer whose averages are not what its algorithm needs: a schedule is refused, and of all else it warns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from test_optimizer import ATC, AWC, LR, MODEL, batch
+
+import shoal
+from shoal.algorithms import ChocoSGD, ExactDiffusion, QuasiGlobalMomentum
+from shoal.compression import RandomK
+from shoal.topology import OnePeerExponential, RingStar, RingStarDelegates, ShiftOne, with_uniform_weights
+
+Fleets = Callable[..., shoal.Fleet]
+Wrap = Callable[..., shoal.DecentralizedOptimizer]
+SIZE = 4
+STAR = with_uniform_weights(shoal.StarGraph(SIZE))
+"""Uniform weights: the rows sum to 1, the centre's column does not."""
+KINDS = shoal.CommunicationType
+
+
+def make(wrap: Wrap, **options: Any) -> tuple[torch.nn.Module, shoal.DecentralizedOptimizer]:
+    model = deepcopy(MODEL)
+    return model, wrap(torch.optim.SGD(model.parameters(), lr=LR), model, **options)
+
+
+def one_step(model: torch.nn.Module, optimizer: shoal.DecentralizedOptimizer, step: int = 0) -> None:
+    optimizer.zero_grad()
+    model(batch(shoal.rank(), step)).square().mean().backward()
+    optimizer.step()
+
+
+def atc(sgd: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> shoal.DecentralizedOptimizer:
+    return shoal.DecentralizedOptimizer(sgd, model, ATC, **options)
+
+
+def awc(sgd: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> shoal.DecentralizedOptimizer:
+    return shoal.DecentralizedOptimizer(sgd, model, AWC, **options)
+
+
+SCHEDULED = [
+    atc,
+    awc,
+    shoal.DistributedAdaptThenCombineOptimizer,
+    shoal.DistributedAdaptWithCombineOptimizer,
+    shoal.DistributedNeighborAllreduceOptimizer,
+]
+
+
+@pytest.mark.parametrize("wrap", SCHEDULED, ids=lambda one: one.__name__)
+def test_a_schedule_whose_rounds_do_not_balance_is_refused_by_every_wrapper(fleet: Fleets, wrap: Wrap) -> None:
+    def run() -> int:
+        for bad in (RingStarDelegates(SIZE, 2), STAR, nx.DiGraph([(0, 1), (1, 2), (2, 3)])):
+            with pytest.raises(ValueError, match=r"needs W to be doubly stochastic, and (row|column) \d"):
+                make(wrap, topology=bad)
+        apart = nx.DiGraph([(rank, rank, {"weight": 1.0}) for rank in range(SIZE)])
+        with pytest.raises(ValueError, match="connected, and its agents fall into 4 parts"):
+            make(wrap, topology=apart)
+        with pytest.raises(ValueError, match="unchecked='double': GradientDescent needs no such thing"):
+            make(wrap, unchecked="double")
+        model, optimizer = make(wrap, topology=RingStarDelegates(SIZE, 2), unchecked="doubly stochastic")
+        one_step(model, optimizer)
+        optimizer.close()
+        model, optimizer = make(wrap, topology=RingStar(SIZE, 2))
+        one_step(model, optimizer)
+        return optimizer.rounds
+
+    assert fleet(SIZE).run(run) == [1] * SIZE
+
+
+def test_schedules_of_machines_are_checked_too(fleet: Fleets) -> None:
+    def run() -> None:
+        hierarchical = KINDS.hierarchical_neighbor_allreduce
+        with pytest.raises(ValueError, match="doubly stochastic"):
+            make(atc, topology=nx.DiGraph([(0, 1)]), communication_type=hierarchical)
+        make(atc, topology=OnePeerExponential(2), communication_type=hierarchical)
+
+    fleet(4, agents_per_machine=2).run(run)
+
+
+def test_what_other_algorithms_need_is_checked_when_they_are_given_a_topology(fleet: Fleets) -> None:
+    def run() -> None:
+        for algorithm, topology, told in (
+            (ExactDiffusion(1.0), shoal.RingGraph(SIZE), "above -1/3"),
+            (ExactDiffusion(1.0, lazy=True), OnePeerExponential(SIZE), "static"),
+            (ChocoSGD(1.0, 0.2, RandomK(0.1, scaled=True)), shoal.RingGraph(SIZE), "contraction"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                make(partial(shoal.DecentralizedOptimizer, algorithm=algorithm), topology=topology)
+
+    fleet(SIZE).run(run)
+
+
+def test_a_swinging_momentum_is_refused_in_training() -> None:
+    def run() -> None:
+        with pytest.raises(ValueError, match="differences between agents to die out"):
+            make(
+                lambda sgd, model: shoal.DecentralizedOptimizer(
+                    sgd, model, QuasiGlobalMomentum(1.0, 0.8), topology=ShiftOne(12)
+                )
+            )
+
+    shoal.Fleet(12).run(run)
+
+
+def heard(size: int, function: Callable[[], object], **options: Any) -> list[str]:
+    """The warnings of a fleet, of all its threads."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shoal.Fleet(size, **options).run(function)
+    return [str(one.message) for one in caught]
+
+
+STATIC = [
+    atc,
+    awc,
+    shoal.DistributedAdaptThenCombineOptimizer,
+    shoal.DistributedAdaptWithCombineOptimizer,
+    shoal.DistributedWinPutOptimizer,
+    shoal.DistributedPullGetOptimizer,
+]
+
+
+def train(wrap: Wrap, graph: nx.DiGraph | None, weighted: bool = True, steps: int = 3, **options: Any) -> None:
+    if graph is not None:
+        shoal.set_topology(graph, is_weighted=weighted)
+    model, optimizer = make(wrap, **options)
+    for step in range(steps):
+        one_step(model, optimizer, step)
+    shoal.barrier()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("wrap", STATIC, ids=lambda one: one.__name__)
+def test_a_static_topology_that_does_not_balance_is_warned_of_once(wrap: Wrap) -> None:
+    (told,) = heard(SIZE, lambda: train(wrap, STAR))
+    assert "needs W to be doubly stochastic, and column 0 of W sums to 1.75" in told
+    assert "the static topology of 4 agents" in told
+
+
+def test_uniform_weights_in_place_of_those_that_a_graph_has_are_named() -> None:
+    graph = shoal.StarGraph(SIZE)
+    (told,) = heard(SIZE, lambda: train(atc, nx.DiGraph(graph.edges), weighted=False))
+    assert "column 0 of W sums to 1.75" in told
+    assert "with uniform weights since it was set without is_weighted=True" in told
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [*STATIC, shoal.DistributedPushSumOptimizer, shoal.DistributedAllreduceOptimizer],
+    ids=lambda one: one.__name__,
+)
+def test_the_default_topology_and_rings_are_silent(wrap: Wrap) -> None:
+    for graph in (None, shoal.RingGraph(SIZE), shoal.RingGraph(SIZE, connect_style=1)):
+        assert heard(SIZE, lambda graph=graph: train(wrap, graph, weighted=False)) == []
+
+
+def test_what_does_not_use_the_static_topology_or_is_sound_on_it_is_silent() -> None:
+    assert heard(SIZE, lambda: train(shoal.DistributedPushSumOptimizer, STAR)) == []
+    assert heard(SIZE, lambda: train(shoal.DistributedAllreduceOptimizer, STAR)) == []
+    assert heard(SIZE, lambda: train(shoal.DistributedGradientAllreduceOptimizer, STAR)) == []
+    assert heard(SIZE, lambda: train(atc, STAR, communication_type=KINDS.empty)) == []
+    assert heard(SIZE, lambda: train(atc, STAR, unchecked="doubly stochastic")) == []
+
+
+def test_push_sum_where_not_all_hear_of_each_other_is_warned_of() -> None:
+    pairs = nx.DiGraph([(0, 1), (1, 0), (2, 3), (3, 2)])
+    (told,) = heard(SIZE, lambda: train(shoal.DistributedPushSumOptimizer, pairs, weighted=False))
+    assert "needs W to be connected, and its agents fall into 2 parts" in told
+
+
+def test_a_topology_that_is_set_later_is_looked_at_as_well() -> None:
+    def run() -> None:
+        model, optimizer = make(atc)
+        one_step(model, optimizer)
+        shoal.set_topology(STAR, is_weighted=True)
+        for step in range(3):
+            one_step(model, optimizer, step)
+
+    (told,) = heard(SIZE, run)
+    assert "column 0 of W sums to 1.75" in told
+
+
+# By hand
+
+
+def by_hand(weights: Callable[[int, int], dict[str, Any]], steps: int = 4, wrap: Wrap = atc, **options: Any) -> None:
+    """Each step with the weights of ``weights(rank, step)``."""
+    model, optimizer = make(wrap, **options)
+    for step in range(steps):
+        for name, value in weights(shoal.rank(), step).items():
+            setattr(optimizer, name, value)
+        one_step(model, optimizer, step)
+    shoal.barrier()
+    optimizer.close()
+
+
+def one_peer(rank: int, step: int) -> dict[str, Any]:
+    """As BlueFog's dynamic topologies are used."""
+    hop = 2 ** (step % 2)
+    sources, destination = [(rank - hop) % SIZE], (rank + hop) % SIZE
+    return {"self_weight": 0.5, "src_weights": dict.fromkeys(sources, 0.5), "dst_weights": [destination]}
+
+
+def pull_of_star(rank: int, step: int) -> dict[str, Any]:
+    """Every row sums to 1, which is all that an agent sees; the column of the centre sums to more."""
+    others = range(1, SIZE) if rank == 0 else (0,)
+    share = 1 / (len(others) + 1)
+    return {"self_weight": share, "src_weights": dict.fromkeys(others, share)}
+
+
+def push_of_star(rank: int, step: int) -> dict[str, Any]:
+    """Every column sums to 1, and the rows do not."""
+    others = range(1, SIZE) if rank == 0 else (0,)
+    share = 1 / (len(others) + 1)
+    return {"self_weight": share, "dst_weights": dict.fromkeys(others, share)}
+
+
+def too_much_later(rank: int, step: int) -> dict[str, Any]:
+    found = one_peer(rank, step)
+    if step >= 2 and rank == 3:
+        found["self_weight"] = 0.75
+    return found
+
+
+def push_too_little_later(rank: int, step: int) -> dict[str, Any]:
+    return {"self_weight": 0.5, "dst_weights": {(rank + 1) % SIZE: 0.25 if step and rank == 2 else 0.5}}
+
+
+def push_pull_that_scales(rank: int, step: int) -> dict[str, Any]:
+    hop = 1 + step % 2
+    return {
+        "self_weight": 0.5,
+        "src_weights": {(rank - hop) % SIZE: 2.0},
+        "dst_weights": {(rank + hop) % SIZE: 0.25},
+    }
+
+
+@pytest.mark.parametrize("wrap", [atc, awc], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("weights", [one_peer, push_pull_that_scales], ids=lambda one: one.__name__)
+def test_weights_by_hand_that_balance_are_silent(weights: Callable[[int, int], dict[str, Any]], wrap: Wrap) -> None:
+    assert heard(SIZE, lambda: by_hand(weights, wrap=wrap)) == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        (pull_of_star, "column 0 of W sums to 1.75 (weights by hand, of the first round"),
+        (push_of_star, "row 0 of W sums to 1.75 (weights by hand, of the first round"),
+        (too_much_later, "self_weight and src_weights of rank 3 make row 3 of W, which sums to 1.25"),
+        (push_too_little_later, "self_weight and dst_weights of rank 2 make column 2 of W, which sums to 0.75"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+@pytest.mark.parametrize("wrap", [atc, awc], ids=lambda one: one.__name__)
+def test_weights_by_hand_that_do_not_balance_are_warned_of_once_by_name(
+    weights: Callable[[int, int], dict[str, Any]], told: str, wrap: Wrap
+) -> None:
+    (found,) = heard(SIZE, lambda: by_hand(weights, steps=6, wrap=wrap))
+    assert told in found
+    assert heard(SIZE, lambda: by_hand(weights, wrap=wrap, unchecked="doubly stochastic")) == []
+
+
+def test_weights_that_windows_would_weigh_twice_are_warned_of() -> None:
+    def half(rank: int, step: int) -> dict[str, Any]:
+        return {"dst_weights": {(rank + 1) % SIZE: 0.5 if rank == 1 else 1.0}}
+
+    (found,) = heard(SIZE, lambda: by_hand(half, wrap=shoal.DistributedWinPutOptimizer))
+    assert "dst_weights scales what is then averaged with the weights of the static topology: 0.5 for rank 2" in found
+
+
+def test_machines_weights_by_hand_are_looked_at() -> None:
+    def weights(rank: int, step: int) -> dict[str, Any]:
+        other = 1 - rank // 2
+        return {"self_weight": 0.75, "src_machine_weights": {other: 0.5}, "dst_machine_weights": [other]}
+
+    found = heard(
+        SIZE,
+        lambda: by_hand(weights, communication_type=KINDS.hierarchical_neighbor_allreduce),
+        agents_per_machine=2,
+    )
+    assert found
+    assert all("sums to 1.25" in one for one in found)
