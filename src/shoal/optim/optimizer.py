@@ -28,6 +28,7 @@ from .heap import keep_freed_memory
 from .hooks import BeforeForward
 from .join import Join
 from .local import LocalStep
+from .mixed_state import MixedState
 from .params import Names, name_of_optimizer
 from .passes import Passes
 from .rounds import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
@@ -73,6 +74,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         bucket_bytes: How much goes into one message: 16 MiB, or 4 MiB with ``overlap="backward"``, if not given.
         name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent. If
             none is given, the how manieth optimizer without a name it is of its agent.
+        mix_state: State of the wrapped optimizer that is averaged beside the parameters, in the same rounds with the
+            same weights: ``("exp_avg_sq",)`` for Adam. Each doubles what is sent once more.
         flight: How parameters travel: in step with the neighbours, or through windows (``window_flight.py``).
         settings: The attributes to begin with.
 
@@ -95,6 +98,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         overlap: Literal["backward"] | None = None,
         bucket_bytes: int | None = None,
         name: str | None = None,
+        mix_state: Sequence[str] = (),
         flight: type[Flight] = Flight,
         **settings: Any,
     ) -> None:
@@ -128,6 +132,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 "them; leave overlap out, or DistributedDataParallel"
             )
         self._local = LocalStep(self._inner)
+        self._flight.mixed = _mixed(self._inner, mix_state, algorithm, flight)
         self._way = _way_of(algorithm, self._flight, self._local, overlap, topology, name)
         self._join = Join(self._flight, self._way, name)
         self._names.claim(self)
@@ -252,6 +257,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         try:
             with self._join.round(due) if self._joined else nullcontext():
                 self._way.step(due)
+            if self._flight.mixed is not None and not local.overflowed:
+                self._flight.mixed.confirm(self._names())
         finally:
             self._passes.end_step(enough)
             self._warned = False
@@ -410,6 +417,27 @@ def _way_of(
     if plain is Equation:
         return Equation(flight, local, algorithm, topology, name)
     return during_backward(flight, local) if overlap and during_backward else plain(flight, local)
+
+
+def _mixed(
+    optimizer: torch.optim.Optimizer, keys: Sequence[str], algorithm: Algorithm, flight: type[Flight]
+) -> MixedState | None:
+    """The state that travels beside the parameters, if any does."""
+    mixed = MixedState(optimizer, keys)
+    if not mixed.keys:
+        return None
+    if algorithm == _PARALLEL:
+        raise ValueError("mix_state: where gradients are averaged all agents have the same state; leave it out")
+    if not _by_buckets(algorithm):
+        raise ValueError(
+            f"mix_state is for adapt, then combine, and adapt with combine; {algorithm} says by itself what is "
+            "exchanged, with weights that may be negative. Leave it out"
+        )
+    if not flight.in_step:
+        raise ValueError(
+            "mix_state: through windows a neighbour's state would be of another step than its parameters; leave it out"
+        )
+    return mixed
 
 
 def _view(topology: nx.Graph | Schedule, kind: CommunicationType) -> View:
