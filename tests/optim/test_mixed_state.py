@@ -441,7 +441,7 @@ def test_what_would_not_count_is_refused(fleet: Fleets) -> None:
             r"'square_avg' of the parameter '2\.bias' .* is not there.* mixed .*: exp_avg, exp_avg_sq",
         ),
         (adam, "step", r"'step' of the parameter '2\.bias' \(\[3\] float64\) is \[\] float32"),
-        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "exp_avg_sq", "SGD keeps no state"),
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "momentum_buffer", "SGD keeps no state"),
     ],
     ids=["unknown", "step", "none"],
 )
@@ -449,7 +449,7 @@ def test_what_would_not_count_is_refused(fleet: Fleets) -> None:
 def test_state_that_there_is_not_is_named(fleet: Fleets, make: Any, local: Any, key: str, message: str) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
-        optimizer = make(local(model), model, mix_state=(key,))
+        optimizer = make(local(model), model, mix_state=(*SECOND, key))
         with pytest.raises(ValueError, match=message):
             for step in range(2):
                 optimizer.zero_grad()
@@ -509,3 +509,63 @@ def test_state_that_changes_while_it_is_under_way_is_named(fleet: Fleets) -> Non
             optimizer.step()
 
     fleet(2).run(run)
+
+
+def test_what_it_divides_by_may_not_be_left_out() -> None:
+    """With exp_avg alone the benchmark ends at chance: others' large means are divided by one's own small roots."""
+
+    def run() -> None:
+        model = deepcopy(MODEL)
+        with pytest.raises(ValueError, match=r"Adam divides by exp_avg_sq.*give mix_state=\('exp_avg', 'exp_avg_sq'\)"):
+            ATC(adam(model), model, mix_state=("exp_avg",))
+        with pytest.raises(ValueError, match="divides by max_exp_avg_sq"):
+            ATC(adam(model, amsgrad=True), model, mix_state=SECOND)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        ATC(sgd, model, mix_state=("momentum_buffer",)).close()
+
+    shoal.Fleet(2).run(run)
+
+
+ADAPTIVE: dict[str, Any] = {
+    "exp_avg_sq": torch.optim.AdamW,
+    " exp_avg_sq": torch.optim.NAdam,
+    "  exp_avg_sq": torch.optim.RAdam,
+    "square_avg": torch.optim.RMSprop,
+    "sum": torch.optim.Adagrad,
+}
+
+
+@pytest.mark.parametrize("key", ADAPTIVE)
+def test_the_warning_names_what_to_mix_and_it_can_be_mixed(key: str) -> None:
+    def run(keys: tuple[str, ...] | None) -> Tensor:
+        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        model = deepcopy(MODEL)
+        local = ADAPTIVE[key](model.parameters(), lr=LR)
+        GRADIENTS(local, model).close()
+        optimizer = ATC(local, model, mix_state=keys)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        return torch.cat([local.state[param][key.strip()].flatten() for param in model.parameters()])
+
+    with pytest.warns(UserWarning) as warned:
+        first, second = shoal.Fleet(2).run(run, None)
+    [text] = [str(one.message) for one in warned]
+    assert "divides by the size of each agent's own gradients" in text
+    assert f"mix_state={(key.strip(),)} averages what it divides by, too, and sends 2 times as much" in text
+    assert not torch.equal(first, second)
+    first, second = shoal.Fleet(2).run(run, ())
+    assert not torch.equal(first, second)
+    first, second = shoal.Fleet(2).run(run, (key.strip(),))
+    assert first.min() >= 0 and first.max() > 0 and torch.equal(first, second)
+
+
+def test_nobody_is_warned_who_has_no_second_moments_or_nobody_to_mix_them_with() -> None:
+    def run() -> None:
+        model = deepcopy(MODEL)
+        if shoal.size() > 1:
+            ATC(torch.optim.SGD(model.parameters(), lr=0.1), model).close()
+        else:
+            ATC(adam(model), model).close()
+
+    shoal.Fleet(2).run(run)
+    shoal.Fleet(1).run(run)

@@ -7,6 +7,7 @@ bucket has a tensor of its own: zeros, with which optimizers begin, and then wha
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,37 @@ import torch
 
 from .buckets import Bucket
 from .params import is_dense
+
+_SECOND_MOMENTS: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.Adam: "exp_avg_sq",
+    torch.optim.AdamW: "exp_avg_sq",
+    torch.optim.NAdam: "exp_avg_sq",
+    torch.optim.RAdam: "exp_avg_sq",
+    torch.optim.RMSprop: "square_avg",
+    torch.optim.Adagrad: "sum",
+}
+
+
+def second_moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The state whose root an optimizer of torch divides by; empty for those that divide by nothing of the kind."""
+    found = next((key for kind, key in _SECOND_MOMENTS.items() if isinstance(optimizer, kind)), None)
+    if found is None:
+        return ()
+    amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
+    return (found, f"max_{found}") if amsgrad else (found,)
+
+
+def warn_of_second_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Say what an optimizer that divides by its second moments does where agents' data differ."""
+    keys = second_moments(optimizer)
+    if keys:
+        warnings.warn(
+            f"{type(optimizer).__name__} divides by the size of each agent's own gradients, and the agents average "
+            'their parameters only: where their data differ much, accuracy is lost (docs/training.md, "Adam, and '
+            f'data that differ"). mix_state={keys} averages what it divides by, too, and sends '
+            f"{len(keys) + 1} times as much; mix_state=() leaves it as it is, and this warning out",
+            stacklevel=5,
+        )
 
 
 class MixedState:
@@ -25,12 +57,20 @@ class MixedState:
 
     Raises:
         TypeError: ``keys`` are no names.
+        ValueError: What the optimizer divides by is left out, and something else is not.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
         if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise TypeError(f'mix_state={keys!r}: give a tuple of names, such as ("exp_avg_sq",)')
         self.keys = tuple(dict.fromkeys(keys))
+        missing = [key for key in second_moments(optimizer) if key not in self.keys]
+        if self.keys and missing:
+            raise ValueError(
+                f"mix_state={self.keys}: {type(optimizer).__name__} divides by {' and '.join(missing)}. Where others' "
+                "gradients are large, what they have would be divided by the small numbers of one's own, and the "
+                f"steps be far too large: give mix_state={(*self.keys, *missing)}"
+            )
         self._optimizer = optimizer
         self._confirmed = False
 

@@ -28,7 +28,7 @@ from .heap import keep_freed_memory
 from .hooks import BeforeForward
 from .join import Join
 from .local import LocalStep
-from .mixed_state import MixedState
+from .mixed_state import MixedState, warn_of_second_moments
 from .params import Names, name_of_optimizer
 from .passes import Passes
 from .rounds import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
@@ -75,7 +75,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent. If
             none is given, the how manieth optimizer without a name it is of its agent.
         mix_state: State of the wrapped optimizer that is averaged beside the parameters, in the same rounds with the
-            same weights: ``("exp_avg_sq",)`` for Adam. Each doubles what is sent once more.
+            same weights: ``("exp_avg_sq",)`` for Adam. Each is as many bytes as the parameters. If none is given,
+            none; for Adam and its like with a warning, which an empty tuple leaves out.
         flight: How parameters travel: in step with the neighbours, or through windows (``window_flight.py``).
         settings: The attributes to begin with.
 
@@ -98,7 +99,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         overlap: Literal["backward"] | None = None,
         bucket_bytes: int | None = None,
         name: str | None = None,
-        mix_state: Sequence[str] = (),
+        mix_state: Sequence[str] | None = None,
         flight: type[Flight] = Flight,
         **settings: Any,
     ) -> None:
@@ -420,9 +421,15 @@ def _way_of(
 
 
 def _mixed(
-    optimizer: torch.optim.Optimizer, keys: Sequence[str], algorithm: Algorithm, flight: type[Flight]
+    optimizer: torch.optim.Optimizer, keys: Sequence[str] | None, algorithm: Algorithm, flight: type[Flight]
 ) -> MixedState | None:
     """The state that travels beside the parameters, if any does."""
+    if keys is None:
+        agent = current("DecentralizedOptimizer")
+        could = flight.in_step and algorithm != _PARALLEL and _by_buckets(algorithm)
+        if could and agent.size > 1 and agent.rank == 0:
+            warn_of_second_moments(optimizer)
+        return None
     mixed = MixedState(optimizer, keys)
     if not mixed.keys:
         return None
