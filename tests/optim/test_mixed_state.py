@@ -290,6 +290,22 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, make
     assert torch.equal(whole, resumed)
 
 
+def test_an_agent_may_load_its_state_alone(fleet: Fleets) -> None:
+    def run() -> Tensor:
+        shoal.set_topology(shoal.RingGraph(SIZE), is_weighted=True)
+        model = deepcopy(MODEL)
+        optimizer = ATC(adam(model), model, mix_state=SECOND)
+        for step in range(STEPS):
+            if step == 3 and shoal.rank() == 2:
+                optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    assert_equal(fleet(SIZE).run(run), by_hand(ATC, [RING]))
+
+
 def test_state_that_is_loaded_between_steps_counts(fleet: Fleets) -> None:
     """Also into the optimizer that was wrapped, behind the back of ours."""
 

@@ -188,11 +188,7 @@ class Flight:
                     check_that_values_agree(params, self._name)
             order = list(params) if self._bucket_bytes == float("inf") else reversed(list(params))
             self._buckets = into_buckets(order, self._bucket_bytes)
-            self._beside = [
-                [StateBucket(one, self.mixed, key, params, self._without_state.get(key, {})) for key in keys]
-                for one in self._buckets
-                if self.mixed
-            ]
+            self._lay_out_states()
         if not self._handles:
             for bucket in self._buckets:
                 bucket.adopt()
@@ -207,9 +203,17 @@ class Flight:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from there; the parameters and the optimizer's state have been loaded."""
-        if self.mixed is not None:
-            self.changed()
-            self._without_state = dict(state.get("mixed", {}))
+        self._without_state = dict(state.get("mixed", {}))
+        self._lay_out_states()
+
+    def _lay_out_states(self) -> None:
+        """Beside the buckets of parameters: without a word to other agents, who need not load when this one does."""
+        mixed, saved = self.mixed, self._without_state
+        self._beside = [
+            [StateBucket(bucket, mixed, key, self._params(), saved.get(key, {})) for key in mixed.keys]
+            for bucket in self._buckets or ()
+            if mixed is not None
+        ]
 
     def _states_of_our_own(self) -> dict[str, dict[str, torch.Tensor]]:
         """By key and parameter, the averages of what this agent's optimizer has no state of."""

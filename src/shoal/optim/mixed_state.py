@@ -61,9 +61,9 @@ class MixedState:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
-        if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        self.keys = () if isinstance(keys, str) else tuple(dict.fromkeys(keys))
+        if isinstance(keys, str) or not all(isinstance(key, str) for key in self.keys):
             raise TypeError(f'mix_state={keys!r}: give a tuple of names, such as ("exp_avg_sq",)')
-        self.keys = tuple(dict.fromkeys(keys))
         missing = [key for key in second_moments(optimizer) if key not in self.keys]
         if self.keys and missing:
             raise ValueError(
