@@ -98,7 +98,8 @@ def train(algorithm: str, model: GPT, args: argparse.Namespace, text: _text.Text
     others = [param for param in model.parameters() if param.dim() != 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, args.lr, betas=(0.9, 0.95))
-    peers = {} if algorithm == "allreduce" else {"topology": TOPOLOGIES[args.topology](size)}
+    mixed = ("exp_avg_sq",) if args.mix_state else ()
+    peers = {} if algorithm == "allreduce" else {"topology": TOPOLOGIES[args.topology](size), "mix_state": mixed}
     optimizer = WRAPPERS[algorithm](adamw, model, num_steps_per_communication=args.accumulate, **peers)
     factor = partial(warm_up_and_fall, first=args.warm_up, last=args.steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -254,7 +255,8 @@ def verdict(run: Run, reference: Run, topology: str, unit: str) -> str:
 
 def settings(args: argparse.Namespace, algorithm: str, text: _text.Text) -> dict[str, Any]:
     """What a job that goes on must have in common with the one that began."""
-    names = ("topology", "steps", "batch", "accumulate", "lr", "warm_up", "seed", "evaluate_every", "test_windows")
+    names = ("topology", "steps", "batch", "accumulate", "lr", "mix_state", "warm_up", "seed")
+    names = (*names, "evaluate_every", "test_windows")
     shape = ("context", "width", "layers", "heads")
     length = f"{len(text.train) + len(text.test)} {text.unit}s"
     return {"algorithm": algorithm, "text": length} | {name: getattr(args, name) for name in (*names, *shape)}
@@ -272,6 +274,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4, help="of the attention; they share the width")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate, whatever the number of agents")
+    parser.add_argument("--mix-state", action="store_true", help="average AdamW's second moments, too: twice the bytes")
     parser.add_argument("--warm-up", type=int, default=50, help="steps until the learning rate is reached")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights, the batches and the sample")
     parser.add_argument("--evaluate-every", type=int, default=100, help="steps between two evaluations")

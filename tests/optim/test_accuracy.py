@@ -1,6 +1,7 @@
 """Averaging with one neighbour at a time learns as well as averaging the gradients of all: uneven real data.
 
-An agent alone, with the few labels that it has, reads 12 to 23 points less.
+An agent alone, with the few labels that it has, reads 12 to 23 points less. Adam needs its second moments averaged for
+it; benchmarks/adam.py measures how much, at each learning rate's best.
 """
 
 from __future__ import annotations
@@ -73,3 +74,38 @@ def test_within_half_a_point_of_all_reduce_on_digits() -> None:
     atc, allreduce = (sum(accuracies[kind]) / 3 for kind in (True, False))
     assert allreduce > 0.95, accuracies
     assert atc > allreduce - 0.005, accuracies
+
+
+ADAM_AGENTS, ADAM_STEPS = 16, 80
+
+
+def train_with_adam(mix_state: tuple[str, ...]) -> float:
+    """The same with labels dealt out as unevenly as it goes, and batches drawn from them."""
+    train_set, test_set = digits(0)
+    shard = shoal.dirichlet_shards(train_set.tensors[1], alpha=0.1, seed=0)[shoal.rank()]
+    images, labels = (one[shard] for one in train_set.tensors)
+    weight = len(shard) * ADAM_AGENTS / len(train_set)
+    model, chance = make_model(0), torch.Generator().manual_seed(shoal.rank())
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    schedule = OnePeerExponential(ADAM_AGENTS)
+    optimizer = shoal.DistributedAdaptThenCombineOptimizer(adam, model, topology=schedule, mix_state=mix_state)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ADAM_STEPS)
+    for _ in range(ADAM_STEPS):
+        chosen = torch.randint(len(shard), (BATCH,), generator=chance)
+        optimizer.zero_grad()
+        (weight * cross_entropy(model(images[chosen]), labels[chosen])).backward()
+        optimizer.step()
+        rates.step()
+    optimizer.close()
+    images, labels = test_set.tensors
+    with torch.no_grad():
+        return (model(images).argmax(1) == labels).double().mean().item()
+
+
+@pytest.mark.timeout(300)
+def test_second_moments_that_are_averaged_save_adam_where_labels_differ() -> None:
+    mixed, alone = (
+        sum(shoal.Fleet(ADAM_AGENTS).run(train_with_adam, keys)) / ADAM_AGENTS for keys in (("exp_avg_sq",), ())
+    )
+    assert mixed > 0.86, (mixed, alone)
+    assert mixed > alone + 0.08, (mixed, alone)

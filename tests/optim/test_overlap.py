@@ -42,6 +42,7 @@ def train(make: Any, local: str, overlap: str | None, bucket_bytes: int, passes:
         overlap=overlap,
         bucket_bytes=bucket_bytes,
         num_steps_per_communication=passes,
+        mix_state=(),
     )
     for step in range(4):
         optimizer.zero_grad()

@@ -67,7 +67,7 @@ def test_any_local_optimizer_unmodified(fleet: Fleets, make: Any, name: str) -> 
     def run() -> Tensor:
         shoal.set_topology(shoal.RingGraph(SIZE))
         model = deepcopy(MODEL)
-        optimizer = make(LOCAL[name](model.parameters()), model)
+        optimizer = make(LOCAL[name](model.parameters()), model, mix_state=())
         for step in range(4):
             optimizer.zero_grad()
             loss_of(model, shoal.rank(), step).backward()
@@ -103,7 +103,7 @@ def test_the_state_of_the_wrapped_optimizer_is_kept(fleet: Fleets) -> None:
         loss_of(model, 0, 0).backward()
         plain.step()
         before = deepcopy(plain.state_dict())
-        optimizer = ATC(plain, model)
+        optimizer = ATC(plain, model, mix_state=())
         kept = optimizer.state_dict()["state"]
         assert optimizer.optimizer is plain
         return all(torch.equal(kept[k]["exp_avg"], before["state"][k]["exp_avg"]) for k in before["state"])
@@ -463,11 +463,11 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(fleet: Fleets, make
     def run() -> bool:
         shoal.set_topology(shoal.RingGraph(SIZE))
         whole, first, second = (deepcopy(MODEL) for _ in range(3))
-        made = [make(LOCAL["adam"](model.parameters()), model) for model in (whole, first)]
+        made = [make(LOCAL["adam"](model.parameters()), model, mix_state=()) for model in (whole, first)]
         steps(whole, made[0], range(6))
         steps(first, made[1], range(3))
         saved = deepcopy((first.state_dict(), made[1].state_dict()))
-        other = make(LOCAL["adam"](second.parameters()), second)
+        other = make(LOCAL["adam"](second.parameters()), second, mix_state=())
         second.load_state_dict(saved[0])
         other.load_state_dict(saved[1])
         steps(second, other, range(3, 6))

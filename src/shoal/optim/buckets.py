@@ -25,11 +25,15 @@ class Bucket:
 
     Attributes:
         params: In the order in which they lie.
+        of: The parameters that they belong to: themselves, but for state of the optimizer.
+        kind: What they are of these; empty for the parameters themselves.
         flat: Their data, ``[numel]``.
     """
 
+    kind = ""
+
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
-        self.params = params
+        self.params = self.of = params
         self.numel = sum(param.numel() for param in params)
         # All agents', and for good: what lies where must not depend on what one of them does to a parameter later.
         self._places = [(param.shape, param.stride() if is_dense(param) else None) for param in params]
@@ -96,10 +100,10 @@ class Bucket:
         """From here on the parameters must not change until :meth:`changed_while_lent` has been asked."""
         self._versions = [param._version for param in self.params]
 
-    def changed_while_lent(self) -> list[torch.nn.Parameter]:
-        """The parameters that have changed all the same."""
+    def changed_while_lent(self) -> list[int]:
+        """Which parameters have changed all the same."""
         pairs = zip(self.params, self._versions, strict=True)
-        return [param for param, version in pairs if param._version != version]
+        return [number for number, (param, version) in enumerate(pairs) if param._version != version]
 
     def gather_gradients(self) -> torch.Tensor:
         """The gradients, flat, zeros where there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from ..runtime.agent import current
 from ..runtime.operation import Handle
 from .balance import Balance
 from .buckets import Bucket, into_buckets
+from .mixed_state import MixedState, StateBucket
 from .params import check_that_models_agree, check_that_values_agree
 from .rounds import BY_HAND, Settings
 
@@ -36,6 +38,7 @@ class Flight:
         present: While agents are joined (``join.py``), how many have still batches.
         keeps_equal: Models that are equal stay so; it is checked that they are, before the first exchange.
         balance: Looks at the weights of each round, where no schedule gives them.
+        mixed: The optimizer's state that travels beside the parameters, if any does.
     """
 
     in_step: ClassVar[bool] = True
@@ -50,10 +53,13 @@ class Flight:
         self.present: Handle[torch.Tensor] | None = None
         self.keeps_equal = False
         self.balance: Balance | None = None
+        self.mixed: MixedState | None = None
         self._params, self._name, self._bucket_bytes, self._view = params, name, bucket_bytes, view
         self._of_round = settings
         self._buckets: list[Bucket] | None = None
-        self._handles: dict[int, Handle[torch.Tensor] | None] = {}
+        self._beside: list[list[StateBucket]] = []
+        self._without_state: Mapping[str, Mapping[str, torch.Tensor]] = {}
+        self._handles: dict[Bucket, Handle[torch.Tensor] | None] = {}
 
     @property
     def under_way(self) -> bool:
@@ -70,10 +76,16 @@ class Flight:
         if not under_way:
             self._of_round = replace(self.settings)
             self._look()
-        bucket.lend()
-        self._handles[number] = self._of_round.start(
-            bucket.flat, bucket.room_for_result(), f"{self._name}.{number}", self._view, self.rounds - under_way
-        )
+        round_ = self.rounds - under_way
+        travelling: dict[str, Bucket] = {f"{self._name}.{number}": bucket}
+        if self.mixed is not None:
+            self._of_round.check_that_none_is_negative(self._view, round_)
+            for key, states in zip(self.mixed.keys, self._beside[number], strict=True):
+                states.adopt()
+                travelling[f"{self._name}.{number}.{key}"] = states
+        for name, one in travelling.items():
+            one.lend()
+            self._handles[one] = self._of_round.start(one.flat, one.room_for_result(), name, self._view, round_)
         self.rounds += not under_way
 
     def _look(self) -> None:
@@ -83,18 +95,18 @@ class Flight:
 
     def land(self) -> None:
         """Wait for the averages; they are the parameters from here on. Nothing happens if nothing is under way."""
-        buckets = self._buckets or []
         results = self._results()
-        changed = [param for number in results for param in buckets[number].changed_while_lent()]
+        changed = [(bucket, bucket.of[number]) for bucket in results for number in bucket.changed_while_lent()]
         if changed:
-            names = ", ".join(repr(self._params()[param]) for param in changed)
+            called = self._params()
+            names = ", ".join(f"{called[param]!r}{bucket.kind and f' ({bucket.kind})'}" for bucket, param in changed)
             raise RuntimeError(
                 f"{self._name}: the parameters {names} were changed while their average was under way, and that change "
                 "would be lost. Adapt with combine exchanges from the forward pass to step(): change parameters after "
                 "step(), or take adapt, then combine"
             )
-        for number, result in results.items():
-            buckets[number].move_to(result)
+        for bucket, result in results.items():
+            bucket.move_to(result)
 
     def exchange(self) -> None:
         """Take off and land."""
@@ -115,7 +127,7 @@ class Flight:
         try:
             self.abandon()
         finally:
-            self._buckets = None
+            self._buckets, self._beside = None, []
 
     def wait(self) -> None:
         """Wait for what is under way."""
@@ -127,15 +139,15 @@ class Flight:
         """Wait for what is under way, since the neighbours do, and leave the parameters as they are."""
         self._results()
 
-    def _results(self) -> dict[int, torch.Tensor]:
+    def _results(self) -> dict[Bucket, torch.Tensor]:
         """What has been under way, by bucket."""
         handles, self._handles = self._handles, {}
         try:
-            return {number: handle.wait() for number, handle in handles.items() if handle is not None}
+            return {bucket: handle.wait() for bucket, handle in handles.items() if handle is not None}
         except BaseException:
             # The others may still read.
-            for number in handles:
-                self.buckets()[number].leave()
+            for bucket in handles:
+                bucket.leave()
             raise
 
     # Gradients
@@ -150,7 +162,7 @@ class Flight:
         """Begin to average the gradients of one bucket."""
         bucket, under_way = self.buckets()[number], bool(self._handles)
         flat = bucket.room_for_result().zero_() if zeros else bucket.gather_gradients()
-        self._handles[number] = allreduce_nonblocking(flat, name=f"{self._name}.gradients.{number}", out=flat)
+        self._handles[bucket] = allreduce_nonblocking(flat, name=f"{self._name}.gradients.{number}", out=flat)
         self.rounds += not under_way
 
     def land_gradients(self) -> None:
@@ -159,8 +171,8 @@ class Flight:
         share = 1.0
         if self.present is not None:
             share = current("optim").size / max(1.0, self.present.wait().item())
-        for number, mean in means.items():
-            self.buckets()[number].spread_gradients(mean if share == 1.0 else mean.mul_(share))
+        for bucket, mean in means.items():
+            bucket.spread_gradients(mean if share == 1.0 else mean.mul_(share))
 
     # Buckets
 
@@ -171,7 +183,8 @@ class Flight:
     def changed(self) -> None:
         """The optimizer has other parameters now."""
         self.abandon()
-        self._buckets = None
+        self._without_state = self._states_of_our_own()
+        self._buckets, self._beside = None, []
 
     def buckets(self) -> list[Bucket]:
         """The parameters: in the order in which their gradients come, the last layers' first; one vector of all in the
@@ -179,15 +192,16 @@ class Flight:
         if self._buckets and not self.under_way and any(bucket.outgrown for bucket in self._buckets):
             self.changed()
         if self._buckets is None:
-            params = dict(self._params())
+            params, keys = dict(self._params()), self.mixed.keys if self.mixed else ()
             if current("optim").size > 1:
-                check_that_models_agree(params, self._name)
+                check_that_models_agree(params, self._name, f" with {', '.join(keys)}" if keys else "")
                 if self.keeps_equal:
                     check_that_values_agree(params, self._name)
                 if self.balance is not None and self.in_step:
                     self.balance.begin(self.settings, self._name)
             order = list(params) if self._bucket_bytes == float("inf") else reversed(list(params))
             self._buckets = into_buckets(order, self._bucket_bytes)
+            self._lay_out_states()
         if not self._handles:
             for bucket in self._buckets:
                 bucket.adopt()
@@ -196,8 +210,27 @@ class Flight:
     # State
 
     def state(self) -> dict[str, Any]:
-        """What has to be saved beside the parameters."""
-        return {}
+        """What has to be saved beside the parameters and the optimizer's state."""
+        found = self._states_of_our_own()
+        return {"mixed": found} if any(found.values()) else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; the parameters have been loaded."""
+        """Go on from there; the parameters and the optimizer's state have been loaded."""
+        self._without_state = dict(state.get("mixed", {}))
+        self._lay_out_states()
+
+    def _lay_out_states(self) -> None:
+        """Beside the buckets of parameters: without a word to other agents, who need not load when this one does."""
+        mixed, saved = self.mixed, self._without_state
+        self._beside = [
+            [StateBucket(bucket, mixed, key, self._params(), saved.get(key, {})) for key in mixed.keys]
+            for bucket in self._buckets or ()
+            if mixed is not None
+        ]
+
+    def _states_of_our_own(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By key and parameter, the averages of what this agent's optimizer has no state of."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for states in itertools.chain.from_iterable(self._beside):
+            found.setdefault(states.kind, {}).update(states.of_its_own())
+        return found

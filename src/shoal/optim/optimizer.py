@@ -31,6 +31,7 @@ from .heap import keep_freed_memory
 from .hooks import BeforeForward
 from .join import Join
 from .local import LocalStep
+from .mixed_state import MixedState, warn_of_second_moments
 from .params import Names, name_of_optimizer
 from .passes import Passes
 from .rounds import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
@@ -76,6 +77,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         bucket_bytes: How much goes into one message: 16 MiB, or 4 MiB with ``overlap="backward"``, if not given.
         name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent. If
             none is given, the how manieth optimizer without a name it is of its agent.
+        mix_state: State of the wrapped optimizer that is averaged beside the parameters, in the same rounds with the
+            same weights: ``("exp_avg_sq",)`` for Adam. Each is as many bytes as the parameters. If none is given,
+            none; for Adam and its like with a warning, which an empty tuple leaves out.
         flight: How parameters travel: in step with the neighbours, or through windows (``window_flight.py``).
         unchecked: The names of conditions that W need not fulfil, for who knows better (``"doubly stochastic"``).
         settings: The attributes to begin with.
@@ -102,6 +106,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         overlap: Literal["backward"] | None = None,
         bucket_bytes: int | None = None,
         name: str | None = None,
+        mix_state: Sequence[str] | None = None,
         flight: type[Flight] = Flight,
         unchecked: str | Iterable[str] = (),
         **settings: Any,
@@ -138,6 +143,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 "them; leave overlap out, or DistributedDataParallel"
             )
         self._local = LocalStep(self._inner)
+        self._flight.mixed = _mixed(self._inner, mix_state, algorithm, flight)
         self._way = _way_of(algorithm, self._flight, self._local, overlap, topology, name, unchecked)
         self._check_needs(topology, name, unchecked)
         self._join = Join(self._flight, self._way, name)
@@ -275,6 +281,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         try:
             with self._join.round(due) if self._joined else nullcontext():
                 self._way.step(due)
+            if self._flight.mixed is not None and not local.overflowed:
+                self._flight.mixed.confirm(self._names())
         finally:
             self._passes.end_step(enough)
             self._warned = False
@@ -434,6 +442,33 @@ def _way_of(
     if plain is Equation:
         return Equation(flight, local, algorithm, topology, name, unchecked)
     return during_backward(flight, local) if overlap and during_backward else plain(flight, local)
+
+
+def _mixed(
+    optimizer: torch.optim.Optimizer, keys: Sequence[str] | None, algorithm: Algorithm, flight: type[Flight]
+) -> MixedState | None:
+    """The state that travels beside the parameters, if any does."""
+    if keys is None:
+        agent = current("DecentralizedOptimizer")
+        could = flight.in_step and algorithm != _PARALLEL and _by_buckets(algorithm)
+        if could and agent.size > 1 and agent.rank == 0:
+            warn_of_second_moments(optimizer)
+        return None
+    mixed = MixedState(optimizer, keys)
+    if not mixed.keys:
+        return None
+    if algorithm == _PARALLEL:
+        raise ValueError("mix_state: where gradients are averaged all agents have the same state; leave it out")
+    if not _by_buckets(algorithm):
+        raise ValueError(
+            f"mix_state is for adapt, then combine, and adapt with combine; {algorithm} says by itself what is "
+            "exchanged, with weights that may be negative. Leave it out"
+        )
+    if not flight.in_step:
+        raise ValueError(
+            "mix_state: through windows a neighbour's state would be of another step than its parameters; leave it out"
+        )
+    return mixed
 
 
 def _view(topology: nx.Graph | Schedule, kind: CommunicationType) -> View:

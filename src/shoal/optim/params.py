@@ -116,8 +116,8 @@ def only(optimizer: torch.optim.Optimizer, params: Iterable[torch.nn.Parameter])
             group["params"] = all_of_it
 
 
-def check_that_models_agree(params: dict[torch.nn.Parameter, str], name: str) -> None:
-    """Compare names, shapes, dtypes and the order in memory with all agents.
+def check_that_models_agree(params: dict[torch.nn.Parameter, str], name: str, beside: str = "") -> None:
+    """Compare names, shapes, dtypes, the order in memory, and what travels beside each parameter with all agents.
 
     Raises:
         Mismatch: Two agents' models differ; it names the first parameter that does.
@@ -125,6 +125,7 @@ def check_that_models_agree(params: dict[torch.nn.Parameter, str], name: str) ->
     lines = [
         f"{called} {list(param.shape)} {str(param.dtype)[6:]}"
         + ("" if param.is_contiguous() or not is_dense(param) else f" of strides {list(param.stride())}")
+        + beside
         for param, called in params.items()
     ]
     mine = torch.tensor(list("\n".join(lines).encode() or b" "), dtype=torch.uint8)

@@ -76,6 +76,35 @@ class Settings:
                 raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}") from None
         setattr(self, name, value)
 
+    def check_that_none_is_negative(self, view: View | None, round_: int) -> None:
+        """For what must stay positive while it is averaged, as second moments do.
+
+        Raises:
+            ValueError: A weight of this agent in the round is below zero.
+        """
+        if self.communication_type in (CommunicationType.empty, CommunicationType.allreduce):
+            return
+        agent = current("optim")
+        between = self.communication_type is CommunicationType.hierarchical_neighbor_allreduce
+        static = agent.machine_topology if between else agent.topology
+        sources, destinations = (
+            (self.src_machine_weights, self.dst_machine_weights) if between else (self.src_weights, self.dst_weights)
+        )
+        if view is not None:
+            part = view.part(round_)
+            weights = [part.own, *part.sources.values()]
+        elif self.by_hand or static is None:
+            maps = [one for one in (sources, destinations) if isinstance(one, Mapping)]
+            weights = [self.self_weight or 0.0, *(weight for one in maps for weight in one.values())]
+        else:
+            weights = [static.mixing.self_weight, *static.mixing.source_weights]
+        if min(weights) < 0:
+            raise ValueError(
+                f"mix_state: rank {agent.rank} has the weight {min(weights):g} in round {round_}, and an average with "
+                "a negative weight may be negative, where Adam takes the root. Take weights of 0 or more, such as "
+                "Metropolis-Hastings weights, or leave mix_state out"
+            )
+
     def start(
         self, tensor: torch.Tensor, out: torch.Tensor, name: str, view: View | None, round_: int
     ) -> Handle[torch.Tensor] | None:

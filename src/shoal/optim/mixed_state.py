@@ -1,0 +1,168 @@
+"""State of the wrapped optimizer that travels beside the parameters, such as Adam's second moments.
+
+Each kind of state has a bucket beside each bucket of parameters, laid out like it, so that all agents' messages agree
+whatever states an agent happens to have. Where it has none, since it has had no gradient for a parameter yet, the
+bucket has a tensor of its own: zeros, with which optimizers begin, and then what the neighbours' averages make of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .buckets import Bucket
+from .params import is_dense
+
+_SECOND_MOMENTS: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.Adam: "exp_avg_sq",
+    torch.optim.AdamW: "exp_avg_sq",
+    torch.optim.NAdam: "exp_avg_sq",
+    torch.optim.RAdam: "exp_avg_sq",
+    torch.optim.RMSprop: "square_avg",
+    torch.optim.Adagrad: "sum",
+}
+
+
+def second_moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The state whose root an optimizer of torch divides by; empty for those that divide by nothing of the kind."""
+    found = next((key for kind, key in _SECOND_MOMENTS.items() if isinstance(optimizer, kind)), None)
+    if found is None:
+        return ()
+    amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
+    return (found, f"max_{found}") if amsgrad else (found,)
+
+
+def warn_of_second_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Say what an optimizer that divides by its second moments does where agents' data differ."""
+    keys = second_moments(optimizer)
+    if keys:
+        warnings.warn(
+            f"{type(optimizer).__name__} divides by the size of each agent's own gradients, and the agents average "
+            'their parameters only: where their data differ much, accuracy is lost (docs/training.md, "Adam, and '
+            f'data that differ"). mix_state={keys} averages what it divides by, too, and sends '
+            f"{len(keys) + 1} times as much; mix_state=() leaves it as it is, and this warning out",
+            stacklevel=5,
+        )
+
+
+class MixedState:
+    """Which state of which optimizer is averaged.
+
+    Args:
+        optimizer: The wrapped one.
+        keys: What it calls them, such as ``("exp_avg_sq",)``.
+
+    Raises:
+        TypeError: ``keys`` are no names.
+        ValueError: What the optimizer divides by is left out, and something else is not.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
+        self.keys = () if isinstance(keys, str) else tuple(dict.fromkeys(keys))
+        if isinstance(keys, str) or not all(isinstance(key, str) for key in self.keys):
+            raise TypeError(f'mix_state={keys!r}: give a tuple of names, such as ("exp_avg_sq",)')
+        missing = [key for key in second_moments(optimizer) if key not in self.keys]
+        if self.keys and missing:
+            raise ValueError(
+                f"mix_state={self.keys}: {type(optimizer).__name__} divides by {' and '.join(missing)}. Where others' "
+                "gradients are large, what they have would be divided by the small numbers of one's own, and the "
+                f"steps be far too large: give mix_state={(*self.keys, *missing)}"
+            )
+        self._optimizer = optimizer
+        self._confirmed = False
+
+    def confirm(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        """Once there has been a step: the optimizer keeps what is to be mixed.
+
+        Raises:
+            ValueError: It keeps nothing of a parameter that has a gradient.
+        """
+        learnt = [param for param in names if param.grad is not None]
+        if self._confirmed or not learnt:
+            return
+        if not any(self._optimizer.state.get(param) for param in learnt):
+            raise ValueError(
+                f"mix_state={self.keys}: {type(self._optimizer).__name__} keeps no state of the parameters that it has "
+                "stepped, so that there is nothing to mix; leave mix_state out"
+            )
+        self._confirmed = True
+
+    def of(self, param: torch.nn.Parameter, key: str, called: str) -> torch.Tensor | None:
+        """The state of a parameter; None where it has not been stepped yet.
+
+        Raises:
+            ValueError: The optimizer keeps no such state, or none that is a tensor like the parameter.
+        """
+        state = self._optimizer.state.get(param)
+        found = (state or {}).get(key)
+        if not state or (key in state and found is None):
+            return None
+        if not isinstance(found, torch.Tensor) or not _alike(found, param):
+            kept = [one for one, value in state.items() if isinstance(value, torch.Tensor) and _alike(value, param)]
+            if isinstance(found, torch.Tensor):
+                what = f"is {list(found.shape)} {str(found.dtype)[6:]}"
+            else:
+                what = "is not there" if key not in state else f"is a {type(found).__name__}"
+            raise ValueError(
+                f"mix_state: {key!r} of the parameter {called!r} ({list(param.shape)} {str(param.dtype)[6:]}) {what}. "
+                f"Of {type(self._optimizer).__name__} there can be mixed what has the parameter's shape and dtype: "
+                f"{', '.join(kept) or 'nothing'}"
+            )
+        return found
+
+
+def _alike(state: torch.Tensor, param: torch.Tensor) -> bool:
+    return (state.shape, state.dtype, state.device) == (param.shape, param.dtype, param.device)
+
+
+class StateBucket(Bucket):
+    """One kind of state of all parameters of a bucket; ``params`` are the state tensors.
+
+    Args:
+        beside: The bucket of parameters.
+        mixed: Where the state is found.
+        key: Which.
+        names: What the parameters are called.
+        saved: By name, what there is of those that the optimizer has no state of.
+    """
+
+    def __init__(
+        self,
+        beside: Bucket,
+        mixed: MixedState,
+        key: str,
+        names: Mapping[torch.nn.Parameter, str],
+        saved: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._mixed = mixed
+        self._names = [names[param] for param in beside.params]
+        self._own: dict[int, Any] = {number: _zeros(param) for number, param in enumerate(beside.params)}
+        super().__init__(list(self._own.values()))
+        self.of, self.kind = beside.params, key
+        for number, own in self._own.items():
+            if self._names[number] in saved:
+                own.copy_(saved[self._names[number]])
+
+    def adopt(self) -> None:
+        """Take in the state that the optimizer has now. What came before it had any is added to what it begins with."""
+        for number, param in enumerate(self.of):
+            state: Any = self._mixed.of(param, self.kind, self._names[number])
+            own = self._own.pop(number, None)
+            if state is None:
+                state = self._own[number] = _zeros(param) if own is None else own
+            elif own is not None and own.any():
+                state.add_(own)
+            self.params[number] = state
+        super().adopt()
+
+    def of_its_own(self) -> dict[str, torch.Tensor]:
+        """What there is of those parameters of which the optimizer has no state, if it is anything; by name."""
+        return {self._names[number]: own.clone() for number, own in self._own.items() if own.any()}
+
+
+def _zeros(param: torch.Tensor) -> torch.Tensor:
+    like = param.detach()
+    return torch.zeros_like(like) if is_dense(param) else torch.zeros_like(like, memory_format=torch.contiguous_format)
