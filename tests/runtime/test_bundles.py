@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 
@@ -273,3 +274,23 @@ def test_bundles_leave_nothing_in_the_books(fleet: Fleets) -> None:
         return empty and len(books._unread) <= 2
 
     assert all(fleet(3).run(run))
+
+
+def test_a_neighbour_that_has_sent_its_part_may_leave_before_the_others_come(fleet: Fleets) -> None:
+    """Taken apart while it waits for rank 2, a bundle keeps what rank 1 sent before it left."""
+    graph = nx.DiGraph([(1, 0), (2, 0), (0, 1)])
+    graph.add_nodes_from(range(3))
+
+    def run() -> list[float]:
+        shoal.set_topology(graph)
+        shoal.barrier()
+        if shoal.rank() == 2:
+            time.sleep(1.0)  # rank 1 has left by then
+        x = torch.full((3,), float(shoal.rank()))
+        if shoal.rank() == 1:  # one by one: what comes is put in its place and acknowledged, so that it can leave
+            return [shoal.neighbor_allreduce(x + part, name=f"part {part}")[0].item() for part in range(5)]
+        handles = [shoal.neighbor_allreduce_nonblocking(x + part, name=f"part {part}") for part in range(5)]
+        return [shoal.wait(handle)[0].item() for handle in handles]
+
+    found = fleet(3).run(run)
+    assert found[0] == pytest.approx([1.0 + part for part in range(5)])

@@ -65,9 +65,11 @@ def complete(folder: Path, name: str, manifest: Manifest, keep: int | None) -> l
 
 
 def remove_all_but(folder: Path, names: Collection[str]) -> None:
-    """All agents do it: they may have a disk each, or one together."""
-    for _, place in _begun(folder):
-        if place.name not in names:
+    """All agents do it: they may have a disk each, or one together, where others may have begun the next one."""
+    begun = _begun(folder)
+    last = max((number for number, place in begun if place.name in names), default=0)
+    for number, place in begun:
+        if number < last and place.name not in names:
             shutil.rmtree(place, ignore_errors=True)
 
 

@@ -211,11 +211,12 @@ class Bundles:
         self._take_early(bundle)
         if bundle.error is not None:
             return
-        engine.outbox.post(bundle.channel, bundle, stage)
+        alive = engine.membership.view.alive
+        if all(rank in alive for rank in stage.needs):
+            engine.outbox.post(bundle.channel, bundle, stage)
         if bundle.channel.unacknowledged:
             self._unread.append(bundle.channel)
-        alive = engine.membership.view.alive
-        if not stage.posted or any(rank not in alive for rank in stage.needs):
+        if not stage.posted:
             self.take_apart(bundle)
         elif stage.complete:
             engine.ready.append(bundle)
@@ -261,10 +262,8 @@ class Bundles:
         partial, bundle.partial = bundle.partial, {}
         self._end(bundle, _TakenApart())
         self._engine.close_generator(bundle)
-        for operation in bundle.members:
-            if operation.handle is not None:
-                operation.sent = posted
-                self._engine.begin(operation)
+        # What has come is put where the operations will look for it: its sender may have left, which is nothing to
+        # somebody who has its tensor.
         for source, message in arrived.items():
             self._unpack(Parcel(source, message))
         for source, part in partial.items():
@@ -273,6 +272,10 @@ class Bundles:
                 start, end = bundle.places[operation]
                 shape, data = operation.small.shape, part.data[start:end]
                 self._engine.hearing.on_message(source, _piece(part.like, operation.name, operation.round, shape, data))
+        for operation in bundle.members:
+            if operation.handle is not None:
+                operation.sent = posted
+                self._engine.begin(operation)
 
     def take_apart_without(self, rank: int) -> None:
         """An agent has left: what waits for it has to say so for itself."""

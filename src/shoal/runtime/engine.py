@@ -234,7 +234,8 @@ class Engine:
         for source, message in self.rounds.came_early(operation, number):
             self.hearing.match(operation, stage, source, message)
         view = self.membership.view
-        gone = [rank for rank in stage.needs if rank not in view.alive] if view.epoch else []
+        needs = stage.missing if operation.sent else stage.needs
+        gone = sorted(rank for rank in needs if rank not in view.alive) if view.epoch else []
         ended = self.reason_against(operation.one_sided)
         if gone or ended is not None:
             if ended is None:

@@ -40,22 +40,24 @@ class Meeting:
         self._told = False  # why it fails, by another agent
         self._done = False
 
-    def join(self, said: dict[str, Any]) -> list[dict[str, Any]] | None:
+    def join(self, said: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell the others something, and return what all have said, by rank.
 
-        None when rank 0 has closed the store after an attempt that was over before this agent came.
+        Raises:
+            PeerLost: One of them failed; or the store is gone.
         """
         place = json.dumps({"by": self._me, "said": said}).encode()
         try:
             found = self._lead(place) if self._launch.rank == 0 else self._follow(place)
         except DeadlineExceeded:
             raise self._too_late("place") from None
-        except PeerLost:
-            if self._joined or self._launch.rank == 0:
-                raise
-            return None
         self._complete = True
         return [one["said"] for one in found]
+
+    @property
+    def came_late(self) -> bool:
+        """The attempt was over before this agent came, and rank 0 may have closed its store after it."""
+        return not self._joined and self._launch.rank > 0
 
     def gather(self, key: str, said: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell the others something more."""
@@ -232,8 +234,12 @@ def convene(
         closes = contextlib.nullcontext() if store is not None else contextlib.closing(mine)
         with closes, Meeting(mine, launch, deadline) as meeting:
             meeting.note = note
-            found = meeting.join({**said, "reached": mine.address})
-            if found is not None:
-                yield meeting, found
-                return
-            note = meeting.note
+            try:
+                found = meeting.join({**said, "reached": mine.address})
+            except PeerLost:
+                if store is not None or not meeting.came_late:
+                    raise
+                note = meeting.note
+                continue
+            yield meeting, found
+            return
