@@ -21,7 +21,8 @@ import _signal  # type: ignore[import-not-found]  # signal without its enums: th
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Final
 
@@ -144,3 +145,22 @@ class Released:
 
 held: Final = Held()
 released: Final = Released()
+
+
+def pause(seconds: float) -> None:
+    """Sleep, a moment at most; a signal that came is handled."""
+    time.sleep(seconds)
+    held.checkpoint()
+
+
+def slices(deadline: float) -> Iterator[float]:
+    """How long to wait next, again and again until ``deadline`` (``time.monotonic()``), signals being handled between.
+
+    At least once, so that what is there already is found.
+    """
+    while True:
+        held.checkpoint()
+        rest = deadline - time.monotonic()
+        yield min(max(0.0, rest), SLICE if held.here else threading.TIMEOUT_MAX)
+        if time.monotonic() >= deadline:
+            return

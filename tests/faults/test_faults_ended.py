@@ -15,7 +15,7 @@ from fault_points import Point, arm, average_until_it_fails
 import shoal
 from shoal.runtime import bootstrap
 from shoal.runtime.agent import current
-from shoal.runtime.engine import HANG_UP_SECONDS
+from shoal.runtime.closing import HANG_UP_SECONDS
 from shoal.runtime.events import Event
 from shoal.transport.sockets import Outgoing
 from support.agent_main import Outcome, die

@@ -346,3 +346,35 @@ def test_what_is_no_handle_is_refused(thing: Any) -> None:
     for function in (shoal.poll, shoal.wait, shoal.synchronize):
         with pytest.raises((TypeError, ValueError), match="no handle"):
             function(thing)
+
+
+def test_the_names_of_calls_that_shoal_makes_are_not_the_users(fleet: Fleets) -> None:
+    def run() -> tuple[float, float]:
+        mine = shoal.allreduce_nonblocking(torch.ones(2), name="metrics")
+        found = shoal.metrics({"loss": float(shoal.rank())})
+        return found["loss"].mean, shoal.wait(mine)[0].item()
+
+    assert fleet(2).run(run) == [(0.5, 1.0)] * 2
+
+
+def test_one_name_may_be_in_use_for_two_kinds_of_operation(fleet: Fleets) -> None:
+    def run() -> tuple[float, float]:
+        sum_ = shoal.allreduce_nonblocking(torch.ones(2), average=False, name="x")
+        sent = shoal.broadcast_nonblocking(torch.full((2,), float(shoal.rank())), 1, name="x")
+        return shoal.wait(sent)[0].item(), shoal.wait(sum_)[0].item()
+
+    assert fleet(2).run(run) == [(1.0, 2.0)] * 2
+
+
+def test_a_name_of_one_kind_is_refused_while_it_is_in_flight(fleet: Fleets) -> None:
+    def run() -> None:
+        if shoal.rank():
+            shoal.barrier()
+        handle = shoal.allreduce_nonblocking(torch.ones(2), name="x")
+        if not shoal.rank():  # the other one comes after the barrier
+            with pytest.raises(ValueError, match="'x' is still in flight"):
+                shoal.allreduce_nonblocking(torch.ones(2), name="x")
+            shoal.barrier()
+        shoal.wait(handle)
+
+    fleet(2).run(run)

@@ -28,6 +28,7 @@ from ..runtime.agent import Agent, seat
 from ..runtime.bootstrap import on_start, on_stop
 from ..runtime.engine import Engine
 from ..runtime.events import Event
+from ..runtime.operation import INTERNAL
 
 log = logging.getLogger("shoal")
 
@@ -310,7 +311,7 @@ class _TraceWriter:
 
 
 def _label(event: Event) -> str:
-    return event.name.removeprefix("~")
+    return event.name.removeprefix(INTERNAL).removeprefix("~")
 
 
 def _microseconds(nanoseconds: int) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import Mismatch
 from ..runtime.agent import Agent
-from ..runtime.operation import Arrived, Steps
+from ..runtime.operation import INTERNAL, Arrived, Steps
 from ..topology._validate import as_int
 from ..transport.wire import DTYPES, Message, Payload
 from .arithmetic import complete
@@ -66,10 +66,18 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+class Internal(str):
+    """The name of a call that Shoal makes for a caller, which no name of the caller's can equal."""
+
+    __slots__ = ()
+
+
 def channel_name(op: str, name: str | None) -> str:
     """What an operation is matched by: the caller's name, or the order of unnamed calls of its kind."""
     if name is None:
         return f"~{op}"
+    if isinstance(name, Internal):
+        return f"{INTERNAL}{name}"
     if not isinstance(name, str) or not name or name.startswith("~") or len(name.encode()) > 1024:
         raise ValueError(
             f"{op}: name={name!r}; a name is a non-empty string of at most 1024 bytes not starting with '~'"

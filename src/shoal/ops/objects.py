@@ -13,7 +13,7 @@ import torch
 from ..errors import Mismatch
 from ..runtime.agent import current
 from ..runtime.operation import Handle, Operation, Steps
-from .arguments import as_ranks, channel_name, check_tensor
+from .arguments import Internal, as_ranks, channel_name, check_tensor
 from .collective import allgather, allreduce_nonblocking_, as_root, broadcast_nonblocking_, spread
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, *, timeout: flo
     root_rank = as_root(op, root_rank, current(op).size)
 
     def start(tensor: torch.Tensor, name: str) -> Handle[torch.Tensor]:
-        return broadcast_nonblocking_(tensor, root_rank, f"{op}.{name}", timeout=timeout)
+        return broadcast_nonblocking_(tensor, root_rank, Internal(f"{op}.{name}"), timeout=timeout)
 
     _exchange(op, _named(op, params), start, timeout)
 
@@ -115,7 +115,7 @@ def allreduce_parameters(params: Parameters, *, timeout: float | None = None) ->
     named = [(name, tensor) for name, tensor in _named(op, params) if tensor.is_floating_point() or tensor.is_complex()]
 
     def start(tensor: torch.Tensor, name: str) -> Handle[torch.Tensor]:
-        return allreduce_nonblocking_(tensor, name=f"{op}.{name}", timeout=timeout)
+        return allreduce_nonblocking_(tensor, name=Internal(f"{op}.{name}"), timeout=timeout)
 
     _exchange(op, named, start, timeout)
 
@@ -180,10 +180,14 @@ def _agree(op: str, said: list[str], timeout: float | None) -> None:
     agent = current(op)
     text = ("\n" + "\n".join(said)).encode()
     # With the length, which cuts the texts apart.
-    digests = allgather(torch.tensor([[zlib.crc32(text), len(text)]]), f"{op}: what there is", timeout=timeout)
+    digests = allgather(
+        torch.tensor([[zlib.crc32(text), len(text)]]), Internal(f"{op}: what there is"), timeout=timeout
+    )
     if (digests == digests[0]).all():
         return
-    together = allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), f"{op}: names", timeout=timeout)
+    together = allgather(
+        torch.frombuffer(bytearray(text), dtype=torch.uint8), Internal(f"{op}: names"), timeout=timeout
+    )
     parts = torch.split(together, digests[:, 1].tolist())
     texts = [part.numpy().tobytes().decode().split("\n") for part in parts]
     other = next(rank for rank, lines in enumerate(texts) if lines != texts[0])

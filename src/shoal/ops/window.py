@@ -20,7 +20,7 @@ window renew: neighbours see what was in it then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -29,17 +29,17 @@ from typing import TypeVar
 
 import torch
 
+from ..interrupts import held
 from ..runtime.agent import current
 from ..runtime.operation import Handle
 from ..runtime.seconds import as_seconds
-from ..topology._validate import as_int, as_weight
 from ..transport.wire import DTYPES
 from ..windows.memory import How
 from ..windows.memory import SlotState as SlotState
 from ..windows.registry import Windows, windows_of
-from ..windows.window import Window
 from .arguments import as_ranks, channel_name, check_tensor
 from .handles import poll, wait
+from .window_weights import window_weight, window_weights
 
 T = TypeVar("T")
 _NUMBERS = tuple(dtype for dtype in DTYPES if dtype != torch.bool)
@@ -88,7 +88,8 @@ def win_free(name: str | None = None) -> bool:
     windows = windows_of(current("win_free"))
     if name is not None:
         windows.get("win_free", name)
-    return windows.free(name)
+    with held:
+        return windows.free(name)
 
 
 def win_put(
@@ -256,8 +257,8 @@ def win_update(
                 "whole numbers as self_weight and neighbor_weights"
             )
     else:
-        weights = _weights(op, window, neighbor_weights, window.sources, "neighbor_weights")
-        self_weight = _weight(op, window, self_weight, "self_weight")
+        weights = window_weights(op, window, neighbor_weights, window.sources, "neighbor_weights")
+        self_weight = window_weight(op, window, self_weight, "self_weight")
     own, emptied, deadline = self_weight, sorted(weights) if reset else [], _deadline(windows, timeout)
     return _shown(windows, op, name, lambda: window.update(own, weights, emptied, clone, require_mutex, deadline, op))
 
@@ -309,8 +310,14 @@ def win_mutex(
         strangers = sorted(set(wanted) - {*window.sources, *window.destinations})
         if strangers:
             raise ValueError(f"{op} {name!r} on rank {agent.rank}: ranks {strangers} are no neighbours in this window")
-    with window.mutex(wanted, _deadline(windows, timeout), op):
-        yield
+    with ExitStack() as taken:
+        with held:
+            taken.enter_context(window.mutex(wanted, _deadline(windows, timeout), op))
+        try:
+            yield
+        finally:
+            with held:
+                taken.close()
 
 
 def win_poll(handle: Handle[bool]) -> bool:
@@ -365,19 +372,20 @@ def win_associated_p(name: str) -> float:
 
 def _shown(windows: Windows, op: str, name: str, function: Callable[[], T]) -> T:
     """Call the function, and tell whoever listens to the agent's events when it began and how it ended."""
-    events = windows.engine.events
-    if not events.active:
-        return function()
-    channel = windows.channel(name)
-    number = -1 - next(_calls)  # below zero: what the call exchanges between machines has this name, and rounds of 0 on
-    events.emit("submitted", op, channel, number)
-    try:
-        result = function()
-    except BaseException as error:
-        events.emit("failed", op, channel, number, detail=f"{type(error).__name__}: {error}")
-        raise
-    events.emit("finished", op, channel, number)
-    return result
+    with held:
+        events = windows.engine.events
+        if not events.active:
+            return function()
+        channel = windows.channel(name)
+        number = -1 - next(_calls)  # below zero: its exchanges between machines have this name, and rounds of 0 on
+        events.emit("submitted", op, channel, number)
+        try:
+            result = function()
+        except BaseException as error:
+            events.emit("failed", op, channel, number, detail=f"{type(error).__name__}: {error}")
+            raise
+        events.emit("finished", op, channel, number)
+        return result
 
 
 def _deadline(windows: Windows, timeout: float | None) -> float:
@@ -398,7 +406,8 @@ class _Call:
         return _shown(self.windows, self.op, self.name, lambda: self.move(self.deadline))
 
     def later(self) -> Handle[bool]:
-        return self.windows.start(self.op, self.name, self.now, self.deadline)
+        with held:
+            return self.windows.start(self.op, self.name, self.now, self.deadline)
 
 
 def _send(
@@ -421,12 +430,12 @@ def _send(
             f"shape {list(tensor.shape)} and {tensor.dtype}"
         )
     if self_weight is not None:
-        self_weight = _weight(op, window, self_weight, "self_weight")
+        self_weight = window_weight(op, window, self_weight, "self_weight")
         if tensor.requires_grad and not tensor.is_leaf:
             raise ValueError(
                 f"{op}: self_weight changes the tensor in place, and it has a gradient; pass its .detach()"
             )
-    weights = _weights(op, window, dst_weights, window.destinations, "dst_weights")
+    weights = window_weights(op, window, dst_weights, window.destinations, "dst_weights")
     deadline = _deadline(windows, timeout)
     return _Call(windows, op, name, deadline, partial(window.send, how, tensor, self_weight, weights, require_mutex))
 
@@ -453,40 +462,6 @@ def _get(
         raise ValueError(f"{op}: name={name!r}; give the name of a window")
     windows = windows_of(current(op))
     window = windows.get(op, name)
-    weights = _weights(op, window, src_weights, window.sources, "src_weights")
+    weights = window_weights(op, window, src_weights, window.sources, "src_weights")
     deadline = _deadline(windows, timeout)
     return _Call(windows, op, name, deadline, partial(window.get, weights, require_mutex))
-
-
-def _weights(
-    op: str, window: Window, given: Mapping[int, float] | Iterable[int] | None, neighbours: tuple[int, ...], what: str
-) -> dict[int, float]:
-    """The checked weights, ranks ascending. Only neighbours in the topology of the window may be named."""
-    if given is None:
-        return dict.fromkeys(neighbours, 1)
-    agent = current(op)
-    ranks = as_ranks(op, what, given, agent.rank, agent.size)
-    strangers = sorted(set(ranks) - set(neighbours))
-    if strangers:
-        side = "out" if what == "dst_weights" else "in"
-        raise ValueError(
-            f"{op} {window.name!r} on rank {agent.rank}: {what} names ranks {strangers}, which are no "
-            f"{side}-neighbours in the topology of this window; those are {list(neighbours)}"
-        )
-    weights = given.values() if isinstance(given, Mapping) else [1] * len(ranks)
-    pairs = sorted(zip(ranks, weights, strict=True), key=lambda pair: pair[0])
-    return {rank: _weight(op, window, weight, f"{what}[{rank}]") for rank, weight in pairs}
-
-
-def _weight(op: str, window: Window, weight: float, what: str) -> float:
-    """A finite number; a whole one for a window of whole numbers."""
-    number = as_weight(weight, f"{op} {window.name!r}, {what},")
-    dtype = window.tensor.dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        return number
-    try:
-        return int(number) if number == int(number) and abs(number) < 1 << 53 else as_int(weight, what)
-    except TypeError:
-        raise TypeError(
-            f"{op} {window.name!r}: {what}={weight}, and the window holds {dtype}; give whole numbers"
-        ) from None

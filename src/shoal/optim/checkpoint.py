@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 
 from ..errors import Mismatch, ShoalError
+from ..ops.arguments import Internal
 from ..ops.collective import allgather
 from ..ops.objects import broadcast_object
 from ..runtime.agent import current
@@ -255,7 +256,7 @@ def _of_rank_0(name: str, ask: Callable[[], T], timeout: float | None) -> T:
             answer = {"found": ask()}
         except Exception as error:
             failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
-    answer = broadcast_object(answer, 0, f"checkpoint.{name}", timeout=timeout)
+    answer = broadcast_object(answer, 0, Internal(f"checkpoint.{name}"), timeout=timeout)
     if "error" in answer:
         raise ShoalError(f"checkpoint: at rank 0, {answer['error']}", (0,)) from failure
     found: T = answer["found"]
@@ -277,5 +278,5 @@ def _all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tupl
     except Exception as error:
         said = f"{type(error).__name__}: {error}".replace("\0", " ")
     mine = torch.tensor([*said.encode(), 0], dtype=torch.uint8)
-    texts = bytes(allgather(mine, f"checkpoint.{name}", timeout=timeout).tolist()).split(b"\0")
+    texts = bytes(allgather(mine, Internal(f"checkpoint.{name}"), timeout=timeout).tolist()).split(b"\0")
     return _Failures({rank: text.decode() for rank, text in enumerate(texts) if text}), made

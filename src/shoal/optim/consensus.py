@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ..ops.arguments import Internal
 from ..ops.collective import allreduce, allreduce_nonblocking
 
 
@@ -43,7 +44,8 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
     """
     tensors = _averaged(model)
     handles = [
-        allreduce_nonblocking(one, name=f"consensus.{number}", timeout=timeout) for number, one in enumerate(tensors)
+        allreduce_nonblocking(one, name=Internal(f"consensus.{number}"), timeout=timeout)
+        for number, one in enumerate(tensors)
     ]
     means = [handle.wait() for handle in handles]
     own = [one.clone() for one in tensors]
@@ -61,8 +63,8 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
 def consensus_distance(model: torch.nn.Module, *, timeout: float | None = None) -> float:
     """``sqrt(mean over agents of |x_i - mean x|^2)`` over all parameters, the same on every agent. All call it."""
     flat = torch.cat([_reals(one.detach()).reshape(-1).double() for one in model.parameters()])
-    mean = allreduce(flat, name="consensus_distance.mean", timeout=timeout)
-    return allreduce((flat - mean).square().sum(), name="consensus_distance", timeout=timeout).sqrt().item()
+    mean = allreduce(flat, name=Internal("consensus_distance.mean"), timeout=timeout)
+    return allreduce((flat - mean).square().sum(), name=Internal("consensus_distance"), timeout=timeout).sqrt().item()
 
 
 def _reals(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import Mismatch
+from ..ops.arguments import Internal
 from ..ops.collective import allgather
 from ..runtime.agent import current
 
@@ -140,7 +141,7 @@ def _exchange(
     """All agents' names, numbers and weights. The names go along as bytes, one a float, so that one message is all."""
     text = "\0".join(names).encode()
     mine = torch.tensor([len(numbers), len(text), weight, *numbers, *text], dtype=torch.float64)
-    found = allgather(mine, "metrics", timeout=timeout).tolist()
+    found = allgather(mine, Internal("metrics"), timeout=timeout).tolist()
     all_names, all_numbers, weights, at = [], [], [], 0
     while at < len(found):
         count, length, weight = int(found[at]), int(found[at + 1]), found[at + 2]

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ..errors import Mismatch
+from ..ops.arguments import Internal
 from ..ops.collective import allgather
 from ..runtime.agent import current
 
@@ -165,7 +166,9 @@ class AgentSampler(Sampler[int]):
 def _agreed(total: int, sharded: bool, seed: int, shuffle: bool, pad: bool, timeout: float | None) -> list[int]:
     """How many samples each agent has, if all else is the same."""
     here = current("AgentSampler").rank
-    rows = allgather(torch.tensor([[sharded, seed, shuffle, pad, total]]), "AgentSampler", timeout=timeout).tolist()
+    rows = allgather(
+        torch.tensor([[sharded, seed, shuffle, pad, total]]), Internal("AgentSampler"), timeout=timeout
+    ).tolist()
     for rank, theirs in enumerate(rows):
         for what, ours, other in zip(_AGREED, rows[here], theirs, strict=True):
             if ours != other and not (sharded and what == _AGREED[-1]):

@@ -21,6 +21,7 @@ from typing import Any
 import networkx as nx
 
 from ..errors import Mismatch, NotInitialized
+from ..interrupts import held
 from ..transport.router import Endpoint, Place
 from .agent import Agent, Machines, Seat, process_seat, seat
 from .engine import Engine
@@ -65,7 +66,11 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         NotInitialized: This process was forked from an agent's.
         ValueError: A variable makes no sense.
     """
-    mine = seat()
+    with held:
+        _init(seat(), topology_fn, is_weighted)
+
+
+def _init(mine: Seat, topology_fn: Callable[[int], nx.DiGraph] | None, is_weighted: bool) -> None:
     if mine.agent is not None:
         if topology_fn is not None:
             graph = topology_fn(mine.agent.size)
@@ -103,8 +108,8 @@ def leave(mine: Seat, farewell: str = "", died: bool = False) -> None:
     if agent is None:
         return
     agent.engine.check_may_close()
-    _free(mine)
-    with contextlib.ExitStack() as last:  # all of them, whichever fails
+    with held, contextlib.ExitStack() as last:  # all of them, whichever fails
+        _free(mine)
         for hook in reversed(on_stop):
             last.callback(hook, agent)
         agent.engine.close(time.monotonic() + FAREWELL_SECONDS, farewell, died)

@@ -33,6 +33,7 @@ from ..transport.poller import Poller
 from ..transport.router import Router
 from ..transport.wire import Message
 from .bundles import Bundle, Bundles, Small
+from .closing import close
 from .departures import Departures
 from .events import Events
 from .hearing import Hearing, Service
@@ -47,9 +48,6 @@ from .wheel import AFTER_SMALL, Wheel
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
-
-HANG_UP_SECONDS = 1.0
-"""How long an agent that leaves waits for the others to hang up."""
 
 
 class Engine:
@@ -81,7 +79,7 @@ class Engine:
         self.ended: ShoalError | None = None  # why no operation is possible any more
         self.aborted = False  # not even a one-sided one, which the loss of others does not end
         self.deaf = False
-        self._closing = False
+        self.closing = False
         self.abandoned = False  # this is a forked child's copy
 
     def start(self) -> None:
@@ -155,7 +153,7 @@ class Engine:
         return self.ended if self.aborted or not one_sided else None
 
     def _check_open(self, op: str, one_sided: bool) -> None:
-        if self._closing:
+        if self.closing:
             raise NotInitialized(f"{op}: this agent has shut down; call shoal.init() first")
         ended = self.reason_against(one_sided)
         if ended is not None:
@@ -352,7 +350,7 @@ class Engine:
 
     def abort(self, error: ShoalError) -> None:
         """End all operations, now and from now on, with ``error``. The others are not told."""
-        with self.lock:
+        with held, self.lock:
             self.ended, self.aborted = self.ended or error, True
             for operation in self.rounds.in_flight():
                 self.fail(operation, error)
@@ -466,56 +464,7 @@ class Engine:
     def close(self, deadline: float, farewell: str = "", died: bool = False) -> None:
         """Say goodbye, give others what they still wait for, and free everything."""
         with held:
-            self._close(deadline, farewell, died)
-
-    def _close(self, deadline: float, farewell: str, died: bool) -> None:
-        gone = NotInitialized("this agent has shut down while the operation was in flight; wait for its handle first")
-        interrupted: BaseException | None = None
-
-        def drain(drained: Callable[[], bool], limit: float) -> None:
-            """Drive until the others have what they need, unless this agent's exchange has failed, or it is told to
-            make an end of it: then what is left to do is done, and no more waited for."""
-            nonlocal interrupted
-            while self.wheel.started and interrupted is None:
-                self.wheel.drive_until(lambda: drained() or self.ended is not None, limit)
-                if not held.pending:
-                    return
-                try:
-                    held.checkpoint()
-                except BaseException as error:
-                    interrupted = error
-
-        if not died and self.ended is None:
-            self.bundles.start()
-        now = time.monotonic()
-        for service in self.services.values():  # the other half is for what the others still need
-            service.close(now if died else now + (deadline - now) / 2)
-        with self.lock:
-            if self._closing:
-                return
-            for operation in self.rounds.in_flight():
-                if died or not self.rounds.channel(operation).defers(operation):
-                    self.fail(operation, gone)
-            self.bundles.give_up(gone)
-            self._closing = True
-        drain(lambda: self.outbox.settled and not self.rounds.in_flight(), deadline)
-        with self.lock:
-            self.outbox.say_goodbye(farewell or "it called shoal.shutdown()", died, self.ended)
-            self.outbox.flush()  # all that is done for it where the exchange has failed
-        drain(lambda: self.outbox.empty, deadline)
-        # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
-        drain(lambda: not self.router.heard, min(deadline, time.monotonic() + HANG_UP_SECONDS))
-        with self.lock:
-            for operation in self.rounds.in_flight():
-                self.fail(operation, gone)
-        self.wheel.stop()
-        self.after()
-        self.router.close()
-        self.arena.close()
-        self.pool.clear()
-        self.poller.close()
-        if interrupted is not None:
-            raise interrupted
+            close(self, deadline, farewell, died)
 
     def abandon_in_child(self) -> None:
         """In a forked child: close what would keep this agent's end from being noticed, and refuse whoever calls.
@@ -523,7 +472,7 @@ class Engine:
         The threads that held its locks are not there to let go of them.
         """
         self.lock._at_fork_reinit()  # type: ignore[attr-defined]
-        self._closing = self.abandoned = True
+        self.closing = self.abandoned = True
         found = [*self.router.descriptors(), *self.arena.descriptors(), *self.poller.descriptors()]
         for fd in [*found, *(fd for service in self.services.values() for fd in service.descriptors())]:
             try:

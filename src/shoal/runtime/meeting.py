@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import DeadlineExceeded, PeerLost, ShoalError
+from ..interrupts import pause
 from .launch import Launch, join_address
 from .rendezvous import Store, open_store
 
@@ -99,7 +100,7 @@ class Meeting:
         while not (place := self._await(f"place/{other}")):
             if time.monotonic() >= self._deadline:
                 raise DeadlineExceeded("it has given up")
-            time.sleep(_LOOK_AGAIN)
+            pause(_LOOK_AGAIN)
         return place
 
     def _follow(self, place: bytes) -> list[dict[str, Any]]:
@@ -175,7 +176,7 @@ class Meeting:
         joined = sum(self._has_joined(other) for other in range(1, self._launch.size))
         limit = time.monotonic() + BREAK_UP_SECONDS
         while self.store.add(self._key("left"), 0) < joined and time.monotonic() < limit:
-            time.sleep(_LOOK_AGAIN)
+            pause(_LOOK_AGAIN)
 
     def _failed(self, note: dict[str, Any]) -> PeerLost:
         self._told = True

@@ -175,9 +175,13 @@ class Operation:
         return self.stage is not None and self.stage.complete and not self.waiting_more
 
 
+INTERNAL: Final = "~shoal "
+"""Before the names of calls that Shoal makes for a caller."""
+
+
 def describe(op: str, name: str, round_: int) -> str:
     """How an operation is called in messages to people."""
-    name = name.removeprefix("~window ")
+    name = name.removeprefix("~window ").removeprefix(INTERNAL)
     return f"{op} round {round_}" if name.startswith("~") else f"{op} {name!r} round {round_}"
 
 

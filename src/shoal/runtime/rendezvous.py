@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ..errors import DeadlineExceeded, PeerLost, ShoalError
+from ..interrupts import SLICE, held, pause, slices
 from ..transport.addresses import resolved, text_of
 from .launch import LOOPBACK, Launch, join_address
 
@@ -103,7 +104,8 @@ class ThreadStore:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in time")
-                self._changed.wait(min(remaining, threading.TIMEOUT_MAX))
+                held.checkpoint()
+                self._changed.wait(min(remaining, SLICE if held.here else threading.TIMEOUT_MAX))
 
     def has(self, key: str) -> bool:
         with self._changed:
@@ -161,7 +163,7 @@ class TcpStore:
         return self.first([key], deadline)[1]
 
     def first(self, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
-        pause = _FIRST_PAUSE
+        seconds = _FIRST_PAUSE
         what = f"get {keys[0]!r} from {self._name}"
         while True:
             for key in keys:
@@ -170,8 +172,8 @@ class TcpStore:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in {self._name} in time")
-            time.sleep(min(pause, remaining))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause(min(seconds, remaining))
+            seconds = min(2 * seconds, _LONGEST_PAUSE)
 
     def has(self, key: str) -> bool:
         return self._call(partial(self._check, key), f"look for {key!r} in {self._name}")
@@ -207,13 +209,15 @@ class TcpStore:
             deadline = max(self._deadline, time.monotonic() + _LEAST_PATIENCE)
         answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
         self._calls.put((function, answer))
-        try:
-            result, error = answer.get(timeout=min(max(deadline - time.monotonic(), 0.1), threading.TIMEOUT_MAX))
-        except queue.Empty:
-            raise DeadlineExceeded(f"could not {what} in time: no answer", self._server_ranks) from None
-        if error is not None:
-            raise self._explained(error, what) from error
-        return cast(T, result)
+        for slice_ in slices(max(deadline, time.monotonic() + 0.1)):
+            try:
+                result, error = answer.get(timeout=slice_)
+            except queue.Empty:
+                continue
+            if error is not None:
+                raise self._explained(error, what) from error
+            return cast(T, result)
+        raise DeadlineExceeded(f"could not {what} in time: no answer", self._server_ranks)
 
     def _explained(self, error: BaseException, what: str) -> BaseException:
         import torch.distributed
@@ -348,7 +352,7 @@ def _await_server(launch: Launch, deadline: float) -> str:
     torch's own attempts cannot be interrupted, and print a page for every failure.
     """
     host, port = cast(str, launch.host), cast(int, launch.port)
-    pause = 0.01
+    seconds = 0.01
     while True:
         try:
             with socket.create_connection(
@@ -369,8 +373,8 @@ def _await_server(launch: Launch, deadline: float) -> str:
                 "SHOAL_RENDEZVOUS=host:port chooses another",
                 () if launch.store_is_served else (0,),
             )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.25)
+        pause(seconds)
+        seconds = min(2 * seconds, 0.25)
 
 
 def _listen_patiently(host: str, port: int, deadline: float) -> socket.socket:
@@ -385,7 +389,7 @@ def _listen_patiently(host: str, port: int, deadline: float) -> socket.socket:
                     f"rank 0 cannot host the rendezvous store at {join_address(host, port)} ({error.strerror}): choose "
                     "another address with SHOAL_RENDEZVOUS=host:port, the same for every agent",
                 ) from None
-        time.sleep(0.05)
+        pause(0.05)
 
 
 def _server(listener: socket.socket, deadline: float) -> NativeStore:

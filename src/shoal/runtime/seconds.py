@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
+
+from ..interrupts import slices
 
 
 def as_seconds(timeout: Any, default: float, *, zero: bool = False, what: str = "timeout") -> float:
@@ -35,4 +36,4 @@ def as_seconds(timeout: Any, default: float, *, zero: bool = False, what: str = 
 
 def acquire_until(lock: threading.Lock | threading.RLock, deadline: float) -> bool:
     """Take a lock of this process if it is free by ``deadline`` (``time.monotonic()``), which may be infinite."""
-    return bool(lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)))
+    return any(lock.acquire(timeout=seconds) for seconds in slices(deadline))

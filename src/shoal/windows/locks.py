@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..interrupts import held
+
 F_OFD_SETLK = 37
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
 _TRIES = 20
@@ -92,6 +94,7 @@ class ByteLocks:
                 time.sleep(0)
                 continue
             check()
+            held.checkpoint()
             if time.monotonic() > deadline:
                 raise Busy
             time.sleep(pause)

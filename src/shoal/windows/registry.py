@@ -35,15 +35,16 @@ _here: weakref.WeakValueDictionary[tuple[str, str, int], WindowMemory] = weakref
 class Call(Operation):
     """A nonblocking call on a window, which this agent's worker makes."""
 
-    __slots__ = ("_waiting_for",)
+    __slots__ = ("_waiting_for", "_window")
 
-    def __init__(self, op: str, channel: str, deadline: float, waiting_for: Callable[[], list[int]]) -> None:
-        super().__init__(op, channel, 0, deadline - time.monotonic())
+    def __init__(self, op: str, window: str, deadline: float, waiting_for: Callable[[], list[int]]) -> None:
+        super().__init__(op, "~window", 0, deadline - time.monotonic())  # its own events come when it is made
         self.deadline = deadline
+        self._window = window
         self._waiting_for = waiting_for
 
     def __str__(self) -> str:
-        return f"{self.op} {Windows.name_of(self.name)!r}"
+        return f"{self.op} {self._window!r}"
 
     @property
     def waiting_for(self) -> list[int]:
@@ -212,7 +213,7 @@ class Windows:
         with self._lock:
             if self._worker is None:
                 self._worker = Worker(f"shoal-{self.engine.rank}-windows")
-        call = Call(op, self.channel(name), deadline, self._worker_waits_for)
+        call = Call(op, name, deadline, self._worker_waits_for)
         handle: Handle[T] = Handle(self.engine, call)
         with self.engine.lock:
             self._queue[call] = handle

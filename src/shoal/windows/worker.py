@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from ..interrupts import SLICE, held
+
 
 class Worker:
     """A thread for them.
@@ -29,9 +31,11 @@ class Worker:
         self._calls.put(call)
 
     def end(self, deadline: float) -> bool:
-        """Take no more calls, and wait for those that there are; False if they are not done by the deadline."""
+        """Take no more calls, and wait for those that there are; False if they are not done by the deadline, or a
+        signal came meanwhile."""
         self._calls.put(None)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        while self._thread.is_alive() and time.monotonic() < deadline and not held.pending:
+            self._thread.join(min(SLICE, max(0.0, deadline - time.monotonic())))
         return not self._thread.is_alive()
 
     def _run(self) -> None:

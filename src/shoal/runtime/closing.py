@@ -1,0 +1,87 @@
+"""The end of an agent: the others get what they still wait for, hear a goodbye, and everything is given back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from ..errors import NotInitialized
+from ..interrupts import held
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+HANG_UP_SECONDS = 1.0
+"""How long an agent that leaves waits for the others to hang up."""
+
+
+def close(engine: Engine, deadline: float, farewell: str, died: bool) -> None:
+    """End an engine; for the one thread that does it, in a section (``interrupts.py``).
+
+    What a signal's handler raises shortens it: then what is left to do is done, no more is waited for, and it is raised
+    at the end. Whatever else fails, nothing is left open.
+    """
+    drain = _Drain(engine)
+    with ExitStack() as last:
+        for give_back in (engine.poller.close, engine.pool.clear, engine.arena.close, engine.router.close):
+            last.callback(give_back)
+        last.callback(engine.after)
+        last.callback(engine.wheel.stop)
+        if not _fail_what_is_in_flight(engine, deadline, died):
+            last.pop_all()  # another thread is at it
+            return
+        drain(lambda: engine.outbox.settled and not engine.rounds.in_flight(), deadline)
+        with engine.lock:
+            engine.outbox.say_goodbye(farewell or "it called shoal.shutdown()", died, engine.ended)
+            engine.outbox.flush()  # all that is done for it where the exchange has failed
+        drain(lambda: engine.outbox.empty, deadline)
+        # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
+        drain(lambda: not engine.router.heard, min(deadline, time.monotonic() + HANG_UP_SECONDS))
+        with engine.lock:
+            for operation in engine.rounds.in_flight():
+                engine.fail(operation, _gone())
+    if drain.interrupt is not None:
+        raise drain.interrupt
+
+
+def _gone() -> NotInitialized:
+    return NotInitialized("this agent has shut down while the operation was in flight; wait for its handle first")
+
+
+def _fail_what_is_in_flight(engine: Engine, deadline: float, died: bool) -> bool:
+    """Begin the end: nothing is submitted any more, and what waits for others ends. False where that has been done."""
+    if not died and engine.ended is None:
+        engine.bundles.start()
+    now = time.monotonic()
+    for service in engine.services.values():  # the other half is for what the others still need
+        service.close(now if died else now + (deadline - now) / 2)
+    with engine.lock:
+        if engine.closing:
+            return False
+        for operation in engine.rounds.in_flight():
+            if died or not engine.rounds.channel(operation).defers(operation):
+                engine.fail(operation, _gone())
+        engine.bundles.give_up(_gone())
+        engine.closing = True
+    return True
+
+
+class _Drain:
+    """Drives until the others have what they need, unless the exchange has failed or a signal asks for an end."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.interrupt: BaseException | None = None
+        self._engine = engine
+
+    def __call__(self, drained: Callable[[], bool], limit: float) -> None:
+        engine = self._engine
+        while engine.wheel.started and self.interrupt is None:
+            engine.wheel.drive_until(lambda: drained() or engine.ended is not None, limit)
+            if not held.pending:
+                return
+            try:
+                held.checkpoint()
+            except BaseException as error:
+                self.interrupt = error
