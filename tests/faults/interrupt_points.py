@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 
 import shoal
 from shoal.runtime.agent import current
+from support.agent_main import left_over
 from support.leftovers import wait_until
 
 PACKAGE = str(Path(shoal.__file__).parent)
@@ -86,6 +89,130 @@ def everybody(name: str) -> None:
 CALLS: dict[str, Callable[[str], None]] = {
     call.__name__: call for call in (blocking, large, nonblocking, together, pushed, everybody)
 }
+
+
+def make_window() -> None:
+    shoal.win_create(torch.zeros(1000), "window", zero_init=True)
+
+
+def free_window() -> None:
+    shoal.barrier()
+    shoal.win_free("window")
+
+
+def put_and_update() -> None:
+    with shoal.win_mutex("window"):
+        shoal.win_put(torch.ones(1000), "window", require_mutex=True)
+    handle = shoal.win_accumulate_nonblocking(torch.ones(1000), "window")
+    shoal.win_get("window")
+    shoal.win_wait(handle)
+    shoal.win_update("window", require_mutex=True)
+
+
+def lines_of_window_calls() -> int:
+    with _Lines() as lines:
+        put_and_update()
+    return lines.seen
+
+
+def interrupt_window_calls(points: list[int]) -> None:
+    """Window calls with Ctrl-C at each of these lines: what they hold is free afterwards, and the next calls work."""
+    for at in points:
+        lines = _Lines(at)
+        try:
+            with lines:
+                put_and_update()
+        except KeyboardInterrupt:
+            pass
+        else:
+            assert not lines.place, f"Ctrl-C at {lines.place} was lost"
+        finally:
+            sys.settrace(None)
+        with shoal.win_mutex("window", timeout=2.0), shoal.win_mutex("window", for_self=True, timeout=2.0):
+            put_and_update()
+        assert wait_until(lambda: not in_flight(), SETTLED_SECONDS), f"{lines.place} left {in_flight()} in flight"
+
+
+def lines_of(what: str) -> int:
+    """The lines that ``shoal.init`` or ``shoal.shutdown`` goes through."""
+    with _Lines() as lines:
+        getattr(shoal, what)()
+    return lines.seen
+
+
+def interrupted_end(at: int) -> str:
+    """Ctrl-C in the middle of shutdown(): it ends all the same, and is raised then."""
+    lines = _Lines(at)
+    try:
+        with lines:
+            shoal.shutdown()
+    except KeyboardInterrupt:
+        pass
+    else:
+        assert not lines.place, f"Ctrl-C at {lines.place} was lost"
+    finally:
+        sys.settrace(None)
+    shoal.shutdown()  # where it came before the beginning
+    left = left_over()
+    assert not left, f"{lines.place} left {left}"
+    return lines.place
+
+
+def interrupted_beginning(at: int) -> str:
+    """Ctrl-C in the middle of init(): nothing is left of it, and the next one works."""
+    lines = _Lines(at)
+    try:
+        with lines:
+            shoal.init()
+    except KeyboardInterrupt:
+        shoal.shutdown()
+        left = left_over()
+        assert not left, f"{lines.place} left {left}"
+        shoal.init()
+    finally:
+        sys.settrace(None)
+    shoal.barrier()
+    return lines.place
+
+
+def begin_whatever_comes() -> None:
+    """init() beside agents that are interrupted in theirs."""
+    for _ in range(5):
+        try:
+            shoal.init()
+            shoal.barrier()
+            return
+        except shoal.ShoalError:
+            shoal.shutdown()
+    raise AssertionError("five attempts failed")
+
+
+def end() -> None:
+    shoal.shutdown()
+
+
+def wait_until_a_handler_ends_it() -> str:
+    """An average that nobody else takes part in; SIGTERM has a handler that shuts the agent down."""
+    before = signal.signal(signal.SIGTERM, lambda *_: shoal.shutdown())
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    try:
+        shoal.neighbor_allreduce(torch.ones(3))
+    except shoal.NotInitialized as error:
+        left = left_over()
+        assert not left, left
+        return str(error)
+    finally:
+        assert signal.signal(signal.SIGTERM, before) not in (None, before), "the script's own handler is in place"
+    raise AssertionError("it went on")
+
+
+def see_it_leave() -> None:
+    wait_until(lambda: len(current().engine.membership.view.alive) < shoal.size())
+    try:
+        shoal.neighbor_allreduce(torch.ones(3))  # what it had sent counts
+        shoal.neighbor_allreduce(torch.ones(3))
+    finally:
+        shoal.shutdown()
 
 
 def in_flight() -> list[str]:
