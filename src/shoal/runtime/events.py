@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..interrupts import held
+
 log = logging.getLogger("shoal")
 
 
@@ -67,10 +69,11 @@ class Events:
         """Tell the listeners. ``start`` is given for what took time; it ends now. Call only if somebody listens."""
         now = time.perf_counter_ns()
         event = Event(kind, operation, name, round_, start or now, now, peer, nbytes, detail)
-        for listener in self._listeners:
-            try:
-                listener(event)
-            except Exception:
-                if not self._complained:
-                    self._complained = True
-                    log.exception("a listener of Shoal's events failed; its later failures are not shown")
+        with held:
+            for listener in self._listeners:
+                try:
+                    listener(event)
+                except Exception:
+                    if not self._complained:
+                        self._complained = True
+                        log.exception("a listener of Shoal's events failed; its later failures are not shown")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import PeerLost
+from ..interrupts import held
 from ..topology._validate import check_size
 from ..transport.router import TRANSPORTS
 from .agent import Seat, take_seat
@@ -150,7 +151,7 @@ class _Run:
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
         """End all agents because one failed, or their caller (None)."""
-        with self._lock:
+        with held, self._lock:
             if self._failure is not None:
                 return
             self._failure = error

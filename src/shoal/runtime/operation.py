@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import torch
 
 from ..errors import DeadlineExceeded, NotInitialized
+from ..interrupts import held
 from ..transport.link import Lease, Published
 from ..transport.wire import Message
 from .seconds import as_seconds
@@ -228,7 +229,7 @@ class Handle(Generic[T]):
         is logged.
         """
         context = contextvars.copy_context()
-        with self._engine.lock:
+        with held, self._engine.lock:
             if not self.done:
                 self._callbacks.append(lambda handle: context.run(callback, handle))
                 return

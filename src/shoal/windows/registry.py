@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost
+from ..interrupts import held
 from ..runtime.agent import Agent, bind
 from ..runtime.operation import Exchange, Handle, Operation, Send, Steps
 from ..transport.memory import Segment
@@ -312,7 +313,7 @@ class Windows:
 
 def windows_of(agent: Agent) -> Windows:
     """An agent's windows; it has none before the first call."""
-    with agent.engine.lock:
+    with held, agent.engine.lock:
         found = agent.engine.services.get(PREFIX)
         if not isinstance(found, Windows):
             found = agent.engine.services[PREFIX] = Windows(agent)
