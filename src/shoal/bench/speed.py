@@ -58,7 +58,7 @@ def _many(reporter: Reporter, repetitions: int) -> Figures:
     zeros = [torch.zeros(elements) for _ in range(count)]
     outs = [torch.empty(elements) for _ in range(count)]
     joined = torch.zeros(count * elements)
-    pieces = list(joined.split(elements))
+    pieces = list(torch.split(joined, elements))
     warnings.filterwarnings("ignore", ".*all_reduce_coalesced", FutureWarning)
 
     def ring() -> None:
