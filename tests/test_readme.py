@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.algorithms import CATALOG
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -46,6 +47,15 @@ def test_the_calls_it_shows_average_what_they_say():
         assert pull == 0.5 * rank + 0.5 * (3 if rank != 3 else 0)
         assert push == pushed[rank]
         assert push_pull == 0.5 * rank + 0.5 * ((rank - 1) % 4)
+
+
+def test_what_it_counts_is_as_many() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "by three lines more and one less" in text
+    assert [line[0] for line in DIFF.splitlines() if line[0] != " "].count("+") == 3
+    assert [line[0] for line in DIFF.splitlines() if line[0] != " "].count("-") == 1
+    assert "**Algorithms**: twenty-five," in text
+    assert len({type(entry.example()) for entry in CATALOG.values()}) == 25
 
 
 def patched(script: str) -> str:

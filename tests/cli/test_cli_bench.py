@@ -47,7 +47,8 @@ def small(agents: int, ring: float) -> Figures:
 
 
 def many(ring: float) -> Figures:
-    gloo = {"all_reduce, async": [90 * MS], "all_reduce, in turn": [20 * MS]}
+    gloo = {"all_reduce, async": [90 * MS], "all_reduce, in turn": [60 * MS]}
+    gloo |= {"all_reduce_coalesced": [30 * MS], "all_reduce, joined": [20 * MS]}
     return Figures("many", 4096, 4, {"ring": [ring * MS], **gloo})
 
 
@@ -109,20 +110,21 @@ def test_the_median_of_the_repetitions_is_judged() -> None:
 
 
 def test_many_operations_are_compared_with_gloo_at_its_best() -> None:
-    [row] = verdicts.rows_of([many(10)])
-    assert (row.peer, row.peer_value, row.ratio) == ("Gloo all_reduce, in turn", 20 * MS, "2.00x as fast")
+    row, apart = verdicts.rows_of([many(10)])
+    assert (row.peer, row.peer_value, row.ratio) == ("Gloo all_reduce, joined", 20 * MS, "2.00x as fast")
+    assert (apart.peer, apart.peer_value, apart.limit) == ("Gloo all_reduce, in turn, 100 of them", 60 * MS, "")
 
 
 def test_small_sizes_are_shown_without_limits() -> None:
     found = [large(), small(4, 1.0), small(2, 1.0), many(90), published(MIB), rounds(MIB), wire(0.3)]
     rows = verdicts.rows_of(found, judged=False)
-    assert len(rows) == len(verdicts.rows_of(found)) == 14
+    assert len(rows) == len(verdicts.rows_of(found)) == 15
     assert {(row.limit, row.met) for row in rows} == {("", None)}
 
 
 def test_the_table_has_its_own_order() -> None:
     kinds = [row.what.split(",")[0] for row in verdicts.rows_of([rounds(0), many(1), large()])]
-    assert kinds[0] == "ring" and kinds[-2:] == ["100 operations in flight", "memory that 10"]
+    assert kinds[0] == "ring" and kinds[-3:] == [*["100 operations in flight"] * 2, "memory that 10"]
 
 
 def test_the_markdown_has_every_figure_with_its_peer_limit_and_verdict() -> None:
@@ -304,7 +306,7 @@ def test_the_quick_benchmark_measures_everything_and_judges_nothing(tmp_path: Pa
     assert kinds == [published, published, published, ("rounds", 4), ("small", 4), ("many", 4), window, window, window,
                      ("large", 4), ("large", 4), ("small", 2)]  # fmt: skip
     assert content["machine"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert len(content["rows"]) == 19
+    assert len(content["rows"]) == 20
     for row in content["rows"]:
         assert row["what"] in done.stdout and row["met"] is None
     # Whatever the machine is busy with, a neighbourhood of any size reads one copy.

@@ -6,6 +6,8 @@ in place). The averages are checked: a fast wrong answer would be no answer.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 
@@ -50,10 +52,14 @@ def small(reporter: Reporter, quick: bool) -> list[Figures]:
 
 
 def _many(reporter: Reporter, repetitions: int) -> Figures:
+    """Many small tensors at once: each an operation of its own, or (Gloo) all in one."""
     count, elements = 100, 1024
     mine = [torch.full((elements,), float(shoal.rank() + k)) for k in range(count)]
     zeros = [torch.zeros(elements) for _ in range(count)]
     outs = [torch.empty(elements) for _ in range(count)]
+    joined = torch.zeros(count * elements)
+    pieces = list(torch.split(joined, elements))
+    warnings.filterwarnings("ignore", ".*all_reduce_coalesced", FutureWarning)
 
     def ring() -> None:
         handles = [shoal.neighbor_allreduce_nonblocking(x, out=out) for x, out in zip(mine, outs, strict=True)]
@@ -69,8 +75,25 @@ def _many(reporter: Reporter, repetitions: int) -> Figures:
         for x in zeros:
             dist.all_reduce(x)
 
-    cases = {"ring": ring, "all_reduce, async": all_reduce_async, "all_reduce, in turn": all_reduce_in_turn}
-    seconds = compare(reporter, f"{count} operations of 4 KB", cases, repetitions)
+    def all_reduce_coalesced() -> None:
+        dist.all_reduce_coalesced(zeros)
+
+    def all_reduce_joined() -> None:
+        torch.cat(zeros, out=joined)
+        dist.all_reduce(joined)
+        torch._foreach_copy_(zeros, pieces)
+
+    gloo: dict[str, Case] = {
+        "all_reduce, async": all_reduce_async,
+        "all_reduce, in turn": all_reduce_in_turn,
+        "all_reduce_coalesced": all_reduce_coalesced,
+        "all_reduce, joined": all_reduce_joined,
+    }
+    seconds = compare(reporter, f"{count} operations of 4 KB", {"ring": ring, **gloo}, repetitions)
+    for reduce in gloo.values():
+        torch._foreach_copy_(zeros, [torch.ones(elements)] * count)
+        reduce()
+        _expect(torch.cat(zeros), float(shoal.size()))
     for k, out in enumerate(outs):
         _expect(out, _mean_around() + k)
     return Figures("many", 4 * elements, shoal.size(), seconds)

@@ -1,8 +1,17 @@
-"""How long would it take? A model of networks, for what no one machine can hold.
+"""Fleets and networks that no one machine can hold: what agents would compute, and how long it would take.
 
-:class:`Network` says what agents have between them, :func:`simulate` plays steps of training on it, and
-:func:`recommend` ranks the topologies of the catalog for it. No agents are started, but
-to measure a real network (:mod:`shoal.sim.probe`).
+:class:`StackedFleet` runs an algorithm on thousands of agents as the rows of one tensor (:class:`StackedMix` has its
+verbs), with :func:`per_agent` and :func:`loss_of` for gradients and :class:`StackedModel` for neural networks.
+
+:class:`Network` says what agents have between them, a :class:`Link` inside a machine and one between machines.
+:func:`simulate` plays steps of training on it, each a :class:`Step` of :class:`Messages`, and gives a
+:class:`Timeline`; :func:`rounds_of` makes steps of a topology, :func:`direct_allreduce`, :func:`ring_allreduce`,
+:func:`tree_allreduce`, :func:`hierarchical_allreduce` and :func:`parameter_server` of averaging over all, and
+:func:`hierarchical` of averaging between machines. :class:`Pace` is the clock of a stacked run.
+:func:`recommend` ranks the topologies of the catalog by the time to agree and by what :class:`Training` on them costs,
+in a :class:`Recommendation`.
+
+None of this starts agents. What does is not imported here: ``shoal.sim.probe``, which measures a real network.
 """
 
 from ..algorithms.gradients import per_agent as per_agent
