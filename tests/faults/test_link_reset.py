@@ -1,4 +1,4 @@
-"""One connection between two machines is reset, as by a firewall: those two have lost each other, and the others say so."""
+"""A connection between two machines is reset, as by a firewall: those two have lost each other, nobody else is blamed."""
 
 from __future__ import annotations
 
