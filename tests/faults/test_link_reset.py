@@ -1,4 +1,4 @@
-"""A connection between two machines is reset, as by a firewall: those two have lost each other, nobody else is blamed."""
+"""A connection between two machines is reset, as by a firewall: the two have lost each other, nobody else is blamed."""
 
 from __future__ import annotations
 
