@@ -263,3 +263,22 @@ def test_what_looking_at_the_clock_finds_is_due_when_it_says(fleet: Fleets) -> N
         return waited
 
     assert fleet(2).run(run)[0] < 0.5
+
+
+@pytest.mark.parametrize("numel", [4, 100_000])
+def test_agents_that_never_came_together_do_not_wait_for_each_other_at_the_end(fleet: Fleets, numel: int) -> None:
+    """Each has sent something that the other one will never ask for."""
+
+    def run() -> float:
+        handles = [
+            shoal.neighbor_allreduce_nonblocking(torch.ones(numel), name=f"of rank {shoal.rank()}.{part}", timeout=0.5)
+            for part in range(3)
+        ]
+        for handle in handles:
+            with pytest.raises((shoal.DeadlineExceeded, shoal.Mismatch)):
+                shoal.wait(handle)
+        began = time.monotonic()
+        shoal.shutdown()
+        return time.monotonic() - began
+
+    assert max(fleet(2).run(run)) < 3.0

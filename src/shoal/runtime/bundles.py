@@ -296,6 +296,12 @@ class Bundles:
             self._end(bundle, error)
             self._engine.close_generator(bundle)
 
+    def give_up_early(self) -> None:
+        """Nobody will begin what neighbours have sent bundles for; they may have their memory back."""
+        for parcel in {id(parcel): parcel for parcels in self._early.values() for parcel in parcels}.values():
+            self._engine.outbox.done_with(*parcel)
+        self._early.clear()
+
     def check(self, now: float) -> float:
         """Take apart what has waited long enough. Returns when to come back."""
         following = float("inf")
@@ -327,6 +333,9 @@ class Bundles:
             return
         if any(self._engine.rounds.has_begun(*key) for key in _keys(runs)):
             self._unpack(parcel)
+            return
+        if self._engine.closing:
+            self._engine.outbox.done_with(source, message)
             return
         for key in _keys(runs):
             self._early.setdefault(key, []).append(parcel)

@@ -65,6 +65,10 @@ def _fail_what_is_in_flight(engine: Engine, deadline: float, died: bool) -> bool
                 engine.fail(operation, _gone())
         engine.bundles.give_up(_gone())
         engine.closing = True
+        # What others have sent for calls that this agent never made. They wait for an answer, perhaps to leave as well.
+        for source, message in engine.rounds.give_up_early():
+            engine.outbox.done_with(source, message)
+        engine.bundles.give_up_early()
     return True
 
 

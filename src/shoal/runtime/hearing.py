@@ -77,10 +77,10 @@ class Hearing:
         fate, operation = self._rounds.fate(message)
         if operation is not None and operation.bundle is not None:
             self._bundles.put(operation, source, message)
+        elif fate is Fate.LATE or (fate is Fate.EARLY and operation is None and self._engine.closing):
+            self._engine.outbox.done_with(source, message)  # nobody here will take it up
         elif fate is Fate.EARLY:
             self._rounds.keep(source, message)
-        elif fate is Fate.LATE:
-            self._engine.outbox.done_with(source, message)
         elif fate is Fate.UNEXPECTED or operation is None or operation.stage is None:
             error = self.refuse_unexpected(source, message)
             if operation is not None:

@@ -165,6 +165,12 @@ class Rounds:
         """Keep a message until its stage begins."""
         self._early.setdefault((message.name, message.round), {})[(message.stage, source)] = message
 
+    def give_up_early(self) -> list[tuple[int, Message]]:
+        """Take out the messages for calls that this agent has not made, and will not."""
+        keys = [key for key in self._early if key[1] >= self._begun.get(key[0], 0)]
+        found = [self._early.pop(key) for key in keys]
+        return [(source, message) for early in found for (_, source), message in early.items()]
+
     def keep_ask(self, source: int, message: Message) -> None:
         """Keep a question until its stage begins."""
         self._asks.setdefault((message.name, message.round), set()).add((message.stage, source))
