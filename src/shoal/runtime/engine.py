@@ -493,6 +493,7 @@ class Engine:
         with self.lock:
             if self._closing:
                 return
+            self.outbox.forget_failed()
             for operation in self.rounds.in_flight():
                 if died or not self.rounds.channel(operation).defers(operation):
                     self.fail(operation, gone)

@@ -191,6 +191,12 @@ class Outbox:
         """The tokens that a peer has not answered."""
         return [token for token, owed in self._owed.items() if owed.receiver == rank]
 
+    def forget_failed(self) -> None:
+        """Wait no more for the answers to what was sent in rounds that have failed here, as one does that leaves. What
+        was sent stays where it is, for whoever comes to read it all the same."""
+        for token in [token for token, owed in self._owed.items() if isinstance(owed.operation.error, ShoalError)]:
+            del self._owed[token]
+
     def debtors(self, name: str) -> list[int]:
         """Who has not answered for what was sent under a name."""
         return sorted({owed.receiver for owed in self._owed.values() if owed.operation.name == name})
