@@ -501,7 +501,10 @@ class Engine:
             self._closing = True
         drain(lambda: self.outbox.settled and not self.rounds.in_flight(), deadline)
         with self.lock:
-            self.outbox.say_goodbye(farewell or "it called shoal.shutdown()", died, self.ended)
+            causes = (service.cause for service in self.services.values())
+            missed = next((rank for rank in causes if rank not in (None, self.rank)), None)
+            last = farewell or "it called shoal.shutdown()"
+            self.outbox.say_goodbye(last, died, self.ended, -1 if missed is None else missed)
             self.outbox.flush()  # all that is done for it where the exchange has failed
         drain(lambda: self.outbox.empty, deadline)
         # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
