@@ -172,6 +172,22 @@ def test_shutdown_does_not_wait_for_a_link_that_broke(environment: dict[str, str
         assert outcome.seconds < SECONDS + HANG_UP_SECONDS
 
 
+def average_alone_and_shut_down() -> None:
+    """In a round that fails, since the neighbours do not come; they keep what was sent to them until they do."""
+    with pytest.raises(shoal.DeadlineExceeded):
+        shoal.neighbor_allreduce(torch.ones(30_000), timeout=0.2)
+    shoal.shutdown()
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_shutdown_does_not_wait_for_answers_to_a_round_that_has_failed(environment: dict[str, str]) -> None:
+    with World(3, environment=environment) as world:
+        world.results(average_and_rest)
+        [outcome] = world.run(average_alone_and_shut_down, on=[0])
+        assert not outcome.error, outcome.trace
+        assert outcome.seconds < 0.2 + SECONDS
+
+
 def average_and_rest() -> None:
     shoal.neighbor_allreduce(torch.ones(30_000))
 

@@ -121,20 +121,16 @@ def test_an_agent_that_has_fewer_batches_and_leaves_is_named(transport: str, kin
         assert world.run_on(VICTIM, train, kind, 10, "leave").outcome().value == ("", (), "")
         ended = {one.rank: one for one in [each.outcome() for each in training]}
         assert all(one.value[0] == "PeerLost" for one in ended.values()), ended
-        # Between machines a goodbye does not say for whom one leaves; its neighbours know all the same.
-        assert_all_name(VICTIM, [ended[rank] for rank in (REST if transport == "shared_memory" else (0, 2))])
+        assert_all_name(VICTIM, [ended[rank] for rank in REST])
 
 
-def test_agents_that_are_threads_name_the_one_that_had_fewer_batches(
-    fleet: Callable[..., shoal.Fleet], transport: str
-) -> None:
+def test_agents_that_are_threads_name_the_one_that_had_fewer_batches(fleet: Callable[..., shoal.Fleet]) -> None:
     def run() -> Ended:
         return train("push", 10 if shoal.rank() == VICTIM else None, "leave")
 
     ended = fleet(SIZE).run(run)
     assert [kind for kind, _, _ in ended] == ["" if rank == VICTIM else "PeerLost" for rank in range(SIZE)]
-    named = (0, 2) if transport == "network" else REST  # as between machines
-    assert [ended[rank][1] for rank in named] == [(VICTIM,)] * len(named)
+    assert [ended[rank][1] for rank in REST] == [(VICTIM,)] * len(REST)
 
 
 @OVER

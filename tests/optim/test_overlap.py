@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -231,3 +233,27 @@ def test_buckets_that_leave_early_are_smaller(fleet: Fleets) -> None:
     agents = fleet(2)
     assert agents.run(run, None) == [1, 1]
     assert agents.run(run, "backward") == [3, 3]
+
+
+def test_an_error_during_the_backward_pass_is_raised_by_step_and_keeps_no_parameter_alive(fleet: Fleets) -> None:
+    """What a hook raises torch would raise from ``backward()``, and then never let go of the model's first layers."""
+
+    def run() -> bool:
+        model = deepcopy(MODEL)
+        optimizer = ATC(sgd(model), model, overlap="backward", bucket_bytes=1)
+        loss_of(model, 0).backward()
+        optimizer.step()
+
+        def lost(number: int) -> None:
+            raise shoal.PeerLost("rank 7 is gone", (7,))
+
+        optimizer._flight.take_off_with = lost  # type: ignore[method-assign]
+        loss_of(model, 1).backward()
+        with pytest.raises(shoal.PeerLost, match="rank 7"):
+            optimizer.step()
+        first = weakref.ref(model[0].weight)
+        del model, optimizer
+        gc.collect()
+        return first() is None
+
+    assert fleet(2).run(run) == [True, True]

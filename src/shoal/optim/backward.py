@@ -25,9 +25,13 @@ class Backward:
         self._of: dict[torch.nn.Parameter, int] = {}
         self._missing: dict[int, set[torch.nn.Parameter]] = {}
         self._armed = False
+        self._failed: BaseException | None = None
 
     def arm(self, buckets: Sequence[Bucket]) -> None:
-        """The gradients of the backward pass to come are those of the step."""
+        """The gradients of the backward pass to come are those of the step. Raises what ``ready`` has raised."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
         if self._armed:
             return
         self._armed = True
@@ -47,8 +51,12 @@ class Backward:
         return found
 
     def came(self, param: torch.Tensor) -> None:
-        """A parameter has its gradient."""
-        if not self._armed:
+        """A parameter has its gradient.
+
+        What ``ready`` raises waits for the step: torch never gives back the parameters, and so the memory that they lie
+        in, whose gradients were still to come when a hook of a backward pass raised.
+        """
+        if not self._armed or self._failed is not None:
             return
         assert isinstance(param, torch.nn.Parameter)
         number = self._of[param]
@@ -63,8 +71,11 @@ class Backward:
         missing.discard(param)
         if not missing:
             del self._missing[number]
-            with torch.no_grad():
-                self._ready(number)
+            try:
+                with torch.no_grad():
+                    self._ready(number)
+            except BaseException as error:
+                self._failed = error
 
     def close(self) -> None:
         """No hook is left."""

@@ -34,7 +34,9 @@ def close(engine: Engine, deadline: float, farewell: str, died: bool) -> None:
             return
         drain(lambda: engine.outbox.settled and not engine.rounds.in_flight(), deadline)
         with engine.lock:
-            engine.outbox.say_goodbye(farewell or "it called shoal.shutdown()", died, engine.ended)
+            causes = (service.cause for service in engine.services.values())
+            missed = next((rank for rank in causes if rank is not None and rank != engine.rank), -1)
+            engine.outbox.say_goodbye(farewell or "it called shoal.shutdown()", died, engine.ended, missed)
             engine.outbox.flush()  # all that is done for it where the exchange has failed
         drain(lambda: engine.outbox.empty, deadline)
         # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
@@ -60,6 +62,7 @@ def _fail_what_is_in_flight(engine: Engine, deadline: float, died: bool) -> bool
     with engine.lock:
         if engine.closing:
             return False
+        engine.outbox.forget_failed()
         for operation in engine.rounds.in_flight():
             if died or not engine.rounds.channel(operation).defers(operation):
                 engine.fail(operation, _gone())

@@ -31,6 +31,8 @@ class Departure(NamedTuple):
     """The agent that noticed."""
     certain: bool = False
     """Its process has ended, or it said so; else a connection has, and the network between the two may be the cause."""
+    because: int = -1
+    """Where it left in good order: the agent that it had missed in a one-sided call, which is no loss to others."""
 
 
 class Departures:
@@ -57,7 +59,8 @@ class Departures:
     def notice(self, source: int, message: Message) -> Departure | float:
         """An agent says that it leaves, or that another is gone: a departure, or when to come back for it."""
         rank, died, certain = message.token, bool(message.flags & DIED), bool(message.flags & CERTAIN)
-        said = Departure(rank, message.text, died, message.round if died else source, certain)
+        because = -1 if died else message.digest - 1
+        said = Departure(rank, message.text, died, message.round if died else source, certain, because)
         if rank == self._rank:
             return said
         if source == rank or (died and (certain or not self._router.knows(rank))):

@@ -23,7 +23,12 @@ class Service(Protocol):
     def serve(self, source: int, message: Message) -> None:
         """A neighbour asks for something: a first message under a name that begins with this service's word."""
 
-    def on_gone(self, rank: int) -> None: ...
+    @property
+    def cause(self) -> int | None:
+        """Whose loss is the reason where this agent leaves now; itself, or None, where nobody's is."""
+
+    def on_gone(self, rank: int, because: int | None) -> None:
+        """An agent is gone, because of the loss of another if that is known."""
 
     def check(self, now: float) -> float:
         """Do what is due; returns when to come back."""
@@ -191,9 +196,9 @@ class Hearing:
             )
 
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
-        if 0 <= lost < self._engine.size and lost != self._rank:
+        if cause and 0 <= lost < self._engine.size and lost != self._rank:
             self._believe(Departure(lost, cause, True, peer))
-        said = Departure(peer, "it called shoal.shutdown()", False, peer)
+        said = Departure(peer, "it called shoal.shutdown()", False, peer, because=-1 if cause else lost)
         self._engine.next_check = min(self._engine.next_check, self._engine.departures.hearsay(said))
 
     def _on_notice(self, source: int, message: Message) -> None:
@@ -212,7 +217,7 @@ class Hearing:
 
     def on_gone(self, gone: Departure) -> None:
         """An agent died or left; tell the neighbours, and end what cannot be completed without it."""
-        rank, cause, died, told_by, _ = gone
+        rank, cause, died, told_by, _, because = gone
         self._engine.departures.forget(rank)
         if rank == self._rank:
             self._engine.break_off(f"rank {told_by} counts it as lost ({cause})")
@@ -231,7 +236,7 @@ class Hearing:
         for token in self._engine.outbox.owed_by(rank):
             self._on_reply(token)
         for service in self._engine.services.values():
-            service.on_gone(rank)
+            service.on_gone(rank, because if 0 <= because < self._engine.size and because != self._rank else None)
         self._bundles.take_apart_without(rank)
         for operation in self._rounds.in_flight():
             stage = operation.stage
@@ -244,7 +249,7 @@ class Hearing:
 
     def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:
         """What is to be said of a loss, and the ranks that it is about."""
-        rank, cause, _, told_by, certain = gone
+        rank, cause, _, told_by, certain, _ = gone
         if told_by in (self._rank, rank):
             return f"rank {rank} was lost ({cause})", rank
         if not certain and self._engine.router.knows(rank):

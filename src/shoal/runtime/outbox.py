@@ -131,7 +131,9 @@ class Outbox:
         One that we count as lost may be alive, and shut out for what it said; it must not think that all others are.
         """
         flags = (DIED if gone.died else 0) | (CERTAIN if gone.certain else 0)
-        notice = Message(Kind.NOTICE, round=gone.told_by, token=gone.rank, flags=flags, text=gone.cause)
+        notice = Message(
+            Kind.NOTICE, round=gone.told_by, token=gone.rank, flags=flags, digest=gone.because + 1, text=gone.cause
+        )
         if gone.died:
             self._news.append(notice)
         for peer in list(self._router.links):
@@ -142,15 +144,16 @@ class Outbox:
             condemned.post(notice)
             condemned.flush()
 
-    def say_goodbye(self, farewell: str, died: bool, ended: ShoalError | None) -> None:
+    def say_goodbye(self, farewell: str, died: bool, ended: ShoalError | None, missed: int = -1) -> None:
         """The last word to everybody who would miss one: first whom we have lost ourselves, if we leave after a loss,
-        so that nobody takes us for its cause."""
+        so that nobody takes us for its cause; and whom we have ``missed`` in a one-sided call (-1: nobody)."""
         if not self._news and isinstance(ended, PeerLost) and min(ended.ranks, default=-1) >= 0:
             self.pass_on(Departure(ended.ranks[0], str(ended), True, self._rank, certain=True))
-        lost, cause = (self._news[0].token, self._news[0].text) if self._news else (-1, "")
+        lost, cause = (self._news[0].token, self._news[0].text) if self._news else (missed, "")
         for peer in list(self._router.links):
-            flags = DIED | CERTAIN if died else 0
-            self.say(peer, Message(Kind.NOTICE, round=self._rank, token=self._rank, flags=flags, text=farewell))
+            flags, because = (DIED | CERTAIN, 0) if died else (0, missed + 1)
+            last = Message(Kind.NOTICE, round=self._rank, token=self._rank, flags=flags, digest=because, text=farewell)
+            self.say(peer, last)
         self.said_goodbye = True
         self._router.say_goodbye(lost, cause)
 
@@ -190,6 +193,12 @@ class Outbox:
     def owed_by(self, rank: int) -> list[int]:
         """The tokens that a peer has not answered."""
         return [token for token, owed in self._owed.items() if owed.receiver == rank]
+
+    def forget_failed(self) -> None:
+        """Wait no more for the answers to what was sent in rounds that have failed here, as one does that leaves. What
+        was sent stays where it is, for whoever comes to read it all the same."""
+        for token in [token for token, owed in self._owed.items() if isinstance(owed.operation.error, ShoalError)]:
+            del self._owed[token]
 
     def debtors(self, name: str) -> list[int]:
         """Who has not answered for what was sent under a name."""

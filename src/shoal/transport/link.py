@@ -92,7 +92,8 @@ class Receiver(Protocol):
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
         """The peer has said goodbye where it only listens; what it has sent to us may still be under way.
 
-        It left because it had lost rank ``lost`` (-1: for reasons of its own), for ``cause``.
+        It left because it had lost rank ``lost`` (-1: for reasons of its own), for ``cause``; without a cause it has
+        only missed that rank in a one-sided call.
         """
 
 

@@ -109,6 +109,11 @@ class Outgoing:
 
     def fail(self, cause: str) -> None:
         if self.sock.fileno() >= 0:
+            try:
+                if self.open:  # it may have said goodbye, which says for whom it leaves, before it broke the connection
+                    self._listen()
+            except (OSError, ProtocolError):
+                pass
             self.close()
             self._receiver.on_closed(self.peer, cause)
 

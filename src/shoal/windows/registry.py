@@ -278,9 +278,9 @@ class Windows:
     def serve(self, source: int, message: Message) -> None:
         self._service.serve(source, message)
 
-    def on_gone(self, rank: int) -> None:
+    def on_gone(self, rank: int, because: int | None) -> None:
         self._service.forget(rank)
-        cause = self.cause
+        cause = self.cause if because is None else because
         if rank in self.engine.membership.view.left and cause is not None:
             self.because[rank] = cause
 
