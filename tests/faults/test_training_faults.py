@@ -79,8 +79,9 @@ def _misjudged(fault: Fault, rank: int, ended: Ended, all_: list[Outcome]) -> st
     if ended.error == "PeerLost":
         return "" if set(ended.ranks) <= gone and ended.ranks else f"names who has not left before (left: {gone})"
     if ended.error in ("DeadlineExceeded", "Mismatch"):
-        named = {fault.victim} | gone
-        return "" if set(ended.ranks) & named else f"names neither rank {fault.victim} nor one that has left ({gone})"
+        # A neighbour that waits for the late one is late itself.
+        late = {fault.victim, *gone, *(one.rank for one in all_ if one.rank != rank and (one.error or one.value.error))}
+        return "" if set(ended.ranks) & late else f"names neither rank {fault.victim} nor one that it held up ({late})"
     return "" if not ended.error and not fault.in_step else "did not notice"
 
 

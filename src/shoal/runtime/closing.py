@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 HANG_UP_SECONDS = 1.0
 """How long an agent that leaves waits for the others to hang up."""
+LAST_WORD_SECONDS = 2.0
+"""How long one that leaves after a loss waits until its goodbye has been handed to the system."""
 
 
 def close(engine: Engine, deadline: float, farewell: str, died: bool) -> None:
@@ -38,7 +40,9 @@ def close(engine: Engine, deadline: float, farewell: str, died: bool) -> None:
             missed = next((rank for rank in causes if rank is not None and rank != engine.rank), -1)
             engine.outbox.say_goodbye(farewell or "it called shoal.shutdown()", died, engine.ended, missed)
             engine.outbox.flush()  # all that is done for it where the exchange has failed
-        drain(lambda: engine.outbox.empty, deadline)
+        # After a loss, too: it says whose. A neighbour that is busy, its socket full, would count us as the lost one.
+        last_word = time.monotonic() + LAST_WORD_SECONDS if engine.ended is not None else deadline
+        drain(lambda: engine.outbox.empty, min(deadline, last_word), lambda: engine.deaf)
         # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
         drain(lambda: not engine.router.heard, min(deadline, time.monotonic() + HANG_UP_SECONDS))
         with engine.lock:
@@ -82,10 +86,11 @@ class _Drain:
         self.interrupt: BaseException | None = None
         self._engine = engine
 
-    def __call__(self, drained: Callable[[], bool], limit: float) -> None:
+    def __call__(self, drained: Callable[[], bool], limit: float, hopeless: Callable[[], bool] | None = None) -> None:
         engine = self._engine
+        failed = hopeless or (lambda: engine.ended is not None)
         while engine.wheel.started and self.interrupt is None:
-            engine.wheel.drive_until(lambda: drained() or engine.ended is not None, limit)
+            engine.wheel.drive_until(lambda: drained() or failed(), limit)
             if not held.pending:
                 return
             try:

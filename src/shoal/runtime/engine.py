@@ -430,6 +430,8 @@ class Engine:
             self.pool.tidy()
             self.arena.tidy()
             self.next_check = min(self.next_check, self.router.next_check)
+        except MemoryError as error:  # this agent's failure, not that of whoever sent something
+            self.break_off(str(error) or "there is no memory for what others send")
         except Exception:  # a fault of ours; an agent that no longer hears must not look as if it did
             log.exception("rank %d: the exchange failed", self.rank)
             self.break_off("an internal error ended the exchange; its log says which")

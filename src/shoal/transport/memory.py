@@ -284,6 +284,8 @@ class PeerMemory:
             if lockable:
                 self._descriptors[ident] = os.dup(fd)
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise MemoryError("there is no room to map shared memory") from None
             raise ProtocolError(f"shared memory that cannot be mapped: {error}") from None
         finally:
             os.close(fd)

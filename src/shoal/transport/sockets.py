@@ -6,6 +6,7 @@ how messages become bytes on their kind of socket. Everything is non-blocking an
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 import time
@@ -152,7 +153,13 @@ class Incoming:
         except BlockingIOError:
             return
         except (OSError, ProtocolError, MemoryError, ValueError, OverflowError) as error:
-            self.fail(str(error) or repr(error))
+            short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+            if self.peer < 0 or not short:
+                self.fail(str(error) or repr(error))
+                return
+            self.close()
+            self.on_end(self)
+            raise MemoryError(f"there is no memory for what rank {self.peer} has sent") from error
 
     def _greet(self) -> None:
         self._heard += hear(self.sock, ANSWER_SIZE - len(self._heard))

@@ -1,0 +1,43 @@
+"""An agent that has no memory for what others send has failed itself, and is the one that all name."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from support.world import World
+
+OVER = [
+    pytest.param({}, id="shared_memory", marks=pytest.mark.transport("shared_memory")),
+    pytest.param({"SHOAL_TRANSPORT": "network"}, id="network", marks=pytest.mark.transport("network")),
+]
+SHORT = 1
+LITTLE = 1 << 20
+
+
+def read_what_is_sent(numel: int) -> None:
+    """A round in which rank 1 sends nothing, so that it needs memory for nothing but what it hears; then leave."""
+    rank, size = shoal.rank(), shoal.size()
+    shoal.barrier()
+    if rank == SHORT:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + LITTLE, resource.RLIM_INFINITY))
+    try:
+        shoal.broadcast(torch.ones(1 if rank == SHORT else numel).expand(numel), root_rank=0)
+        shoal.barrier()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        shoal.shutdown()
+    raise AssertionError(f"rank {rank} of {size} had memory enough")
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_an_agent_without_memory_for_what_comes_is_named_by_all(environment: dict[str, str]) -> None:
+    with World(3, environment=environment) as world:
+        for one in world.run(read_what_is_sent, 5_000_000):
+            assert one.ranks == (SHORT,), f"rank {one.rank}: {one.error}: {one.trace}"
+            assert one.error == ("ShoalError" if one.rank == SHORT else "PeerLost"), one.trace
