@@ -91,9 +91,12 @@ class Held:
         try:
             found = tuple(map(_getsignal, SIGNALS))
             if found != self._seen:
-                self._handlers = {
-                    one: handler for one, handler in zip(SIGNALS, found, strict=True) if callable(handler)
+                # One of ours is still there only where two signals came at the worst moment of the section before.
+                known = self._handlers
+                found_now = {
+                    one: known.get(one) if it is self._noting else it for one, it in zip(SIGNALS, found, strict=True)
                 }
+                self._handlers = {one: handler for one, handler in found_now.items() if callable(handler)}
                 self._seen = found
             for signum in self._handlers:
                 _setsignal(signum, self._noting)
@@ -114,6 +117,12 @@ class Held:
                 error = raised
         if error is not None:
             raise error
+
+    def restart_in_child(self) -> None:
+        """In a forked child the thread that forked is the main one, and in no section."""
+        self._main, self._depth, self._waker = _ident(), 0, -1
+        self._came.clear()
+        self.open()
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._came.append((signum, frame))
@@ -145,6 +154,7 @@ class Released:
 
 held: Final = Held()
 released: Final = Released()
+os.register_at_fork(after_in_child=held.restart_in_child)
 
 
 def pause(seconds: float) -> None:
