@@ -30,7 +30,7 @@ class Departure(NamedTuple):
     told_by: int
     """The agent that noticed."""
     certain: bool = False
-    """Its process has ended, or it said so; else a connection has, and the network between the two may be the cause."""
+    """Its process has ended, or it ended a connection itself; else the network between the two may be the cause."""
     because: int = -1
     """Where it left in good order: the agent that it had missed in a one-sided call, which is no loss to others."""
 

@@ -86,7 +86,7 @@ class Receiver(Protocol):
 
         Args:
             final: Nothing that it said before can still come, as at the end of what it sends to us.
-            certain: Its process has ended; else it may be the network between the two that failed.
+            certain: Its process has ended, or it ended the connection itself; else it may be the network that failed.
         """
 
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:

@@ -61,7 +61,7 @@ class Outgoing:
             else:
                 self._greet()
         except (OSError, ProtocolError) as error:
-            self.fail(str(error) or repr(error))
+            self.fail(str(error) or repr(error), isinstance(error, ProtocolError))
 
     def _greet(self) -> None:
         expected = WELCOME_SIZE if self._answered else HELLO_SIZE
@@ -108,7 +108,8 @@ class Outgoing:
     def flush(self) -> None:
         raise AssertionError("a kind of connection says how it sends")
 
-    def fail(self, cause: str) -> None:
+    def fail(self, cause: str, certain: bool = False) -> None:
+        """Close; ``certain``: by what the peer did, an orderly end or nonsense, which no network makes up."""
         if self.sock.fileno() >= 0:
             try:
                 if self.open:  # it may have said goodbye, which says for whom it leaves, before it broke the connection
@@ -116,7 +117,7 @@ class Outgoing:
             except (OSError, ProtocolError):
                 pass
             self.close()
-            self._receiver.on_closed(self.peer, cause)
+            self._receiver.on_closed(self.peer, cause, certain=certain)
 
     def close(self) -> None:
         if self.sock.fileno() >= 0:
@@ -155,7 +156,7 @@ class Incoming:
         except (OSError, ProtocolError, MemoryError, ValueError, OverflowError) as error:
             short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
             if self.peer < 0 or not short:
-                self.fail(str(error) or repr(error))
+                self.fail(str(error) or repr(error), isinstance(error, ProtocolError))
                 return
             self.close()
             self.on_end(self)
@@ -179,14 +180,14 @@ class Incoming:
         except OSError:
             pass  # it left first
 
-    def fail(self, cause: str) -> None:
-        """Close; the loss of a stranger is nobody's loss."""
+    def fail(self, cause: str, certain: bool = False) -> None:
+        """Close; the loss of a stranger is nobody's loss. ``certain``: as for :class:`Outgoing`."""
         if self.sock.fileno() < 0:
             return
         self.close()
         self.on_end(self)
         if self.peer >= 0:
-            self._receiver.on_closed(self.peer, cause, True)
+            self._receiver.on_closed(self.peer, cause, True, certain)
 
     def close(self) -> None:
         if self.sock.fileno() >= 0:
