@@ -6,6 +6,7 @@ several, so that a large tensor never blocks another name. A chunk is received s
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import deque
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ TURN_BYTES = 1 << 20
 WAKE_BYTES = 1 << 16
 """So much of a tensor comes before the reader is woken: at each packet it would take the core from who computes."""
 DEAD_HOST_SECONDS = 20
+MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
 SYN_COUNT = 3
 """How often a request to connect is repeated: it is given up after 15 s, or 19 on a kernel that begins more evenly."""
 UNSENT_BYTES = 1 << 17
@@ -267,6 +269,8 @@ class NetworkIncoming(Incoming):
         if message.where is Where.STREAM:
             if not message.nbytes or message.token in self._payloads:
                 raise ProtocolError("a tensor announced twice, or without bytes")
+            if message.nbytes > MACHINE_BYTES:
+                raise ProtocolError(f"a tensor of {message.nbytes:,} bytes, more than this machine has")
             data = self._pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
             message.payload = Payload(data, 0)
             self._payloads[message.token] = (message.payload, _bytes_of(data), 0)
