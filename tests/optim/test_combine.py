@@ -25,7 +25,8 @@ def trained(algorithm: Algorithm, kind: str, in_the_loss: bool) -> torch.Tensor:
         "sgd": lambda: torch.optim.SGD(model.parameters(), lr=lr, weight_decay=decay),
         "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.0, 0.0), eps=1e-300, weight_decay=decay),
     }[kind]()
-    optimizer = shoal.DecentralizedOptimizer(inner, model, algorithm, topology=shoal.RingGraph(SIZE))
+    ring = shoal.RingGraph(SIZE)
+    optimizer = shoal.DecentralizedOptimizer(inner, model, algorithm, topology=ring, mix_state=())
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = model()

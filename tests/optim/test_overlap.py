@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.runtime.agent import current
+from support.leftovers import wait_until
 
 Fleets = Callable[..., shoal.Fleet]
 
@@ -253,7 +254,6 @@ def test_an_error_during_the_backward_pass_is_raised_by_step_and_keeps_no_parame
             optimizer.step()
         first = weakref.ref(model[0].weight)
         del model, optimizer
-        gc.collect()
-        return first() is None
+        return wait_until(lambda: gc.collect() >= 0 and first() is None)
 
     assert fleet(2).run(run) == [True, True]

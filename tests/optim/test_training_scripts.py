@@ -423,7 +423,7 @@ def test_attributes_set_after_the_forward_pass_hold_from_the_next_round_on_with_
         model = nn.Linear(1, 1, bias=False).double()
         with torch.no_grad():
             model.weight.fill_(float(shoal.rank()))
-        optimizer = AWC(sgd(model, lr=0.0), model)
+        optimizer = AWC(sgd(model, lr=0.0), model, unchecked="doubly stochastic")
         found = []
         for step in range(2):
             model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
