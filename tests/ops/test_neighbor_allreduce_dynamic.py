@@ -229,3 +229,15 @@ def test_the_forms_may_alternate_under_one_name(fleet: Fleets) -> None:
 
     sums = [2.0, 1.0, 3.0]
     assert fleet(3).run(run) == [[one / 2, *[one] * 5, one / 2] for one in sums]
+
+
+def test_a_tensor_without_elements_keeps_its_shape_beside_those_to_whom_nothing_is_said(fleet: Fleets) -> None:
+    """In a push within the static topology one neighbour gets it and the others a header of no elements."""
+
+    def run() -> list[int]:
+        following = (shoal.rank() + 1) % shoal.size()
+        x = shoal.neighbor_allreduce(torch.empty(0, 3), 1.0, dst_weights={following: 1.0}, enable_topo_check=False)
+        shoal.barrier()
+        return list(x.shape)
+
+    assert fleet(4).run(run) == [[0, 3]] * 4

@@ -267,11 +267,10 @@ class Bundles:
         for source, message in arrived.items():
             self._unpack(Parcel(source, message))
         for source, part in partial.items():
-            for operation in part.here:
-                assert operation.small is not None
-                start, end = bundle.places[operation]
-                shape, data = operation.small.shape, part.data[start:end]
-                self._engine.hearing.on_message(source, _piece(part.like, operation.name, operation.round, shape, data))
+            for one in part.here:
+                assert one.small is not None
+                data = part.data[slice(*bundle.places[one])]
+                self._engine.hearing.on_message(source, _piece(part.like, one.name, one.round, one.small.shape, data))
         for operation in bundle.members:
             if operation.handle is not None:
                 operation.sent = posted
@@ -334,11 +333,10 @@ class Bundles:
         if any(self._engine.rounds.has_begun(*key) for key in _keys(runs)):
             self._unpack(parcel)
             return
-        if self._engine.closing:
-            self._engine.outbox.done_with(source, message)
-            return
         for key in _keys(runs):
             self._early.setdefault(key, []).append(parcel)
+        if self._engine.closing:
+            self.give_up_early()
 
     def _match(self, bundle: Bundle, parcel: Parcel) -> None:
         source, message = parcel
