@@ -83,7 +83,7 @@ def test_the_interface_to_listen_on_is_named_with_its_address(capsys: pytest.Cap
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be less than WORLD_SIZE=2"),
         ({"SHOAL_TIMEOUT": "soon"}, "SHOAL_TIMEOUT='soon'"),
         ({"SHOAL_TRANSPORT": "pigeon"}, "SHOAL_TRANSPORT='pigeon'; it may be one of threads"),
-        ({"SHOAL_INTERFACE": "eth99"}, "SHOAL_INTERFACE='eth99' has no IPv4 address"),
+        ({"SHOAL_INTERFACE": "eth99"}, "SHOAL_INTERFACE='eth99' is neither an interface nor an address"),
         (TORCHRUN | {"MASTER_ADDR": "no-such-host.invalid"}, "could not look up no-such-host.invalid"),
     ],
     ids=["rank", "timeout", "transport", "interface", "host"],

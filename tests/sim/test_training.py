@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.algorithms import Algorithm, ChocoSGD, GradientDescent, LocalSteps
-from shoal.compression import QSGD, Compressor, MinMaxUInt8, RandomK, Sign, TopK
+from shoal.compression import QSGD, Compressor, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
 from shoal.sim import StackedFleet, Training
 from shoal.sim.training import parse_compression, steps_apart
 from shoal.topology import Idle, RingStarDelegates, Schedule, Static, find
@@ -49,7 +49,7 @@ def test_agents_are_as_far_apart_in_training_as_is_said(name: str, size: int, ev
     assert steps_apart(schedule, every) == pytest.approx(apart_in_training(schedule, algorithm), rel=0.06)
 
 
-@pytest.mark.parametrize("compressor", [TopK(0.2), RandomK(0.2), Sign(), QSGD(7)], ids=repr)
+@pytest.mark.parametrize("compressor", [TopK(0.2), RandomK(0.2), Sign(), Shrunk(QSGD(7))], ids=repr)
 def test_compressed_messages_leave_agents_as_far_apart_as_is_said(compressor: Compressor) -> None:
     torus, kept = find("torus").schedule(16), Training(compression=compressor).kept
     found = apart_in_training(torus, ChocoSGD(LR, kept, compressor))
