@@ -150,6 +150,7 @@ def main() -> None:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     import pytest  # noqa: F401 - test modules import it, and it takes a while
     import torch
+    import torch._dynamo  # as the first optimizer does, for seconds
     import torch.utils.data
 
     import shoal  # noqa: F401

@@ -4,6 +4,7 @@ alive by it.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,18 +23,25 @@ class BeforeForward:
     """A forward pre-hook of a model. A copy of the model, by ``deepcopy`` or from a file, has one that does nothing."""
 
     def __init__(self, model: torch.nn.Module | None = None, optimizer: Begins | None = None) -> None:
+        _leave_uncompiled()
         self._model = weakref.ref(model) if model is not None else None
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
 
     def __reduce__(self) -> tuple[type[BeforeForward], tuple[()]]:
         return BeforeForward, ()
 
-    @_compiler.disable  # type: ignore[untyped-decorator]  # a compiled model is compiled around it
     def __call__(self, module: torch.nn.Module, _args: Any) -> None:
         optimizer = self._optimizer() if self._optimizer is not None else None
         mine = self._model is not None and self._model() is module
         if optimizer is not None and mine and module.training and torch.is_grad_enabled():
             optimizer._begin_pass()
+
+
+@functools.cache
+def _leave_uncompiled() -> None:
+    """A compiled model is compiled around its hook. Only where there is one: as a decorator this would import torch's
+    compiler with ``import shoal``, seconds that only training needs (an optimizer of torch's imports it anyway)."""
+    BeforeForward.__call__ = _compiler.disable(BeforeForward.__call__)  # type: ignore[method-assign]
 
 
 class Hears(Protocol):
