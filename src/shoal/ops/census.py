@@ -12,12 +12,13 @@ from collections.abc import Generator, Iterable
 
 import torch
 
+from ..errors import Mismatch
 from ..runtime.engine import Engine
 from ..runtime.operation import Arrived, Exchange, Operation, Send
 
 
 def census(engine: Engine, operation: Operation, named: Iterable[int]) -> Generator[Exchange, Arrived, list[int]]:
-    """The ranks that name this agent, ascending, given the ranks that it names."""
+    """The ranks that name this agent, ascending, given the ranks that it names. Mismatch for what cannot be."""
     rank, size = engine.rank, engine.size
     notices = [(rank, other) for other in named]
     step = 1
@@ -31,6 +32,12 @@ def census(engine: Engine, operation: Operation, named: Iterable[int]) -> Genera
         message = arrived[behind]
         assert message.payload is not None
         flat = message.payload.data.tolist()
+        # What this agent passes on, or answers, goes where these say.
+        if len(flat) % 2 or not all(0 <= one < size for one in flat):
+            raise Mismatch(f"{operation}: rank {behind} passed on what are no pairs of {size} ranks", (behind, rank))
         notices += list(zip(flat[::2], flat[1::2], strict=True))
         step *= 2
-    return sorted(origin for origin, _ in notices)
+    found = sorted({origin for origin, other in notices if other == rank})
+    if len(found) != len(notices):
+        raise Mismatch(f"{operation}: one of the agents passed on notices twice, or for others than this one", (rank,))
+    return found

@@ -227,13 +227,14 @@ class Bundles:
         """Take up what neighbours have sent for the operations of a bundle before it began."""
         rounds = self._engine.rounds
         for operation in bundle.members:
-            key = operation.name, operation.round
-            for parcel in list(self._early.get(key, ())):
+            for parcel in self._came_early(operation):
                 if parcel.message.name == bundle.name:
                     self._forget(parcel)
                     self._match(bundle, parcel)
                 else:
                     self._unpack(parcel)
+                if bundle.error is not None:  # it has been taken apart
+                    return
             if rounds.has_news(operation):
                 for source, message in rounds.came_early(operation, 0):
                     self.put(operation, source, message)
@@ -367,8 +368,13 @@ class Bundles:
     def begins(self, operation: Operation) -> None:
         """An operation begins by itself; bundles that hold a message for it are of no use as they are."""
         if self._early:
-            for parcel in list(self._early.get((operation.name, operation.round), ())):
+            for parcel in self._came_early(operation):
                 self._unpack(parcel)
+
+    def _came_early(self, operation: Operation) -> Iterator[Parcel]:
+        """The bundles that hold a message for an operation. What is done with one may have dealt with others."""
+        while parcels := self._early.get((operation.name, operation.round)):
+            yield parcels[0]
 
     def arrived(self, parcel: Parcel) -> None:
         """More of a bundle that is to be unpacked is here."""

@@ -135,6 +135,11 @@ class Engine:
             operation.handle = handle
             operation.one_sided = one_sided
             self.next_check = min(self.next_check, operation.deadline)
+            if self.refused is not None and not one_sided:
+                # A round nevertheless: the others make theirs, and it would pair with the next one here.
+                refused, self.refused = self.refused, None
+                self.fail(operation, refused)
+                return handle
             if isinstance(steps, Small):
                 operation.small = steps
                 self.bundles.add(operation)
@@ -158,9 +163,6 @@ class Engine:
         ended = self.reason_against(one_sided)
         if ended is not None:
             raise type(ended)(f"{op}: {ended}", ended.ranks)
-        if self.refused is not None and not one_sided:
-            refused, self.refused = self.refused, None
-            raise refused
 
     def begin(self, operation: Operation) -> None:
         """Begin a small operation by itself."""
@@ -363,9 +365,9 @@ class Engine:
         """Whatever is due: departures, questions, stall reports, deadlines. Sets when to come back."""
         try:
             self._check(now)
-        except Exception:
+        except Exception as error:
             log.exception("rank %d: looking at the clock failed", self.rank)
-            self.break_off("an internal error ended the exchange; its log says which")
+            self.break_off(_internal(error))
 
     def _check(self, now: float) -> None:
         self.next_check = float("inf")  # what is done here may find more that is due
@@ -408,6 +410,14 @@ class Engine:
         return done
 
     def advance(self) -> None:
+        try:
+            self._advance()
+        except Exception as error:  # a fault of ours; nobody else would hear of it in the progress thread
+            log.exception("rank %d: the exchange failed", self.rank)
+            with self.lock:
+                self.break_off(_internal(error))
+
+    def _advance(self) -> None:
         ready = self.ready
         while True:
             if self.bundles.waiting:
@@ -432,9 +442,9 @@ class Engine:
             self.next_check = min(self.next_check, self.router.next_check)
         except MemoryError as error:  # this agent's failure, not that of whoever sent something
             self.break_off(str(error) or "there is no memory for what others send")
-        except Exception:  # a fault of ours; an agent that no longer hears must not look as if it did
+        except Exception as error:  # a fault of ours; an agent that no longer hears must not look as if it did
             log.exception("rank %d: the exchange failed", self.rank)
-            self.break_off("an internal error ended the exchange; its log says which")
+            self.break_off(_internal(error))
         except BaseException:
             self.break_off("it was interrupted while it handled messages")
             raise
@@ -481,3 +491,7 @@ class Engine:
                 os.close(fd)
             except OSError:
                 pass
+
+
+def _internal(error: Exception) -> str:
+    return f"an internal error ended the exchange ({type(error).__name__}: {error}); its log says where"
