@@ -191,16 +191,16 @@ def test_what_was_measured_later_replaces_its_part_only(tmp_path):
 
 @pytest.mark.timeout(200)
 def test_the_command_measures_shows_and_keeps(tmp_path):
-    printed = launched("--only", "mlp", "alone", "--json", str(tmp_path / "figures.json"), timeout=190)
+    printed = launched("--only", "mlp", "--json", str(tmp_path / "figures.json"), timeout=190)
     assert "A 50-million-parameter MLP" in printed
-    assert "A world of one" in printed
     content = json.loads((tmp_path / "figures.json").read_text())
     figures = {one["kind"]: one["values"] for one in content["figures"]}
     assert {"alone", ATC, AWC} <= set(figures["mlp"])
     assert all(len(values) == 2 and min(values) > 0 for values in figures["mlp"].values())
-    assert {"mlp", "alone"} == set(content["loads"])
+    assert {"mlp"} == set(content["loads"])
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(200)
 def test_hosts_train_and_learn(tmp_path):
     require_namespaces()

@@ -315,6 +315,7 @@ def test_the_quick_benchmark_measures_everything_and_judges_nothing(tmp_path: Pa
     assert "load average" in done.stdout and ("not quiet" in done.stdout) is not content["load"]["quiet"]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_the_quick_scaling_draws_a_picture(tmp_path: Path) -> None:
     path, figures = tmp_path / "new" / "scaling.png", tmp_path / "figures.json"

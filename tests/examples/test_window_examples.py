@@ -65,9 +65,9 @@ def test_push_sum_brings_every_agent_to_the_mean_and_loses_nothing(tmp_path: Pat
 @LAUNCHES
 def test_push_sum_runs_under_shoal_run(tmp_path: Path) -> None:
     picture = tmp_path / "not yet there" / "p.png"
-    printed = launched("push_sum_async.py", 3, picture, "--steps", "100", *FAST)
+    printed = launched("push_sum_async.py", 2, picture, "--steps", "100", *FAST)
     errors = [float(error) for error in re.findall(r"agent \d: +\d+ steps in .*, error (\S+)", printed)]
-    assert len(errors) == 3
+    assert len(errors) == 2
     assert max(errors) < 1e-12
     assert is_png(picture)
 
@@ -91,6 +91,7 @@ def test_gradient_tracking_reaches_the_exact_solution_at_any_pace(tmp_path: Path
     assert figures.untracked < 1e-12
 
 
+@pytest.mark.soak
 @LAUNCHES
 def test_gradient_tracking_runs_under_shoal_run(tmp_path: Path) -> None:
     printed = launched("async_gradient_tracking.py", 2, tmp_path / "g.png", "--steps", "300", *FAST)
@@ -102,7 +103,7 @@ def test_gradient_tracking_runs_under_shoal_run(tmp_path: Path) -> None:
 # AD-PSGD
 
 
-@pytest.mark.parametrize("agents", [3, 4])
+@pytest.mark.parametrize("agents", [3])
 def test_ad_psgd_learns_and_its_averages_do_not_move_the_mean_of_the_models(tmp_path: Path, agents: int) -> None:
     runs = in_fleet(ad_psgd_digits, agents, tmp_path / "a.png", "--steps", "200", "--interval", "0.001")
     assert len(runs) == 2
@@ -112,6 +113,7 @@ def test_ad_psgd_learns_and_its_averages_do_not_move_the_mean_of_the_models(tmp_
         assert run.moved < 1e-4, "a gradient step or an average that was written over would be ten times as much"
 
 
+@pytest.mark.soak
 @LAUNCHES
 def test_ad_psgd_runs_under_shoal_run(tmp_path: Path) -> None:
     printed = launched("ad_psgd_digits.py", 2, tmp_path / "a.png", "--steps", "200", "--interval", "0.001")
