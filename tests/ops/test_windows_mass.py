@@ -1,4 +1,5 @@
-"""Nothing is lost and nothing is doubled: the total over all agents after thousands of interleaved operations."""
+"""Nothing is lost and nothing is doubled: the total over all agents after hundreds of interleaved operations, in the
+soak after thousands."""
 
 from __future__ import annotations
 
@@ -39,28 +40,35 @@ def assert_conserved(found: list[list[Mass]], flow: Flow) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
 def test_dyadic_shares_conserve_values_and_associated_weights_exactly(fleet: Fleets, in_place: bool) -> None:
-    flow = Flow(in_place=in_place)
+    flow = Flow(phases=3, operations=80, in_place=in_place)
     assert_conserved(fleet(4).run(move_mass, flow), flow)
 
 
 def test_other_shares_conserve_values_and_associated_weights_to_rounding(fleet: Fleets) -> None:
-    flow = Flow(dyadic=False, seed=1)
+    flow = Flow(phases=2, operations=80, dyadic=False, seed=1)
     assert_conserved(fleet(4).run(move_mass, flow), flow)
 
 
 def test_large_tensors_conserve_every_element(fleet: Fleets) -> None:
-    flow = Flow(phases=2, operations=20, numel=200_000, seed=2)
+    flow = Flow(phases=2, operations=15, numel=200_000, seed=2)
     assert_conserved(fleet(3).run(move_mass, flow), flow)
 
 
 def test_several_threads_of_an_agent_conserve_mass_under_its_mutex(fleet: Fleets) -> None:
-    flow = Flow(phases=2, operations=60, threads=3, seed=3)
+    flow = Flow(phases=2, operations=30, threads=3, seed=3)
     assert_conserved(fleet(3).run(move_mass, flow), flow)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dyadic", [True, False])
+def test_thousands_of_operations_conserve_it_too(fleet: Fleets, dyadic: bool) -> None:
+    flow = Flow(phases=4, operations=400, dyadic=dyadic, seed=5)
+    assert_conserved(fleet(4).run(move_mass, flow), flow)
 
 
 @pytest.mark.parametrize("environment", OVER)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_processes_conserve_mass_exactly(environment: dict[str, str], threads: int) -> None:
-    flow = Flow(phases=3, operations=200 // threads, threads=threads, seed=4)
+    flow = Flow(phases=3, operations=120 // threads, threads=threads, seed=4)
     with World(4, environment=environment) as world:
         assert_conserved(world.results(move_mass, flow), flow)
