@@ -8,7 +8,7 @@ still the one that is found. The same object goes into ``torch.distributed.check
 from __future__ import annotations
 
 import os
-import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -24,10 +24,12 @@ from .checkpoint_files import (
     Manifest,
     complete,
     find,
+    is_name,
     is_of_step,
     next_name,
     read_states,
     remove_all_but,
+    withdraw,
     write_states,
 )
 from .state_trees import in_own_memory, mean_state
@@ -105,20 +107,21 @@ class Checkpoint:
         folder, agent = Path(folder), current("Checkpoint.save")
         if step < 0 or (keep is not None and keep < 1):
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
-        name = _of_rank_0("name", lambda: next_name(folder, step), timeout)
+        name = _named(_of_rank_0("name", lambda: next_name(folder, step), timeout))
         place = folder / name
 
-        def write() -> None:
+        def write() -> int:
             states = {part: in_own_memory(one.state_dict()) for part, one in self._parts.items()}  # may need all agents
             if not is_of_step(name, step):
                 raise Mismatch(f"step={step} was given, and rank 0 saves {name}")
-            write_states(place, agent.rank, states)
+            return write_states(place, agent.rank, states)
 
-        failures, _ = _all_try("save", write, timeout)
+        failures, crc = _all_try("save", write, timeout)
         if failures:
-            shutil.rmtree(place, ignore_errors=True)
+            withdraw(place, agent.rank)
             raise failures.error(f"{place} is not saved")
-        manifest = Manifest(step, agent.size, tuple(self._parts))
+        checksums = allgather(torch.tensor([crc]), Internal("checkpoint.checksums"), timeout=timeout).tolist()
+        manifest = Manifest(step, agent.size, tuple(self._parts), tuple(checksums))
         remove_all_but(folder, _of_rank_0("manifest", lambda: complete(folder, name, manifest, keep), timeout))
         return place
 
@@ -133,7 +136,9 @@ class Checkpoint:
     ) -> int:
         """Go on where :meth:`save` was called. All agents call it.
 
-        What was saved and is not a part here is left out. Nothing is loaded unless all agents could read.
+        What was saved and is not a part here is left out. Nothing is loaded unless all agents could read; where one
+        cannot, or a file is not what was written (its checksum says so), a warning names the file, and the checkpoint
+        saved before it is loaded, unless ``step`` says which it has to be.
 
         Args:
             folder: The one given to :meth:`save`.
@@ -152,18 +157,39 @@ class Checkpoint:
         Raises:
             FileNotFoundError: There is no complete checkpoint (of that step).
             ValueError: It is of another number of agents, or lacks a part.
-            ShoalError: An agent could not read; it names the ranks and the reasons.
+            ShoalError: No checkpoint (of that step) could be read by all; it names the ranks, the files and the
+                reasons for the last one.
         """
-        folder, agent = Path(folder), current("Checkpoint.load")
+        folder = Path(folder)
+        current("Checkpoint.load")
         if start not in ("own", "consensus"):
             raise ValueError(f"checkpoint: start={start!r}; it may be 'own' or 'consensus'")
         found = _of_rank_0("find", lambda: find(folder, step), timeout)
-        if found["name"] is None:
+        if not found["found"]:
             if missing_ok and not found["steps"]:
                 return 0
             which = "" if step is None else f" of step {step}; there are those of {found['steps']}"
             raise FileNotFoundError(f"there is no complete checkpoint in {folder}{which}")
-        place, manifest = folder / found["name"], Manifest(**found["manifest"])
+        error: ShoalError | None = None
+        for name, manifest in found["found"]:
+            place = folder / _named(name)
+            failures, states = self._read(place, Manifest(**manifest), start, timeout)
+            if states is not None and not failures:
+                for part_name, part in self._parts.items():
+                    if start == "own" or not isinstance(part, _RandomState):
+                        part.load_state_dict(states[part_name])
+                return int(manifest["step"])
+            error = error or failures.error(f"{place} is not loaded")
+            if step is None and name != found["found"][-1][0]:
+                warnings.warn(f"checkpoint: {failures.error(f'{place} is left out')}", stacklevel=2)
+        assert error is not None
+        raise error
+
+    def _read(
+        self, place: Path, manifest: Manifest, start: str, timeout: float | None
+    ) -> tuple[_Failures, dict[str, Any] | None]:
+        """What each agent loads of one checkpoint, by part; and who could not read it."""
+        agent = current("Checkpoint.load")
         if start == "own" and manifest.agents != agent.size:
             raise ValueError(
                 f"{place} is of {manifest.agents} agents, and there are {agent.size} now. Run with {manifest.agents}, "
@@ -175,18 +201,11 @@ class Checkpoint:
 
         def read() -> dict[str, Any]:
             if start == "own":
-                return read_states(place, agent.rank)
-            files = [read_states(place, rank, mmap=True) for rank in range(manifest.agents)]
+                return read_states(place, agent.rank, manifest)
+            files = [read_states(place, rank, manifest, mmap=True) for rank in range(manifest.agents)]
             return {name: _of_nobody(mean_state([file[name] for file in files], name)) for name in self._parts}
 
-        failures, states = _all_try("load", read, timeout)
-        if failures:
-            raise failures.error(f"{place} is not loaded")
-        assert states is not None
-        for name, part in self._parts.items():
-            if start == "own" or not isinstance(part, _RandomState):
-                part.load_state_dict(states[name])
-        return manifest.step
+        return _all_try("load", read, timeout)
 
     # torch.distributed.checkpoint
 
@@ -245,6 +264,13 @@ def _key() -> str:
 
 
 # What all agents do together
+
+
+def _named(name: Any) -> str:
+    """A checkpoint's name that another agent says. It becomes a path, below which files are written and removed."""
+    if not is_name(name):
+        raise ShoalError(f"checkpoint: rank 0 says {name!r}, which is no checkpoint's name", (0,))
+    return str(name)
 
 
 def _of_rank_0(name: str, ask: Callable[[], T], timeout: float | None) -> T:

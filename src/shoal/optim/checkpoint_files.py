@@ -2,6 +2,7 @@
 
 ``<folder>/000007-step-700/agent-3.pt`` is what agent 3 wrote in the seventh save. ``manifest.json`` beside it is
 written when all agents' files are on the disk, and removed before any of them is: it alone makes the checkpoint count.
+It has a checksum of each file, and of itself: they find what a disk has spoiled, and are no signature.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 import os
 import re
 import shutil
+import warnings
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,6 +24,7 @@ import torch
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _MANIFEST = "manifest.json"
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,12 @@ class Manifest:
     step: int
     agents: int
     parts: Sequence[str]
+    checksums: Sequence[int] = ()
+    """CRC-32 of each agent's file; empty where an earlier version wrote it."""
+
+
+class Damaged(Exception):
+    """A file is not what was written."""
 
 
 def next_name(folder: Path, step: int) -> str:
@@ -38,23 +48,27 @@ def next_name(folder: Path, step: int) -> str:
     return f"{number:06d}-step-{step}"
 
 
+def is_name(name: object) -> bool:
+    """It is that of a checkpoint's folder, and leads nowhere else."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def is_of_step(name: str, step: int) -> bool:
     match = _NAME.fullmatch(name)
     return match is not None and int(match[2]) == step
 
 
 def find(folder: Path, step: int | None) -> dict[str, Any]:
-    """``name`` and ``manifest`` of the complete checkpoint saved last (of a step), None if there is none; ``steps``."""
+    """``found``: (name, manifest) of each complete checkpoint (of a step), the last first; ``steps`` of all."""
     complete = [(place.name, manifest) for _, place in _begun(folder) if (manifest := _manifest_of(place))]
-    wanted = [one for one in complete if step is None or one[1].step == step]
-    name, manifest = wanted[-1] if wanted else (None, None)
-    steps = sorted({manifest.step for _, manifest in complete})
-    return {"name": name, "manifest": asdict(manifest) if manifest else None, "steps": steps}
+    found = [(name, asdict(manifest)) for name, manifest in complete if step is None or manifest.step == step]
+    return {"found": found[::-1], "steps": sorted({manifest.step for _, manifest in complete})}
 
 
 def complete(folder: Path, name: str, manifest: Manifest, keep: int | None) -> list[str]:
     """Make a checkpoint count, and of all only the last ``keep``; their names."""
-    text = json.dumps(asdict(manifest), indent=1)
+    content = asdict(manifest)
+    text = json.dumps(content | {"crc32": _crc_of(content)}, indent=1)
     _write(folder / name / _MANIFEST, lambda path: path.write_text(text))
     _sync(folder)
     counting = [place for _, place in _begun(folder) if _manifest_of(place)]
@@ -65,16 +79,19 @@ def complete(folder: Path, name: str, manifest: Manifest, keep: int | None) -> l
 
 
 def remove_all_but(folder: Path, names: Collection[str]) -> None:
-    """All agents do it: they may have a disk each, or one together, where others may have begun the next one."""
+    """All agents do it: they may have a disk each, or one together, where others may have begun the next one.
+
+    One whose manifest is there, and cannot be read, is left to whoever wants to mend it.
+    """
     begun = _begun(folder)
     last = max((number for number, place in begun if place.name in names), default=0)
     for number, place in begun:
-        if number < last and place.name not in names:
+        if number < last and place.name not in names and not (place / _MANIFEST).exists():
             shutil.rmtree(place, ignore_errors=True)
 
 
-def write_states(place: Path, rank: int, states: dict[str, Any]) -> None:
-    """One agent's file.
+def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
+    """One agent's file; its checksum.
 
     Raises:
         TypeError: A state holds something that :func:`read_states` would refuse; it names the part.
@@ -89,12 +106,29 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> None:
             raise error from None
 
     place.mkdir(parents=True, exist_ok=True)
-    _write(_file_of(place, rank), write)
-
-
-def read_states(place: Path, rank: int, mmap: bool = False) -> dict[str, Any]:
-    """One agent's file: plain data and tensors only, nothing that could run code. Mapped, a tensor costs no memory."""
     path = _file_of(place, rank)
+    _write(path, write)
+    return _crc(path)
+
+
+def withdraw(place: Path, rank: int) -> None:
+    """Take back what one agent has written of a checkpoint that is not to be."""
+    path = _file_of(place, rank)
+    with suppress(OSError):  # it never was there
+        for one in (path, _partial(path)):
+            one.unlink(missing_ok=True)
+        place.rmdir()  # unless those of others are there
+
+
+def read_states(place: Path, rank: int, manifest: Manifest, mmap: bool = False) -> dict[str, Any]:
+    """One agent's file: plain data and tensors only, nothing that could run code. Mapped, a tensor costs no memory.
+
+    Raises:
+        Damaged: It is not what was written.
+    """
+    path = _file_of(place, rank)
+    if manifest.checksums and _crc(path) != manifest.checksums[rank]:
+        raise Damaged(f"{path} is not what was written there: its checksum is another than its manifest says")
     states: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     return states
 
@@ -128,18 +162,48 @@ def _begun(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _manifest_of(place: Path) -> Manifest | None:
-    with suppress(FileNotFoundError):
-        return Manifest(**json.loads((place / _MANIFEST).read_text()))
+    """None where there is none, and, with a warning, where it cannot be read."""
+    path = place / _MANIFEST
+    try:
+        content = json.loads(path.read_text())
+        crc = content.pop("crc32", None)
+        manifest = Manifest(**content)
+        if crc is None and not manifest.checksums:  # of an earlier version
+            return manifest
+        if crc == _crc_of(content) and len(manifest.checksums) == manifest.agents:
+            return manifest
+        problem = "its checksum is not that of what it says"
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    warnings.warn(f"checkpoint: {path} is damaged ({problem}); that checkpoint does not count", stacklevel=2)
     return None
+
+
+def _crc_of(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
     """The whole file is on the disk under its name, or nothing is."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     write(partial)
     _sync(partial)
     partial.replace(path)
     _sync(path.parent)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def _sync(path: Path) -> None:
