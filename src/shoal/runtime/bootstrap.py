@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import logging
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -22,10 +21,11 @@ import networkx as nx
 
 from ..errors import Mismatch, NotInitialized
 from ..interrupts import held
-from ..transport.router import Endpoint, Place
+from ..transport.router import Place
 from .agent import Agent, Machines, Seat, process_seat, seat
 from .engine import Engine
 from .identity import set_topology
+from .introductions import ENDPOINT, introduce
 from .launch import current
 from .meeting import convene
 
@@ -57,11 +57,13 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
     Environment:
         ``SHOAL_TIMEOUT``: seconds for every wait (300). ``SHOAL_TRANSPORT``: ``threads``, ``shared_memory`` or
         ``network`` for all pairs. ``SHOAL_INTERFACE``: the interface or address to listen on between machines.
-        ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many. ``SHOAL_SECRET``: the job's secret;
-        made by rank 0 if unset. ``SHOAL_RENDEZVOUS``: ``host:port`` of the store.
+        ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many. ``SHOAL_SECRET``: the job's secret, the
+        same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
+        ``SHOAL_RENDEZVOUS``: ``host:port`` of the store.
 
     Raises:
         DeadlineExceeded: Agents did not come; the message names them.
+        Mismatch: Agents have different variables, or one does not know the secret that another was given.
         PeerLost: Another agent failed in ``init``; the message says with what. All may call it again.
         NotInitialized: This process was forked from an agent's.
         ValueError: A variable makes no sense.
@@ -154,14 +156,13 @@ def _connect(mine: Seat) -> Agent:
             interface = os.environ.get("SHOAL_INTERFACE", "")
             reached = [one["reached"] for one in found]
             endpoint = engine.router.listen(places, forced, interface, launch.host or "", reached)
-            secret = os.environ.get("SHOAL_SECRET") or (secrets.token_hex(32) if launch.rank == 0 else "")
-            heard = meeting.gather("endpoint", {"endpoint": asdict(endpoint), "secret": secret})
+            endpoints, secret = introduce(meeting, launch, found, endpoint)
             meeting.end()
-            secret = os.environ.get("SHOAL_SECRET") or heard[0]["secret"]
-            engine.router.meet([Endpoint(**one["endpoint"]) for one in heard], secret.encode())
+            engine.router.meet(endpoints, secret)
             engine.start()
             agent = Agent(engine, _machines(places, per_machine), launch)
             _settle(agent, deadline)
+            meeting.forget(ENDPOINT)
             # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
         _settle(agent, deadline)
     except BaseException:

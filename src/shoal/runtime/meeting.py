@@ -34,6 +34,7 @@ class Meeting:
         self.note: dict[str, Any] | None = None  # why the attempt before this one failed, as far as that was heard
         self._launch = launch
         self._deadline = deadline
+        self.said: dict[str, Any] = {}
         self._me = secrets.token_hex(8)  # this call of init
         self._attempt = ""
         self._joined = False  # the others may count on this agent
@@ -47,6 +48,7 @@ class Meeting:
         Raises:
             PeerLost: One of them failed; or the store is gone.
         """
+        self.said = said
         place = json.dumps({"by": self._me, "said": said}).encode()
         try:
             found = self._lead(place) if self._launch.rank == 0 else self._follow(place)
@@ -71,6 +73,18 @@ class Meeting:
         except DeadlineExceeded:
             raise self._too_late(key) from None
         return found
+
+    def forget(self, key: str) -> None:
+        """Take what all have read of :meth:`gather` out of the store, which others may read, too. Rank 0 does it."""
+        if self._launch.rank == 0:
+            for who in ("all", *range(self._launch.size)):
+                with contextlib.suppress(RuntimeError):  # not every store of a process group can
+                    self.store.delete(self._key(f"{key}/{who}"))
+
+    @property
+    def attempt(self) -> str:
+        """Its name, which no other has had."""
+        return self._attempt
 
     def end(self) -> None:
         """All has been said; what fails from here on, the agents tell each other themselves."""

@@ -65,6 +65,9 @@ class Store(Protocol):
     def add(self, key: str, amount: int) -> int:
         """Add ``amount`` to the counter ``key``, which starts at zero, and return its new value."""
 
+    def delete(self, key: str) -> None:
+        """Forget ``key``, which nobody will ask for any more."""
+
     def close(self) -> None:
         """Let go of the store; a second call does nothing. If this agent hosts it, its port is free afterwards."""
 
@@ -117,6 +120,10 @@ class ThreadStore:
             self._values[key] = str(total).encode()
             self._changed.notify_all()
             return total
+
+    def delete(self, key: str) -> None:
+        with self._changed:
+            self._values.pop(key, None)
 
     def close(self) -> None:
         """Other threads may still use the store."""
@@ -187,6 +194,9 @@ class TcpStore:
     def add(self, key: str, amount: int) -> int:
         what = f"add to {key!r} in {self._name}"
         return self._call(lambda: int(self._store.add(self._prefix + key, amount)), what)
+
+    def delete(self, key: str) -> None:
+        self._call(lambda: self._store.delete_key(self._prefix + key), f"delete {key!r} in {self._name}")
 
     def close(self) -> None:
         self._calls.put(None)
