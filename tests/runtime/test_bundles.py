@@ -14,7 +14,8 @@ import torch
 
 import shoal
 from shoal.runtime.agent import current
-from shoal.runtime.bundles import MOST_BYTES, MOST_OPERATIONS, PREFIX
+from shoal.runtime.bundles import MOST_BYTES
+from shoal.runtime.runs import MOST_OPERATIONS, PREFIX
 from shoal.transport.wire import Kind, Message, Payload
 from support.leftovers import wait_until
 from support.reference import averaged_over, same_bits
@@ -244,6 +245,9 @@ def test_a_bundle_that_makes_no_sense_is_refused_and_harms_nobody(fleet: Fleets)
         "3",
     ]
     nonsense += [json.dumps([[1, 0, 1, [1]]]), json.dumps([["a", 0, True, [1]]]), "[" * 5000]
+    # Text times a number is text: gigabytes of it. And thousands of operations that are all empty add up to anything.
+    nonsense += [json.dumps([["a", 0, "x" * 80, [1 << 33]]]), json.dumps([["a", 0, [0] * 9, [1 << 33]]])]
+    nonsense += [json.dumps([["a", 0, 1, [1]], *[["", 256 * k, 256, [0]] for k in range(800)]])]
 
     def run() -> float:
         engine = current().engine
@@ -256,6 +260,7 @@ def test_a_bundle_that_makes_no_sense_is_refused_and_harms_nobody(fleet: Fleets)
                         Kind.DATA, "neighbor_allreduce", PREFIX + text, dtype=torch.float32, shape=(1,), payload=payload
                     ),
                 )
+            assert not engine.bundles._early
         handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(shoal.rank())])) for _ in range(3)]
         return sum(handle.wait().item() for handle in handles)
 

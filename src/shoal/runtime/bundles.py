@@ -27,13 +27,12 @@ import torch
 from ..transport.wire import MAX_NAME, Kind, Message, Payload
 from .matching import WINDOW, Channel, disagreement
 from .operation import MORE, Exchange, Operation, Stage, Steps
+from .runs import MOST_OPERATIONS, Run, keys, name_of, runs_of
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-PREFIX = "~bundle "
 MOST_BYTES = 1 << 20
-MOST_OPERATIONS = 256
 PATIENCE = 0.1
 """Seconds after which a bundle that waits is taken apart, so that each operation asks for itself."""
 
@@ -80,15 +79,6 @@ class _Partial:
     data: torch.Tensor
     like: Message
     here: set[Operation] = field(default_factory=set)
-
-
-class _Run(NamedTuple):
-    """Operations of one name in successive rounds, with tensors of one shape."""
-
-    name: str
-    first: int
-    length: int
-    shape: tuple[int, ...]
 
 
 class Parcel(NamedTuple):
@@ -143,7 +133,7 @@ class Bundles:
     def _take(self) -> tuple[str, list[Operation]]:
         """The next operations that may go together, and the name of their bundle."""
         members: list[Operation] = []
-        runs: list[_Run] = []
+        runs: list[Run] = []
         name, first, following = "", 0, -1  # the run that grows
         shape: tuple[int, ...] = ()
         nbytes = length = 0
@@ -165,14 +155,14 @@ class Bundles:
                     break
             if not goes_on:
                 if members:
-                    runs.append(_Run(name, first, following - first, shape))
+                    runs.append(Run(name, first, following - first, shape))
                 name, shape, first = operation.name, small.shape, operation.round
             following = operation.round + 1
             members.append(operation)
             self._pending.popleft()
         if members:
-            runs.append(_Run(name, first, following - first, shape))
-        return PREFIX + json.dumps(runs, separators=(",", ":")), members
+            runs.append(Run(name, first, following - first, shape))
+        return name_of(runs), members
 
     def _make(self, name: str, members: list[Operation]) -> Bundle | None:
         """A bundle, unless that would only be taken apart."""
@@ -326,15 +316,15 @@ class Bundles:
             if bundle.error is None and bundle.stage.complete:
                 self._engine.ready.append(bundle)
             return
-        runs = _runs(message)
+        runs = runs_of(message)
         if not runs:
             what = "a bundle of operations that does not add up"
             self._engine.outbox.refuse(source, message, f"rank {self._engine.rank} refused it: {what}")
             return
-        if any(self._engine.rounds.has_begun(*key) for key in _keys(runs)):
+        if any(self._engine.rounds.has_begun(*key) for key in keys(runs)):
             self._unpack(parcel)
             return
-        for key in _keys(runs):
+        for key in keys(runs):
             self._early.setdefault(key, []).append(parcel)
         if self._engine.closing:
             self.give_up_early()
@@ -392,7 +382,7 @@ class Bundles:
             payload.owner = partial(self.arrived, parcel)
             return
         at = 0
-        for name, first, length, shape in _runs(message):
+        for name, first, length, shape in runs_of(message):
             numel = math.prod(shape)
             for round_ in range(first, first + length):
                 part = payload.data[at : at + numel]
@@ -451,7 +441,7 @@ class Bundles:
         """Take a bundle out of the list of those that came early."""
         if not self._early:
             return
-        for key in _keys(_runs(parcel.message)):
+        for key in keys(runs_of(parcel.message)):
             left = [one for one in self._early.get(key, ()) if one is not parcel]
             if left:
                 self._early[key] = left
@@ -477,30 +467,3 @@ def _piece(like: Message, name: str, round_: int, shape: tuple[int, ...], data: 
 
 class _TakenApart(Exception):
     """What ended a bundle whose operations go on."""
-
-
-def _keys(runs: list[_Run]) -> Iterator[tuple[str, int]]:
-    return ((run.name, round_) for run in runs for round_ in range(run.first, run.first + run.length))
-
-
-def _runs(message: Message) -> list[_Run]:
-    """What is in a bundle; nothing if its name is nonsense or does not add up to its tensor."""
-    try:
-        runs = [
-            _Run(name, round_, count, tuple(shape))
-            for name, round_, count, shape in json.loads(message.name[len(PREFIX) :])
-        ]
-        total = sum(run.length * math.prod(run.shape) for run in runs)
-    except (ValueError, TypeError, RecursionError):
-        return []
-    sound = all(
-        isinstance(run.name, str)
-        and type(run.first) is int
-        and type(run.length) is int
-        and 0 <= run.first < 1 << 63
-        and 0 < run.length <= MOST_OPERATIONS
-        and all(type(size) is int and size >= 0 for size in run.shape)
-        for run in runs
-    )
-    payload = message.payload
-    return runs if sound and payload is not None and total == payload.data.numel() else []

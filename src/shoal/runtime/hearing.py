@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..errors import Mismatch, PeerLost, ShoalError
 from ..transport.wire import DIED, Kind, Message, Payload
-from .bundles import PREFIX
 from .departures import Departure
 from .matching import Fate, disagreement, unexpected
 from .operation import Operation, Stage, describe
+from .runs import PREFIX
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -1,0 +1,61 @@
+"""What is in a bundle, written as its name: operations of one name in successive rounds are one run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..transport.wire import MAX_DIMENSIONS, Message
+
+PREFIX = "~bundle "
+MOST_OPERATIONS = 256
+
+
+class Run(NamedTuple):
+    """Operations of one name in successive rounds, with tensors of one shape."""
+
+    name: str
+    first: int
+    length: int
+    shape: tuple[int, ...]
+
+
+def name_of(runs: list[Run]) -> str:
+    """The name of the bundle that consists of these."""
+    return PREFIX + json.dumps(runs, separators=(",", ":"))
+
+
+def runs_of(message: Message) -> list[Run]:
+    """What is in a bundle; nothing if its name is nonsense or does not add up to its tensor."""
+    try:
+        runs = [
+            Run(name, first, length, tuple(shape))
+            for name, first, length, shape in json.loads(message.name[len(PREFIX) :])
+        ]
+    except (ValueError, TypeError, RecursionError):
+        return []
+    # First what they are made of: to multiply what is no number, or to go through it, may take all memory or time.
+    payload = message.payload
+    if payload is None or not all(map(_is_sound, runs)) or sum(run.length for run in runs) > MOST_OPERATIONS:
+        return []
+    total = sum(run.length * math.prod(run.shape) for run in runs)
+    return runs if total == payload.data.numel() else []
+
+
+def _is_sound(run: Run) -> bool:
+    return (
+        isinstance(run.name, str)
+        and type(run.first) is int
+        and type(run.length) is int
+        and 0 <= run.first < 1 << 63
+        and 0 < run.length <= MOST_OPERATIONS
+        and len(run.shape) <= MAX_DIMENSIONS
+        and all(type(size) is int and 0 <= size < 1 << 63 for size in run.shape)
+    )
+
+
+def keys(runs: list[Run]) -> Iterator[tuple[str, int]]:
+    """The name and the round of each operation."""
+    return ((run.name, round_) for run in runs for round_ in range(run.first, run.first + run.length))
