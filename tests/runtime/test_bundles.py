@@ -247,7 +247,7 @@ def test_a_bundle_that_makes_no_sense_is_refused_and_harms_nobody(fleet: Fleets)
     nonsense += [json.dumps([[1, 0, 1, [1]]]), json.dumps([["a", 0, True, [1]]]), "[" * 5000]
     # Text times a number is text: gigabytes of it. And thousands of operations that are all empty add up to anything.
     nonsense += [json.dumps([["a", 0, "x" * 80, [1 << 33]]]), json.dumps([["a", 0, [0] * 9, [1 << 33]]])]
-    nonsense += [json.dumps([["a", 0, 1, [1]], *[["", 256 * k, 256, [0]] for k in range(800)]])]
+    nonsense += [json.dumps([["a", 0, 1, [1]], *[["", 256 * k, 256, [0]] for k in range(600)]])]
 
     def run() -> float:
         engine = current().engine
