@@ -18,6 +18,7 @@ import pytest
 from shoal.cli import main, notebook
 
 pytest.importorskip("ipyparallel")
+zmq = pytest.importorskip("zmq")
 
 pytestmark = pytest.mark.timeout(240)
 CELLS = Path(__file__).with_name("notebook_cells.py")
@@ -139,6 +140,21 @@ def test_a_slip_in_one_engine_for_which_nobody_waits_does_no_harm(job: Notebook)
     assert "NameError" in slip.said
     assert after.error == ""
     assert after.by_rank() == dict.fromkeys(range(SIZE), "mean 1.0")
+
+
+def test_who_listens_at_its_ports_hears_nothing(job: Notebook) -> None:
+    """Others on this machine can connect; what cells print is for those who can read the profile."""
+    files = list((job.home / "profile_shoal" / "security").glob("ipcontroller*-client.json"))
+    (connection,) = [json.loads(path.read_text()) for path in files]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in files)
+    with zmq.Context() as context, context.socket(zmq.SUB) as listener:
+        listener.linger = 0
+        listener.subscribe(b"")
+        listener.connect(f"{connection['interface']}:{connection['iopub']}")
+        time.sleep(0.5)
+        (cell,) = job.cells("print('a word ' 'for me alone')")
+        assert cell.said.count("a word for me alone") == SIZE
+        assert not listener.poll(500)
 
 
 def test_a_second_job_of_a_profile_is_refused(job: Notebook) -> None:

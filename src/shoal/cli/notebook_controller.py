@@ -11,6 +11,7 @@ from .agent_processes import death_with
 # An engine is there when its heart has beaten twice, by default every three seconds; it is gone after half a minute.
 _OPTIONS = (
     "--IPController.use_threads=True",
+    "--IPController.enable_curve=True",  # whoever is on this machine can connect to its ports
     "--HeartMonitor.period=1000",
     "--HeartMonitor.max_heartmonitor_misses=30",
 )
