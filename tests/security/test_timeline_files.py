@@ -1,0 +1,46 @@
+"""A timeline writes over nothing that somebody else has put in its place."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+
+
+@pytest.mark.parametrize("trap", ["link", "link to nothing", "hard link", "socket", "pipe", "another user's file"])
+def test_a_trace_goes_into_no_file_of_others(
+    trap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path / "traces"))
+    precious, place = tmp_path / "precious", tmp_path / "traces" / "shoal-rank0.json"
+    precious.write_text("all that I have")
+    place.parent.mkdir()
+    if trap == "link":
+        place.symlink_to(precious)
+    elif trap == "link to nothing":
+        place.symlink_to(tmp_path / "nothing")
+    elif trap == "hard link":
+        place.hardlink_to(precious)
+    elif trap == "socket":
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(place))
+    elif trap == "pipe":
+        os.mkfifo(place)
+    else:
+        if os.geteuid():
+            pytest.skip("only root can give a file away")
+        place.write_text("of another")
+        os.chown(place, 12345, 12345)
+    with caplog.at_level(logging.ERROR, "shoal"):
+        assert shoal.Fleet(2).run(lambda: float(shoal.allreduce(torch.ones(1)))) == [1.0, 1.0]
+    (told,) = [record.message for record in caplog.records if "goes without a timeline" in record.message]
+    assert "rank 0" in told and str(place) in told
+    assert precious.read_text() == "all that I have" and not (tmp_path / "nothing").exists()
+    assert trap != "another user's file" or place.read_text() == "of another"
+    assert (place.parent / "shoal-rank1.json").stat().st_size > 100
