@@ -59,7 +59,7 @@ class Hearing:
         if kind is Kind.DATA:
             self._on_data(source, message)
         elif kind is Kind.DONE:
-            self._on_reply(message.token)
+            self._on_reply(source, message.token)
         elif kind is Kind.REFUSE:
             self._on_refuse(source, message)
         elif kind is Kind.ASK:
@@ -124,8 +124,8 @@ class Hearing:
         message.flags = 0
         return Mismatch(f"{what}: {reason}", (source, self._rank))
 
-    def _on_reply(self, token: int) -> None:
-        answered = self._engine.outbox.answered(token)
+    def _on_reply(self, source: int, token: int) -> None:
+        answered = self._engine.outbox.answered(source, token)
         if answered is None:
             return
         operation, channel = answered
@@ -143,7 +143,7 @@ class Hearing:
             self._engine.fail(operation, error)
         elif fate is Fate.UNEXPECTED:
             self._blame(source, message.name, error)
-        self._on_reply(message.token)
+        self._on_reply(source, message.token)
 
     def _blame(self, source: int, name: str, error: ShoalError) -> None:
         """A round that has ended well here did not fit a peer: what waits for that peer under the name, or else the
@@ -234,7 +234,7 @@ class Hearing:
         if died:
             self._lose(*self._explained(gone))
         for token in self._engine.outbox.owed_by(rank):
-            self._on_reply(token)
+            self._on_reply(rank, token)
         for service in self._engine.services.values():
             service.on_gone(rank, because if 0 <= because < self._engine.size and because != self._rank else None)
         self._bundles.take_apart_without(rank)

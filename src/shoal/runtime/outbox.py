@@ -179,11 +179,12 @@ class Outbox:
         while self._dirty:
             self._dirty.pop().flush()
 
-    def answered(self, token: int) -> tuple[Operation, Channel] | None:
-        """A receiver has answered: give back what was held for it."""
-        owed = self._owed.pop(token, None)
-        if owed is None:
+    def answered(self, receiver: int, token: int) -> tuple[Operation, Channel] | None:
+        """A receiver has answered: give back what was held for it. Nobody can answer for another."""
+        owed = self._owed.get(token)
+        if owed is None or owed.receiver != receiver:
             return None
+        del self._owed[token]
         if owed.published.lease is not None:
             owed.published.lease.release()
         owed.channel.acknowledged(owed.operation.round, owed.receiver)
