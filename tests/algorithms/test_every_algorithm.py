@@ -11,9 +11,10 @@ from real_agents import binary_problem, binary_ring, run_binary, run_one
 from torch import Tensor
 
 import shoal
-from shoal.algorithms import CATALOG, Algorithm, DecentralizedSVRG, Entry, Gradient, check
+from shoal.algorithms import CATALOG, Algorithm, Entry, Gradient, check
 from shoal.sim import StackedFleet, per_agent
 from support.least_squares import DIMENSION, SIZE, loss, optimum, problem
+from support.quadratic import gradients
 from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]
@@ -38,14 +39,6 @@ def stacked(entry: Entry, size: int, steps: int) -> Tensor:
 def stacked_on(entry: Entry, gradient: Gradient | Callable[[Tensor], Tensor], size: int, steps: int) -> Tensor:
     start = torch.zeros(DIMENSION, dtype=torch.float64)
     return StackedFleet(entry.topology(size), seed=3).run(entry.example(), start, gradient, steps).estimate
-
-
-def gradient_of(algorithm: Algorithm) -> Gradient | Callable[[Tensor], Tensor]:
-    """Of :func:`problem`; written out, which is three times as fast, where it is asked for nothing but itself."""
-    A, b = problem()
-    if isinstance(algorithm, DecentralizedSVRG):  # takes it of some of the samples
-        return per_agent(loss, A, b)
-    return lambda x: torch.einsum("nsd,ns->nd", A, torch.einsum("nsd,nd->ns", A, x) - b)
 
 
 def stacked_binary(entry: Entry, size: int) -> Tensor:
@@ -92,7 +85,7 @@ def test_processes_agree_exactly_on_numbers_exact_in_binary(entry: Entry, world:
 
 @pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items() if one.exact])
 def test_the_exact_ones_find_the_optimum(entry: Entry) -> None:
-    assert (stacked_on(entry, gradient_of(entry.example()), SIZE, entry.steps) - optimum()).abs().max() < 1e-8
+    assert (stacked_on(entry, gradients(), SIZE, entry.steps) - optimum()).abs().max() < 1e-8
 
 
 @every_entry
