@@ -36,6 +36,7 @@ def memory_goes_back() -> Iterator[None]:
     """What agents that are threads had freed, glibc keeps for the next ones: in the end gigabytes that nobody uses."""
     yield
     gc.collect()
+    gc.freeze()  # what the tests have imported, such as torch's compiler
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
