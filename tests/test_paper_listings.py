@@ -67,10 +67,10 @@ def test_listing_1_gradient_descent_over_the_exponential_graph(fleet: Fleets, si
         return x
 
     solution = global_solution(size)
-    coarse = [distance(x, solution) for x in fleet(size).run(dgd, 0.1, 300)]
-    fine = [distance(x, solution) for x in fleet(size).run(dgd, 0.01, 1500)]
+    coarse = [distance(x, solution) for x in fleet(size).run(dgd, 0.3, 75)]
+    fine = [distance(x, solution) for x in fleet(size).run(dgd, 0.03, 300)]
     assert max(coarse) < 0.1
-    assert max(fine) < max(coarse) / 4  # the bias of DGD is proportional to its step
+    assert max(fine) < max(coarse) / 6  # the bias of DGD is proportional to its step
     assert min(distance(local_solution(rank), solution) for rank in range(size)) > 0.1
 
 
@@ -111,7 +111,7 @@ def test_listing_2_a_school_of_fish_finds_the_predator_over_a_moving_topology(fl
         angle = math.pi * rank / size
         w = torch.zeros(2, dtype=torch.float64)
         first_errors, seen = 0.0, []
-        for k in range(400):
+        for k in range(50):
             positions = bf.allgather(x.view(1, 2))
             nb_ranks, nb_degrees = get_neighbor_ranks(x, positions)
             self_weight, src_weights = get_mh_weights(nb_ranks, nb_degrees)
@@ -128,7 +128,7 @@ def test_listing_2_a_school_of_fish_finds_the_predator_over_a_moving_topology(fl
         return w, first_errors, seen
 
     found = fleet(size).run(swim)
-    assert len({str(found[0][2][k]) for k in range(400)}) > 1, "the topology moves"
+    assert len({str([seen[k] for _, _, seen in found]) for k in range(50)}) > 10, "the topology moves"
     for w, first_error, _ in found:
         assert distance(w, predator) < 1e-3 * first_error
 
@@ -159,7 +159,7 @@ def test_listing_5_the_exchange_runs_while_the_gradient_is_computed(fleet: Fleet
         schedule = bf.GetDynamicOnePeerSendRecvRanks(bf.load_topology(), bf.rank())
         x = torch.zeros(COLUMNS, 1, dtype=torch.float64)
         lr = 0.02
-        for _ in range(1200):
+        for _ in range(400):
             dst_ranks, src_ranks = next(schedule)
             self_weight = 1 / (len(src_ranks) + 1)
             src_weights = dict.fromkeys(src_ranks, self_weight)
@@ -181,10 +181,10 @@ def test_listing_6_exact_diffusion_reaches_the_solution_exactly(fleet: Fleets) -
         G = topology_util.RingGraph(bf.size())
         bf.set_topology(G)
         A, b = local_problem(bf.rank())
-        gamma = 0.2
+        gamma = 0.5
         x = torch.zeros(COLUMNS, 1, dtype=torch.float64)
         pre_psi = x.clone()
-        for _ in range(800):
+        for _ in range(80):
             grad_local = A.t().mm(A.mm(x) - b)
             psi = x - gamma * grad_local
             phi = psi + x - pre_psi if corrected else psi
@@ -232,8 +232,8 @@ def test_listing_7_push_sum_gradient_tracking_over_the_one_peer_grid(fleet: Flee
         x = torch.zeros(COLUMNS, 1, dtype=torch.float64)
         gradient = A.t().mm(A.mm(x) - b)
         state: State = (x, gradient.clone(), x.clone(), torch.ones_like(x), gradient.clone())
-        for _ in range(1500):
-            state = gradient_tracking_step(state, dynamic_neighbor_gen, A, b, alpha=2e-2)
+        for _ in range(100):
+            state = gradient_tracking_step(state, dynamic_neighbor_gen, A, b, alpha=0.3)
         return state[0], state[3].sum().item()
 
     found = fleet(size).run(track)

@@ -123,7 +123,7 @@ def test_real_agents_find_the_mean(fleet: Fleets) -> None:
     start = starts(4)
 
     def agent() -> list[float]:
-        return run(PushSum(), start[shoal.rank()], nothing, graph, 200).estimate.tolist()
+        return run(PushSum(), start[shoal.rank()], nothing, graph, 100).estimate.tolist()
 
     found = torch.tensor(fleet(4).run(agent), dtype=torch.float64)
     assert (found - start.mean(0)).abs().max() < 1e-13

@@ -14,6 +14,8 @@ import torch
 
 import shoal
 from shoal.monitor import timeline, timeline_context, timeline_end_activity, timeline_start_activity
+from support.leftovers import wait_until
+from support.world import World
 
 
 @pytest.fixture
@@ -264,27 +266,19 @@ def test_a_disk_that_fills_ends_the_timeline_only(traces, monkeypatch, caplog):
     assert "No space left" in said
 
 
-KILLED = """
-import time, torch, shoal
-from shoal.monitor import timeline_start_activity
-shoal.init()
-shoal.neighbor_allreduce(torch.ones(10), name="weights")
-timeline_start_activity("weights", "forward")
-time.sleep(60)
-"""
+def busy_for_ever():
+    shoal.neighbor_allreduce(torch.ones(10), name="weights")
+    timeline_start_activity("weights", "forward")
+    time.sleep(60)
 
 
 def test_a_killed_process_leaves_a_trace_that_loads(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", KILLED], env={"SHOAL_TIMELINE": str(tmp_path)})
     path = tmp_path / "shoal-rank0.json"
-    try:
-        deadline = time.monotonic() + 40
-        while not (path.exists() and "forward" in path.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    with World(1, environment={"SHOAL_TIMELINE": str(tmp_path)}) as world:
+        call = world.run_on(0, busy_for_ever)
+        assert wait_until(lambda: path.exists() and "forward" in path.read_text(), 40.0)
+        world.kill(0)
+        assert call.outcome().message == f"exit code {-signal.SIGKILL}"
     events = json.loads(path.read_text() + "]")
     assert [e["name"] for e in on_row(events, "activities: weights")] == ["forward"]
     assert [e["ph"] for e in on_row(events, "exchange: weights")] == ["B", "X", "E"]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.topology import OnePeerExponential
 
-SIZE, EPOCHS, BATCH = 4, 20, 16
+SIZE, EPOCHS, BATCH = 4, 10, 16
 
 
 def digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
@@ -76,7 +76,7 @@ def test_within_half_a_point_of_all_reduce_on_digits() -> None:
     assert atc > allreduce - 0.005, accuracies
 
 
-ADAM_AGENTS, ADAM_STEPS = 16, 80
+ADAM_AGENTS, ADAM_STEPS = 8, 80
 
 
 def train_with_adam(mix_state: tuple[str, ...]) -> float:

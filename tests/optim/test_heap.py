@@ -22,7 +22,7 @@ model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer = shoal.DistributedAdaptThenCombineOptimizer(optimizer, model)
 faults = []
-for _ in range(20):
+for _ in range(12):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     model(torch.ones(1, 2048)).sum().backward()
     optimizer.step()

@@ -54,13 +54,13 @@ def test_push_sum_agrees_on_the_mean_over_a_directed_graph_out_of_step(fleet: Fl
         optimizer = shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
         for step in range(2000):
             optimizer.step()
-            if step == 300:
+            if step == 150:
                 done.append(shoal.rank())
-            if len(done) == SIZE and step > 300:
+            if len(done) == SIZE and step > 150:
                 break
             time.sleep(0.0002 * shoal.rank())
         shoal.barrier()
-        for _ in range(80):  # what is still on its way
+        for _ in range(60):  # what is still on its way
             optimizer.step()
             shoal.barrier()
         optimizer.close()
@@ -84,7 +84,7 @@ def test_push_sum_takes_the_gradient_step(fleet: Fleets) -> None:
             (model.weight.sum() * (shoal.rank() + 1)).backward()
             optimizer.step()
             shoal.barrier()
-        for _ in range(100):
+        for _ in range(60):
             optimizer.zero_grad()
             (model.weight.sum() * 0).backward()
             optimizer.step()
@@ -134,7 +134,7 @@ def test_a_state_that_is_saved_out_of_step_has_all_of_the_mass_and_the_run_goes_
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
                 assert optimizer.rounds == 1 + 3 * shoal.rank()
-            for _ in range(120):
+            for _ in range(60):
                 optimizer.step()
                 shoal.barrier()
             went_on.append(flat(model))

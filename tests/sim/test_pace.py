@@ -85,7 +85,7 @@ every_topology = pytest.mark.parametrize("topology", [ring(16), OnePeerExponenti
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 @every_topology
 def test_the_clock_says_what_playing_every_step_says(topology: Schedule, network: Network, compute: Any) -> None:
-    steps = 200
+    steps = 100
     played = simulate(network, rounds_of(topology, NBYTES, steps), compute).ended.max(axis=1)
     found = ends(clock(topology, network, steps, compute=compute))
     assert np.abs(found / played - 1)[:3].max() < 1e-9
@@ -169,7 +169,7 @@ def test_the_largest_message_sets_the_time() -> None:
 
 def test_a_schedule_without_a_period_goes_on_as_the_rounds_that_were_played() -> None:
     topology, network = RandomMatchings(16, seed=3), NETWORKS["machines"]
-    steps = 200
+    steps = 120
     found = ends(clock(topology, network, steps))
     played = simulate(network, rounds_of(topology, NBYTES, steps)).ended.max(axis=1)
     assert found[:72] == pytest.approx(played[:72])

@@ -18,8 +18,8 @@ from shoal.topology import RingStarDelegates, find
 CARD, INSIDE = Link(1e-3, 1.25e8), Link(0.0, 4e9)
 NBYTES = 1e7
 PLAIN = Training()
-FLEETS = [(3, 1), (6, 1), (8, 1), (8, 4), (8, 8), (12, 2), (24, 4)]
-LR, STEPS, COLUMNS = 0.01, 2000, 20
+FLEETS = [(3, 1), (6, 1), (8, 1), (8, 4), (8, 8), (6, 2), (24, 4)]
+LR, STEPS, COLUMNS = 0.02, 750, 20
 
 
 @cache
@@ -51,10 +51,11 @@ def points(size: int) -> torch.Tensor:
     return torch.randn(size, COLUMNS, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
 
 
-def ends_from_the_optimum(one: Candidate, size: int, every: int = 1) -> float:
+@cache
+def ends_from_the_optimum(size: int, local: int, name: str) -> float:
     """The worst agent's distance, as a share of how far agents' own optima are from it, root mean square."""
-    own = points(size)
-    algorithm = LocalSteps(GradientDescent(LR), every)
+    own, one = points(size), named(found(size, local), name)
+    algorithm = LocalSteps(GradientDescent(LR), 1)
     schedule = find("all-reduce").schedule(size) if one.schedule is None else one.schedule
     run = StackedFleet(schedule).run(algorithm, torch.zeros(COLUMNS, dtype=torch.float64), lambda x: x - own, STEPS)
     distance = (run.x - own.mean(0)).square().sum(1).max().sqrt()
@@ -76,10 +77,10 @@ def test_all_that_can_be_trained_with_is_what_the_algorithms_of_the_optimizers_a
 def test_training_with_what_is_recommended_ends_as_near_as_is_said(size: int, local: int, difference: float) -> None:
     """Of data that are as different as can be; all together, it ends at the optimum."""
     best = to_train(size, local, difference)
-    together = ends_from_the_optimum(found(size, local).candidates[0], size)
+    together = ends_from_the_optimum(size, local, found(size, local).candidates[0].name)
     assert together < 1e-6
     # Told is the root mean square over agents; the worst one is a few times as far.
-    assert ends_from_the_optimum(best, size) < together + LR * (0.02 + 3 * best.steps_apart)
+    assert ends_from_the_optimum(size, local, best.name) < together + LR * (0.02 + 3 * best.steps_apart)
     assert best.steps_apart < 3.5
 
 
@@ -104,15 +105,15 @@ def test_agents_train_with_what_is_recommended() -> None:
     """Real ones: threads, the optimizer that a user has, and one machine of four and two of them."""
     size = 8
     best, *_ = found(size, training=Training(0.1)).to_train
-    own = points(size).float()
+    own, rate = points(size).float(), 0.05
     topology = best.topology
     assert topology is not None and best.trained_by == "neighbor_allreduce"
 
     def agent() -> float:
         model = torch.nn.Linear(COLUMNS, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
-        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), LR), model, topology=topology)
-        for _ in range(600):
+        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), rate), model, topology=topology)
+        for _ in range(120):
             optimizer.zero_grad()
             (0.5 * (model.weight[0] - own[shoal.rank()]).square().sum()).backward()
             optimizer.step()
@@ -120,7 +121,7 @@ def test_agents_train_with_what_is_recommended() -> None:
 
     spread = float((own - own.mean(0)).square().sum(1).mean().sqrt())
     furthest = max(shoal.Fleet(size, timeout=50.0).run(agent))
-    assert furthest < spread * (LR * (0.02 + 3 * best.steps_apart) + 0.99**500)
+    assert furthest < spread * (rate * (0.02 + 3 * best.steps_apart) + 0.95**120)
 
 
 def test_training_has_no_second_buffer() -> None:
@@ -202,7 +203,7 @@ def test_compressed_training_with_what_is_recommended_converges() -> None:
 
 def test_the_more_data_differ_the_closer_agents_are_kept() -> None:
     """Equal data: the shortest steps. Very different ones: what agrees at once, though each step takes longer."""
-    apart = [found(8, 4, training=Training(difference)).to_train[0] for difference in (0.0, 0.1, 10.0)]
+    apart = [found(8, training=Training(difference)).to_train[0] for difference in (0.0, 0.1, 10.0)]
     assert apart[0].steps_apart >= apart[1].steps_apart > apart[2].steps_apart == 0.0
     assert apart[0].seconds_per_step <= apart[1].seconds_per_step < apart[2].seconds_per_step
 

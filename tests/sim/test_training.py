@@ -17,7 +17,7 @@ from shoal.topology import Idle, RingStarDelegates, Schedule, Static, find
 LR, COLUMNS = 1e-3, 100
 
 
-def apart_in_training(schedule: Schedule, algorithm: Algorithm, steps: int = 3000) -> float:
+def apart_in_training(schedule: Schedule, algorithm: Algorithm, steps: int = 1500) -> float:
     """Of agents that each are drawn to a point of their own: where they take gradients, in steps of that."""
     points = torch.randn(schedule.size, COLUMNS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     points -= points.mean(0)
