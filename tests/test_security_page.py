@@ -1,0 +1,18 @@
+"""docs/security.md names the test of each promise, and the tests are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROWS = re.findall(r"^\| (.*) \| (.*) \|$", (ROOT / "docs" / "security.md").read_text(), re.MULTILINE)
+
+
+def test_every_promise_names_tests_that_there_are() -> None:
+    promises = [(promise, tests) for promise, tests in ROWS if promise not in ("promise", "---")]
+    assert len(promises) > 10
+    for promise, tests in promises:
+        names = re.findall(r"`([^`]+)`", tests)
+        assert names, promise
+        assert all((ROOT / "tests" / name).is_file() for name in names), (promise, names)
