@@ -5,6 +5,7 @@ from . import topology_util as topology_util
 from ._version import __version__ as __version__
 from .errors import DeadlineExceeded as DeadlineExceeded
 from .errors import Mismatch as Mismatch
+from .errors import NotFinite as NotFinite
 from .errors import NotInitialized as NotInitialized
 from .errors import PeerLost as PeerLost
 from .errors import ShoalError as ShoalError

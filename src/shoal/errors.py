@@ -30,5 +30,9 @@ class Mismatch(ShoalError, ValueError):
     """Agents disagree: on a shape, a dtype, an operation, a root, or on who sends to whom."""
 
 
+class NotFinite(ShoalError, ArithmeticError):
+    """A tensor to be averaged has NaN or infinity in it, and ``SHOAL_CHECK_FINITE`` is set. Nothing of it was sent."""
+
+
 class NotInitialized(ShoalError, ValueError):
     """An operation was called before :func:`shoal.init` or after :func:`shoal.shutdown`."""

@@ -141,7 +141,8 @@ def _exchange(
     """All agents' names, numbers and weights. The names go along as bytes, one a float, so that one message is all."""
     text = "\0".join(names).encode()
     mine = torch.tensor([len(numbers), len(text), weight, *numbers, *text], dtype=torch.float64)
-    found = allgather(mine, Internal("metrics"), timeout=timeout).tolist()
+    # As bits: a metric may be NaN, also where SHOAL_CHECK_FINITE refuses to send that.
+    found = allgather(mine.view(torch.int64), Internal("metrics"), timeout=timeout).view(torch.float64).tolist()
     all_names, all_numbers, weights, at = [], [], [], 0
     while at < len(found):
         count, length, weight = int(found[at]), int(found[at + 1]), found[at + 2]

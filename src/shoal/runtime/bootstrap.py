@@ -59,7 +59,8 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         ``network`` for all pairs. ``SHOAL_INTERFACE``: the interface or address to listen on between machines.
         ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many. ``SHOAL_SECRET``: the job's secret, the
         same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
-        ``SHOAL_RENDEZVOUS``: ``host:port`` of the store.
+        ``SHOAL_RENDEZVOUS``: ``host:port`` of the store. ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity,
+        with :class:`~shoal.NotFinite`.
 
     Raises:
         DeadlineExceeded: Agents did not come; the message names them.
@@ -140,13 +141,20 @@ def _agents_per_machine(mine: Seat) -> int | None:
     return int(text)
 
 
+def _check_finite() -> bool:
+    text = os.environ.get("SHOAL_CHECK_FINITE", "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"SHOAL_CHECK_FINITE={text!r}: it must be 0 or 1")
+    return text == "1"
+
+
 def _connect(mine: Seat) -> Agent:
     launch = mine.launch or current()
     timeout = mine.timeout if mine.timeout is not None else default_timeout()
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
     per_machine = _agents_per_machine(mine)
     deadline = time.monotonic() + timeout
-    mine.engine = engine = Engine(launch.rank, launch.size, timeout)
+    mine.engine = engine = Engine(launch.rank, launch.size, timeout, _check_finite())
     _taken[id(mine)] = mine
     try:
         said = {"place": asdict(engine.router.place), "per_machine": per_machine}

@@ -53,14 +53,14 @@ T = TypeVar("T")
 class Engine:
     """The exchange of one agent with the others."""
 
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, finite: bool = False) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
         self.events = Events()
         self.membership = Membership(size)
         self.arena = Arena()
-        self.publisher = Publisher(self.arena)
+        self.publisher = Publisher(rank, self.arena, finite)
         self.pool = ResultPool()
         self.poller = Poller()
         self.wheel = Wheel(self, self.poller, f"shoal-{rank}")
@@ -141,6 +141,10 @@ class Engine:
                 self.fail(operation, refused)
                 return handle
             if isinstance(steps, Small):
+                spoiled = self.publisher.problem(operation, steps.flat)
+                if spoiled is not None:  # it fails alone, and not what it would travel with
+                    self.fail(operation, spoiled)
+                    return handle
                 operation.small = steps
                 self.bundles.add(operation)
                 self.wheel.submitted(AFTER_SMALL)
@@ -273,7 +277,7 @@ class Engine:
         """End an operation, with a result or an error."""
         operation.error = error
         ended_well = error is None
-        late, asks = self.rounds.end(operation, error is not None)
+        late, asks = self.rounds.end(operation, error)
         self._leave_stage(operation)
         self.release(operation)
         for source, message in late:
@@ -282,7 +286,7 @@ class Engine:
             else:
                 self.outbox.done_with(source, message)
         for number, source in asks:
-            self.outbox.deny(source, operation, number)
+            self.outbox.deny(source, operation, number, self.rounds.why(operation))
         self.send_deferred(self.rounds.channel(operation))
         handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
         assert handle is not None
@@ -366,8 +370,7 @@ class Engine:
         try:
             self._check(now)
         except Exception as error:
-            log.exception("rank %d: looking at the clock failed", self.rank)
-            self.break_off(_internal(error))
+            self.break_off(error)
 
     def _check(self, now: float) -> None:
         self.next_check = float("inf")  # what is done here may find more that is due
@@ -413,9 +416,8 @@ class Engine:
         try:
             self._advance()
         except Exception as error:  # a fault of ours; nobody else would hear of it in the progress thread
-            log.exception("rank %d: the exchange failed", self.rank)
             with self.lock:
-                self.break_off(_internal(error))
+                self.break_off(error)
 
     def _advance(self) -> None:
         ready = self.ready
@@ -443,14 +445,16 @@ class Engine:
         except MemoryError as error:  # this agent's failure, not that of whoever sent something
             self.break_off(str(error) or "there is no memory for what others send")
         except Exception as error:  # a fault of ours; an agent that no longer hears must not look as if it did
-            log.exception("rank %d: the exchange failed", self.rank)
-            self.break_off(_internal(error))
+            self.break_off(error)
         except BaseException:
             self.break_off("it was interrupted while it handled messages")
             raise
 
-    def break_off(self, cause: str) -> None:
+    def break_off(self, cause: str | Exception) -> None:
         """This agent has lost track of what the others said; it must not judge them any more."""
+        if isinstance(cause, Exception):
+            log.error("rank %d: the exchange failed", self.rank, exc_info=cause)
+            cause = f"an internal error ended the exchange ({type(cause).__name__}: {cause}); its log says where"
         self.deaf = True
         self.abort(ShoalError(f"rank {self.rank}: {cause}; shut down and start again", (self.rank,)))
 
@@ -491,7 +495,3 @@ class Engine:
                 os.close(fd)
             except OSError:
                 pass
-
-
-def _internal(error: Exception) -> str:
-    return f"an internal error ended the exchange ({type(error).__name__}: {error}); its log says where"

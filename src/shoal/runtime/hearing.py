@@ -162,7 +162,7 @@ class Hearing:
             self._rounds.keep_ask(source, message)
         elif fate is not Fate.NOW or not (operation and operation.stage and operation.stage.sends_to(source)):
             # If it was sent all the same, it arrives before this denial, which is then void.
-            self._engine.outbox.deny(source, message, message.stage)
+            self._engine.outbox.deny(source, message, message.stage, self._rounds.why(message))
 
     def _on_deny(self, source: int, message: Message) -> None:
         fate, operation = self._rounds.fate(message)
@@ -173,6 +173,11 @@ class Hearing:
             f"{operation}: rank {self._rank} expects a tensor from rank {source}, which took part in this round "
             f"without sending one to rank {self._rank}, or whose own call failed"
         )
+        if message.text:
+            text = (
+                f"{operation}: rank {self._rank} expects a tensor from rank {source}, whose own call failed there "
+                f"({message.text})"
+            )
         message.token = 0
         self._engine.outbox.refuse(source, message, text)
         self._engine.fail(operation, Mismatch(text, (source, self._rank)))

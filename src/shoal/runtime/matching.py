@@ -18,6 +18,7 @@ WINDOW, SMALL_WINDOW = 2, 256
 """Rounds of one name that a receiver may be behind: of large tensors, and of ones that travel inside the message. Calls
 without a name share one, so of those only the rounds count that have ended here: the caller may have many in flight."""
 TOMBSTONES = 4096
+MAX_REASON = 1000
 
 Key = tuple[str, int]
 Ask = tuple[int, int]
@@ -88,7 +89,7 @@ class Rounds:
         self._channels: dict[str, Channel] = {}
         self._early: dict[Key, dict[tuple[int, int], Message]] = {}
         self._asks: dict[Key, set[Ask]] = {}
-        self._tombstones: OrderedDict[Key, None] = OrderedDict()
+        self._tombstones: OrderedDict[Key, str] = OrderedDict()  # why they failed
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
         """The next round of a name. ``alone`` refuses it while another of its kind is in flight."""
@@ -194,12 +195,16 @@ class Rounds:
                 asks.discard(ask)
                 yield ask[1]
 
-    def end(self, operation: Operation, failed: bool) -> tuple[list[tuple[int, Message]], list[Ask]]:
+    def why(self, what: Operation | Message) -> str:
+        """Why a round has failed here; empty where it has not, or that is long ago."""
+        return self._tombstones.get((what.name, what.round), "")
+
+    def end(self, operation: Operation, error: BaseException | None) -> tuple[list[tuple[int, Message]], list[Ask]]:
         """Close the book on a round: the messages and the questions that nothing will take up any more."""
         key = (operation.name, operation.round)
         self._channels[operation.name].active.pop(operation.round, None)
-        if failed:
-            self._tombstones[key] = None
+        if error is not None:
+            self._tombstones[key] = f"{type(error).__name__}: {error}"[:MAX_REASON]
             if len(self._tombstones) > TOMBSTONES:
                 self._tombstones.popitem(last=False)
         early = self._early.pop(key, None)

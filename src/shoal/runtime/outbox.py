@@ -121,9 +121,9 @@ class Outbox:
             refusal.flags, refusal.digest = DIED, lost
         self.say(source, refusal)
 
-    def deny(self, peer: int, what: Operation | Message, stage: int) -> None:
-        """Tell a peer that waits for a message of ours that none will come."""
-        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage))
+    def deny(self, peer: int, what: Operation | Message, stage: int, why: str = "") -> None:
+        """Tell a peer that waits for a message of ours that none will come, and why where the call failed."""
+        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, text=why))
 
     def pass_on(self, gone: Departure) -> None:
         """Tell everybody that we have a link to, but those who know, that an agent is gone.

@@ -1,4 +1,7 @@
-"""Puts tensors where other agents can read them: copies, or where they lie, if their owner lends them."""
+"""Puts tensors where other agents can read them: copies, or where they lie, if their owner lends them.
+
+With ``SHOAL_CHECK_FINITE`` each is looked at first: NaN of one agent would be in everybody's parameters a step later.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ..errors import NotFinite
 from ..transport.link import Lease, Published
 from ..transport.memory import Arena
 from .operation import Operation
@@ -20,11 +24,15 @@ class Publisher:
     """Of one agent.
 
     Args:
+        rank: Its rank.
         arena: The memory that others can read.
+        finite: Refuse tensors with NaN or infinity.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, rank: int, arena: Arena, finite: bool = False) -> None:
+        self._rank = rank
         self._arena = arena
+        self.finite = finite
         self._lent = threading.local()
 
     def publish(self, operation: Operation, tensor: torch.Tensor) -> Published:
@@ -32,6 +40,9 @@ class Publisher:
 
         One that the caller's thread is :meth:`lending` is not copied.
         """
+        spoiled = self.problem(operation, tensor)
+        if spoiled is not None:
+            raise spoiled
         if tensor is getattr(self._lent, "tensor", None):
             return Published(tensor.view(-1), self._arena.find(tensor), lent=True)
         if tensor.is_cpu and tensor.nbytes <= PUBLISH_BYTES:
@@ -48,6 +59,22 @@ class Publisher:
         published = self._room(operation, total, dtype)
         torch.cat(parts, out=published.data)
         return published
+
+    def problem(self, operation: Operation, tensor: torch.Tensor) -> NotFinite | None:
+        """That there is NaN or infinity in a tensor, if it is to be looked at. One pass: such numbers stay in a sum."""
+        if not self.finite or not (tensor.is_floating_point() or tensor.is_complex()):
+            return None
+        with torch.no_grad():
+            if bool(torch.isfinite(tensor.sum())):
+                return None
+            wrong = int(tensor.numel() - torch.isfinite(tensor).sum())
+        if not wrong:  # their sum is too large, and they are not
+            return None
+        return NotFinite(
+            f"{operation} on rank {self._rank}: {wrong} of the {tensor.numel()} numbers of its tensor are NaN or "
+            "infinite (SHOAL_CHECK_FINITE is set); nothing of it was sent",
+            (self._rank,),
+        )
 
     @contextmanager
     def lending(self, tensor: torch.Tensor) -> Iterator[None]:
