@@ -311,12 +311,16 @@ def test_push_sum_takes_the_local_steps_of_either_order(fleet: Fleets, atc: bool
             torch.stack([param.sum() for param in model.parameters()]).sum().backward()
             optimizer.step()
             shoal.barrier()
+        optimizer.zero_grad()
+        for _ in range(40):  # until they agree: before that their mean counts each alike, and their masses differ
+            optimizer.step()
+            shoal.barrier()
         optimizer.state_dict()  # nothing is under way any more
         optimizer.close()
         return flat(model) - flat(MODEL)
 
     moved = torch.stack(fleet(3).run(run))
-    assert (moved.mean(0) + 4 * LR).abs().max() < 0.2 * LR
+    assert (moved + 4 * LR).abs().max() < 0.02 * LR
 
 
 def test_what_is_done_to_the_parameters_between_steps_counts_with_push_sum(fleet: Fleets) -> None:
