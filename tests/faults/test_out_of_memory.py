@@ -41,3 +41,32 @@ def test_an_agent_without_memory_for_what_comes_is_named_by_all(environment: dic
         for one in world.run(read_what_is_sent, 5_000_000):
             assert one.ranks == (SHORT,), f"rank {one.rank}: {one.error}: {one.trace}"
             assert one.error == ("ShoalError" if one.rank == SHORT else "PeerLost"), one.trace
+
+
+def send_without_memory(numel: int) -> str:
+    """A round in which rank 1 has no memory to send from; then one in which it has."""
+    rank, x = shoal.rank(), torch.ones(numel)
+    out = torch.empty_like(x)
+    shoal.barrier()
+    if rank == SHORT:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + LITTLE, resource.RLIM_INFINITY))
+    try:
+        shoal.neighbor_allreduce(x, out=out)
+        told = "nothing"
+    except (MemoryError, shoal.ShoalError) as error:
+        told = f"{type(error).__name__} {getattr(error, 'ranks', ())} {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert bool((shoal.neighbor_allreduce(x, out=out) == 1).all())
+    return told
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_an_agent_without_memory_to_send_from_says_so_and_the_others_hear_why(environment: dict[str, str]) -> None:
+    with World(3, environment=environment) as world:
+        told = world.results(send_without_memory, 5_000_000)
+    assert told[SHORT].startswith("MemoryError () the system cannot give 20,9"), told
+    for rank in (0, 2):
+        assert told[rank].startswith(f"Mismatch {tuple(sorted((rank, SHORT)))} "), told
+        assert "whose own call failed there (MemoryError: the system cannot give" in told[rank], told

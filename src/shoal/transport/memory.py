@@ -58,7 +58,11 @@ def _populate(area: mmap.mmap, size: int) -> None:
         return
     code = ctypes.get_errno()
     if code in (errno.ENOMEM, errno.EFAULT):
-        raise MemoryError(f"the system cannot give {size:,} bytes of memory to Shoal's exchange buffers")
+        raise _no_memory(size)
+
+
+def _no_memory(size: int) -> MemoryError:
+    return MemoryError(f"the system cannot give {size:,} bytes of memory to Shoal's exchange buffers")
     # A kernel before 5.14 does not know the call; its pages come when they are touched.
 
 
@@ -74,8 +78,10 @@ class Segment:
             fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
             self.area = mmap.mmap(self.fd, self.size)
             _populate(self.area, self.size)
-        except BaseException:
+        except BaseException as error:
             os.close(self.fd)
+            if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
+                raise _no_memory(self.size) from error
             raise
         self.data = torch.frombuffer(self.area, dtype=torch.uint8)
 
