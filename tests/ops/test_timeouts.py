@@ -112,7 +112,8 @@ def public_functions_with_a_timeout() -> set[str]:
         methods = inspect.getmembers(one, inspect.isfunction) if inspect.isclass(one) else []
         functions = {f"{name}.{method}": function for method, function in methods} or {name: one}
         for called, function in functions.items():
-            if inspect.isfunction(function) and "timeout" in inspect.signature(function).parameters:
+            public = "._" not in called or called.endswith(".__init__")
+            if public and inspect.isfunction(function) and "timeout" in inspect.signature(function).parameters:
                 found.add(called)
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from test_checkpoint import folders, weight
 
 import shoal
+from shoal.optim import checkpoint
 from support.agent_main import die
 from support.world import World
 
@@ -41,7 +42,8 @@ def killed_while_saving(folder: Path, step: int, where: str) -> None:
     elif where == "unlink the old manifest":
         Path.unlink = lambda self, missing_ok=False: die()  # type: ignore[method-assign]
     else:
-        shutil.rmtree = lambda *args, **options: die()  # type: ignore[assignment]
+        # Not in the middle of it: another agent may have been quicker to remove them.
+        checkpoint.remove_all_but = lambda *args: die()
     step_and_save(folder, step)
 
 
@@ -66,14 +68,15 @@ def load_weight(folder: Path) -> tuple[int, float]:
 def test_killed_in_the_middle_of_saving_a_complete_checkpoint_is_there(
     victim: int, where: str, counts: int, tmp_path: Path
 ) -> None:
-    world = World(SIZE)
-    world.results(step_and_save, tmp_path, 1)
-    others = [rank for rank in range(SIZE) if rank != victim]
-    pending = [world.run_on(rank, step_and_save, tmp_path, 2) for rank in others]
-    assert world.run_on(victim, killed_while_saving, tmp_path, 2, where).outcome().error == "Died"
-    for one in pending:
-        assert one.outcome().error in ("", "PeerLost")
-    world.destroy()
+    with ExitStack() as last:
+        world = World(SIZE)
+        last.callback(world.destroy)
+        world.results(step_and_save, tmp_path, 1)
+        others = [rank for rank in range(SIZE) if rank != victim]
+        pending = [world.run_on(rank, step_and_save, tmp_path, 2) for rank in others]
+        assert world.run_on(victim, killed_while_saving, tmp_path, 2, where).outcome().error == "Died"
+        for one in pending:
+            assert one.outcome().error in ("", "PeerLost")
     with World(SIZE) as world:
         expected = [(counts, 10.0 * counts + rank) for rank in range(SIZE)]
         assert world.results(load_weight, tmp_path) == expected

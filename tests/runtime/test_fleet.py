@@ -326,7 +326,7 @@ def test_an_agent_that_cannot_leave_in_good_order_fails_the_fleet(
 
     monkeypatch.setattr("shoal.runtime.bootstrap.on_stop", [fail, lambda agent: told.append(agent.rank)])
     with pytest.raises(Unlucky, match="of the disk"):
-        within(10.0, lambda: fleet(3).run(shoal.rank))
+        within(10.0, lambda: fleet(3).run(shoal.barrier))
     assert sorted(told) == [0, 1, 2]
 
 
