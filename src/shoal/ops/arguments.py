@@ -46,6 +46,8 @@ def check_out(op: str, out: torch.Tensor | None, shape: Iterable[int], dtype: to
         )
     if out.requires_grad:
         raise ValueError(f"{op}: out requires grad; pass out.detach() or out.data, since the result has no gradient")
+    if out.is_contiguous():
+        return
     extent = 0
     for stride, size in sorted((stride, size) for stride, size in zip(out.stride(), shape, strict=True) if size > 1):
         if stride <= extent and out.numel():
@@ -106,10 +108,9 @@ class Result:
 
 def put(result: torch.Tensor, out: torch.Tensor) -> None:
     """Copy a result to where the caller wants it."""
-    if out.is_conj() or out.is_neg():  # what :func:`writable` gives would be the bits, not the numbers
-        out.detach().copy_(result)
-    else:
-        writable(out).copy_(result)
+    if out.is_inference() and not (out.is_conj() or out.is_neg()):  # else :func:`writable` gives bits, not numbers
+        out = writable(out)
+    out.detach().copy_(result)
 
 
 def payload(arrived: Arrived, source: int) -> Payload:

@@ -24,7 +24,7 @@ AFTER_SUBMITTING = 0.0005
 """Seconds for which it leaves it after a caller has submitted."""
 AFTER_SMALL = 0.002
 """The same for what is small: more may follow, and what goes together is cheaper."""
-AT_MOST = 0.005
+AT_MOST = 0.02
 """Seconds for which callers that submit and never wait can keep it away."""
 STOP_SECONDS = 5.0
 """How long the end waits for another thread to leave the wheel; all that it could wait for has ended by then."""
