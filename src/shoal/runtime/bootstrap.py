@@ -154,7 +154,9 @@ def _connect(mine: Seat) -> Agent:
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
     per_machine = _agents_per_machine(mine)
     deadline = time.monotonic() + timeout
-    mine.engine = engine = Engine(launch.rank, launch.size, timeout, _check_finite())
+    finite = _check_finite()
+    mine.engine = engine = Engine(launch.rank, launch.size, timeout)
+    engine.publisher.finite = finite
     _taken[id(mine)] = mine
     try:
         said = {"place": asdict(engine.router.place), "per_machine": per_machine}

@@ -53,14 +53,14 @@ T = TypeVar("T")
 class Engine:
     """The exchange of one agent with the others."""
 
-    def __init__(self, rank: int, size: int, timeout: float, finite: bool = False) -> None:
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
         self.events = Events()
         self.membership = Membership(size)
         self.arena = Arena()
-        self.publisher = Publisher(rank, self.arena, finite)
+        self.publisher = Publisher(rank, self.arena)
         self.pool = ResultPool()
         self.poller = Poller()
         self.wheel = Wheel(self, self.poller, f"shoal-{rank}")

@@ -26,13 +26,14 @@ class Publisher:
     Args:
         rank: Its rank.
         arena: The memory that others can read.
-        finite: Refuse tensors with NaN or infinity.
     """
 
-    def __init__(self, rank: int, arena: Arena, finite: bool = False) -> None:
+    finite = False
+    """Refuse tensors with NaN or infinity."""
+
+    def __init__(self, rank: int, arena: Arena) -> None:
         self._rank = rank
         self._arena = arena
-        self.finite = finite
         self._lent = threading.local()
 
     def publish(self, operation: Operation, tensor: torch.Tensor) -> Published:
