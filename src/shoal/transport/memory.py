@@ -59,11 +59,11 @@ def _populate(area: mmap.mmap, size: int) -> None:
     code = ctypes.get_errno()
     if code in (errno.ENOMEM, errno.EFAULT):
         raise _no_memory(size)
+    # A kernel before 5.14 does not know the call; its pages come when they are touched.
 
 
 def _no_memory(size: int) -> MemoryError:
     return MemoryError(f"the system cannot give {size:,} bytes of memory to Shoal's exchange buffers")
-    # A kernel before 5.14 does not know the call; its pages come when they are touched.
 
 
 class Segment:
