@@ -127,3 +127,20 @@ def test_a_value_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SHOAL_CHECK_FINITE", "yes")
     with pytest.raises(ValueError, match="SHOAL_CHECK_FINITE='yes': it must be 0 or 1"):
         shoal.Fleet(1).run(shoal.rank)
+
+
+def test_windows_are_not_looked_at(fleet: Fleets) -> None:
+    """An owner that answers another machine must not fail for what the window holds."""
+
+    def run() -> list[bool]:
+        x = torch.full((3000,), math.nan if shoal.rank() else 1.0)
+        shoal.win_create(x, "x", zero_init=True)
+        shoal.barrier()
+        shoal.win_get("x")
+        shoal.win_put(x, "x")
+        shoal.barrier()
+        found = shoal.win_update("x")
+        shoal.win_free("x")
+        return [bool(torch.isnan(found).all()), float(shoal.allreduce(torch.ones(1))) == 1.0]
+
+    assert fleet(2).run(run) == [[True, True]] * 2

@@ -338,6 +338,7 @@ class Engine:
     def answer(self, source: int, request: Message, tensor: torch.Tensor) -> None:
         """Send the one that asks for something, and waits for it as its second stage, a copy of a tensor."""
         reply = Operation(request.op, request.name, request.round, self.timeout)
+        reply.one_sided = True
         published = self.publisher.publish(reply, tensor)
         numel = published.data.numel()
         exchange = Exchange([Send(source, published, 0, numel, (numel,))], (), digest=request.digest)

@@ -28,12 +28,10 @@ class Publisher:
         arena: The memory that others can read.
     """
 
-    finite = False
-    """Refuse tensors with NaN or infinity."""
-
     def __init__(self, rank: int, arena: Arena) -> None:
         self._rank = rank
         self._arena = arena
+        self.finite = False  # refuse tensors with NaN or infinity; a window may hold what its owner likes
         self._lent = threading.local()
 
     def publish(self, operation: Operation, tensor: torch.Tensor) -> Published:
@@ -63,7 +61,7 @@ class Publisher:
 
     def problem(self, operation: Operation, tensor: torch.Tensor) -> NotFinite | None:
         """That there is NaN or infinity in a tensor, if it is to be looked at. One pass: such numbers stay in a sum."""
-        if not self.finite or not (tensor.is_floating_point() or tensor.is_complex()):
+        if not self.finite or operation.one_sided or not (tensor.is_floating_point() or tensor.is_complex()):
             return None
         with torch.no_grad():
             if bool(torch.isfinite(tensor.sum())):
