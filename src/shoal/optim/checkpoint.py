@@ -138,7 +138,7 @@ class Checkpoint:
 
         What was saved and is not a part here is left out. Nothing is loaded unless all agents could read; where one
         cannot, or a file is not what was written (its checksum says so), a warning names the file, and the checkpoint
-        saved before it is loaded, unless ``step`` says which it has to be.
+        saved before it is loaded (of that ``step``, if one is given).
 
         Args:
             folder: The one given to :meth:`save`.
@@ -170,20 +170,19 @@ class Checkpoint:
                 return 0
             which = "" if step is None else f" of step {step}; there are those of {found['steps']}"
             raise FileNotFoundError(f"there is no complete checkpoint in {folder}{which}")
-        error: ShoalError | None = None
-        for name, manifest in found["found"]:
-            place = folder / _named(name)
-            failures, states = self._read(place, Manifest(**manifest), start, timeout)
+        errors: list[ShoalError] = []
+        for name, content in found["found"]:
+            if errors:
+                warnings.warn(f"checkpoint: {errors[-1]}; the one before it is tried", stacklevel=2)
+            place, manifest = folder / _named(name), Manifest(**content)
+            failures, states = self._read(place, manifest, start, timeout)
             if states is not None and not failures:
                 for part_name, part in self._parts.items():
                     if start == "own" or not isinstance(part, _RandomState):
                         part.load_state_dict(states[part_name])
-                return int(manifest["step"])
-            error = error or failures.error(f"{place} is not loaded")
-            if step is None and name != found["found"][-1][0]:
-                warnings.warn(f"checkpoint: {failures.error(f'{place} is left out')}", stacklevel=2)
-        assert error is not None
-        raise error
+                return manifest.step
+            errors.append(failures.error(f"{place} is not loaded"))
+        raise errors[0]
 
     def _read(
         self, place: Path, manifest: Manifest, start: str, timeout: float | None
