@@ -169,15 +169,12 @@ class Hearing:
         stage = operation.stage if operation else None
         if fate is not Fate.NOW or operation is None or stage is None or source not in stage.missing:
             return
-        text = (
-            f"{operation}: rank {self._rank} expects a tensor from rank {source}, which took part in this round "
-            f"without sending one to rank {self._rank}, or whose own call failed"
+        why = (
+            f"whose own call failed there ({message.text})"
+            if message.text
+            else f"which took part in this round without sending one to rank {self._rank}, or whose own call failed"
         )
-        if message.text:
-            text = (
-                f"{operation}: rank {self._rank} expects a tensor from rank {source}, whose own call failed there "
-                f"({message.text})"
-            )
+        text = f"{operation}: rank {self._rank} expects a tensor from rank {source}, {why}"
         message.token = 0
         self._engine.outbox.refuse(source, message, text)
         self._engine.fail(operation, Mismatch(text, (source, self._rank)))

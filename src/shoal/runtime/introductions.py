@@ -46,10 +46,9 @@ def introduce(
     elif launch.rank == 0:
         mine["secret"] = secrets.token_hex(32)
     heard = meeting.gather(ENDPOINT, mine)
-    signed = [rank for rank, one in enumerate(heard) if "proof" in one]
     if given:
         _believe(given, meeting, launch, found, heard)
-    elif signed or "secret" not in heard[0]:
+    elif signed := [rank for rank, one in enumerate(heard) if "proof" in one]:
         raise Mismatch(
             f"shoal.init() on rank {launch.rank}: ranks {signed} were given a secret and this one was not; set the "
             "same SHOAL_SECRET for all agents, or for none",

@@ -19,6 +19,7 @@ WINDOW, SMALL_WINDOW = 2, 256
 without a name share one, so of those only the rounds count that have ended here: the caller may have many in flight."""
 TOMBSTONES = 4096
 MAX_REASON = 1000
+"""Characters of why a round failed here, which those hear who wait for it."""
 
 Key = tuple[str, int]
 Ask = tuple[int, int]
@@ -204,7 +205,8 @@ class Rounds:
         key = (operation.name, operation.round)
         self._channels[operation.name].active.pop(operation.round, None)
         if error is not None:
-            self._tombstones[key] = f"{type(error).__name__}: {error}"[:MAX_REASON]
+            reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
+            self._tombstones[key] = reason.encode(errors="replace").decode()  # it travels, whatever is in it
             if len(self._tombstones) > TOMBSTONES:
                 self._tombstones.popitem(last=False)
         early = self._early.pop(key, None)

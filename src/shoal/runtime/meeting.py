@@ -77,8 +77,8 @@ class Meeting:
     def forget(self, key: str) -> None:
         """Take what all have read of :meth:`gather` out of the store, which others may read, too. Rank 0 does it."""
         if self._launch.rank == 0:
-            for who in ("all", *range(self._launch.size)):
-                with contextlib.suppress(RuntimeError):  # not every store of a process group can
+            with contextlib.suppress(RuntimeError):  # not every store of a process group can; and it may be gone
+                for who in ("all", *range(self._launch.size)):
                     self.store.delete(self._key(f"{key}/{who}"))
 
     @property
