@@ -59,50 +59,37 @@ def linked(graph: nx.Graph) -> Vectors:
     return found
 
 
-def semi_gradient_tracking() -> Vectors:
+def semi_gradient_tracking(adapt_then_combine: bool = False) -> Vectors:
     x = START
     y = slope(x)
     for k in range(STEPS):
         W = mixing(CHANGING, k)
         new = W @ (x - LR * y)
-        y = W @ y + slope(new) - slope(x)
+        change = slope(new) - slope(x)
+        y = W @ (y + change) if adapt_then_combine else W @ y + change
         x = new
     return x
 
 
 def aug_dgm() -> Vectors:
-    x = START
-    y = slope(x)
-    for k in range(STEPS):
-        W = mixing(CHANGING, k)
-        new = W @ (x - LR * y)
-        y = W @ (y + slope(new) - slope(x))
-        x = new
-    return x
+    return semi_gradient_tracking(adapt_then_combine=True)
 
 
-def push_pull() -> Vectors:
+def push_pull(adapt_then_combine: bool = False) -> Vectors:
     hears = linked(ONE_WAY)
     R, C = hears / hears.sum(1, keepdims=True), hears / hears.sum(0, keepdims=True)
     x = START
     y = slope(x)
     for _ in range(STEPS):
         new = R @ (x - LR * y)
-        y = C @ y + slope(new) - slope(x)
+        change = slope(new) - slope(x)
+        y = C @ (y + change) if adapt_then_combine else C @ y + change
         x = new
     return x
 
 
 def push_pull_atc() -> Vectors:
-    hears = linked(ONE_WAY)
-    R, C = hears / hears.sum(1, keepdims=True), hears / hears.sum(0, keepdims=True)
-    x = START
-    y = slope(x)
-    for _ in range(STEPS):
-        new = R @ (x - LR * y)
-        y = C @ (y + slope(new) - slope(x))
-        x = new
-    return x
+    return push_pull(adapt_then_combine=True)
 
 
 def yu_jin_yang() -> Vectors:
