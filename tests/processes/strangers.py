@@ -15,9 +15,12 @@ import torch
 
 from shoal.runtime.agent import current
 from shoal.transport import router as routing
-from shoal.transport.handshake import HELLO_SIZE, WELCOME_SIZE, Connecting
+from shoal.transport.handshake import HELLO_SIZE, WELCOME_SIZE, Connecting, Keys
+from shoal.transport.network import _LENGTH
+from shoal.transport.sealing import SEAL_SIZE, Checksum, Keyed
 from shoal.transport.wire import Kind, Message, Where, encode
 from support.agent_main import holdings
+from support.packets import over_tcp
 
 SILENCE_SECONDS = 0.3
 _HEADER = struct.Struct("<IBBBBHHHHIIIQQQQd")
@@ -41,7 +44,7 @@ class Door:
         sock.connect("\0" + self.unix)
         return sock
 
-    def enter(self, source: int, secret: bytes = b"", destination: int = -1) -> socket.socket:
+    def enter(self, source: int, secret: bytes = b"", destination: int = -1) -> tuple[socket.socket, Keys]:
         """Connect and shake hands as rank ``source``. Raises :class:`ConnectionError` when refused."""
         sock = self.connect()
         try:
@@ -54,7 +57,7 @@ class Door:
         except BaseException:
             sock.close()
             raise
-        return sock
+        return sock, greeting.keys
 
 
 def door() -> Door:
@@ -118,6 +121,7 @@ def _numbers(where: Where, nbytes: int, shape: tuple[int, ...], **fields: int) -
 
 
 HUGE = 1 << 62
+ASK = encode(Message(Kind.ASK, "neighbor_allreduce", "x", round=1))
 NONSENSE: dict[str, bytes] = {
     "garbage": bytes(range(256)),
     "a frame of zero bytes": b"\0" * 4,
@@ -145,11 +149,23 @@ NONSENSE_OVER_TCP: dict[str, bytes] = {
     "a stream of no tensor": encode(Message(Kind.DONE, where=Where.STREAM, dtype=torch.float32, nbytes=3)),
     "shared memory": _numbers(Where.SHARED, 20, (5,), segment=1),
     "a memory file": encode(Message(Kind.SEGMENT, segment=1)),
-    "half a message": _numbers(Where.NOWHERE, 0, (0,))[:30],
-    "half a tensor": _numbers(Where.STREAM, 40_000, (10_000,))
-    + encode(Message(Kind.CHUNK, token=7, nbytes=40_000))
-    + b"\0" * 20_000,
+    "a chunk in the middle of a packet": _numbers(Where.STREAM, 40_000, (10_000,))
+    + 2 * encode(Message(Kind.CHUNK, token=7, nbytes=100)),
 }
+"""Each a packet."""
+CHUNK = _numbers(Where.STREAM, 40_000, (10_000,)) + encode(Message(Kind.CHUNK, token=7, nbytes=40_000))
+NOT_PACKETS_OVER_TCP: dict[str, Callable[[Keyed], bytes]] = {
+    "a packet without a seal": lambda seal: over_tcp(seal, b"")[: _LENGTH.size] + b"\0" * SEAL_SIZE,
+    "a packet with a wrong seal": lambda seal: over_tcp(seal, ASK)[:-1] + b"?",
+    "a packet twice": lambda seal: 2 * over_tcp(seal, ASK),
+    "a packet out of turn": lambda seal: (over_tcp(seal, ASK), over_tcp(seal, ASK))[1],
+    "a packet too long": lambda _: _LENGTH.pack(1 << 20, 1 << 20 ^ (1 << 32) - 1),
+    "a length that is not said twice": lambda _: _LENGTH.pack(100, 100),
+    "half a packet": lambda seal: over_tcp(seal, ASK)[:30],
+    "half a tensor": lambda seal: over_tcp(seal, CHUNK) + b"\0" * 20_000,
+    "a tensor that is not what was announced": lambda seal: over_tcp(seal, CHUNK) + b"\1" * 40_000,
+}
+"""Each what the seal of the connection makes of it."""
 
 
 def _memfd(size: int, seals: int) -> int:
@@ -193,13 +209,13 @@ NONSENSE_OVER_UNIX: dict[str, Packets] = {
 }
 
 
-def send_packets(sock: socket.socket, packets: Packets) -> None:
+def send_packets(sock: socket.socket, packets: Packets, sealed: bool = True) -> None:
     for data, makers in packets:
         descriptors = [make() for make in makers]
         try:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                sock.sendmsg([data], ancillary)
+                sock.sendmsg([Checksum().close(data) if sealed else data], ancillary)
         finally:
             for fd in descriptors:
                 os.close(fd)

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from strangers import (
+    ASK,
     NONSENSE,
     NONSENSE_OVER_TCP,
     NONSENSE_OVER_UNIX,
+    NOT_PACKETS_OVER_TCP,
     SILENCE_SECONDS,
     Door,
     Packets,
@@ -29,11 +31,13 @@ from strangers import (
 )
 
 import shoal
-from shoal.transport.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting
+from shoal.transport.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting, Keys
 from shoal.transport.router import MAX_STRANGERS
+from shoal.transport.sealing import Keyed
 from shoal.transport.sockets import GREETING_SECONDS
 from shoal.transport.wire import ProtocolError
 from support.leftovers import wait_until
+from support.packets import over_tcp
 from support.world import World
 
 SIZE, VICTIM, CLAIMED = 3, 0, 2
@@ -122,7 +126,7 @@ def test_who_does_not_know_secret_and_rank_is_not_let_in(
     world: World, source: int, destination: int, secret: bytes
 ) -> None:
     with undisturbed(world) as way, pytest.raises((ConnectionError, ProtocolError)):
-        way.enter(source, secret, destination).close()
+        way.enter(source, secret, destination)[0].close()
 
 
 def test_an_answer_overheard_before_opens_no_other_connection(world: World) -> None:
@@ -177,13 +181,14 @@ def test_another_user_is_not_even_greeted() -> None:
 # Who knows the secret, and then says what no agent would say
 
 
-def lose_the_claimed_one(world: World, speak: Callable[[socket.socket], None]) -> None:
+def lose_the_claimed_one(world: World, speak: Callable[[socket.socket, Keys], None]) -> None:
     """Connect to one agent as if one were rank ``CLAIMED`` and speak; the others lose that rank, and nothing else."""
     world.results(average)
     before = world.results(count_of_descriptors, on=[VICTIM])
     [way] = world.results(door, on=[VICTIM])
-    with way.enter(CLAIMED) as sock:
-        speak(sock)
+    sock, keys = way.enter(CLAIMED)
+    with sock:
+        speak(sock, keys)
         assert is_closed(sock)
     for one in world.run(average_until_lost, on=[VICTIM, 1]):
         assert (one.error, one.ranks) == ("PeerLost", (CLAIMED,)), f"rank {one.rank}: {one.error}: {one.trace}"
@@ -197,11 +202,17 @@ def average_until_lost() -> None:
         shoal.neighbor_allreduce(torch.ones(5), name="x")
 
 
+SAID: dict[str, Callable[[Keyed], bytes]] = {
+    **{name: lambda seal, said=said: over_tcp(seal, said) for name, said in (NONSENSE | NONSENSE_OVER_TCP).items()},  # type: ignore[misc]
+    **NOT_PACKETS_OVER_TCP,
+}
+
+
 @pytest.mark.transport("network")
-@pytest.mark.parametrize("said", [*NONSENSE.values(), *NONSENSE_OVER_TCP.values()], ids=[*NONSENSE, *NONSENSE_OVER_TCP])
-def test_an_agent_that_speaks_nonsense_over_tcp_is_lost(said: bytes) -> None:
-    def speak(sock: socket.socket) -> None:
-        leave_with(sock, said)
+@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
+def test_an_agent_that_speaks_nonsense_over_tcp_is_lost(said: Callable[[Keyed], bytes]) -> None:
+    def speak(sock: socket.socket, keys: Keys) -> None:
+        leave_with(sock, said(Keyed(keys.messages)))
         sock.shutdown(socket.SHUT_WR)
 
     with World(SIZE, environment=NETWORK) as world:
@@ -215,4 +226,10 @@ UNIX_NONSENSE: dict[str, Packets] = {**{name: [(said, [])] for name, said in NON
 @pytest.mark.parametrize("packets", UNIX_NONSENSE.values(), ids=UNIX_NONSENSE)
 def test_an_agent_that_speaks_nonsense_over_a_unix_socket_is_lost(packets: Packets) -> None:
     with World(SIZE) as world:
-        lose_the_claimed_one(world, lambda sock: send_packets(sock, packets))
+        lose_the_claimed_one(world, lambda sock, _: send_packets(sock, packets))
+
+
+@pytest.mark.transport("shared_memory")
+def test_an_agent_whose_packets_are_spoiled_is_lost() -> None:
+    with World(SIZE) as world:
+        lose_the_claimed_one(world, lambda sock, _: send_packets(sock, [(ASK, [])], sealed=False))

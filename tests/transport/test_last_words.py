@@ -43,18 +43,19 @@ def on_one_machine() -> tuple[socket.socket, socket.socket]:
 
 @pytest.mark.parametrize(("connect", "kind"), [(over_tcp, NetworkLink), (on_one_machine, SharedMemoryLink)])
 def test_a_goodbye_is_heard_before_the_failure_of_what_is_sent_after_it(
-    connect: Callable[[], tuple[socket.socket, socket.socket]], kind: Callable[..., Outgoing]
+    connect: Callable[[], tuple[socket.socket, socket.socket]], kind: type[Outgoing]
 ) -> None:
     ours, theirs = connect()
     ours.setblocking(False)
     ear, poller = Ear(), Poller()
     link = kind(ours, 4, cast(Connecting, None), poller, cast(Receiver, ear))
     link.open = True
-    theirs.send(GOODBYE.pack(_BYE, 2, b"its process ended"))
+    link._seal, link._goodbye = kind.seal_of(b"one"), kind.seal_of(b"other")
+    theirs.send(kind.seal_of(b"other").close(GOODBYE.pack(_BYE, 2, b"its process ended")))
     theirs.close()
 
     def has_failed() -> bool:
-        link.post(Message(Kind.ASK, "barrier", "x"))  # type: ignore[attr-defined]
+        link.post(Message(Kind.ASK, "barrier", "x"))
         link.flush()
         return ours.fileno() < 0
 

@@ -1,8 +1,9 @@
 """How two agents make sure of each other when one connects: same version, same job, both know the job's secret.
 
 The accepting side speaks first, with a fresh nonce; the connecting side proves that it knows the secret without showing
-it, and then the accepting side proves the same. A recording of one handshake opens no other connection. The secret
-authenticates; it does not encrypt: across networks that others can read, run over a tunnel.
+it, and then the accepting side proves the same. A recording of one handshake opens no other connection. Both then have
+two keys that nobody else has and no other connection: one for what is said in each direction. They seal what follows,
+see ``sealing``; they do not hide it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hmac
 import os
 import struct
+from typing import NamedTuple
 
 from .wire import VERSION, ProtocolError
 
@@ -19,13 +21,26 @@ _ANSWER = struct.Struct("<II16s32s")
 HELLO_SIZE, ANSWER_SIZE, WELCOME_SIZE = _HELLO.size, _ANSWER.size, 32
 
 
-def _proof(secret: bytes, side: bytes, hello: bytes, nonce: bytes, source: int, destination: int) -> bytes:
-    text = b"|".join((side, hello, nonce, struct.pack("<II", source, destination)))
+def _proof(secret: bytes, what: bytes, hello: bytes, nonce: bytes, source: int, destination: int) -> bytes:
+    text = b"|".join((what, hello, nonce, struct.pack("<II", source, destination)))
     return hmac.digest(secret, text, "sha256")
 
 
+class Keys(NamedTuple):
+    """Of one connection, each for what is said in one direction."""
+
+    messages: bytes  # by the side that has connected
+    goodbye: bytes  # by the side that listens
+
+    @classmethod
+    def of(cls, secret: bytes, hello: bytes, nonce: bytes, source: int, destination: int) -> Keys:
+        return cls(*(_proof(secret, what, hello, nonce, source, destination) for what in (b"messages", b"goodbye")))
+
+
 class Accepting:
-    """The side that listens."""
+    """The side that listens. ``keys`` are there once :meth:`check` has passed."""
+
+    keys: Keys
 
     def __init__(self, secret: bytes, rank: int, size: int) -> None:
         self._secret, self._rank, self._size = secret, rank, size
@@ -40,11 +55,14 @@ class Accepting:
             raise ProtocolError("it does not know this job's secret")
         if destination != self._rank or not 0 <= source < self._size or source == self._rank:
             raise ProtocolError(f"rank {source} looks for rank {destination}; this is rank {self._rank}")
+        self.keys = Keys.of(self._secret, self.hello, nonce, source, destination)
         return source, _proof(self._secret, b"accept", self.hello, nonce, source, destination)
 
 
 class Connecting:
-    """The side that connects."""
+    """The side that connects. ``keys`` are there once :meth:`answer` has been given."""
+
+    keys: Keys
 
     def __init__(self, secret: bytes, source: int, destination: int) -> None:
         self._secret, self._source, self._destination = secret, source, destination
@@ -61,6 +79,7 @@ class Connecting:
         nonce = os.urandom(16)
         self._expected = _proof(self._secret, b"accept", hello, nonce, self._source, self._destination)
         proof = _proof(self._secret, b"connect", hello, nonce, self._source, self._destination)
+        self.keys = Keys.of(self._secret, hello, nonce, self._source, self._destination)
         return _ANSWER.pack(self._source, self._destination, nonce, proof)
 
     def check(self, welcome: bytes) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
+import zlib
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,11 +20,13 @@ from .handshake import Accepting, Connecting
 from .link import Published, Receiver
 from .memory import ResultPool
 from .poller import Poller
+from .sealing import Keyed
 from .sockets import Incoming, Outgoing
-from .wire import PREFIX, Kind, Message, Payload, ProtocolError, Where, decode, encode, frame_length
+from .wire import PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
 
 CHUNK_BYTES = 1 << 20
-READ_BYTES = 1 << 16
+READ_BYTES = PACKET_BYTES + (1 << 10)
+"""Room for one packet, its length and its seal."""
 TURN_BYTES = 1 << 20
 """How much is read from one connection before the others, and the sums, have their turn."""
 WAKE_BYTES = 1 << 16
@@ -33,6 +37,9 @@ SYN_COUNT = 3
 """How often a request to connect is repeated: it is given up after 15 s, or 19 on a kernel that begins more evenly."""
 UNSENT_BYTES = 1 << 17
 """How much the system queues unsent: a small message waits behind no more than this of a large one."""
+_LENGTH = struct.Struct("<II")
+"""Of a packet, and once more with all bits turned, so that a wrong one is noticed before more is waited for."""
+_ALL_BITS = (1 << 32) - 1
 
 
 def listen(address: str) -> socket.socket:
@@ -91,27 +98,23 @@ class NetworkLink(Outgoing):
     """To a process on another machine."""
 
     transport = "network"
+    seal_of = Keyed
 
     def __init__(
         self, sock: socket.socket, peer: int, greeting: Connecting, poller: Poller, receiver: Receiver
     ) -> None:
         super().__init__(sock, peer, greeting, poller, receiver)
-        self._frames: list[bytes] = []
         self._streams: deque[_Stream] = deque()
         self._sending: deque[memoryview] = deque()
 
-    def post(self, message: Message, published: Published | None = None, start: int = 0, stop: int = 0) -> None:
-        if published is not None:
-            if published.region is None:
-                message.where = Where.INLINE
-                if not message.tail:
-                    message.body = published.copy(start, stop)
-            elif stop > start:
-                message.where = Where.STREAM
-                self._streams.append(_Stream(message.token, published.bytes(start, stop), published))
-            else:
-                message.where = Where.INLINE
-        self._frames.append(encode(message))
+    def _place(self, message: Message, published: Published, start: int, stop: int) -> None:
+        message.where = Where.INLINE
+        if published.region is None:
+            if not message.tail:
+                message.body = published.copy(start, stop)
+        elif stop > start:
+            message.where = Where.STREAM
+            self._streams.append(_Stream(message.token, published.bytes(start, stop), published))
 
     def flush(self) -> None:
         if not self.open:
@@ -138,29 +141,45 @@ class NetworkLink(Outgoing):
         """Put the next bytes in line: messages first, then one chunk of the stream whose turn it is."""
         if self._sending:
             return True
-        if self._frames:
-            self._sending.append(memoryview(b"".join(self._frames)))
-            self._frames.clear()
+        self._pack()
+        if self._packets:
+            self._sending.extend(self._sealed(self._packets.popleft()[0]) for _ in range(len(self._packets)))
             return True
         if not self._streams:
             return False
         stream = self._streams.popleft()
         chunk, stream.rest = stream.rest[:CHUNK_BYTES], stream.rest[CHUNK_BYTES:]
-        self._sending.append(memoryview(encode(Message(Kind.CHUNK, token=stream.token, nbytes=len(chunk)))))
+        header = Message(Kind.CHUNK, token=stream.token, nbytes=len(chunk), digest=zlib.crc32(chunk))
+        self._sending.append(self._sealed(encode(header)))
         self._sending.append(chunk)
         if stream.rest:
             self._streams.append(stream)
         return True
 
+    def _sealed(self, packet: bytes) -> memoryview:
+        sealed = self._seal.close(packet)
+        return memoryview(_LENGTH.pack(len(sealed), len(sealed) ^ _ALL_BITS) + sealed)
+
     @property
     def idle(self) -> bool:
-        return self.sock.fileno() < 0 or not (self._frames or self._streams or self._sending)
+        return self.sock.fileno() < 0 or not (self._frames or self._packets or self._streams or self._sending)
 
     def close(self) -> None:
         super().close()
-        self._frames.clear()
         self._streams.clear()
         self._sending.clear()
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A tensor that comes in chunks. Only what has been checked counts as come."""
+
+    payload: Payload
+    memory: memoryview
+    at: int = 0
+    rest: int = 0  # bytes of the chunk that are still to come
+    crc: int = 0  # of what has come of it
+    expected: int = 0
 
 
 def _bytes_of(data: torch.Tensor) -> memoryview:
@@ -172,6 +191,8 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
 class NetworkIncoming(Incoming):
     """From a process on another machine."""
 
+    seal_of = Keyed
+
     def __init__(
         self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver, pool: ResultPool
     ) -> None:
@@ -182,8 +203,9 @@ class NetworkIncoming(Incoming):
         self._view = memoryview(self._buffer)
         self._at = 0
         self._filled = 0
-        self._payloads: dict[int, tuple[Payload, memoryview, int]] = {}
-        self._chunk: tuple[int, int] | None = None  # (token, bytes still to come)
+        self._frames: deque[memoryview] = deque()  # of the packet that was opened last, not yet taken
+        self._arriving: dict[int, _Arriving] = {}
+        self._chunk: _Arriving | None = None  # the one whose chunk follows
         self._wakes_at = 1
 
     def read(self) -> None:
@@ -194,16 +216,17 @@ class NetworkIncoming(Incoming):
 
     def _say_when_to_wake(self) -> None:
         """In the middle of a chunk, not for less of it than ``WAKE_BYTES``, or its end; else for any byte."""
-        wakes_at = 1 if self._chunk is None else min(self._chunk[1], WAKE_BYTES)
+        wakes_at = 1 if self._chunk is None else min(self._chunk.rest, WAKE_BYTES)
         if wakes_at != self._wakes_at and self.sock.fileno() >= 0:
             self._wakes_at = wakes_at
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wakes_at)
 
     def _read(self) -> None:
         turn = 0
+        self._parse()
         while turn < TURN_BYTES:
             if self._chunk is not None:
-                turn += self._read_chunk(*self._chunk)
+                turn += self._read_chunk(self._chunk)
                 continue
             nbytes = self.sock.recv_into(self._view[self._filled :])
             if not nbytes:
@@ -212,66 +235,76 @@ class NetworkIncoming(Incoming):
             self._filled += nbytes
             self._parse()
 
-    def _read_chunk(self, token: int, rest: int) -> int:
-        payload, memory, at = self._payloads[token]
-        nbytes = self.sock.recv_into(memory[at : at + rest])
+    def _read_chunk(self, one: _Arriving) -> int:
+        nbytes = self.sock.recv_into(one.memory[one.at : one.at + one.rest])
         if not nbytes:
             raise ProtocolError("its end of the connection closed in the middle of a tensor")
-        self._advance(token, payload, memory, at + nbytes, rest - nbytes)
+        self._advance(one, nbytes)
         return nbytes
 
-    def _advance(self, token: int, payload: Payload, memory: memoryview, at: int, rest: int) -> None:
-        self._chunk = (token, rest) if rest else None
-        payload.available = at // payload.data.element_size()
-        if at == len(memory):
-            del self._payloads[token]
-        else:
-            self._payloads[token] = (payload, memory, at)
-        if not rest:
-            self._receiver.on_arrived(payload)
+    def _advance(self, one: _Arriving, nbytes: int) -> None:
+        one.crc = zlib.crc32(one.memory[one.at : one.at + nbytes], one.crc)
+        one.at += nbytes
+        one.rest -= nbytes
+        if one.rest:
+            return
+        self._chunk = None
+        if one.crc != one.expected:
+            raise ProtocolError("a part of a tensor was changed on the way")
+        one.payload.available = one.at // one.payload.data.element_size()
+        self._receiver.on_arrived(one.payload)
 
     def _parse(self) -> None:
-        """Take the whole messages out of the buffer; the start of a chunk's bytes may lie behind its header.
+        """Take the whole packets out of the buffer; the start of a chunk's bytes may lie behind its header.
 
         What is taken is gone from the buffer before it is acted on: that may be interrupted.
         """
-        while self._filled - self._at >= PREFIX and self._chunk is None:
-            length = frame_length(self._view[self._at :])
-            if length > READ_BYTES - PREFIX:
-                raise ProtocolError(f"a message of {length} bytes")
-            start = self._at + PREFIX
+        while self._chunk is None:
+            if self._frames:
+                self._take(decode(self._frames.popleft()))
+                continue
+            if self._filled - self._at < _LENGTH.size:
+                break
+            length, inverse = _LENGTH.unpack_from(self._view, self._at)
+            if length ^ inverse != _ALL_BITS or not self._seal.size < length <= READ_BYTES - _LENGTH.size:
+                raise ProtocolError(f"a packet of {length} bytes")
+            start = self._at + _LENGTH.size
             if self._filled < start + length:
                 break
-            message = decode(self._view[start : start + length])
+            packet = bytes(self._seal.open(self._view[start : start + length]))
             self._at = start + length
-            if message.kind is Kind.CHUNK:
-                self._start_chunk(message)
-            else:
-                self._take(message)
+            self._frames.extend(frames(memoryview(packet)))
         rest = self._filled - self._at
         if self._at:
             self._view[:rest] = bytes(self._view[self._at : self._filled])
         self._at, self._filled = 0, rest
 
-    def _start_chunk(self, message: Message) -> None:
-        stream = self._payloads.get(message.token)
-        if stream is None or not 0 < message.nbytes <= len(stream[1]) - stream[2]:
-            raise ProtocolError("a chunk of a tensor that was not announced")
-        payload, memory, position = stream
-        here = min(message.nbytes, self._filled - self._at)
-        memory[position : position + here] = self._view[self._at : self._at + here]
-        self._at += here
-        self._advance(message.token, payload, memory, position + here, message.nbytes - here)
-
     def _take(self, message: Message) -> None:
+        if message.kind is Kind.CHUNK:
+            self._start_chunk(message)
+            return
         if message.kind in (Kind.SEGMENT, Kind.FORGET) or message.where is Where.SHARED:
             raise ProtocolError("shared memory across a network")
         if message.where is Where.STREAM:
-            if not message.nbytes or message.token in self._payloads:
+            if not message.nbytes or message.token in self._arriving:
                 raise ProtocolError("a tensor announced twice, or without bytes")
             if message.nbytes > MACHINE_BYTES:
                 raise ProtocolError(f"a tensor of {message.nbytes:,} bytes, more than this machine has")
             data = self._pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
             message.payload = Payload(data, 0)
-            self._payloads[message.token] = (message.payload, _bytes_of(data), 0)
+            self._arriving[message.token] = _Arriving(message.payload, _bytes_of(data))
         self._receiver.on_message(self.peer, message)
+
+    def _start_chunk(self, message: Message) -> None:
+        one = self._arriving.get(message.token)
+        if self._frames or one is None or not 0 < message.nbytes <= len(one.memory) - one.at:
+            raise ProtocolError("a chunk of a tensor that was not announced, or in the middle of a packet")
+        one.rest, one.crc, one.expected = message.nbytes, 0, message.digest
+        if one.at + one.rest == len(one.memory):
+            del self._arriving[message.token]
+        self._chunk = one
+        here = min(one.rest, self._filled - self._at)
+        one.memory[one.at : one.at + here] = self._view[self._at : self._at + here]
+        self._at += here
+        if here:
+            self._advance(one, here)

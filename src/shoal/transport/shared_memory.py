@@ -21,17 +21,15 @@ import errno
 import os
 import socket
 import struct
-from collections import deque
 
 from .handshake import Accepting, Connecting
 from .link import Published, Receiver
 from .memory import PeerMemory
 from .poller import Poller
+from .sealing import Checksum
 from .sockets import Incoming, Outgoing
-from .wire import LOCKABLE, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
+from .wire import LOCKABLE, PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
 
-PACKET_BYTES = 1 << 16
-"""Messages queued together share packets of up to this size; also the largest packet."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -67,23 +65,13 @@ class SharedMemoryLink(Outgoing):
 
     transport = "shared memory"
 
+    seal_of = staticmethod(lambda _key: Checksum())
+
     def __init__(
         self, sock: socket.socket, peer: int, greeting: Connecting, poller: Poller, receiver: Receiver
     ) -> None:
         super().__init__(sock, peer, greeting, poller, receiver)
-        self._frames: list[bytes] = []
-        self._size = 0
-        self._packets: deque[tuple[bytes, int]] = deque()
         self._shared: set[int] = set()
-
-    def post(self, message: Message, published: Published | None = None, start: int = 0, stop: int = 0) -> None:
-        if published is not None:
-            self._place(message, published, start, stop)
-        frame = encode(message)
-        if self._size + len(frame) > PACKET_BYTES:
-            self._seal()
-        self._frames.append(frame)
-        self._size += len(frame)
 
     def _place(self, message: Message, published: Published, start: int, stop: int) -> None:
         region = published.region
@@ -99,7 +87,7 @@ class SharedMemoryLink(Outgoing):
         message.offset = region.offset + start * published.data.element_size()
 
     def _share(self, ident: int, fd: int, lockable: bool = False) -> None:
-        self._seal()
+        self._pack()
         message = Message(Kind.SEGMENT, segment=ident, flags=LOCKABLE if lockable else 0)
         self._packets.append((encode(message), os.dup(fd)))
         self._shared.add(ident)
@@ -115,19 +103,14 @@ class SharedMemoryLink(Outgoing):
             self._shared.discard(ident)
             self.post(Message(Kind.FORGET, segment=ident))
 
-    def _seal(self) -> None:
-        if self._frames:
-            self._packets.append((b"".join(self._frames), -1))
-            self._frames.clear()
-            self._size = 0
-
     def flush(self) -> None:
         if not self.open:
             return
-        self._seal()
+        self._pack()
         try:
             while self._packets:
                 packet, fd = self._packets[0]
+                packet = self._seal.close(packet)
                 if fd >= 0:
                     self.sock.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
                     os.close(fd)
@@ -150,15 +133,16 @@ class SharedMemoryLink(Outgoing):
         return self.sock.fileno() < 0 or (not self._frames and not self._packets)
 
     def close(self) -> None:
-        super().close()
         for _, fd in self._packets:
             if fd >= 0:
                 os.close(fd)
-        self._packets.clear()
+        super().close()
 
 
 class SharedMemoryIncoming(Incoming):
     """From a process of the same machine."""
+
+    seal_of = staticmethod(lambda _key: Checksum())
 
     def __init__(self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver) -> None:
         self.pid, uid = peer_credentials(sock)
@@ -178,7 +162,7 @@ class SharedMemoryIncoming(Incoming):
             try:
                 if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                     raise ProtocolError("a packet larger than any of ours")
-                for frame in frames(memoryview(self._buffer)[:nbytes]):
+                for frame in frames(self._seal.open(memoryview(self._buffer)[:nbytes])):
                     self._take(decode(frame), descriptors)
             finally:
                 for fd in descriptors:

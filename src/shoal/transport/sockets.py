@@ -1,7 +1,8 @@
 """What the two kinds of socket connection share: who connects to whom, the handshake, and how an end shows.
 
-An :class:`Outgoing` connection only carries messages away; an :class:`Incoming` one only brings them. Subclasses say
-how messages become bytes on their kind of socket. Everything is non-blocking and driven by the agent's poll loop.
+An :class:`Outgoing` connection only carries messages away; an :class:`Incoming` one only brings them. Messages that are
+queued together make a packet, which is sealed when it is sent. Subclasses say how packets and tensors become bytes on
+their kind of socket. Everything is non-blocking and driven by the agent's poll loop.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import errno
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 
 from .handshake import ANSWER_SIZE, HELLO_SIZE, WELCOME_SIZE, Accepting, Connecting
-from .link import Receiver
+from .link import Published, Receiver
 from .poller import READ, WRITE, Poller
-from .wire import ProtocolError
+from .sealing import Seal
+from .wire import PACKET_BYTES, Message, ProtocolError, encode
 
 GOODBYE = struct.Struct("<7si128s")
 """What an agent that leaves says to those that connected to it: the word, the rank that it had lost, and the cause."""
 _BYE = b"goodbye"
+NO_DESCRIPTOR = -1
 GREETING_SECONDS = 10.0
 """A connection that has not proved itself after this long is closed."""
 
@@ -36,9 +40,11 @@ def hear(sock: socket.socket, nbytes: int) -> bytes:
 
 
 class Outgoing:
-    """The connecting side: handshake first, then whatever the subclass has queued."""
+    """The connecting side: handshake first, then whatever has been queued."""
 
     transport = ""
+    seal_of: Callable[[bytes], Seal]
+    """Makes what seals one direction, from its key."""
 
     def __init__(
         self, sock: socket.socket, peer: int, greeting: Connecting, poller: Poller, receiver: Receiver
@@ -52,7 +58,30 @@ class Outgoing:
         self._poller = poller
         self._receiver = receiver
         self._events = READ
+        self._frames: list[bytes] = []
+        self._size = 0
+        self._packets: deque[tuple[bytes, int]] = deque()  # each with a descriptor that goes along, or none
         poller.add(sock.fileno(), self._on_event)
+
+    def post(self, message: Message, published: Published | None = None, start: int = 0, stop: int = 0) -> None:
+        if published is not None:
+            self._place(message, published, start, stop)
+        frame = encode(message)
+        if self._size + len(frame) > PACKET_BYTES:
+            self._pack()
+        self._frames.append(frame)
+        self._size += len(frame)
+
+    def _place(self, message: Message, published: Published, start: int, stop: int) -> None:
+        """Say in the message where its tensor is."""
+        raise AssertionError("a kind of connection says where tensors are")
+
+    def _pack(self) -> None:
+        """What is queued so far is a packet; it is sealed when it is sent, in that order and with the key of then."""
+        if self._frames:
+            self._packets.append((b"".join(self._frames), NO_DESCRIPTOR))
+            self._frames.clear()
+            self._size = 0
 
     def _on_event(self, events: int) -> None:
         try:
@@ -74,6 +103,8 @@ class Outgoing:
             self._answered = True
             return
         self._greeting.check(heard)
+        self._seal = type(self).seal_of(self._greeting.keys.messages)
+        self._goodbye = type(self).seal_of(self._greeting.keys.goodbye)
         self.open = True
         self.flush()
 
@@ -86,16 +117,16 @@ class Outgoing:
         """All that the peer ever says here is goodbye; else anything readable is an end."""
         try:
             try:
-                said = self.sock.recv(GOODBYE.size - len(self._heard))
+                said = self.sock.recv(self._goodbye.size + GOODBYE.size - len(self._heard))
             except ConnectionResetError:  # it did not read our last words; its own may still be here
-                said = self.sock.recv(GOODBYE.size - len(self._heard))
+                said = self.sock.recv(self._goodbye.size + GOODBYE.size - len(self._heard))
         except BlockingIOError:
             return
         self._heard += said
-        if not said or not _BYE.startswith(self._heard[: len(_BYE)]):
+        if not said:
             raise ProtocolError("its end of the connection closed")
-        if len(self._heard) == GOODBYE.size:
-            _, lost, cause = GOODBYE.unpack(self._heard)
+        if len(self._heard) == self._goodbye.size + GOODBYE.size:
+            _, lost, cause = GOODBYE.unpack(self._goodbye.open(memoryview(self._heard)))
             self._heard = b""
             self._receiver.on_left(self.peer, lost, cause.rstrip(b"\0").decode(errors="replace"))
 
@@ -123,10 +154,15 @@ class Outgoing:
         if self.sock.fileno() >= 0:
             self._poller.remove(self.sock.fileno())
             self.sock.close()
+        self._frames.clear()
+        self._packets.clear()
 
 
 class Incoming:
     """The accepting side: it learns who connects, and then reads messages."""
+
+    seal_of: Callable[[bytes], Seal]
+    """As for :class:`Outgoing`."""
 
     def __init__(self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver) -> None:
         self.sock = sock
@@ -167,6 +203,8 @@ class Incoming:
         if len(self._heard) < ANSWER_SIZE:
             return
         self.peer, welcome = self._greeting.check(self._heard)
+        self._seal = type(self).seal_of(self._greeting.keys.messages)
+        self._goodbye = type(self).seal_of(self._greeting.keys.goodbye)
         self.on_known(self)
         self.sock.send(welcome)
 
@@ -176,7 +214,7 @@ class Incoming:
 
     def say_goodbye(self, lost: int, cause: str) -> None:
         try:
-            self.sock.send(GOODBYE.pack(_BYE, lost, cause.encode()[:128]))
+            self.sock.send(self._goodbye.close(GOODBYE.pack(_BYE, lost, cause.encode()[:128])))
         except OSError:
             pass  # it left first
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import torch
 
-VERSION = 2
+VERSION = 3
 """Raised whenever the bytes below change their meaning; agents of two versions refuse each other when they connect."""
 
 
@@ -127,6 +127,8 @@ MAX_DIMENSIONS = 64
 MAX_NAME = 1 << 14
 MAX_BODY = 1 << 20
 PREFIX = _LENGTH.size
+PACKET_BYTES = 1 << 16
+"""Messages queued together share packets of up to this size."""
 _LONG = 256
 """Texts of so many bytes are not kept: they come once, as the names of bundles."""
 
