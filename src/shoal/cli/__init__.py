@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": ("shoal.cli.bench", "measure how fast agents average on this machine, beside their peers"),
     "topology": ("shoal.cli.topology", "list, show, draw and compare topologies, and say which one to take"),
     "notebook": ("shoal.cli.notebook", "start and stop agents behind a notebook, through ipyparallel"),
+    "certificates": ("shoal.cli.certificates", "make, list and take back the certificates of a job, for TLS"),
     "doctor": ("shoal.cli.doctor", "say what a bug report needs, and whether agents can run on this machine"),
 }
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ import networkx as nx
 from ..errors import Mismatch, NotInitialized
 from ..interrupts import held
 from ..transport.router import Place
+from ..transport.tls import Certificates
 from .agent import Agent, Machines, Seat, process_seat, seat
 from .engine import Engine
 from .identity import set_topology
@@ -60,7 +62,8 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many. ``SHOAL_SECRET``: the job's secret, the
         same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
         ``SHOAL_RENDEZVOUS``: ``host:port`` of the store. ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity,
-        with :class:`~shoal.NotFinite`.
+        with :class:`~shoal.NotFinite`. ``SHOAL_TLS``: ``on`` for TLS between machines, with the certificates in
+        the folder ``SHOAL_CERTIFICATES``.
 
     Raises:
         DeadlineExceeded: Agents did not come; the message names them.
@@ -148,6 +151,17 @@ def _check_finite() -> bool:
     return text == "1"
 
 
+def _certificates(rank: int) -> Certificates | None:
+    text, folder = os.environ.get("SHOAL_TLS", ""), os.environ.get("SHOAL_CERTIFICATES", "")
+    if text not in ("", "off", "on"):
+        raise ValueError(f"SHOAL_TLS={text!r}: it must be on or off")
+    if text != "on":
+        return None
+    if not folder:
+        raise ValueError("SHOAL_TLS=on, but no certificates: set SHOAL_CERTIFICATES to the folder that has them")
+    return Certificates(Path(folder), rank)
+
+
 def _connect(mine: Seat) -> Agent:
     launch = mine.launch or current()
     timeout = mine.timeout if mine.timeout is not None else default_timeout()
@@ -155,14 +169,17 @@ def _connect(mine: Seat) -> Agent:
     per_machine = _agents_per_machine(mine)
     deadline = time.monotonic() + timeout
     finite = _check_finite()
+    certificates = _certificates(launch.rank)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout)
     engine.publisher.finite = finite
+    engine.router.certificates = certificates
     _taken[id(mine)] = mine
     try:
-        said = {"place": asdict(engine.router.place), "per_machine": per_machine}
+        alike = {"SHOAL_AGENTS_PER_MACHINE": per_machine, "SHOAL_TLS": "on" if certificates else "off"}
+        said = {"place": asdict(engine.router.place), "alike": alike}
         with convene(mine.store, launch, deadline, said) as (meeting, found):
             places = [Place(**one["place"]) for one in found]
-            _check_agreement(found, per_machine)
+            _check_agreement(found, alike)
             interface = os.environ.get("SHOAL_INTERFACE", "")
             reached = [one["reached"] for one in found]
             endpoint = engine.router.listen(places, forced, interface, launch.host or "", reached)
@@ -196,14 +213,15 @@ def _settle(agent: Agent, deadline: float) -> None:
     agent.engine.submit("init", name, lambda operation: census(agent.engine, operation, ()), rest, False).wait()
 
 
-def _check_agreement(found: list[dict[str, Any]], per_machine: int | None) -> None:
-    others = [rank for rank, one in enumerate(found) if one["per_machine"] != per_machine]
-    if others:
-        raise Mismatch(
-            f"SHOAL_AGENTS_PER_MACHINE is {per_machine} here and {found[others[0]]['per_machine']} on ranks {others}; "
-            "set it to one value for all agents",
-            others,
-        )
+def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None:
+    for name, value in alike.items():
+        others = [rank for rank, one in enumerate(found) if one["alike"][name] != value]
+        if others:
+            raise Mismatch(
+                f"{name} is {value} here and {found[others[0]]['alike'][name]} on ranks {others}; set it to one value "
+                "for all agents",
+                others,
+            )
 
 
 def _machines(places: list[Place], per_machine: int | None) -> Machines:

@@ -4,6 +4,9 @@ Who has been given a secret (``SHOAL_SECRET``, which ``shoal run`` sets on one m
 says, and believes only what is signed. The signature covers the attempt, the rank and everybody's place, in which each
 looks for what it has said itself: so the places are believed, too, and a recording of another attempt is of no use.
 Without one, rank 0 makes a secret up and the store is trusted: who can read it while ``init`` runs can join the job.
+
+Either way what all have said goes into what agents prove to each other when they connect: agents that were told
+different things do not. Inside TLS nobody can answer for them, so then the store need not be trusted.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ ENDPOINT = "endpoint"
 def introduce(
     meeting: Meeting, launch: Launch, found: list[dict[str, Any]], endpoint: Endpoint
 ) -> tuple[list[Endpoint], bytes]:
-    """Tell the others where this agent listens. Where each does, by rank, and the secret of the job.
+    """Tell the others where this agent listens. Where each does, by rank, and what agents must know to connect.
 
     Args:
         meeting: The attempt.
@@ -54,7 +57,10 @@ def introduce(
             "same SHOAL_SECRET for all agents, or for none",
             signed,
         )
-    return [Endpoint(**one["endpoint"]) for one in heard], given or heard[0]["secret"].encode()
+    if heard[launch.rank] != mine:
+        raise _doubt(launch.rank, [launch.rank])
+    secret = given or heard[0]["secret"].encode()
+    return [Endpoint(**one["endpoint"]) for one in heard], _digest(secret, "shoal job", meeting, found, heard)
 
 
 def _believe(
@@ -80,5 +86,9 @@ def _doubt(rank: int, strangers: list[int]) -> Mismatch:
 
 
 def _proof(secret: bytes, meeting: Meeting, rank: int, found: list[dict[str, Any]], endpoint: Any) -> str:
-    text = json.dumps(["shoal endpoint", meeting.attempt, rank, found, endpoint], sort_keys=True)
-    return hmac.digest(secret, text.encode(), "sha256").hex()
+    return _digest(secret, "shoal endpoint", meeting, rank, found, endpoint).hex()
+
+
+def _digest(secret: bytes, what: str, meeting: Meeting, *said: Any) -> bytes:
+    text = json.dumps([what, meeting.attempt, *said], sort_keys=True)
+    return hmac.digest(secret, text.encode(), "sha256")

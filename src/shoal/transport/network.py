@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections import deque
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -22,6 +23,7 @@ from .memory import ResultPool
 from .poller import Poller
 from .sealing import Keyed
 from .sockets import Incoming, Outgoing
+from .tls import RECORD_BYTES, Certificates, Encrypted
 from .wire import PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
 
 CHUNK_BYTES = 1 << 20
@@ -101,9 +103,17 @@ class NetworkLink(Outgoing):
     seal_of = Keyed
 
     def __init__(
-        self, sock: socket.socket, peer: int, greeting: Connecting, poller: Poller, receiver: Receiver
+        self,
+        sock: socket.socket,
+        peer: int,
+        greeting: Connecting,
+        poller: Poller,
+        receiver: Receiver,
+        certificates: Certificates | None = None,
     ) -> None:
         super().__init__(sock, peer, greeting, poller, receiver)
+        self._certificates = certificates
+        self._tls: Encrypted | None = None
         self._streams: deque[_Stream] = deque()
         self._sending: deque[memoryview] = deque()
 
@@ -115,6 +125,14 @@ class NetworkLink(Outgoing):
         elif stop > start:
             message.where = Where.STREAM
             self._streams.append(_Stream(message.token, published.bytes(start, stop), published))
+
+    def _is_private(self) -> bool:
+        if self._certificates is None:
+            return True
+        if self._tls is None:
+            self._tls = self._certificates.connect(self.sock, self.peer)
+            self.sock = cast(socket.socket, self._tls)  # it has the calls that are made here
+        return self._tls.shake_hands()
 
     def flush(self) -> None:
         if not self.open:
@@ -149,7 +167,8 @@ class NetworkLink(Outgoing):
             return False
         stream = self._streams.popleft()
         chunk, stream.rest = stream.rest[:CHUNK_BYTES], stream.rest[CHUNK_BYTES:]
-        header = Message(Kind.CHUNK, token=stream.token, nbytes=len(chunk), digest=zlib.crc32(chunk))
+        crc = zlib.crc32(chunk) if self._tls is None else 0
+        header = Message(Kind.CHUNK, token=stream.token, nbytes=len(chunk), digest=crc)
         self._sending.append(self._sealed(encode(header)))
         self._sending.append(chunk)
         if stream.rest:
@@ -194,10 +213,18 @@ class NetworkIncoming(Incoming):
     seal_of = Keyed
 
     def __init__(
-        self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver, pool: ResultPool
+        self,
+        sock: socket.socket,
+        greeting: Accepting,
+        poller: Poller,
+        receiver: Receiver,
+        pool: ResultPool,
+        certificates: Certificates | None = None,
     ) -> None:
         tune(sock)
         super().__init__(sock, greeting, poller, receiver)
+        self._certificates = certificates
+        self._tls: Encrypted | None = None
         self._pool = pool
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
@@ -208,6 +235,18 @@ class NetworkIncoming(Incoming):
         self._chunk: _Arriving | None = None  # the one whose chunk follows
         self._wakes_at = 1
 
+    def _is_private(self) -> bool:
+        if self._certificates is None:
+            return True
+        if self._tls is None:
+            self._tls = self._certificates.accept(self.sock)
+            self.sock = cast(socket.socket, self._tls)  # it has the calls that are made here
+        return self._tls.shake_hands()
+
+    def _check_identity(self, peer: int) -> None:
+        if self._tls is not None and not self._tls.is_of(peer):
+            raise ProtocolError(f"it says that it is rank {peer}, and has not shown that rank's certificate")
+
     def read(self) -> None:
         try:
             self._read()
@@ -217,6 +256,8 @@ class NetworkIncoming(Incoming):
     def _say_when_to_wake(self) -> None:
         """In the middle of a chunk, not for less of it than ``WAKE_BYTES``, or its end; else for any byte."""
         wakes_at = 1 if self._chunk is None else min(self._chunk.rest, WAKE_BYTES)
+        if self._tls is not None:
+            wakes_at = max(1, wakes_at - RECORD_BYTES)  # so much of it may have come already, and wait for the rest
         if wakes_at != self._wakes_at and self.sock.fileno() >= 0:
             self._wakes_at = wakes_at
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wakes_at)
@@ -224,7 +265,7 @@ class NetworkIncoming(Incoming):
     def _read(self) -> None:
         turn = 0
         self._parse()
-        while turn < TURN_BYTES:
+        while turn < TURN_BYTES or (self._tls is not None and self._tls.pending):
             if self._chunk is not None:
                 turn += self._read_chunk(self._chunk)
                 continue
@@ -243,7 +284,8 @@ class NetworkIncoming(Incoming):
         return nbytes
 
     def _advance(self, one: _Arriving, nbytes: int) -> None:
-        one.crc = zlib.crc32(one.memory[one.at : one.at + nbytes], one.crc)
+        if self._tls is None:
+            one.crc = zlib.crc32(one.memory[one.at : one.at + nbytes], one.crc)
         one.at += nbytes
         one.rest -= nbytes
         if one.rest:

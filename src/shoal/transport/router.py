@@ -26,6 +26,7 @@ from .memory import Arena, ResultPool
 from .poller import Poller
 from .sockets import GREETING_SECONDS, Incoming
 from .threads import Inbox, ThreadLink
+from .tls import Certificates
 
 log = logging.getLogger("shoal")
 
@@ -106,6 +107,7 @@ class Router:
         self.inbox = Inbox(rank, poller)
         self._receiver = receiver
         self._pool = pool
+        self.certificates: Certificates | None = None  # of this agent, where there is TLS between machines
         self._secret = b""
         self._host = ""
         self._places: list[Place] = []
@@ -242,7 +244,7 @@ class Router:
             sock = shared_memory.connect(endpoint.unix)
             return shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, self._receiver)
         sock = network.start_connecting(beside(endpoint.host, self._host), endpoint.port)
-        return network.NetworkLink(sock, peer, greeting, self.poller, self._receiver)
+        return network.NetworkLink(sock, peer, greeting, self.poller, self._receiver, self.certificates)
 
     def _accept_local(self, listener: socket.socket) -> None:
         for sock in self._accepted(listener):
@@ -250,7 +252,10 @@ class Router:
 
     def _accept_remote(self, listener: socket.socket) -> None:
         for sock in self._accepted(listener):
-            self._admit(sock, lambda s, g: network.NetworkIncoming(s, g, self.poller, self._receiver, self._pool))
+            self._admit(sock, self._over_network)
+
+    def _over_network(self, sock: socket.socket, greeting: Accepting) -> Incoming:
+        return network.NetworkIncoming(sock, greeting, self.poller, self._receiver, self._pool, self.certificates)
 
     def _accepted(self, listener: socket.socket) -> Iterator[socket.socket]:
         """Whoever wants to connect, as long as there is room."""

@@ -35,7 +35,10 @@ def hear(sock: socket.socket, nbytes: int) -> bytes:
     except BlockingIOError:
         return b""
     if not data:
-        raise ProtocolError("it closed the connection during the handshake")
+        raise ProtocolError(
+            "it closed the connection during the handshake, as it does where the secret, the certificate or what was "
+            "said at the rendezvous is not its own job's"
+        )
     return data
 
 
@@ -53,6 +56,7 @@ class Outgoing:
         self.sock = sock
         self.open = False
         self._greeting = greeting
+        self._hello = b""
         self._answered = False
         self._heard = b""
         self._poller = poller
@@ -93,20 +97,38 @@ class Outgoing:
             self.fail(str(error) or repr(error), isinstance(error, ProtocolError))
 
     def _greet(self) -> None:
-        expected = WELCOME_SIZE if self._answered else HELLO_SIZE
-        self._heard += hear(self.sock, expected - len(self._heard))
-        if len(self._heard) < expected:
+        if not self._hello:
+            self._hello = self._whole(HELLO_SIZE)
+        if not self._hello or not self._is_private():
             return
-        heard, self._heard = self._heard, b""
         if not self._answered:
-            self.sock.send(self._greeting.answer(heard))
+            try:
+                self.sock.send(self._greeting.answer(self._hello))
+            except OSError:
+                self._whole(WELCOME_SIZE)  # it may have said why, before it ended the connection
+                raise
             self._answered = True
             return
-        self._greeting.check(heard)
+        welcome = self._whole(WELCOME_SIZE)
+        if not welcome:
+            return
+        self._greeting.check(welcome)
         self._seal = type(self).seal_of(self._greeting.keys.messages)
         self._goodbye = type(self).seal_of(self._greeting.keys.goodbye)
         self.open = True
         self.flush()
+
+    def _whole(self, nbytes: int) -> bytes:
+        """The next part of the handshake, once all of it has come."""
+        self._heard += hear(self.sock, nbytes - len(self._heard))
+        if len(self._heard) < nbytes:
+            return b""
+        heard, self._heard = self._heard, b""
+        return heard
+
+    def _is_private(self) -> bool:
+        """Whether the handshake may go on: where it is encrypted, once that has been agreed on."""
+        return True
 
     def _on_open_event(self, events: int) -> None:
         if events & ~WRITE:
@@ -199,14 +221,25 @@ class Incoming:
             raise MemoryError(f"there is no memory for what rank {self.peer} has sent") from error
 
     def _greet(self) -> None:
+        if not self._is_private():
+            return
         self._heard += hear(self.sock, ANSWER_SIZE - len(self._heard))
         if len(self._heard) < ANSWER_SIZE:
             return
-        self.peer, welcome = self._greeting.check(self._heard)
+        peer, welcome = self._greeting.check(self._heard)
+        self._check_identity(peer)
+        self.peer = peer
         self._seal = type(self).seal_of(self._greeting.keys.messages)
         self._goodbye = type(self).seal_of(self._greeting.keys.goodbye)
         self.on_known(self)
         self.sock.send(welcome)
+
+    def _is_private(self) -> bool:
+        """As for :class:`Outgoing`."""
+        return True
+
+    def _check_identity(self, peer: int) -> None:
+        """Raise :class:`ProtocolError` if it has shown that it is somebody else."""
 
     def read(self) -> None:
         """Read what is there and hand it to the receiver. Raises when the connection ended or speaks nonsense."""

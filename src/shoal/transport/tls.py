@@ -1,0 +1,152 @@
+"""TLS 1.3 between machines, where both sides show a certificate that is for one rank. By Python's own ``ssl``.
+
+A connection begins in the clear with the greeting of the side that listens; then comes TLS, and all else inside it. The
+certificates lie in one folder: ``ca.crt``, whom to believe; ``rank-N.crt`` and ``rank-N.key``, who one is; and
+``revoked.crl``, whom not to believe any more, if it is there. A certificate for rank N has the DNS name
+``rank-N.shoal``.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterable
+from pathlib import Path
+
+from .wire import ProtocolError
+
+AUTHORITY, REVOKED = "ca.crt", "revoked.crl"
+RECORD_BYTES = 1 << 15
+"""More than the largest record, with all that is around it: so much may have come and not be readable yet."""
+
+
+def host_name(rank: int) -> str:
+    """The name that the certificate of a rank is for."""
+    return f"rank-{rank}.shoal"
+
+
+class Certificates:
+    """Those of one agent.
+
+    Args:
+        folder: Where they lie.
+        rank: Whose.
+
+    Raises:
+        ValueError: One is missing, cannot be read, or does not belong to its key; the message names it.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._accepting = self._context(ssl.PROTOCOL_TLS_SERVER, folder, rank)
+        self._connecting = self._context(ssl.PROTOCOL_TLS_CLIENT, folder, rank)
+
+    @staticmethod
+    def _context(side: int, folder: Path, rank: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        if side == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0  # nobody comes back to a connection
+        own, key = folder / f"rank-{rank}.crt", folder / f"rank-{rank}.key"
+        doing = f"read {folder / AUTHORITY}"
+        try:
+            context.load_verify_locations(folder / AUTHORITY)
+            doing = f"read {folder / REVOKED}"
+            if (folder / REVOKED).exists():
+                context.load_verify_locations(folder / REVOKED)
+                context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+            doing = f"read {own} and {key}"
+            context.load_cert_chain(own, key, lambda: "")  # no question to the terminal for a key with a password
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"SHOAL_TLS=on: cannot {doing} (SHOAL_CERTIFICATES={str(folder)!r}): {error}; "
+                "shoal certificates make writes them"
+            ) from None
+        return context
+
+    def accept(self, sock: socket.socket) -> Encrypted:
+        """Begin TLS with who has connected."""
+        return Encrypted(self._accepting.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
+
+    def connect(self, sock: socket.socket, peer: int) -> Encrypted:
+        """Begin TLS with who must be rank ``peer``."""
+        return Encrypted(
+            self._connecting.wrap_socket(sock, server_hostname=host_name(peer), do_handshake_on_connect=False)
+        )
+
+
+class Encrypted:
+    """A socket of ours with TLS on it: the calls of a non-blocking one, as links use them.
+
+    What ``ssl`` says in other words is said in a socket's: :class:`BlockingIOError` where there is nothing to do yet.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._sock = sock
+        self.ready = False
+
+    def shake_hands(self) -> bool:
+        """Go on with TLS's handshake; whether it is over. Raises :class:`ProtocolError` for who is not believed."""
+        if not self.ready:
+            try:
+                self._sock.do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return False
+            except ssl.SSLCertVerificationError as error:
+                raise ProtocolError(f"its certificate is refused: {error.verify_message}") from None
+            except ssl.SSLError as error:
+                raise _explained(error) from None
+            self.ready = True
+        return self.ready
+
+    def is_of(self, rank: int) -> bool:
+        """Whether the other side has shown the certificate of that rank."""
+        names: Iterable[tuple[str, str]] = (self._sock.getpeercert() or {}).get("subjectAltName", ())  # type: ignore[assignment]
+        return ("DNS", host_name(rank)) in names
+
+    @property
+    def pending(self) -> int:
+        """Bytes that have come and are decrypted: nobody is woken for them."""
+        return self._sock.pending()
+
+    def recv(self, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        return bytes(data[: self.recv_into(data)])
+
+    def recv_into(self, buffer: memoryview | bytearray) -> int:
+        try:
+            return self._sock.recv_into(buffer)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+        except ssl.SSLEOFError:
+            return 0
+        except ssl.SSLError as error:
+            raise _explained(error) from None
+
+    def send(self, data: bytes | memoryview) -> int:
+        try:
+            return self._sock.send(data)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise BlockingIOError from None
+        except ssl.SSLError as error:
+            raise BrokenPipeError(str(_explained(error))) from None
+
+    def sendmsg(self, buffers: Iterable[memoryview]) -> int:
+        """Send the first of them, or as much of it as goes; call again with what is left."""
+        return self.send(next(iter(buffers)))
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        self._sock.setsockopt(level, option, value)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _explained(error: ssl.SSLError) -> ProtocolError:
+    """What the other side found is in an alert, which may come when this side's handshake is over."""
+    reason = error.reason or str(error)
+    found = reason.partition("ALERT_")[2].replace("_", " ").lower()
+    return ProtocolError(f"it refuses this agent's certificate: {found}" if found else f"TLS failed: {reason}")
