@@ -84,9 +84,10 @@ def test_the_interface_to_listen_on_is_named_with_its_address(capsys: pytest.Cap
         ({"SHOAL_TIMEOUT": "soon"}, "SHOAL_TIMEOUT='soon'"),
         ({"SHOAL_TRANSPORT": "pigeon"}, "SHOAL_TRANSPORT='pigeon'; it may be one of threads"),
         ({"SHOAL_INTERFACE": "eth99"}, "SHOAL_INTERFACE='eth99' is neither an interface nor an address"),
+        ({"SHOAL_TLS": "on"}, "SHOAL_TLS=on, but no certificates"),
         (TORCHRUN | {"MASTER_ADDR": "no-such-host.invalid"}, "could not look up no-such-host.invalid"),
     ],
-    ids=["rank", "timeout", "transport", "interface", "host"],
+    ids=["rank", "timeout", "transport", "interface", "certificates", "host"],
 )
 def test_what_init_would_refuse_is_a_problem_with_its_reason(
     environ: dict[str, str],
@@ -94,7 +95,7 @@ def test_what_init_would_refuse_is_a_problem_with_its_reason(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("SHOAL_TIMEOUT", "SHOAL_TRANSPORT"):
+    for name in ("SHOAL_TIMEOUT", "SHOAL_TRANSPORT", "SHOAL_TLS"):
         monkeypatch.setenv(name, environ.get(name, ""))
     report, _ = init_report(capsys, environ)
     assert len(report.problems) == 1 and reason in report.problems[0]

@@ -21,7 +21,7 @@ import torch
 from test_relay import attack
 
 import shoal
-from shoal.cli import certificates, main
+from shoal.cli import certificates, doctor, main
 from shoal.runtime.agent import current
 from shoal.runtime.rendezvous import ThreadStore
 from shoal.transport.handshake import HELLO_SIZE, Connecting
@@ -312,6 +312,15 @@ def test_a_store_that_tells_one_agent_something_else_keeps_it_out(
     found = {"endpoint": "refused", "exchanged": "the rendezvous store does not say", "secret": TURNED_AWAY}
     text = refused()
     assert re.search(f"{found[lie]}|{TURNED_AWAY}", text), text
+
+
+def test_the_doctor_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = doctor.Report()
+    doctor.report_init(report, {})
+    assert not report.problems
+    assert re.search(
+        r"encryption +TLS between machines, as rank 0; its authority is good until ", capsys.readouterr().out
+    )
 
 
 def test_the_command_makes_takes_back_and_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

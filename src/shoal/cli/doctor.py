@@ -32,6 +32,7 @@ from ..runtime.bootstrap import default_timeout
 from ..runtime.launch import LOOPBACK, Launch, detect, join_address
 from ..transport.addresses import address_towards, interface_address, is_loopback
 from ..transport.router import TRANSPORTS
+from ..transport.tls import certificates_of
 from .live_check import FLEET_CHECKS, PAIR_CHECK
 
 T = TypeVar("T")
@@ -56,8 +57,8 @@ _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 # Slurm sets some forty.
 _SHOWN_SLURM = ("SLURM_JOB", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP", "SLURM_NODELIST")
 _LIVE_CHECK = (sys.executable, "-m", "shoal.cli.live_check")
-# A check meets its own agents, at an address of its own, and writes no trace.
-_NOT_FOR_CHECKS = ("SHOAL_RENDEZVOUS", "SHOAL_TIMELINE")
+# A check meets its own agents, at an address of its own, and writes no trace; who they are is no question.
+_NOT_FOR_CHECKS = ("SHOAL_RENDEZVOUS", "SHOAL_TIMELINE", "SHOAL_TLS")
 _ADVICE = {
     "threads": "nothing of the system plays a part in it, so this is a bug in Shoal: report it with all of the above",
     "shared_memory": "it needs memfd_create, Unix sockets that pass descriptors, and /proc; a container's seccomp "
@@ -153,6 +154,7 @@ def report_init(report: Report, environ: Mapping[str, str]) -> None:
         launch = detect(environ)
         report.line("agents", _agents(launch))
         report.line("transport", _transport(environ))
+        report.line("encryption", _encryption(launch))
         report.line("every wait", f"ends after {default_timeout():g} s (SHOAL_TIMEOUT)")
         report.line("listens on", _listens_on(launch, environ))
     except (ValueError, OSError) as error:
@@ -197,6 +199,13 @@ def _transport(environ: Mapping[str, str]) -> str:
     if forced:
         return f"{forced} between all agents (SHOAL_TRANSPORT)"
     return "shared memory between agents of one machine, TCP between machines"
+
+
+def _encryption(launch: Launch) -> str:
+    certificates = certificates_of(launch.rank)
+    if certificates is None:
+        return "none; SHOAL_TLS=on encrypts what travels between machines"
+    return f"TLS between machines, as rank {launch.rank}; its authority is good until {certificates.good_until}"
 
 
 def _listens_on(launch: Launch, environ: Mapping[str, str]) -> str:

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +22,7 @@ import networkx as nx
 from ..errors import Mismatch, NotInitialized
 from ..interrupts import held
 from ..transport.router import Place
-from ..transport.tls import Certificates
+from ..transport.tls import certificates_of
 from .agent import Agent, Machines, Seat, process_seat, seat
 from .engine import Engine
 from .identity import set_topology
@@ -151,17 +150,6 @@ def _check_finite() -> bool:
     return text == "1"
 
 
-def _certificates(rank: int) -> Certificates | None:
-    text, folder = os.environ.get("SHOAL_TLS", ""), os.environ.get("SHOAL_CERTIFICATES", "")
-    if text not in ("", "off", "on"):
-        raise ValueError(f"SHOAL_TLS={text!r}: it must be on or off")
-    if text != "on":
-        return None
-    if not folder:
-        raise ValueError("SHOAL_TLS=on, but no certificates: set SHOAL_CERTIFICATES to the folder that has them")
-    return Certificates(Path(folder), rank)
-
-
 def _connect(mine: Seat) -> Agent:
     launch = mine.launch or current()
     timeout = mine.timeout if mine.timeout is not None else default_timeout()
@@ -169,7 +157,7 @@ def _connect(mine: Seat) -> Agent:
     per_machine = _agents_per_machine(mine)
     deadline = time.monotonic() + timeout
     finite = _check_finite()
-    certificates = _certificates(launch.rank)
+    certificates = certificates_of(launch.rank)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout)
     engine.publisher.finite = finite
     engine.router.certificates = certificates

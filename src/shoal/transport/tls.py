@@ -8,6 +8,7 @@ certificates lie in one folder: ``ca.crt``, whom to believe; ``rank-N.crt`` and 
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 from collections.abc import Iterable
@@ -64,6 +65,11 @@ class Certificates:
             ) from None
         return context
 
+    @property
+    def good_until(self) -> str:
+        """When the authority's own certificate ends, in OpenSSL's words."""
+        return str(self._accepting.get_ca_certs()[0]["notAfter"])
+
     def accept(self, sock: socket.socket) -> Encrypted:
         """Begin TLS with who has connected."""
         return Encrypted(self._accepting.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
@@ -73,6 +79,22 @@ class Certificates:
         return Encrypted(
             self._connecting.wrap_socket(sock, server_hostname=host_name(peer), do_handshake_on_connect=False)
         )
+
+
+def certificates_of(rank: int) -> Certificates | None:
+    """What ``SHOAL_TLS`` and ``SHOAL_CERTIFICATES`` say; None where there is to be no TLS.
+
+    Raises:
+        ValueError: They make no sense, or as for :class:`Certificates`.
+    """
+    text, folder = os.environ.get("SHOAL_TLS", ""), os.environ.get("SHOAL_CERTIFICATES", "")
+    if text not in ("", "off", "on"):
+        raise ValueError(f"SHOAL_TLS={text!r}: it must be on or off")
+    if text != "on":
+        return None
+    if not folder:
+        raise ValueError("SHOAL_TLS=on, but no certificates: set SHOAL_CERTIFICATES to the folder that has them")
+    return Certificates(Path(folder), rank)
 
 
 class Encrypted:
