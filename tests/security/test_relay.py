@@ -78,6 +78,39 @@ def repeats(draws: random.Random) -> Callable[[], Change]:
     return of_a_connection
 
 
+def forges(draws: random.Random) -> Callable[[], Change]:
+    """A little of a large tensor is another one, of which the CRC is the same."""
+    place = 600_000 + draws.randrange(400_000)
+
+    def of_a_connection() -> Change:
+        def change(said: bytes, before: int) -> bytes:
+            if not before <= place < before + len(said) - 5:
+                return said
+            changed = bytearray(said)
+            for at, byte in enumerate((0xEDB88320 << 1 | 1).to_bytes(5, "little"), start=place - before):
+                changed[at] ^= byte
+            return bytes(changed)
+
+        return change
+
+    return of_a_connection
+
+
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("secret", ["a word", ""], ids=["given", "made up"])
+def test_who_computes_for_it_changes_no_tensor_where_a_secret_was_given(
+    secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rank 0 made the secret up he could have read it. So this test shows that he is good at it."""
+    monkeypatch.setenv("SHOAL_SECRET", secret)
+    with in_the_middle(forges(random.Random(1))):
+        found = shoal.Fleet(2, transport="network", timeout=5.0).run(rounds)
+    if secret:
+        assert all(not wrong and end for _, wrong, end in found), found
+    else:
+        assert any(wrong for _, wrong, _ in found), found
+
+
 def attack(over: str, first: int, count: int) -> None:
     ends: dict[str, int] = {}
     for seed in range(first, first + count):

@@ -62,7 +62,7 @@ def test_woken_for_a_part_worth_the_while_and_for_the_last_bytes() -> None:
     message = Message(
         Kind.DATA, name="x", token=7, dtype=torch.float32, shape=(elements,), where=Where.STREAM, nbytes=len(data)
     )
-    chunk = Message(Kind.CHUNK, token=7, nbytes=len(data), digest=zlib.crc32(data))
+    chunk = Message(Kind.CHUNK, token=7, nbytes=len(data), text=f"{zlib.crc32(data):08x}")
     sent, seal = 100, Keyed(KEY)
     far.sendall(over_tcp(seal, encode(message) + encode(chunk)) + data[:sent])
     assert is_readable(incoming, PATIENCE_SECONDS)

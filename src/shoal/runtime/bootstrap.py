@@ -171,9 +171,9 @@ def _connect(mine: Seat) -> Agent:
             interface = os.environ.get("SHOAL_INTERFACE", "")
             reached = [one["reached"] for one in found]
             endpoint = engine.router.listen(places, forced, interface, launch.host or "", reached)
-            endpoints, secret = introduce(meeting, launch, found, endpoint)
+            endpoints, secret, well_kept = introduce(meeting, launch, found, endpoint)
             meeting.end()
-            engine.router.meet(endpoints, secret)
+            engine.router.meet(endpoints, secret, well_kept)
             engine.start()
             agent = Agent(engine, _machines(places, per_machine), launch)
             _settle(agent, deadline)

@@ -28,8 +28,9 @@ ENDPOINT = "endpoint"
 
 def introduce(
     meeting: Meeting, launch: Launch, found: list[dict[str, Any]], endpoint: Endpoint
-) -> tuple[list[Endpoint], bytes]:
-    """Tell the others where this agent listens. Where each does, by rank, and what agents must know to connect.
+) -> tuple[list[Endpoint], bytes, bool]:
+    """Tell the others where this agent listens. Where each does, by rank; what agents must know to connect; and
+    whether nobody else can know it.
 
     Args:
         meeting: The attempt.
@@ -60,7 +61,8 @@ def introduce(
     if heard[launch.rank] != mine:
         raise _doubt(launch.rank, [launch.rank])
     secret = given or heard[0]["secret"].encode()
-    return [Endpoint(**one["endpoint"]) for one in heard], _digest(secret, "shoal job", meeting, found, heard)
+    proof = _digest(secret, "shoal job", meeting, found, heard)
+    return [Endpoint(**one["endpoint"]) for one in heard], proof, bool(given)
 
 
 def _believe(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import zlib
 from collections import deque
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from .handshake import Accepting, Connecting
 from .link import Published, Receiver
 from .memory import ResultPool
 from .poller import Poller
-from .sealing import Keyed
+from .sealing import Check, Crc, Keyed, Unchecked
 from .sockets import Incoming, Outgoing
 from .tls import RECORD_BYTES, Certificates, Encrypted
 from .wire import PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
@@ -89,6 +89,16 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_COUNT)
 
 
+class Guard(NamedTuple):
+    """What keeps others out of the connections of an agent, beside their seals."""
+
+    certificates: Certificates | None  # there is TLS
+    check: Callable[[], Check]  # of each chunk of a tensor
+
+
+OPEN = Guard(None, Crc)
+
+
 @dataclass(slots=True)
 class _Stream:
     token: int
@@ -109,10 +119,10 @@ class NetworkLink(Outgoing):
         greeting: Connecting,
         poller: Poller,
         receiver: Receiver,
-        certificates: Certificates | None = None,
+        guard: Guard = OPEN,
     ) -> None:
         super().__init__(sock, peer, greeting, poller, receiver)
-        self._certificates = certificates
+        self._guard = guard
         self._tls: Encrypted | None = None
         self._streams: deque[_Stream] = deque()
         self._sending: deque[memoryview] = deque()
@@ -127,10 +137,10 @@ class NetworkLink(Outgoing):
             self._streams.append(_Stream(message.token, published.bytes(start, stop), published))
 
     def _is_private(self) -> bool:
-        if self._certificates is None:
+        if self._guard.certificates is None:
             return True
         if self._tls is None:
-            self._tls = self._certificates.connect(self.sock, self.peer)
+            self._tls = self._guard.certificates.connect(self.sock, self.peer)
             self.sock = cast(socket.socket, self._tls)  # it has the calls that are made here
         return self._tls.shake_hands()
 
@@ -167,8 +177,9 @@ class NetworkLink(Outgoing):
             return False
         stream = self._streams.popleft()
         chunk, stream.rest = stream.rest[:CHUNK_BYTES], stream.rest[CHUNK_BYTES:]
-        crc = zlib.crc32(chunk) if self._tls is None else 0
-        header = Message(Kind.CHUNK, token=stream.token, nbytes=len(chunk), digest=crc)
+        check = self._guard.check()
+        check.update(chunk)
+        header = Message(Kind.CHUNK, token=stream.token, nbytes=len(chunk), text=check.hexdigest())
         self._sending.append(self._sealed(encode(header)))
         self._sending.append(chunk)
         if stream.rest:
@@ -197,8 +208,8 @@ class _Arriving:
     memory: memoryview
     at: int = 0
     rest: int = 0  # bytes of the chunk that are still to come
-    crc: int = 0  # of what has come of it
-    expected: int = 0
+    check: Check = field(default_factory=Unchecked)  # over what has come of it
+    expected: str = ""
 
 
 def _bytes_of(data: torch.Tensor) -> memoryview:
@@ -219,11 +230,11 @@ class NetworkIncoming(Incoming):
         poller: Poller,
         receiver: Receiver,
         pool: ResultPool,
-        certificates: Certificates | None = None,
+        guard: Guard = OPEN,
     ) -> None:
         tune(sock)
         super().__init__(sock, greeting, poller, receiver)
-        self._certificates = certificates
+        self._guard = guard
         self._tls: Encrypted | None = None
         self._pool = pool
         self._buffer = bytearray(READ_BYTES)
@@ -236,10 +247,10 @@ class NetworkIncoming(Incoming):
         self._wakes_at = 1
 
     def _is_private(self) -> bool:
-        if self._certificates is None:
+        if self._guard.certificates is None:
             return True
         if self._tls is None:
-            self._tls = self._certificates.accept(self.sock)
+            self._tls = self._guard.certificates.accept(self.sock)
             self.sock = cast(socket.socket, self._tls)  # it has the calls that are made here
         return self._tls.shake_hands()
 
@@ -284,14 +295,13 @@ class NetworkIncoming(Incoming):
         return nbytes
 
     def _advance(self, one: _Arriving, nbytes: int) -> None:
-        if self._tls is None:
-            one.crc = zlib.crc32(one.memory[one.at : one.at + nbytes], one.crc)
+        one.check.update(one.memory[one.at : one.at + nbytes])
         one.at += nbytes
         one.rest -= nbytes
         if one.rest:
             return
         self._chunk = None
-        if one.crc != one.expected:
+        if one.check.hexdigest() != one.expected:
             raise ProtocolError("a part of a tensor was changed on the way")
         one.payload.available = one.at // one.payload.data.element_size()
         self._receiver.on_arrived(one.payload)
@@ -341,7 +351,7 @@ class NetworkIncoming(Incoming):
         one = self._arriving.get(message.token)
         if self._frames or one is None or not 0 < message.nbytes <= len(one.memory) - one.at:
             raise ProtocolError("a chunk of a tensor that was not announced, or in the middle of a packet")
-        one.rest, one.crc, one.expected = message.nbytes, 0, message.digest
+        one.rest, one.check, one.expected = message.nbytes, self._guard.check(), message.text
         if one.at + one.rest == len(one.memory):
             del self._arriving[message.token]
         self._chunk = one

@@ -7,6 +7,7 @@ bytes can move, and has nothing to do with ``SHOAL_AGENTS_PER_MACHINE``, which o
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import socket
@@ -24,6 +25,7 @@ from .handshake import Accepting, Connecting
 from .link import Link, Receiver
 from .memory import Arena, ResultPool
 from .poller import Poller
+from .sealing import Crc, Unchecked
 from .sockets import GREETING_SECONDS, Incoming
 from .threads import Inbox, ThreadLink
 from .tls import Certificates
@@ -108,6 +110,7 @@ class Router:
         self._receiver = receiver
         self._pool = pool
         self.certificates: Certificates | None = None  # of this agent, where there is TLS between machines
+        self._guard = network.OPEN
         self._secret = b""
         self._host = ""
         self._places: list[Place] = []
@@ -191,10 +194,18 @@ class Router:
         for sock, accept in self._listeners:
             self._let_in(sock, accept)
 
-    def meet(self, endpoints: list[Endpoint], secret: bytes) -> None:
-        """Learn where everybody listens, and watch the processes of this machine."""
+    def meet(self, endpoints: list[Endpoint], secret: bytes, well_kept: bool = False) -> None:
+        """Learn where everybody listens, and watch the processes of this machine.
+
+        Args:
+            endpoints: By rank.
+            secret: What agents prove that they know.
+            well_kept: Nobody else can know it.
+        """
         self._endpoints = endpoints
         self._secret = secret
+        check = Unchecked if self.certificates else hashlib.sha256 if well_kept else Crc
+        self._guard = network.Guard(self.certificates, check)
         for place in self._places:
             if place.machine == self.place.machine and place.process != self.place.process:
                 self._watch(place)
@@ -244,7 +255,7 @@ class Router:
             sock = shared_memory.connect(endpoint.unix)
             return shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, self._receiver)
         sock = network.start_connecting(beside(endpoint.host, self._host), endpoint.port)
-        return network.NetworkLink(sock, peer, greeting, self.poller, self._receiver, self.certificates)
+        return network.NetworkLink(sock, peer, greeting, self.poller, self._receiver, self._guard)
 
     def _accept_local(self, listener: socket.socket) -> None:
         for sock in self._accepted(listener):
@@ -255,7 +266,7 @@ class Router:
             self._admit(sock, self._over_network)
 
     def _over_network(self, sock: socket.socket, greeting: Accepting) -> Incoming:
-        return network.NetworkIncoming(sock, greeting, self.poller, self._receiver, self._pool, self.certificates)
+        return network.NetworkIncoming(sock, greeting, self.poller, self._receiver, self._pool, self._guard)
 
     def _accepted(self, listener: socket.socket) -> Iterator[socket.socket]:
         """Whoever wants to connect, as long as there is room."""
