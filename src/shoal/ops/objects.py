@@ -41,7 +41,8 @@ def broadcast_object(
         name: What calls are matched by.
         trusted: Send any object that ``torch.save`` can pickle. To read it **runs code that the root's message names**,
             with the rights of this process: set it only where every agent may do here whatever it likes, and set it on
-            all agents. Where only some set it, all raise Mismatch and nothing is unpickled.
+            all agents. Where only some set it, the root and those that differ from it raise Mismatch; who has not set
+            it unpickles nothing.
         timeout: Seconds until the deadline.
 
     Raises:
