@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+QUIET := --quiet --disable-pip-version-check
 
 # What to test, and options of pytest; CI adds --every-transport.
 TESTS ?=
 
-.PHONY: demo test soak lint bench clean
+.PHONY: demo test soak lint bench locked lock audit sbom clean
 
 demo: $(STAMP)
 	$(BIN)/shoal run --no-prefix -n 4 examples/train_digits.py --picture out/digits.png
@@ -29,8 +30,35 @@ bench: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install $(QUIET) --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# As CI installs: each file as its hash says, but for torch, whose builds differ by machine (requirements/ci.in).
+locked: $(VENV)/.locked
+
+$(VENV)/.locked: pyproject.toml constraints.txt requirements/ci.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(QUIET) --no-deps --require-hashes --requirement requirements/ci.lock
+	$(BIN)/python -m pip install $(QUIET) --constraint constraints.txt torch
+	$(BIN)/python -m pip install $(QUIET) --no-deps --no-build-isolation --editable .
+	touch $(STAMP) $@
+
+# Newest versions into the lock; for Python 3.11 and later, like the pins of constraints.txt.
+lock:
+	$(PYTHON) -m venv out/lock
+	out/lock/bin/python -m pip install $(QUIET) uv
+	out/lock/bin/uv pip compile pyproject.toml requirements/ci.in --extra dev --constraint constraints.txt \
+		--override requirements/overrides.txt --no-emit-package torch --universal --python-version 3.11 \
+		--generate-hashes --upgrade --no-header --no-annotate --quiet --output-file requirements/ci.lock
+
+# Known holes in what is locked, as the OSV database has them.
+audit:
+	$(PYTHON) tools/audit.py
+
+# What an install brings, with versions and licences, as CycloneDX: to go with a release.
+sbom: $(STAMP)
+	mkdir -p out
+	$(BIN)/python tools/bill.py > out/sbom.json
 
 clean:
 	rm -rf $(VENV) out build dist

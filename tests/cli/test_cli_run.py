@@ -175,6 +175,14 @@ def test_two_launchers_make_one_job(script: Script, start: Callable[..., Job]) -
     assert outputs[1][0].decode() == f"1 2 0 1 1 2 {address} None None\n"
 
 
+def test_an_interface_that_is_not_there_is_named(script: Script) -> None:
+    """It says where the store listens where the host does not: here a NAT's address."""
+    arguments = ("-n", 1, "--nnodes", 2, "--rendezvous", "192.0.2.1:29400", script("pass"))
+    status, _, err = shoal_run(*arguments, environ={"SHOAL_INTERFACE": "nowhere0"})
+    assert status == 2
+    assert "shoal run: error: SHOAL_INTERFACE='nowhere0' is neither an interface nor an address" in err
+
+
 def test_a_job_on_one_machine_has_a_secret_of_its_own_unless_one_is_given(script: Script) -> None:
     path = script("print(os.environ['SHOAL_SECRET'])")
     secrets = [shoal_run("-n", 2, path)[1].split()[1::2] for _ in range(2)]

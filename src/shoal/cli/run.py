@@ -20,8 +20,13 @@ from ..runtime.rendezvous import listen
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses
 
-# A process of its own, so that the launcher needs no torch and starts the agents at once, and no thread.
-SERVE = "import sys; from shoal.runtime.rendezvous import serve; serve(int(sys.argv[1]))"
+# A process of its own, so that the launcher needs no torch and starts the agents at once, and no thread. torch would
+# warn of each client that says something odd, with pages of frames, and anybody may be one: only errors are shown.
+# It must be told before it is imported.
+SERVE = (
+    "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
+    "from shoal.runtime.rendezvous import serve; serve(int(sys.argv[1]))"
+)
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,10 @@ def run(args: argparse.Namespace) -> int:
     host, port = address
     if args.node_rank == 0:
         try:
-            listener = listen(host, port)
+            listener = listen(host, port, os.environ.get("SHOAL_INTERFACE", ""))
+        except ValueError as error:
+            print(f"shoal run: error: {error}", file=sys.stderr)
+            return 2
         except OSError as error:
             print(f"shoal run: error: cannot listen on {join_address(host, port)}: {error.strerror}", file=sys.stderr)
             return 1

@@ -13,6 +13,7 @@ import torch
 from ..errors import Mismatch
 from ..runtime.agent import current
 from ..runtime.operation import Handle, Operation, Steps
+from . import plain
 from .arguments import Internal, as_ranks, channel_name, check_tensor
 from .collective import allgather, allreduce_nonblocking_, as_root, broadcast_nonblocking_, spread
 
@@ -20,43 +21,78 @@ T = TypeVar("T")
 Parameters = Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
-def broadcast_object(value: T, root_rank: int = 0, name: str | None = None, *, timeout: float | None = None) -> T:
-    """The root's object on every agent: numbers, strings, None, tensors, and lists, tuples, dicts and sets of these.
+def broadcast_object(
+    value: T, root_rank: int = 0, name: str | None = None, *, trusted: bool = False, timeout: float | None = None
+) -> T:
+    """The root's object on every agent: plain data and tensors, equal in type and value, in the order it had.
 
-    It is written by ``torch.save`` and read by its weights-only loader, so nothing is unpickled that could run code;
-    an object of another class is refused at the root.
+    Plain are None, bool, int, float (NaN and -0.0 too), complex, str, bytes, bytearray, torch's dtype, device and Size,
+    and list, tuple, set, frozenset, dict, OrderedDict and Counter of plain data: what the ``state_dict`` of a model, an
+    optimizer or a learning rate's schedule holds. A tensor of any dtype arrives on the CPU, also where the root's is on
+    an accelerator, a Parameter as one. Tensors that are one in memory (tied weights) arrive as one; other views of
+    one memory arrive apart. A tensor's own attributes and its ``grad`` stay behind.
+
+    It is written as JSON, and tensors as their numbers. Nothing is unpickled, and no agent makes room for more than
+    really came.
 
     Args:
         value: The object; what the other agents pass is ignored.
         root_rank: Whose object; the same on all agents.
         name: What calls are matched by.
+        trusted: Send any object that ``torch.save`` can pickle. To read it **runs code that the root's message names**,
+            with the rights of this process: set it only where every agent may do here whatever it likes, and set it on
+            all agents. Where only some set it, the root and those that differ from it raise Mismatch; who has not set
+            it unpickles nothing.
         timeout: Seconds until the deadline.
+
+    Raises:
+        TypeError: At the root: something in the object is not plain (the message says what and where), such as an
+            instance of a subclass, a sparse or quantized tensor. Nothing is sent; pass what others can make it of.
+        ValueError: At the root: more than 100 objects in each other, or one in itself; NaN or a tensor as a key.
+        Mismatch: Agents name other roots, or only some set ``trusted``; or what came is not what a root sends.
     """
     agent = current("broadcast_object")
     root_rank = as_root("broadcast_object", root_rank, agent.size)
     tensor = None
     if agent.rank == root_rank:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        try:
-            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except Exception as error:
-            raise TypeError(
-                "broadcast_object sends plain data and tensors; this object holds something else, which the receivers "
-                f"would refuse to load: {str(error).splitlines()[0]}"
-            ) from None
-        tensor = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        tensor = _pickled(value) if trusted else _written(value)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         data = yield from spread(agent, operation, tensor, root_rank, torch.uint8)
-        return data.clone()
+        return data.clone() if agent.rank != root_rank else data
 
     op = "broadcast_object"
-    data = agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None).wait()
+    kind = f"{op} (trusted)" if trusted else op
+    data = agent.engine.submit(kind, channel_name(op, name), steps, timeout, name is not None).wait()
     if agent.rank == root_rank:
         return value
-    loaded: T = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    try:
+        loaded: T = _unpickled(data) if trusted else plain.read(data)
+    except Exception as error:
+        raise Mismatch(
+            f"{op} on rank {agent.rank}: what came from rank {root_rank} cannot be read: {error}", (root_rank,)
+        ) from error
     return loaded
+
+
+def _written(value: object) -> torch.Tensor:
+    try:
+        return plain.write(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"broadcast_object sends plain data and tensors, and {error}. Send what it can be made of again; or, where "
+            "all agents may run each other's code, pass trusted=True on all of them"
+        ) from None
+
+
+def _pickled(value: object) -> torch.Tensor:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)
 
 
 def _named(op: str, params: Parameters) -> list[tuple[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import queue
 import signal
 import socket
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ..errors import DeadlineExceeded, PeerLost, ShoalError
 from ..interrupts import SLICE, held, pause, slices
-from ..transport.addresses import resolved, text_of
+from ..transport.addresses import interface_address, is_loopback, numeric, own_form, resolved, text_of
 from .launch import LOOPBACK, Launch, join_address
 
 if TYPE_CHECKING:
@@ -287,19 +288,31 @@ def open_store(launch: Launch, deadline: float) -> Store:
         return connect(_await_server(launch, deadline), ())
     if launch.rank > 0:
         return _store_of_rank_0(launch, connect, deadline)
-    server = partial(_server, _listen_patiently(host, port, deadline), deadline)
+    listener = _listen_patiently(host, port, os.environ.get("SHOAL_INTERFACE", ""), deadline)
+    server = partial(_server, listener, deadline)
     store = TcpStore(server, prefix=prefix, name=name, server_ranks=(0,), deadline=deadline)
     store.set(_HOSTED, b"")
     return store
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Listen on ``port`` of the loopback interface if ``host`` is one of its names, else of every interface.
+def listen(host: str, port: int, interface: str = "") -> socket.socket:
+    """Listen on ``port`` of the one interface that ``host`` leads to, where that can be told, and else of all.
 
-    Port 0 takes a free one. ``host`` is how others reach this machine; it need not resolve here.
+    Args:
+        host: How others reach this machine; it need not resolve here. Where it is an address of this machine, or a name
+            that means one and no more, that is where they come.
+        port: 0 takes a free one.
+        interface: Where ``host`` says nothing: it means another machine's address here (a NAT's), the loopback
+            interface (as the own name does in Debian's /etc/hosts), or several. An interface or address of this
+            machine, as ``SHOAL_INTERFACE``; empty: all interfaces.
+
+    Raises:
+        OSError: The port is taken.
+        ValueError: There is no such interface.
     """
-    if _is_loopback(host):
-        family, name = resolved(_loopback_address(host), port)
+    address = _own_address(host) or (interface_address(interface, prefer_ipv6=":" in host) if interface else "")
+    if address:
+        family, name = resolved(address, port)
         return socket.create_server(name, family=family, backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
@@ -387,11 +400,11 @@ def _await_server(launch: Launch, deadline: float) -> str:
         seconds = min(2 * seconds, 0.25)
 
 
-def _listen_patiently(host: str, port: int, deadline: float) -> socket.socket:
+def _listen_patiently(host: str, port: int, interface: str, deadline: float) -> socket.socket:
     give_up = min(deadline, time.monotonic() + _PORT_PATIENCE)
     while True:
         try:
-            return listen(host, port)
+            return listen(host, port, interface)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= give_up:
                 raise OSError(
@@ -403,8 +416,9 @@ def _listen_patiently(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def _server(listener: socket.socket, deadline: float) -> NativeStore:
-    address, port = listener.getsockname()[:2]
-    if not ipaddress.ip_address(address).is_loopback:
+    name = listener.getsockname()
+    address, port = text_of(name), name[1]
+    if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
         # It reaches itself by the short way, whether or not its public name resolves here.
         address = LOOPBACK
     return _tcp_store(address, port, deadline, is_master=True, master_listen_fd=listener.detach())
@@ -422,21 +436,24 @@ def _tcp_store(host: str, port: int, deadline: float, **options: Any) -> NativeS
     return cast("NativeStore", TCPStore(host, port, timeout=timeout, wait_for_workers=False, **options))
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _own_address(host: str) -> str:
+    """The address of this machine at which others, and it itself, find ``host``; empty where that is not certain."""
+    given = numeric(host)
+    found = [given] if given else _addresses_of(host)
+    if host == "localhost":  # whoever looks there is on this machine
+        return LOOPBACK if LOOPBACK in found or not found else found[0]
+    # As a name of several addresses may mean other ones elsewhere, which one the others use cannot be told.
+    beyond = {one for one in found if given or not is_loopback(one)}
+    if len(beyond) != 1:
+        return ""
+    [address] = beyond
+    bare = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(bare, "ipv4_mapped", None)
+    return "" if bare.is_unspecified else own_form(str(mapped or address))
 
 
-def _loopback_address(host: str) -> str:
-    """An address, or what the name localhost means here; all agents that look there are on this machine, too."""
-    if host != "localhost":
-        return host
+def _addresses_of(name: str) -> list[str]:
     try:
-        found = [text_of(one[4]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]  # type: ignore[arg-type]
-    except OSError:
-        found = []
-    return LOOPBACK if LOOPBACK in found or not found else found[0]
+        return [text_of(one[4]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]  # type: ignore[arg-type]
+    except (OSError, UnicodeError):
+        return []

@@ -1,0 +1,141 @@
+"""What an install brings: locked by hash, looked up, and of licences that we know."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+LOCK = (ROOT / "requirements" / "ci.lock").read_text()
+# Free licences whose terms an install keeps by itself. Others are looked at before they get in here.
+FREE = {"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC", "LLVM-exception", "MIT", "MPL-2.0"}
+FREE |= {"0BSD", "BSD", "BSD License", "PSF-2.0", "Unlicense", "Zlib"}
+OF_CUDA = ("nvidia-", "cuda-", "triton")
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def locked() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", LOCK, re.MULTILINE):
+        found.setdefault(canonicalize_name(name), []).append(version)
+    return found
+
+
+def test_the_lock_has_every_requirement_but_torch_within_its_bounds() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    versions = locked()
+    assert len(texts) > 10 and "torch" not in versions
+    for wanted in map(Requirement, texts):
+        name = canonicalize_name(wanted.name)
+        assert name in ("torch", "shoal") or versions[name], name
+        assert all(wanted.specifier.contains(version) for version in versions.get(name, [])), wanted
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE):
+        assert name == "torch" or versions[name] == [version], name
+
+
+def test_each_file_of_the_lock_has_a_hash_and_comes_from_nowhere_in_particular() -> None:
+    entries = re.split(r"\n(?=\S)", LOCK.strip())
+    assert len(entries) > 50
+    for entry in entries:
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry[:80]
+    assert "://" not in LOCK and "file:" not in LOCK
+
+
+@pytest.mark.parametrize("name", ["numpy", "networkx", "rich", "torch"])
+def test_the_bill_lists_what_is_brought(name: str) -> None:
+    bill = tool("bill").bill()
+    assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "shoal")
+    [component] = [one for one in bill["components"] if one["name"] == name]
+    assert component["purl"] == f"pkg:pypi/{name}@{component['version']}" and component["licenses"]
+    [edges] = [one["dependsOn"] for one in bill["dependencies"] if one["ref"].startswith("pkg:pypi/shoal@")]
+    assert component["bom-ref"] in edges
+    references = {one["bom-ref"] for one in bill["components"]}
+    assert all(set(one["dependsOn"]) <= references for one in bill["dependencies"])
+    assert "pkg:pypi/pytest@" not in references  # of an extra
+
+
+def test_what_an_install_brings_has_licences_that_we_know() -> None:
+    bill = tool("bill")
+    found = {
+        name: bill.licence(package) for name, package in bill.brought("shoal").items() if not name.startswith(OF_CUDA)
+    }
+    assert len(found) > 10
+    unknown = {
+        name: said
+        for name, said in found.items()
+        if not set(re.split(r"\s+(?:AND|OR|WITH)\s+", said.replace("(", "").replace(")", ""))) <= FREE
+    }
+    assert not unknown
+
+
+@contextmanager
+def database(known: dict[str, list[str]], status: int = 200) -> Iterator[str]:
+    """Something that answers like OSV's: holes by package name; its address."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+            results: list[dict[str, Any]] = [
+                {"vulns": [{"id": one} for one in known[query["package"]["name"]]]}
+                if query["package"]["name"] in known and query["version"]
+                else {}
+                for query in asked
+            ]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps({"results": results}).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_audit_names_each_hole(capsys: pytest.CaptureFixture[str]) -> None:
+    audit = tool("audit")
+    with database({"torch": ["CVE-1", "CVE-2"]}) as service:
+        assert audit.main(service) == 1
+    assert "audit: torch 2.13.0 has known holes: CVE-1, CVE-2" in capsys.readouterr().out
+    audit.ACCEPTED["CVE-1"] = "of another platform"
+    with database({"torch": ["CVE-1"]}) as service:
+        assert audit.main(service) == 0
+    assert f"no hole is known in {len(audit.pinned())} packages" in capsys.readouterr().out
+    assert len(audit.pinned()) > 50
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_audit_that_could_not_look_says_so_and_fails_nothing(
+    status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with database({}, status) as service:
+        where = service if status == 500 else "http://127.0.0.1:1/"
+        assert tool("audit").main(where) == 0
+    assert "NOT LOOKED UP" in capsys.readouterr().out
