@@ -23,6 +23,7 @@ from shoal.bench.wire import missing_tool, wire_seconds
 from shoal.cli import main
 from support.leftovers import wait_until
 from support.namespaces import require_namespaces
+from support.world import World
 
 MS = 1e-3
 MIB = 1 << 20
@@ -345,18 +346,23 @@ def test_the_network_is_measured_over_a_wire_of_known_speed(tmp_path: Path) -> N
     assert own["shoal"] > wire_seconds(MIB - 128_000)
 
 
+def bench_memory() -> None:
+    sys.exit(main(["bench", "--only", "memory"]))
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_agents_end_with_the_command(signum: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shoal", "bench", "--only", "memory"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path) as process:
-        try:
-            assert wait_until(lambda: len(descendants(process.pid)) >= 5, seconds=30)
-            started = descendants(process.pid)
-            process.send_signal(signum)
-            assert process.wait(30) == (130 if signum == signal.SIGINT else 128 + signum)
-            assert wait_until(lambda: not [pid for pid in started if is_running(pid)])
-        finally:
-            process.kill()
+def test_agents_end_with_the_command(signum: int) -> None:
+    world = World(1, init=False)
+    try:
+        command, pid = world.run_on(0, bench_memory, caught=False), world.members[0].pid
+        assert wait_until(lambda: len(descendants(pid)) >= 5, seconds=30)
+        started = descendants(pid)
+        world.kill(0, signum)
+        command.outcome()
+        assert world.members[0].exit_code == (130 if signum == signal.SIGINT else 128 + signum)
+        assert wait_until(lambda: not [pid for pid in started if is_running(pid)])
+    finally:
+        world.destroy()
 
 
 @pytest.mark.parametrize(
