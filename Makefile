@@ -14,8 +14,9 @@ demo: $(STAMP)
 	$(BIN)/shoal run --no-prefix -n 4 examples/train_digits.py --picture out/digits.png
 
 test: $(STAMP)
-	# One thread of torch for each worker: with two each, on two cores, they take turns.
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not soak" -n 2 $(TESTS)
+	# One thread of torch for each worker: with two each, on two cores, they take turns. And bytecode is kept, wherever
+	# it otherwise is not: a hundred processes of the tests would each compile the package again.
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not soak" -n 2 $(TESTS)
 
 soak: $(STAMP)
 	$(BIN)/pytest -m soak --timeout 1800

@@ -57,7 +57,7 @@ def test_a_new_algorithm_takes_less_than_40_lines() -> None:
 
 
 def test_a_new_algorithm_brings_its_tests(added: Entry) -> None:
-    suite.test_threads_agree_with_the_stacked_fleet(added, shoal.Fleet)
+    suite.test_a_fleet_agrees_with_the_stacked_fleet(added, shoal.Fleet)
     suite.test_a_run_that_goes_on_equals_one_that_never_stopped(added)
     suite.test_what_is_sent_is_what_the_catalog_says(added)
     suite.test_neither_the_start_nor_the_state_is_changed(added)

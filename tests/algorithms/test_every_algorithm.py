@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle
 
 import networkx as nx
 import pytest
@@ -55,8 +56,18 @@ def world() -> Iterator[World]:
         yield one
 
 
-@smooth_entry
-def test_threads_agree_with_the_stacked_fleet(entry: Entry, fleet: Fleets) -> None:
+def over_transports(entries: Iterable[Entry]) -> pytest.MarkDecorator:
+    """Each algorithm over one of the transports that a fleet's threads take turns with; processes share memory below.
+
+    That transports agree is for ``tests/ops``; an algorithm does not know over which one it runs.
+    """
+    pairs = zip(entries, cycle(("threads", "network")), strict=False)
+    cases = [pytest.param(one, name, id=f"{name}-{one.name}", marks=pytest.mark.transport(name)) for one, name in pairs]
+    return pytest.mark.parametrize(("entry", "transport"), cases, indirect=["transport"])
+
+
+@over_transports(one for one in CATALOG.values() if not one.compressed)
+def test_a_fleet_agrees_with_the_stacked_fleet(entry: Entry, fleet: Fleets) -> None:
     found = torch.tensor(fleet(REAL_SIZE).run(run_one, entry.name, STEPS), dtype=torch.float64)
     assert (found - stacked(entry, REAL_SIZE, STEPS)).abs().max() < 1e-12
 

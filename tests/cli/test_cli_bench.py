@@ -23,6 +23,7 @@ from shoal.bench.wire import missing_tool, wire_seconds
 from shoal.cli import main
 from support.leftovers import wait_until
 from support.namespaces import require_namespaces
+from support.world import World
 
 MS = 1e-3
 MIB = 1 << 20
@@ -195,22 +196,25 @@ def test_cpu_time_of_children_is_ours() -> None:
 # The jobs
 
 COMPARISON = """
-import time
+import os, sys, time
 import torch.distributed as dist
 from shoal.bench.meter import Reporter, compare
+rank = 1 if os.fork() == 0 else 0  # one import of torch for both
 print("noise on stdout")
 reporter = Reporter()
 print("more of it")
-dist.init_process_group("gloo")
-order, slow = [], dist.get_rank() == 1
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+order = []
 cases = {
     "balanced": lambda: order.append("balanced"),
-    "slow on rank 1": lambda: (order.append("slow on rank 1"), time.sleep(0.1 * slow)),
+    "slow on rank 1": lambda: (order.append("slow on rank 1"), time.sleep(0.1 * rank)),
 }
 seconds = compare(reporter, "sleeping", cases, 3, calls=2)
 first = order[::4]
 reporter.send({"figures": [{"kind": "test", "nbytes": 0, "agents": 2, "values": seconds | {"first": first}}]})
 dist.destroy_process_group()
+if rank == 0 and os.wait()[1]:
+    raise SystemExit("rank 1 failed")
 """
 
 
@@ -225,10 +229,9 @@ def ignored(doing: str, done: int, total: int) -> None:
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[Figures, list[tuple[str, int, int]]]:
     """The figures of two agents of which rank 1 is slow, and what they told of their progress."""
-    script = tmp_path_factory.mktemp("comparison") / "script.py"
-    script.write_text(COMPARISON)
+    meeting = tmp_path_factory.mktemp("comparison") / "meeting"
     told: list[tuple[str, int, int]] = []
-    command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", "2", str(script)]
+    command = [sys.executable, "-c", COMPARISON, str(meeting)]
     [figures] = jobs.run_job([command], {}, lambda *progress: told.append(progress))
     return figures, told
 
@@ -295,10 +298,12 @@ print(json.dumps({"figures": [{"kind": "test", "nbytes": 0, "agents": 1, "values
 
 
 @pytest.mark.timeout(300)
-def test_the_quick_benchmark_measures_everything_and_judges_nothing(tmp_path: Path) -> None:
+def test_the_quick_benchmark_measures_everything_and_judges_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "new" / "figures.json"
-    done = bench("--quick", "--json", path)
-    assert done.returncode == 0, done.stderr
+    assert main(["bench", "--quick", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
     content = json.loads(path.read_text())
     kinds = [(one["kind"], one["agents"]) for one in content["figures"]]
     published = ("published", 4)
@@ -308,11 +313,11 @@ def test_the_quick_benchmark_measures_everything_and_judges_nothing(tmp_path: Pa
     assert content["machine"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert len(content["rows"]) == 20
     for row in content["rows"]:
-        assert row["what"] in done.stdout and row["met"] is None
+        assert row["what"] in printed and row["met"] is None
     # Whatever the machine is busy with, a neighbourhood of any size reads one copy.
     copies = [row["shoal"] / row["peer_value"] for row in content["rows"] if row["what"].startswith("published")]
     assert copies == [1.0, 1.0, 1.0]
-    assert "load average" in done.stdout and ("not quiet" in done.stdout) is not content["load"]["quiet"]
+    assert "load average" in printed and ("not quiet" in printed) is not content["load"]["quiet"]
 
 
 @pytest.mark.soak
@@ -335,25 +340,29 @@ def test_the_network_is_measured_over_a_wire_of_known_speed(tmp_path: Path) -> N
     if missing_tool():
         pytest.skip(f"there is no {missing_tool()}")
     path = tmp_path / "figures.json"
-    done = bench("--quick", "--only", "network", "--json", path)
-    assert done.returncode == 0, done.stderr
+    assert main(["bench", "--quick", "--only", "network", "--json", str(path)]) == 0
     own, *_ = json.loads(path.read_text())["rows"]
     # The wire lets its first 128 kB pass at once.
     assert own["shoal"] > wire_seconds(MIB - 128_000)
 
 
+def bench_memory() -> None:
+    sys.exit(main(["bench", "--only", "memory"]))
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_agents_end_with_the_command(signum: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shoal", "bench", "--only", "memory"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path) as process:
-        try:
-            assert wait_until(lambda: len(descendants(process.pid)) >= 5, seconds=30)
-            started = descendants(process.pid)
-            process.send_signal(signum)
-            assert process.wait(30) == (130 if signum == signal.SIGINT else 128 + signum)
-            assert wait_until(lambda: not [pid for pid in started if is_running(pid)])
-        finally:
-            process.kill()
+def test_agents_end_with_the_command(signum: int) -> None:
+    world = World(1, init=False)
+    try:
+        command, pid = world.run_on(0, bench_memory, caught=False), world.members[0].pid
+        assert wait_until(lambda: len(descendants(pid)) >= 5, seconds=30)
+        started = descendants(pid)
+        world.kill(0, signum)
+        command.outcome()
+        assert world.members[0].exit_code == (130 if signum == signal.SIGINT else 128 + signum)
+        assert wait_until(lambda: not [pid for pid in started if is_running(pid)])
+    finally:
+        world.destroy()
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 import shoal
-from shoal.cli import doctor, live_check
+from shoal.cli import doctor, live_check, main
 
 # Longer than the doctor's own patience, which begins when it has imported torch.
 TIMEOUT = 50
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
 
 
-def run_doctor(environ: dict[str, str] | None = None) -> tuple[int, str]:
+def run_doctor(environ: dict[str, str]) -> tuple[int, str]:
     """Exit status and stdout; nothing may be on stderr."""
     clean = {name: text for name, text in os.environ.items() if not name.startswith("SHOAL_")}
     command = [sys.executable, "-W", "error", "-m", "shoal", "doctor"]
-    done = subprocess.run(command, env=clean | (environ or {}), capture_output=True, text=True, timeout=TIMEOUT)
+    done = subprocess.run(command, env=clean | environ, capture_output=True, text=True, timeout=TIMEOUT)
     assert not done.stderr
     return done.returncode, done.stdout
 
@@ -51,9 +51,12 @@ def test_a_healthy_machine_is_ok_over_every_transport_and_a_secret_is_not_shown(
         assert re.search(rf"^  {name} +.*{re.escape(version)}", output, re.M)
 
 
-def test_a_variable_that_stops_processes_alone_fails_their_check_alone() -> None:
-    code, output = run_doctor({"SHOAL_TRANSPORT": "threads"})
-    assert code == 1
+def test_a_variable_that_stops_processes_alone_fails_their_check_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHOAL_TRANSPORT", "threads")
+    assert main(["doctor"]) == 1
+    output = capsys.readouterr().out
     assert re.search(r"^FAILED: two processes: ValueError: SHOAL_TRANSPORT=threads cannot reach rank", output, re.M)
     assert "FAILED: threads" not in output
 

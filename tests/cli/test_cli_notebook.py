@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -55,9 +58,19 @@ class Notebook:
     def environ(self) -> dict[str, str]:
         return {**os.environ, "IPYTHONDIR": str(self.home), "OMP_NUM_THREADS": "1"}
 
-    def shoal(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "shoal", "notebook", *arguments]
+    def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "shoal", "notebook", "start", *arguments]
         return subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=200)
+
+    def say(self, *arguments: str) -> tuple[int, str, str]:
+        """The exit status, stdout and stderr of a command that starts nothing, run in this process."""
+        with (
+            mock.patch.dict(os.environ, self.environ),
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+        ):
+            status = main(["notebook", *arguments])
+        return status, out.getvalue(), err.getvalue()
 
     def cells(self, *cells: str) -> list[Cell]:
         """Run them one after the other, each on all engines."""
@@ -87,13 +100,13 @@ class Notebook:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     one = Notebook(tmp_path_factory.mktemp("ipython"))
-    done = one.shoal("start", "-n", str(SIZE))
+    done = one.start("-n", str(SIZE))
     try:
         assert done.returncode == 0, done.stderr
         assert f"{SIZE} agents are there" in done.stdout
         yield one
     finally:
-        one.shoal("stop")
+        one.say("stop")
 
 
 def test_engines_are_agents_by_rank(job: Notebook) -> None:
@@ -158,20 +171,20 @@ def test_who_listens_at_its_ports_hears_nothing(job: Notebook) -> None:
 
 
 def test_a_second_job_of_a_profile_is_refused(job: Notebook) -> None:
-    done = job.shoal("start", "-n", "1")
-    assert done.returncode == 1
-    assert "`shoal notebook stop` ends them" in done.stderr
-    assert job.shoal("status").stdout == f"agents are running, started by process {job.owner()}\n"
+    status, _, err = job.say("start", "-n", "1")
+    assert status == 1
+    assert "`shoal notebook stop` ends them" in err
+    assert job.say("status")[1] == f"agents are running, started by process {job.owner()}\n"
 
 
 def test_a_job_that_is_killed_leaves_nothing(job: Notebook) -> None:
     os.kill(job.owner(), signal.SIGKILL)
     _until(lambda: not job.processes(), "all of it to end")
-    assert job.shoal("status").stdout == "no agents are running\n"
+    assert job.say("status")[1] == "no agents are running\n"
 
 
 def test_it_starts_again_after_that_and_stop_ends_engines_that_are_busy(job: Notebook) -> None:
-    again = job.shoal("start", "-n", "1")
+    again = job.start("-n", "1")
     assert again.returncode == 0, again.stderr
     mark = job.home / "busy"
     cell = f"%%px\nimport shoal, subprocess\nshoal.init()\nopen({str(mark)!r}, 'w').close()\n"
@@ -181,16 +194,16 @@ def test_it_starts_again_after_that_and_stop_ends_engines_that_are_busy(job: Not
         busy.stdin.write(json.dumps([cell + "subprocess.Popen(['sleep', '1000'])\nwhile True: pass"]).encode())
         busy.stdin.close()
         _until(mark.exists, "the engine to be busy")
-        done = job.shoal("stop")
+        done = job.say("stop")
         busy.kill()
-    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
+    assert done[:2] == (0, "stopped\n"), done[2]
     assert job.processes() == []
-    assert job.shoal("status").returncode == 1
+    assert job.say("status")[0] == 1
 
 
 def test_engines_that_do_not_come_are_an_error_that_leaves_nothing(tmp_path: Path) -> None:
     one = Notebook(tmp_path)
-    done = one.shoal("start", "-n", "1", "--wait", "0.2")
+    done = one.start("-n", "1", "--wait", "0.2")
     assert done.returncode == 1
     assert re.search("did not start in time|came in time", done.stderr)
     assert one.processes() == []

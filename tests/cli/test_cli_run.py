@@ -136,6 +136,7 @@ def test_agents_find_the_variables_that_torchrun_sets(script: Script, tmp_path: 
         assert ours[rank]["MASTER_ADDR"] == "127.0.0.1"
 
 
+@pytest.mark.soak  # the variables that it reads are those of torchrun: the test above
 def test_init_process_group_works_as_under_torchrun(script: Script) -> None:
     path = script(
         "import torch, torch.distributed as dist\n"

@@ -8,8 +8,8 @@ import io
 import json
 import os
 import pty
-import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import pytest
 from shoal.cli import main
 from shoal.sim import Link
 from shoal.sim.probe import Measured
+from support.world import World
 
 CARD = ("--latency", "5ms", "--bandwidth", "1gbit", "--model-mb", "100")
 NETWORK = ("--agents", "16", "--per-machine", "4", *CARD)
@@ -37,20 +38,27 @@ def test_a_round_of_one_message_a_card_takes_the_latency_and_its_bytes() -> None
     assert one["seconds"] == pytest.approx(2 * 0.805, rel=1e-3)
 
 
-def test_a_bar_shows_on_a_terminal_how_far_it_is() -> None:
+def test_a_bar_shows_on_a_terminal_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "shoal", "topology", "recommend", "-n", "16"]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment) as running:
-        os.close(theirs)
-        shown = b""
+    shown = bytearray()
+
+    def look() -> None:
         with contextlib.suppress(OSError):  # which is how Linux ends a terminal whose other side is closed
             while piece := os.read(ours, 4096):
-                shown += piece
-        os.close(ours)
-        assert running.stdout is not None
-        assert b"16 agents on 16 machines" in running.stdout.read()
-        assert running.wait(timeout=50) == 0
+                shown.extend(piece)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", terminal)
+        assert main(["topology", "recommend", "-n", "8"]) == 0
+    looking.join()
+    os.close(ours)
+    assert "8 agents on 8 machines" in capsys.readouterr().out
     assert b"timing" in shown
 
 
@@ -164,13 +172,18 @@ def test_measure_alone_starts_agents_on_this_machine(capfd: pytest.CaptureFixtur
     assert "measuring with agents on this machine" in err
 
 
+def printed_by(*options: str) -> str:
+    """What the command prints in this process, which a launcher has started."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["topology", "recommend", *options]) == 0
+    return out.getvalue()
+
+
 def test_measure_under_a_launcher_asks_its_agents_and_rank_0_prints() -> None:
-    command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", "2", "-m", "shoal"]
-    options = ["topology", "recommend", "--measure", "--model-mb", "1", "--json"]
-    environ = {name: text for name, text in os.environ.items() if not name.startswith("SHOAL_")}
-    done = subprocess.run([*command, *options], env=environ, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0, done.stderr
-    assert is_a_measured_machine_of_two(document(done.stdout))
+    with World(2, init=False) as world:
+        first, other = world.results(printed_by, "--measure", "--model-mb", "1", "--json")
+    assert is_a_measured_machine_of_two(document(first))
+    assert other == ""
 
 
 @pytest.fixture
@@ -187,20 +200,20 @@ def two_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_few_agents_measure_for_many(capsys: pytest.CaptureFixture[str], two_measured: list[int]) -> None:
-    assert main(["topology", "recommend", "--measure", "-n", "16", "--json"]) == 0
+    assert main(["topology", "recommend", "--measure", "-n", "8", "--json"]) == 0
     network = document(capsys.readouterr().out)["network"]
     assert two_measured == [4]
-    assert (network["agents"], network["agents_per_machine"], network["inside"]["bandwidth"]) == (16, 16, 4e9)
+    assert (network["agents"], network["agents_per_machine"], network["inside"]["bandwidth"]) == (8, 8, 4e9)
 
 
 def test_what_is_said_of_the_network_between_machines_is_put_beside_what_was_measured(
     capsys: pytest.CaptureFixture[str], two_measured: list[int]
 ) -> None:
-    assert main(["topology", "recommend", "--measure", *NETWORK, "--json"]) == 0
+    assert main(["topology", "recommend", "--measure", "-n", "4", "--per-machine", "2", *CARD, "--json"]) == 0
     network = document(capsys.readouterr().out)["network"]
     assert network["between"] == {"latency": 5e-3, "bandwidth": 1.25e8, "overhead": 0.0, "download": None}
     assert network["inside"] == {"latency": 1e-5, "bandwidth": 4e9, "overhead": 0.0, "download": None}
-    assert network["agents_per_machine"] == 4
+    assert network["agents_per_machine"] == 2
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import re
-import runpy
 import struct
 import sys
 from collections.abc import Iterable
-from contextlib import redirect_stdout
 from math import cos, pi
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shoal
-from support.world import World
+from support.scripts import in_processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -56,25 +53,6 @@ def folder(tmp_path: Path) -> Path:
 def in_fleet(size: int, folder: Path, *options: str) -> list[list[train_cifar10.Run]]:
     args = train_cifar10.parse(["--data", str(folder), *SMALL, *options])
     return shoal.Fleet(size, timeout=20.0).run(train_cifar10.main, args)
-
-
-def printed_by(script: str, *arguments: str) -> str:
-    """What a script prints in this process, which is one of its agents."""
-    sys.argv = [script, *arguments]
-    with redirect_stdout(io.StringIO()) as output:
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    return output.getvalue()
-
-
-def in_processes(size: int, script: str, *arguments: str) -> str:
-    """What rank 0 prints where each agent is a process of its own."""
-    world = World(size, init=False, timeout=60.0, environment={"COLUMNS": "100"})
-    try:
-        first, *others = world.results(printed_by, script, *arguments, patience=120.0)
-    finally:
-        world.destroy()  # the script has shut its agents down; what matplotlib keeps is not ours to judge
-    assert not any(others)
-    return str(first)
 
 
 def saved(checkpoints: Path) -> dict[str, Any]:
@@ -130,7 +108,8 @@ def test_processes_go_on_from_where_a_fleet_stopped(tmp_path: Path, folder: Path
     in_fleet(2, folder, "--compare", "--checkpoint", str(tmp_path / "parts"), "--stop-after", "1")
     picture = tmp_path / "not yet there" / "cifar10.png"
     options = ("--compare", "--checkpoint", str(tmp_path / "parts"), "--resume", "--picture", str(picture))
-    output = in_processes(2, "train_cifar10.py", "--data", str(folder.parent), *SMALL, *options)
+    output, other = in_processes(2, EXAMPLES / "train_cifar10.py", "--data", str(folder.parent), *SMALL, *options)
+    assert other == ""
     assert_same_bits(saved(tmp_path / "whole"), saved(tmp_path / "parts"))
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     epochs = re.findall(r"^(adapt, then combine|all-reduce) +epoch (\d)/2", output, re.MULTILINE)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_cifar10 import assert_same_bits, in_processes, saved
+from test_train_cifar10 import assert_same_bits, saved
 
 import shoal
+from support.scripts import in_processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -71,7 +72,8 @@ def test_processes_go_on_from_where_a_fleet_stopped(tmp_path: Path, file: Path) 
     in_fleet(2, file, "--compare", "--checkpoint", str(tmp_path / "parts"), "--stop-after", "3")
     picture = tmp_path / "not yet there" / "gpt.png"
     options = ("--compare", "--checkpoint", str(tmp_path / "parts"), "--resume", "--picture", str(picture))
-    output = in_processes(2, "train_gpt.py", "--text", str(file), *SMALL, *options)
+    output, other = in_processes(2, EXAMPLES / "train_gpt.py", "--text", str(file), *SMALL, *options)
+    assert other == ""
     assert_same_bits(saved(tmp_path / "whole"), saved(tmp_path / "parts"))
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     steps = re.findall(r"^(adapt, then combine|all-reduce) +step (\d)/5", output, re.MULTILINE)

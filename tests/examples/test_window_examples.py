@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import shoal
+from support.scripts import in_processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -62,14 +63,26 @@ def test_push_sum_brings_every_agent_to_the_mean_and_loses_nothing(tmp_path: Pat
     assert figures.lost < 1e-12
 
 
+def test_push_sum_runs_in_processes(tmp_path: Path) -> None:
+    picture = tmp_path / "not yet there" / "p.png"
+    options = ("--picture", str(picture), "--steps", "100", *FAST)
+    printed, other = in_processes(2, EXAMPLES / "push_sum_async.py", *options)
+    assert_push_sum_says_so(printed, picture)
+    assert other == ""
+
+
+@pytest.mark.soak
 @LAUNCHES
 def test_push_sum_runs_under_shoal_run(tmp_path: Path) -> None:
-    picture = tmp_path / "not yet there" / "p.png"
-    printed = launched("push_sum_async.py", 2, picture, "--steps", "100", *FAST)
+    picture = tmp_path / "p.png"
+    assert_push_sum_says_so(launched("push_sum_async.py", 2, picture, "--steps", "100", *FAST), picture)
+
+
+def assert_push_sum_says_so(printed: str, picture: Path) -> None:
     errors = [float(error) for error in re.findall(r"agent \d: +\d+ steps in .*, error (\S+)", printed)]
     assert len(errors) == 2
     assert max(errors) < 1e-12
-    assert is_png(picture)
+    assert f"Picture: {picture}" in printed and is_png(picture)
 
 
 @pytest.mark.parametrize("agents", [4, 5, 9])

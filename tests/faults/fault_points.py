@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -18,6 +19,9 @@ from shoal.runtime.events import Event
 from shoal.transport.network import NetworkIncoming, NetworkLink
 from support.agent_main import die
 from support.world import template
+
+OVER: dict[str, dict[str, str]] = {"shared_memory": {}, "network": {"SHOAL_TRANSPORT": "network"}}
+"""The transports between processes, and the environment that has agents use each."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,20 @@ class Point:
 
     def __str__(self) -> str:
         return f"{self.kind.replace(' ', '_')}-{self.count}"
+
+
+def swept(points: Sequence[Point], numels: tuple[int, int]) -> pytest.MarkDecorator:
+    """Every point over both transports, with small tensors over the one and large ones over the other, in turn.
+
+    So any two of point, size and transport meet; the soak has all three.
+    """
+    cases = []
+    for number, point in enumerate(points):
+        for size, numel in enumerate(numels):
+            for way, (name, environment) in enumerate(OVER.items()):
+                marks = [pytest.mark.transport(name), *([pytest.mark.soak] if (number + size + way) % 2 else [])]
+                cases.append(pytest.param(point, numel, environment, id=f"{point}-{numel}-{name}", marks=marks))
+    return pytest.mark.parametrize(("point", "numel", "environment"), cases)
 
 
 def arm(point: Point, act: Callable[[], object] = die) -> None:

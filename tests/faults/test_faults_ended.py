@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_points import Point, arm, average_until_it_fails
+from fault_points import Point, arm, average_until_it_fails, swept
 
 import shoal
 from shoal.runtime import bootstrap
@@ -390,10 +390,7 @@ def wait_until_asked(name: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("environment", OVER)
-@pytest.mark.parametrize("numel", [16, 30_000])
-@pytest.mark.parametrize(
-    "point",
+@swept(
     [
         Point("submitted", 2),
         *(Point("sent", k) for k in (1, 2, 5)),
@@ -402,7 +399,7 @@ def wait_until_asked(name: str) -> None:
         *(Point("finished", k) for k in (1, 4)),
         Point("waited", 3),
     ],
-    ids=str,
+    (16, 30_000),
 )
 def test_ctrl_c_anywhere_in_an_operation_leaves_an_agent_that_can_shut_down(
     environment: dict[str, str], numel: int, point: Point

@@ -16,6 +16,7 @@ from fault_points import (
     known_as_dead,
     seconds_of_a_round,
     start_a_data_loader,
+    swept,
     until_killed_allreduces,
     until_killed_barriers,
     until_killed_pushes,
@@ -57,9 +58,7 @@ def assert_all_learnt_it(outcomes: list[Outcome], victim: int = VICTIM, seconds:
         assert one.ended - dead.ended < seconds, f"rank {one.rank} learnt it after {one.ended - dead.ended:.2f} s"
 
 
-@pytest.mark.parametrize("environment", OVER)
-@pytest.mark.parametrize("numel", [SMALL, LARGE])
-@pytest.mark.parametrize("point", SWEPT, ids=str)
+@swept(SWEPT, (SMALL, LARGE))
 def test_all_survivors_learn_within_a_second_who_was_killed(
     environment: dict[str, str], numel: int, point: Point
 ) -> None:

@@ -69,6 +69,6 @@ def test_thousands_of_operations_conserve_it_too(fleet: Fleets, dyadic: bool) ->
 @pytest.mark.parametrize("environment", OVER)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_processes_conserve_mass_exactly(environment: dict[str, str], threads: int) -> None:
-    flow = Flow(phases=3, operations=120 // threads, threads=threads, seed=4)
+    flow = Flow(phases=2, operations=120 // threads, threads=threads, seed=4)
     with World(4, environment=environment) as world:
         assert_conserved(world.results(move_mass, flow), flow)

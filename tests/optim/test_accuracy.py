@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.topology import OnePeerExponential
 
-SIZE, EPOCHS, BATCH = 4, 10, 16
+SIZE, EPOCHS, BATCH, SEEDS = 4, 10, 16, 2
 
 
 def digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
@@ -68,10 +68,10 @@ def train(decentralized: bool, seed: int) -> float:
 @pytest.mark.timeout(300)
 def test_within_half_a_point_of_all_reduce_on_digits() -> None:
     accuracies = {
-        decentralized: [sum(shoal.Fleet(SIZE).run(train, decentralized, seed)) / SIZE for seed in range(3)]
+        decentralized: [sum(shoal.Fleet(SIZE).run(train, decentralized, seed)) / SIZE for seed in range(SEEDS)]
         for decentralized in (True, False)
     }
-    atc, allreduce = (sum(accuracies[kind]) / 3 for kind in (True, False))
+    atc, allreduce = (sum(accuracies[kind]) / SEEDS for kind in (True, False))
     assert allreduce > 0.95, accuracies
     assert atc > allreduce - 0.005, accuracies
 

@@ -6,8 +6,11 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from shoal.optim import heap
 
 PAGES = (4 * 2048 * 2048 * 4) // os.sysconf("SC_PAGE_SIZE")
 """Of the gradients of the script's model."""
@@ -47,13 +50,28 @@ def test_gradients_lie_where_those_of_the_step_before_did() -> None:
     assert faults_of_a_step() < PAGES // 10
 
 
+def test_what_the_environment_says_of_the_heap_holds() -> None:
+    assert faults_of_a_step(MALLOC_TRIM_THRESHOLD_="131072") > PAGES // 2
+
+
 @pytest.mark.parametrize(
-    "name, text",
+    ("name", "text", "tuned"),
     [
-        ("MALLOC_TRIM_THRESHOLD_", "131072"),
-        ("MALLOC_MMAP_THRESHOLD_", "131072"),
-        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
+        ("MALLOC_TRIM_THRESHOLD_", "131072", True),
+        ("MALLOC_MMAP_THRESHOLD_", "131072", True),
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072", True),
+        ("GLIBC_TUNABLES", "glibc.pthread.rseq=0", False),
+        ("MALLOC_TRIM_THRESHOLD_", "", False),
     ],
 )
-def test_what_the_environment_says_of_the_heap_holds(name: str, text: str) -> None:
-    assert faults_of_a_step(**{name: text}) > PAGES // 2
+def test_any_variable_of_the_heap_leaves_it_alone(
+    name: str, text: str, tuned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(one, raising=False)
+    monkeypatch.setenv(name, text)
+    told: list[tuple[int, int]] = []
+    libc = SimpleNamespace(mallopt=lambda what, value: told.append((what, value)) or 1)
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: libc)
+    assert heap.keep_freed_memory.__wrapped__() is not tuned
+    assert bool(told) is not tuned

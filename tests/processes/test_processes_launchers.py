@@ -33,7 +33,8 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs 
     "launcher",
     [
         pytest.param([*TORCHRUN, "--nproc-per-node", "2"], id="torchrun"),
-        pytest.param([*SHOAL_RUN, "-n", "2"], id="shoal-run"),
+        # The main job runs under it always: tests/examples/test_train_digits.py.
+        pytest.param([*SHOAL_RUN, "-n", "2"], id="shoal-run", marks=pytest.mark.soak),
         pytest.param([*MPIRUN, "-n", "2", sys.executable], id="mpirun", marks=needs_mpirun),
     ],
 )

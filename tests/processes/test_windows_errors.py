@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -222,9 +221,15 @@ else:
 def test_a_script_that_fails_while_a_call_of_its_waits_ends_and_says_so(tmp_path: Path) -> None:
     script = tmp_path / "crashes.py"
     script.write_text(CRASHES)
-    command = [sys.executable, "-m", "shoal", "run", "-n", "2", "--on-failure", "continue", str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert "ValueError: a bug in the script" in ended.stderr + ended.stdout
-    (line,) = [line for line in ended.stdout.splitlines() if "heard" in line]
+    world = World(2, init=False)
+    try:
+        pending = [world.run_on(rank, runpy.run_path, str(script), None, "__main__", caught=False) for rank in range(2)]
+        codes = [one.outcome().message for one in pending]
+        failed, other = (member.log.read_text() for member in world.members)
+    finally:
+        world.destroy()
+    assert codes == ["exit code 1", "exit code 0"]
+    assert "ValueError: a bug in the script" in failed
+    (line,) = [line for line in other.splitlines() if "heard" in line]
     seconds, *rest = line.partition("heard ")[2].split(maxsplit=1)
     assert float(seconds) < 5 and rest == ["(0,) True"]

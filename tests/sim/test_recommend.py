@@ -18,7 +18,7 @@ from shoal.topology import RingStarDelegates, find
 CARD, INSIDE = Link(1e-3, 1.25e8), Link(0.0, 4e9)
 NBYTES = 1e7
 PLAIN = Training()
-FLEETS = [(3, 1), (6, 1), (8, 1), (8, 4), (8, 8), (6, 2), (24, 4)]
+FLEETS = [(3, 1), (6, 1), (8, 1), (8, 4), (8, 8), (24, 4)]
 LR, STEPS, COLUMNS = 0.02, 750, 20
 
 
