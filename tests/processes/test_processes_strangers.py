@@ -29,8 +29,8 @@ from strangers import (
 )
 
 import shoal
+from shoal.transport.admission import MAX_STRANGERS
 from shoal.transport.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting
-from shoal.transport.router import MAX_STRANGERS
 from shoal.transport.sockets import GREETING_SECONDS
 from shoal.transport.wire import ProtocolError
 from support.leftovers import wait_until

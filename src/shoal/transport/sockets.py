@@ -24,6 +24,14 @@ GREETING_SECONDS = 10.0
 """A connection that has not proved itself after this long is closed."""
 
 
+_PASSING = {errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT, errno.ENOTCONN}
+"""Of a connection that is not made yet: what also one that is flooded does. Where nobody listens, it is refused."""
+
+
+class CutOff(ProtocolError):
+    """The other side has closed the connection during the handshake."""
+
+
 def hear(sock: socket.socket, nbytes: int) -> bytes:
     """What has come of the next ``nbytes`` of a handshake."""
     try:
@@ -31,8 +39,12 @@ def hear(sock: socket.socket, nbytes: int) -> bytes:
     except BlockingIOError:
         return b""
     if not data:
-        raise ProtocolError("it closed the connection during the handshake")
+        raise CutOff("it closed the connection during the handshake")
     return data
+
+
+def _is_passing(error: Exception) -> bool:
+    return isinstance(error, CutOff) or (isinstance(error, OSError) and error.errno in _PASSING)
 
 
 class Outgoing:
@@ -46,6 +58,7 @@ class Outgoing:
         self.peer = peer
         self.sock = sock
         self.open = False
+        self.on_cut: Callable[[Outgoing, str], None] | None = None  # sees to it that a handshake is tried again
         self._greeting = greeting
         self._answered = False
         self._heard = b""
@@ -54,6 +67,13 @@ class Outgoing:
         self._events = READ
         poller.add(sock.fileno(), self._on_event)
 
+    def begin_again(self, sock: socket.socket, greeting: Connecting) -> None:
+        """Once more, over another connection, after this one was cut. What is queued waits for it."""
+        self.sock.close()
+        self.sock, self._greeting = sock, greeting
+        self._answered, self._heard, self._events = False, b"", READ
+        self._poller.add(sock.fileno(), self._on_event)
+
     def _on_event(self, events: int) -> None:
         try:
             if self.open:
@@ -61,7 +81,12 @@ class Outgoing:
             else:
                 self._greet()
         except (OSError, ProtocolError) as error:
-            self.fail(str(error) or repr(error), isinstance(error, ProtocolError))
+            cause = str(error) or repr(error)
+            if self.open or self.on_cut is None or not _is_passing(error):
+                self.fail(cause, isinstance(error, ProtocolError))
+                return
+            self._poller.remove(self.sock.fileno())  # and not closed: without a socket a link counts as done with
+            self.on_cut(self, cause)
 
     def _greet(self) -> None:
         expected = WELCOME_SIZE if self._answered else HELLO_SIZE
