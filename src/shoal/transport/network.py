@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from .addresses import resolved
+from .budgets import Budget
 from .handshake import Accepting, Connecting
 from .link import Published, Receiver
 from .memory import ResultPool
@@ -187,6 +188,7 @@ class NetworkIncoming(Incoming):
         self._at = 0
         self._filled = 0
         self._payloads: dict[int, tuple[Payload, memoryview, int]] = {}
+        self._announced = Budget("tensors that are announced and have not come")
         self._chunk: tuple[int, int] | None = None  # (token, bytes still to come)
         self._wakes_at = 1
 
@@ -229,6 +231,7 @@ class NetworkIncoming(Incoming):
         payload.available = at // payload.data.element_size()
         if at == len(memory):
             del self._payloads[token]
+            self._announced.give_back(len(memory))
         else:
             self._payloads[token] = (payload, memory, at)
         if not rest:
@@ -275,6 +278,7 @@ class NetworkIncoming(Incoming):
                 raise ProtocolError("a tensor announced twice, or without bytes")
             if message.nbytes > MACHINE_BYTES:
                 raise ProtocolError(f"a tensor of {message.nbytes:,} bytes, more than this machine has")
+            self._announced.take(message.nbytes)
             data = self._pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
             message.payload = Payload(data, 0)
             self._payloads[message.token] = (message.payload, _bytes_of(data), 0)
