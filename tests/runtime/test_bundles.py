@@ -299,3 +299,19 @@ def test_a_neighbour_that_has_sent_its_part_may_leave_before_the_others_come(fle
 
     found = fleet(3).run(run)
     assert found[0] == pytest.approx([1.0 + part for part in range(5)])
+
+
+@pytest.mark.transport("network")
+def test_a_bundle_of_which_not_all_has_come_is_no_broken_promise() -> None:
+    """Who is late answers the questions of before when its calls have ended; what it sent them in is still coming."""
+
+    def run() -> float:
+        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        shoal.barrier()
+        if shoal.rank() == 0:
+            time.sleep(0.3)
+        x = torch.ones(2000)
+        handles = [shoal.neighbor_allreduce_nonblocking(x) for _ in range(1000)]
+        return sum(handle.wait()[0].item() for handle in handles)
+
+    assert shoal.Fleet(2, transport="network", timeout=20.0).run(run) == [1000.0] * 2

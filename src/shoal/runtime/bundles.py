@@ -96,6 +96,7 @@ class Bundles:
         self._pending: deque[Operation] = deque()
         self._active: dict[str, Bundle] = {}
         self._early: dict[tuple[str, int], list[Parcel]] = {}  # by the operations that are in them
+        self._coming: list[Parcel] = []  # to be unpacked once all of it is here
         self._unread: list[Channel] = []
 
     # Going out
@@ -298,6 +299,7 @@ class Bundles:
         for parcel in self._all_early():
             if parcel.source == rank:
                 self._forget(parcel)
+        self._coming = [one for one in self._coming if one.source != rank]
 
     def _all_early(self) -> list[Parcel]:
         return list({id(parcel): parcel for parcels in self._early.values() for parcel in parcels}.values())
@@ -381,7 +383,12 @@ class Bundles:
         """More of a bundle that is to be unpacked is here."""
         payload = parcel.message.payload
         if payload is not None and payload.complete:
+            self._coming = [one for one in self._coming if one is not parcel]
             self._unpack(parcel)
+
+    def is_coming(self, source: int, key: tuple[str, int]) -> bool:
+        """A message for an operation is on its way from a neighbour, in a bundle of which not all is here."""
+        return any(one.source == source and key in keys(runs_of(one.message)) for one in self._coming)
 
     def _unpack(self, parcel: Parcel) -> None:
         """Put what is in a bundle of a neighbour into bundles of ours, or make single messages of it."""
@@ -391,6 +398,7 @@ class Bundles:
         assert payload is not None
         if not payload.complete:
             payload.owner = partial(self.arrived, parcel)
+            self._coming.append(parcel)
             return
         at = 0
         for name, first, length, shape in runs_of(message):

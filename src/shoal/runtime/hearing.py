@@ -175,6 +175,8 @@ class Hearing:
         stage = operation.stage if operation else None
         if fate is not Fate.NOW or operation is None or stage is None or source not in stage.missing:
             return
+        if self._bundles.is_coming(source, (message.name, message.round)):  # it was sent before, and is longer
+            return
         why = (
             f"whose own call failed there ({message.text})"
             if message.text
