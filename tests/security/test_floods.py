@@ -318,7 +318,7 @@ def test_those_who_come_from_known_addresses_have_a_queue_of_their_own(address: 
         first.bind((address, 0))
         first.listen()
         first.settimeout(2.0)
-        others = ["fd77::3", "fd77::4"] if ":" in address else ["10.0.0.1", "10.0.0.2"]
+        others = ["fd77::3%lo", "fd77::4", "10.0.0.1", "10.0.0.2"]
         second = doors.listen_for([*others, known], first)
         assert second is not None
         second.settimeout(2.0)

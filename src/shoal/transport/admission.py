@@ -80,8 +80,10 @@ class Strangers:
 
     def forget(self, before: float) -> None:
         """Close those that came before a time."""
-        while self.oldest <= before:
-            next(iter(self._origins)).fail("it never said who it is")
+        for connection in self:
+            if connection.since > before:
+                return
+            connection.fail("it never said who it is")
 
     def __iter__(self) -> Iterator[Incoming]:
         return iter(list(self._origins))

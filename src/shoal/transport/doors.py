@@ -141,9 +141,10 @@ def listen_for(known: Iterable[str], beside: socket.socket) -> socket.socket | N
 
 def _program(known: list[str], family: int) -> list[bytes]:
     """Which of two listeners a packet is for, for the kernel: 1 where its source is one of these, else 0."""
-    at, width = (_SOURCE_IN_IPV6, 16) if family == socket.AF_INET6 else (_SOURCE_IN_IPV4, 4)
+    ipv6 = family == socket.AF_INET6
+    at, width = (_SOURCE_IN_IPV6, 16) if ipv6 else (_SOURCE_IN_IPV4, 4)
     program = []
-    for one in known:
+    for one in [address for address in known if (":" in address) == ipv6]:
         packed = socket.inet_pton(family, one.partition("%")[0])
         words = struct.unpack(f"!{width // 4}I", packed)
         for k, word in enumerate(words):
