@@ -179,7 +179,7 @@ def test_a_burst_of_ten_thousand_calls_to_an_agent_that_is_late_passes_no_budget
         handles = [shoal.neighbor_allreduce_nonblocking(x) for _ in range(count)]
         return sum(handle.wait()[0].item() for handle in handles)
 
-    assert fleet(2).run(run) == [count, count]
+    assert fleet(2, timeout=120.0).run(run) == [count, count]
 
 
 @pytest.mark.transport("shared_memory")

@@ -38,9 +38,9 @@ log = logging.getLogger("shoal")
 TRANSPORTS = ("threads", "shared_memory", "network")
 CONNECTIONS = 2
 """Of one agent to another, at most: its link, and that once more where it was cut, which may be noticed late here."""
-AGAIN_SECONDS, AGAIN_AT_MOST = 0.01, 0.5
+AGAIN_SECONDS, AGAIN_AT_MOST = 0.01, 0.1
 """The first pause before a link that was cut while it began is tried again, and the longest."""
-LOUD = 7
+LOUD = 15
 """The try after which that is logged: it has taken a second."""
 _pauses = random.Random()
 
