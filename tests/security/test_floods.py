@@ -28,10 +28,6 @@ SIZE = 6
 """Of these the agents opposite each other have no link after init."""
 NETWORK = {"SHOAL_TRANSPORT": "network"}
 ELSEWHERE = [f"127.0.0.{k}" for k in (2, 3, 4)]
-as_another_user = [
-    pytest.mark.transport("shared_memory"),
-    pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root"),
-]
 
 
 def endpoint() -> tuple[str, str, int]:
@@ -101,6 +97,7 @@ def test_a_flood_by_another_user_keeps_no_agent_out() -> None:
             assert max(world.results(with_everybody)) < 5.0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
 def test_agents_get_in_beside_a_crowd_in_one_queue(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a system where the agents cannot have a queue of their own."""
