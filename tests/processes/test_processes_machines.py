@@ -31,7 +31,7 @@ def machine() -> tuple[int, int, int, int, bool]:
 
 
 def listening() -> list[str]:
-    """The TCP addresses that this process listens on, without the ports."""
+    """The TCP addresses that this process listens on, without the ports; one may have several listeners."""
     mine = {target for _, target in holdings().descriptors}
     found = []
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
@@ -39,7 +39,7 @@ def listening() -> list[str]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == "0A" and f"socket:[{inode}]" in mine:
                 found.append(_address(local.partition(":")[0]))
-    return found
+    return sorted(set(found))
 
 
 def _address(text: str) -> str:

@@ -31,8 +31,8 @@ from strangers import (
 )
 
 import shoal
+from shoal.transport.admission import MAX_STRANGERS
 from shoal.transport.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting, Keys
-from shoal.transport.router import MAX_STRANGERS
 from shoal.transport.sealing import Keyed
 from shoal.transport.sockets import GREETING_SECONDS
 from shoal.transport.wire import ProtocolError

@@ -20,7 +20,7 @@ import shoal
 from shoal.runtime.agent import bind, current, seat
 from shoal.runtime.bootstrap import leave
 from shoal.runtime.operation import Operation
-from shoal.transport import router
+from shoal.transport import admission
 from shoal.transport.link import Published
 from support.leftovers import descriptors, wait_until
 from support.world import World
@@ -194,7 +194,7 @@ def test_a_small_tensor_whose_bytes_come_after_its_header_is_waited_for() -> Non
 
 @pytest.mark.transport("network")
 def test_more_neighbours_at_once_than_are_let_in_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(admission, "KNOWN_ROOM", -9)  # three at a time: all twelve are at one address
 
     def run() -> float:
         shoal.set_topology(shoal.FullyConnectedGraph(12))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from ..transport.wire import MAX_NAME, Kind, Message, Payload
+from ..transport.wire import MAX_NAME, Kind, Message, Payload, Where
 from .matching import WINDOW, Channel, disagreement
 from .operation import MORE, Exchange, Operation, Stage, Steps
 from .runs import MOST_OPERATIONS, Run, keys, name_of, runs_of
@@ -96,6 +96,7 @@ class Bundles:
         self._pending: deque[Operation] = deque()
         self._active: dict[str, Bundle] = {}
         self._early: dict[tuple[str, int], list[Parcel]] = {}  # by the operations that are in them
+        self._coming: list[Parcel] = []  # to be unpacked once all of it is here
         self._unread: list[Channel] = []
 
     # Going out
@@ -288,9 +289,20 @@ class Bundles:
 
     def give_up_early(self) -> None:
         """Nobody will begin what neighbours have sent bundles for; they may have their memory back."""
-        for parcel in {id(parcel): parcel for parcels in self._early.values() for parcel in parcels}.values():
+        for parcel in self._all_early():
+            self._engine.rounds.release(*parcel)
             self._engine.outbox.done_with(*parcel)
         self._early.clear()
+
+    def forget(self, rank: int) -> None:
+        """An agent is lost: drop what came from it."""
+        for parcel in self._all_early():
+            if parcel.source == rank:
+                self._forget(parcel)
+        self._coming = [one for one in self._coming if one.source != rank]
+
+    def _all_early(self) -> list[Parcel]:
+        return list({id(parcel): parcel for parcels in self._early.values() for parcel in parcels}.values())
 
     def check(self, now: float) -> float:
         """Take apart what has waited long enough. Returns when to come back."""
@@ -324,6 +336,7 @@ class Bundles:
         if any(self._engine.rounds.has_begun(*key) for key in keys(runs)):
             self._unpack(parcel)
             return
+        self._engine.rounds.charge(source, message)
         for key in keys(runs):
             self._early.setdefault(key, []).append(parcel)
         if self._engine.closing:
@@ -370,7 +383,12 @@ class Bundles:
         """More of a bundle that is to be unpacked is here."""
         payload = parcel.message.payload
         if payload is not None and payload.complete:
+            self._coming = [one for one in self._coming if one is not parcel]
             self._unpack(parcel)
+
+    def is_coming(self, source: int, key: tuple[str, int]) -> bool:
+        """A message for an operation is on its way from a neighbour, in a bundle of which not all is here."""
+        return any(one.source == source and key in keys(runs_of(one.message)) for one in self._coming)
 
     def _unpack(self, parcel: Parcel) -> None:
         """Put what is in a bundle of a neighbour into bundles of ours, or make single messages of it."""
@@ -380,6 +398,7 @@ class Bundles:
         assert payload is not None
         if not payload.complete:
             payload.owner = partial(self.arrived, parcel)
+            self._coming.append(parcel)
             return
         at = 0
         for name, first, length, shape in runs_of(message):
@@ -441,12 +460,17 @@ class Bundles:
         """Take a bundle out of the list of those that came early."""
         if not self._early:
             return
+        kept = False
         for key in keys(runs_of(parcel.message)):
-            left = [one for one in self._early.get(key, ()) if one is not parcel]
+            known = self._early.get(key, ())
+            left = [one for one in known if one is not parcel]
+            kept = kept or len(left) < len(known)
             if left:
                 self._early[key] = left
             else:
                 self._early.pop(key, None)
+        if kept:
+            self._engine.rounds.release(*parcel)
 
 
 def _piece(like: Message, name: str, round_: int, shape: tuple[int, ...], data: torch.Tensor) -> Message:
@@ -461,6 +485,7 @@ def _piece(like: Message, name: str, round_: int, shape: tuple[int, ...], data: 
         dtype=like.dtype,
         shape=shape,
         payload=Payload(data, data.numel()),
+        where=Where.INLINE,
         nbytes=data.numel() * data.element_size(),
     )
 

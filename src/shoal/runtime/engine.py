@@ -375,7 +375,7 @@ class Engine:
 
     def _check(self, now: float) -> None:
         self.next_check = float("inf")  # what is done here may find more that is due
-        self.router.forget_strangers(now)
+        self.router.check(now)
         if not self.outbox.said_goodbye and not self.deaf:
             for departure in self.departures.believed(now):
                 self.hearing.on_gone(departure)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import Mismatch, PeerLost, ShoalError
-from ..transport.wire import DIED, Kind, Message, Payload
+from ..transport.wire import DIED, Kind, Message, Payload, ProtocolError
 from .departures import Departure
 from .matching import Fate, disagreement, unexpected
 from .operation import Operation, Stage, describe
@@ -55,6 +55,12 @@ class Hearing:
         self._membership = engine.membership
 
     def on_message(self, source: int, message: Message) -> None:
+        try:
+            self._on_message(source, message)
+        except ProtocolError as error:  # also of what is put apart here, long after it came
+            self.on_closed(source, str(error), True, True)
+
+    def _on_message(self, source: int, message: Message) -> None:
         kind = message.kind
         if kind is Kind.DATA:
             self._on_data(source, message)
@@ -169,6 +175,8 @@ class Hearing:
         stage = operation.stage if operation else None
         if fate is not Fate.NOW or operation is None or stage is None or source not in stage.missing:
             return
+        if self._bundles.is_coming(source, (message.name, message.round)):  # it was sent before, and is longer
+            return
         why = (
             f"whose own call failed there ({message.text})"
             if message.text
@@ -247,6 +255,9 @@ class Hearing:
             # It also waits for somebody of whose tensor a part is still missing.
             if rank in operation.waiting_for or (not stage.posted and stage.sends_to(rank)):
                 self._engine.fail(operation, self.miss(operation, [rank]))
+        if died:
+            self._bundles.forget(rank)
+            self._rounds.forget(rank)
         self._engine.router.drop(rank)
 
     def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:

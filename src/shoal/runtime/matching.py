@@ -7,10 +7,11 @@ has made the call waits; what comes for a call that has ended here without expec
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from enum import Enum, auto
 
+from ..transport.budgets import Budget, cost
 from ..transport.wire import Message
 from .operation import Operation, Stage, describe
 
@@ -90,6 +91,8 @@ class Rounds:
         self._channels: dict[str, Channel] = {}
         self._early: dict[Key, dict[tuple[int, int], Message]] = {}
         self._asks: dict[Key, set[Ask]] = {}
+        self._kept: dict[int, Budget] = defaultdict(lambda: Budget("messages that came before this agent's call"))
+        self._asked: dict[int, Budget] = defaultdict(lambda: Budget("questions for calls that this agent has not made"))
         self._tombstones: OrderedDict[Key, str] = OrderedDict()  # why they failed
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
@@ -164,18 +167,51 @@ class Rounds:
         return (Fate.NOW if message.stage == stage.number else Fate.UNEXPECTED), operation
 
     def keep(self, source: int, message: Message) -> None:
-        """Keep a message until its stage begins."""
-        self._early.setdefault((message.name, message.round), {})[(message.stage, source)] = message
+        """Keep a message until its stage begins. ProtocolError if that is more than its sender may have kept."""
+        key, place = (message.name, message.round), (message.stage, source)
+        self.charge(source, message)
+        before = self._early.setdefault(key, {}).pop(place, None)
+        if before is not None:
+            self.release(source, before)
+        self._early[key][place] = message
+
+    def charge(self, source: int, message: Message) -> None:
+        """A message is kept for a peer. ProtocolError if that is one too many."""
+        self._kept[source].take(cost(message))
+
+    def release(self, source: int, message: Message) -> None:
+        """It is not kept any more."""
+        self._kept[source].give_back(cost(message))
 
     def give_up_early(self) -> list[tuple[int, Message]]:
         """Take out the messages for calls that this agent has not made, and will not."""
         keys = [key for key in self._early if key[1] >= self._begun.get(key[0], 0)]
         found = [self._early.pop(key) for key in keys]
-        return [(source, message) for early in found for (_, source), message in early.items()]
+        return [self._out(source, message) for early in found for (_, source), message in early.items()]
+
+    def _out(self, source: int, message: Message) -> tuple[int, Message]:
+        self.release(source, message)
+        return source, message
+
+    def forget(self, rank: int) -> None:
+        """An agent is lost: drop what is kept for it."""
+        for key in [key for key, early in self._early.items() if any(source == rank for _, source in early)]:
+            early = {place: message for place, message in self._early.pop(key).items() if place[1] != rank}
+            if early:
+                self._early[key] = early
+        for key, asks in list(self._asks.items()):
+            self._asks[key] = {ask for ask in asks if ask[1] != rank}
+            if not self._asks[key]:
+                del self._asks[key]
+        self._kept.pop(rank, None)
+        self._asked.pop(rank, None)
 
     def keep_ask(self, source: int, message: Message) -> None:
-        """Keep a question until its stage begins."""
-        self._asks.setdefault((message.name, message.round), set()).add((message.stage, source))
+        """Keep a question until its stage begins. ProtocolError if it is one too many."""
+        key, ask = (message.name, message.round), (message.stage, source)
+        if ask not in self._asks.get(key, ()):
+            self._asked[source].take(0)
+            self._asks.setdefault(key, set()).add(ask)
 
     def is_waited_for(self) -> bool:
         """Another agent waits for a call that this one has not made."""
@@ -186,7 +222,7 @@ class Rounds:
         early = self._early.get((operation.name, operation.round))
         if early:
             for key in [key for key in early if key[0] == stage]:
-                yield key[1], early.pop(key)
+                yield self._out(key[1], early.pop(key))
 
     def asked_early(self, operation: Operation, stage: Stage) -> Iterator[int]:
         """Take out who has asked for something from a stage that begins."""
@@ -194,6 +230,7 @@ class Rounds:
         if asks:
             for ask in [ask for ask in asks if ask[0] == stage.number]:
                 asks.discard(ask)
+                self._asked[ask[1]].give_back(0)
                 yield ask[1]
 
     def why(self, what: Operation | Message) -> str:
@@ -211,7 +248,9 @@ class Rounds:
                 self._tombstones.popitem(last=False)
         early = self._early.pop(key, None)
         asks = self._asks.pop(key, None)
-        return [(source, message) for (_, source), message in early.items()] if early else [], list(asks or ())
+        for _, source in asks or ():
+            self._asked[source].give_back(0)
+        return [self._out(source, message) for (_, source), message in early.items()] if early else [], list(asks or ())
 
 
 def unexpected(source: int, rank: int) -> str:

@@ -19,6 +19,8 @@ MAGIC = b"SHOAL"
 _HELLO = struct.Struct(f"<{len(MAGIC)}sH16s")
 _ANSWER = struct.Struct("<II16s32s")
 HELLO_SIZE, ANSWER_SIZE, WELCOME_SIZE = _HELLO.size, _ANSWER.size, 32
+REFUSED = bytes(WELCOME_SIZE)
+"""Instead of a welcome, to who could not prove who he is."""
 
 
 def _proof(secret: bytes, what: bytes, hello: bytes, nonce: bytes, source: int, destination: int) -> bytes:
@@ -83,5 +85,10 @@ class Connecting:
         return _ANSWER.pack(self._source, self._destination, nonce, proof)
 
     def check(self, welcome: bytes) -> None:
+        if welcome == REFUSED:
+            raise ProtocolError(
+                "it refuses this agent: the secret, the certificate or what was said at the rendezvous is not its own "
+                "job's"
+            )
         if not hmac.compare_digest(welcome, self._expected):
             raise ProtocolError("it does not know this job's secret")

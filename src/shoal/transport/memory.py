@@ -26,6 +26,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ..interrupts import held
+from . import budgets
 from .wire import ProtocolError
 
 T = TypeVar("T")
@@ -282,6 +283,12 @@ class PeerMemory:
     def add(self, ident: int, fd: int, lockable: bool = False) -> None:
         """Map a descriptor that came with a message, and close it, unless its file is to be locked."""
         try:
+            if ident in self._segments:
+                raise ProtocolError(f"memory {ident} shared twice")
+            if len(self._segments) >= budgets.SEGMENTS:
+                raise ProtocolError(f"it has passed its budget of {budgets.SEGMENTS:,} memory files that are shared")
+            if lockable and len(self._descriptors) >= budgets.descriptors():
+                raise ProtocolError(f"it has passed its budget of {budgets.descriptors():,} windows")
             seals = fcntl.fcntl(fd, 1034)  # F_GET_SEALS
             if not seals & F_SEAL_SHRINK:
                 raise ProtocolError("shared memory that its owner could shrink")

@@ -6,6 +6,7 @@ several, so that a large tensor never blocks another name. A chunk is received s
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -17,6 +18,7 @@ from typing import NamedTuple, cast
 import torch
 
 from .addresses import resolved
+from .budgets import Budget
 from .handshake import Accepting, Connecting
 from .link import Published, Receiver
 from .memory import ResultPool
@@ -49,6 +51,7 @@ def listen(address: str) -> socket.socket:
     family, name = resolved(address, 0)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for the one that is for agents (doors.py)
         sock.bind(name)
         sock.listen(1024)
     except BaseException:
@@ -67,7 +70,9 @@ def start_connecting(address: str, port: int) -> socket.socket:
         sock.connect(name)
     except BlockingIOError:
         pass
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+            return sock  # no port of our own is free, as in a flood from here: the first reading says so
         sock.close()
         raise
     return sock
@@ -135,6 +140,10 @@ class NetworkLink(Outgoing):
         elif stop > start:
             message.where = Where.STREAM
             self._streams.append(_Stream(message.token, published.bytes(start, stop), published))
+
+    def begin_again(self, sock: socket.socket, greeting: Connecting) -> None:
+        self._tls = None
+        super().begin_again(sock, greeting)
 
     def _is_private(self) -> bool:
         if self._guard.certificates is None:
@@ -243,6 +252,7 @@ class NetworkIncoming(Incoming):
         self._filled = 0
         self._frames: deque[memoryview] = deque()  # of the packet that was opened last, not yet taken
         self._arriving: dict[int, _Arriving] = {}
+        self._announced = Budget("tensors that are announced and have not come")
         self._chunk: _Arriving | None = None  # the one whose chunk follows
         self._wakes_at = 1
 
@@ -342,6 +352,7 @@ class NetworkIncoming(Incoming):
                 raise ProtocolError("a tensor announced twice, or without bytes")
             if message.nbytes > MACHINE_BYTES:
                 raise ProtocolError(f"a tensor of {message.nbytes:,} bytes, more than this machine has")
+            self._announced.take(message.nbytes)
             data = self._pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
             message.payload = Payload(data, 0)
             self._arriving[message.token] = _Arriving(message.payload, _bytes_of(data))
@@ -354,6 +365,7 @@ class NetworkIncoming(Incoming):
         one.rest, one.check, one.expected = message.nbytes, self._guard.check(), message.text
         if one.at + one.rest == len(one.memory):
             del self._arriving[message.token]
+            self._announced.give_back(len(one.memory))
         self._chunk = one
         here = min(one.rest, self._filled - self._at)
         one.memory[one.at : one.at + here] = self._view[self._at : self._at + here]

@@ -7,38 +7,45 @@ bytes can move, and has nothing to do with ``SHOAL_AGENTS_PER_MACHINE``, which o
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
+import random
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import network, shared_memory
 from .addresses import LOOPBACK, beside, interface_address, is_loopback, reachable_address
+from .admission import Strangers, origin_of
+from .doors import Door, listen_for, listen_privately
 from .handshake import Accepting, Connecting
 from .link import Link, Receiver
 from .memory import Arena, ResultPool
 from .poller import Poller
 from .sealing import Crc, Unchecked
-from .sockets import GREETING_SECONDS, Incoming
+from .sockets import GREETING_SECONDS, Incoming, Outgoing
 from .threads import Inbox, ThreadLink
 from .tls import Certificates
+from .wire import ProtocolError
 
 log = logging.getLogger("shoal")
 
 TRANSPORTS = ("threads", "shared_memory", "network")
-MAX_STRANGERS = 256
-"""Connections that have not proved themselves yet, at most; others wait in the system's queue."""
-SLOW_SECONDS = 1.0
-"""After which a stranger has to make room, where others wait."""
-PAUSE_SECONDS = 0.05
-"""For which nobody is let in where there is no room, or no descriptor."""
+CONNECTIONS = 2
+"""Of one agent to another, at most: its link, and that once more where it was cut, which may be noticed late here."""
+AGAIN_SECONDS, AGAIN_AT_MOST = 0.01, 0.1
+"""The first pause before a link that was cut while it began is tried again, and the longest."""
+LOUD = 15
+"""The try after which that is logged: it has taken a second."""
+_pauses = random.Random()
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,8 @@ class Endpoint:
     unix: str = ""
     host: str = ""
     port: int = 0
+    door: int = -1
+    """The descriptor of its process by which those of its user on its machine find the socket that is for them."""
 
 
 _process = uuid.uuid4().hex
@@ -116,10 +125,11 @@ class Router:
         self._places: list[Place] = []
         self._endpoints: list[Endpoint] = []
         self._kinds: list[str] = []
-        self._strangers: list[Incoming] = []
-        self._listeners: list[tuple[socket.socket, Callable[[socket.socket], None]]] = []
-        self._listens_again = float("inf")  # where it has paused
-        self._short = False  # the last connection could not be taken
+        self._strangers = Strangers()
+        self._doors: list[Door] = []
+        self._door = -1
+        self._again: dict[int, float] = {}  # when links that were cut are tried again
+        self._tries: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
         self.rejected = 0
 
@@ -153,13 +163,20 @@ class Router:
         unix, host, port = "", "", 0
         if "shared_memory" in others:
             unix = f"shoal-{uuid.uuid4().hex}"
-            self._listen(shared_memory.listen(unix), self._accept_local)
+            self._open_door(shared_memory.listen(unix), self._let_in_local)
+            private = listen_privately()
+            if private is not None:
+                sock, self._door = private
+                self._open_door(sock, self._let_in_local)
         if "network" in others:
             self._host = host = self._address(interface, rendezvous, reached)
             sock = network.listen(host)
             port = sock.getsockname()[1]
-            self._listen(sock, self._accept_remote)
-        return Endpoint(self.inbox.address, unix, host, port)
+            self._open_door(sock, self._let_in_remote)
+        return Endpoint(self.inbox.address, unix, host, port, self._door)
+
+    def _open_door(self, sock: socket.socket, let_in: Callable[[socket.socket, Any], None]) -> None:
+        self._doors.append(Door(sock, self.poller, let_in))
 
     def _address(self, interface: str, rendezvous: str, reached: list[str]) -> str:
         """Where to listen for agents that share no memory with this one."""
@@ -175,25 +192,6 @@ class Router:
             [address for rank, address in enumerate(reached) if network_of[rank] != mine],
         )
 
-    def _listen(self, sock: socket.socket, accept: Callable[[socket.socket], None]) -> None:
-        self._listeners.append((sock, accept))
-        self._let_in(sock, accept)
-
-    def _let_in(self, sock: socket.socket, accept: Callable[[socket.socket], None]) -> None:
-        self.poller.add(sock.fileno(), lambda _: accept(sock))
-
-    def _pause(self) -> None:
-        """Let nobody in for a moment."""
-        if self._listens_again == float("inf"):
-            for sock, _ in self._listeners:
-                self.poller.remove(sock.fileno())
-        self._listens_again = time.monotonic() + PAUSE_SECONDS
-
-    def _listen_again(self) -> None:
-        self._listens_again = float("inf")
-        for sock, accept in self._listeners:
-            self._let_in(sock, accept)
-
     def meet(self, endpoints: list[Endpoint], secret: bytes, well_kept: bool = False) -> None:
         """Learn where everybody listens, and watch the processes of this machine.
 
@@ -206,6 +204,13 @@ class Router:
         self._secret = secret
         check = Unchecked if self.certificates else hashlib.sha256 if well_kept else Crc
         self._guard = network.Guard(self.certificates, check)
+        known = [endpoint.host for endpoint in endpoints if endpoint.host]
+        for host in known:
+            self._strangers.expect(origin_of(host))
+        if self._host:
+            for_agents = listen_for(known, self._doors[-1].sock)
+            if for_agents is not None:
+                self._open_door(for_agents, self._let_in_remote)
         for place in self._places:
             if place.machine == self.place.machine and place.process != self.place.process:
                 self._watch(place)
@@ -247,45 +252,76 @@ class Router:
         return link
 
     def _open(self, peer: int) -> Link:
-        kind, endpoint = self._kinds[peer], self._endpoints[peer]
+        kind = self._kinds[peer]
         if kind == "threads":
-            return ThreadLink(self.rank, self.inbox, peer, endpoint.inbox)
-        greeting = Connecting(self._secret, self.rank, peer)
+            return ThreadLink(self.rank, self.inbox, peer, self._endpoints[peer].inbox)
+        sock, greeting = self._connect(peer)
+        link: Outgoing
         if kind == "shared_memory":
-            sock = shared_memory.connect(endpoint.unix)
-            return shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, self._receiver)
-        sock = network.start_connecting(beside(endpoint.host, self._host), endpoint.port)
-        return network.NetworkLink(sock, peer, greeting, self.poller, self._receiver, self._guard)
+            link = shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, self._receiver)
+        else:
+            link = network.NetworkLink(sock, peer, greeting, self.poller, self._receiver, self._guard)
+        link.on_cut = self._cut
+        return link
 
-    def _accept_local(self, listener: socket.socket) -> None:
-        for sock in self._accepted(listener):
-            self._admit(sock, lambda s, g: shared_memory.SharedMemoryIncoming(s, g, self.poller, self._receiver))
+    def _connect(self, peer: int) -> tuple[socket.socket, Connecting]:
+        """Begin to connect to a peer."""
+        endpoint = self._endpoints[peer]
+        if self._kinds[peer] == "shared_memory":
+            sock = self._connect_here(self._places[peer], endpoint)
+        else:
+            sock = network.start_connecting(beside(endpoint.host, self._host), endpoint.port)
+        return sock, Connecting(self._secret, self.rank, peer)
 
-    def _accept_remote(self, listener: socket.socket) -> None:
-        for sock in self._accepted(listener):
-            self._admit(sock, self._over_network)
+    def _connect_here(self, place: Place, endpoint: Endpoint) -> socket.socket:
+        """To an agent of this machine; where this process may look into its, by the way that others cannot flood."""
+        if endpoint.door >= 0 and (place.rank in self._pidfds or place.process == self.place.process):
+            try:
+                return shared_memory.connect(f"/proc/{place.pid}/fd/{endpoint.door}")
+            except PermissionError:
+                pass
+        return shared_memory.connect("\0" + endpoint.unix)
+
+    def _cut(self, link: Outgoing, cause: str) -> None:
+        """A link was cut before it was open, as by a peer that has no room: try again, until an operation's deadline.
+
+        What is queued stays there. Where nobody listens any more, the next try says so.
+        """
+        tries = self._tries[link.peer] = self._tries.get(link.peer, 0) + 1
+        pause = min(AGAIN_AT_MOST, AGAIN_SECONDS * 2.0 ** min(tries - 1, LOUD)) * _pauses.uniform(0.5, 1.0)
+        self._again[link.peer] = time.monotonic() + pause
+        if tries == LOUD:
+            log.warning("rank %d has no link to rank %d yet, and goes on trying: %s", self.rank, link.peer, cause)
+
+    def _try_again(self, peer: int) -> None:
+        del self._again[peer]
+        link = self.links.get(peer)
+        if isinstance(link, Outgoing):
+            try:
+                link.begin_again(*self._connect(peer))
+            except OSError as error:
+                link.fail(f"connecting to it failed: {error.strerror or error}")
+
+    def _let_in_local(self, sock: socket.socket, _address: Any) -> None:
+        pid, uid = shared_memory.peer_credentials(sock)
+        if uid != os.getuid():  # unheard
+            sock.close()
+            self.rejected += 1
+            return
+        self._admit(
+            sock, f"pid {pid}", lambda s, g: shared_memory.SharedMemoryIncoming(s, g, self.poller, self._receiver)
+        )
+
+    def _let_in_remote(self, sock: socket.socket, address: Any) -> None:
+        self._admit(sock, origin_of(address[0]), self._over_network)
 
     def _over_network(self, sock: socket.socket, greeting: Accepting) -> Incoming:
         return network.NetworkIncoming(sock, greeting, self.poller, self._receiver, self._pool, self._guard)
 
-    def _accepted(self, listener: socket.socket) -> Iterator[socket.socket]:
-        """Whoever wants to connect, as long as there is room."""
-        while len(self._strangers) < MAX_STRANGERS:
-            try:
-                sock, _ = listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:  # no descriptor is left, or the network failed for this one
-                if not self._short:
-                    log.warning("rank %d cannot take a connection, and goes on trying: %s", self.rank, error)
-                self._short = True
-                break
-            self._short = False
-            yield sock
-        self._pause()
-
-    def _admit(self, sock: socket.socket, make: Callable[[socket.socket, Accepting], Incoming]) -> None:
+    def _admit(self, sock: socket.socket, origin: str, make: Callable[[socket.socket, Accepting], Incoming]) -> None:
         try:
+            if not self._strangers.has_room(origin, time.monotonic()):
+                raise OSError(errno.EAGAIN, "others are before it")
             connection = make(sock, Accepting(self._secret, self.rank, len(self._places)))
         except OSError:
             sock.close()
@@ -293,32 +329,35 @@ class Router:
             return
         connection.on_known = self._introduce
         connection.on_end = self._forget
-        self._strangers.append(connection)
+        self._strangers.add(connection, origin)
 
     def _introduce(self, connection: Incoming) -> None:
         """A stranger has proved to be an agent; move it to where that agent's connections are."""
         self._strangers.remove(connection)
-        self.incoming.setdefault(connection.peer, []).append(connection)
+        known = self.incoming.setdefault(connection.peer, [])
+        if len(known) >= CONNECTIONS:
+            raise ProtocolError(f"it opened a connection more than the {CONNECTIONS} that an agent may have to another")
+        known.append(connection)
 
     def _forget(self, connection: Incoming) -> None:
-        if connection in self._strangers:
-            self._strangers.remove(connection)
+        if self._strangers.remove(connection):
             self.rejected += 1
         elif connection in self.incoming.get(connection.peer, ()):
             self.incoming[connection.peer].remove(connection)
 
-    def forget_strangers(self, now: float) -> None:
-        patience = GREETING_SECONDS if len(self._strangers) < MAX_STRANGERS else SLOW_SECONDS
-        for connection in [c for c in self._strangers if now - c.since >= patience]:
-            connection.fail("it never said who it is")
-        if now >= self._listens_again:
-            self._listen_again()
+    def check(self, now: float) -> None:
+        """Whatever is due: strangers that say nothing, doors that open, links that are tried again."""
+        self._strangers.forget(now - GREETING_SECONDS)
+        for door in self._doors:
+            door.check(now)
+        for peer in [peer for peer, at in self._again.items() if now >= at]:
+            self._try_again(peer)
 
     @property
     def next_check(self) -> float:
-        """When the oldest stranger's time is up, or a pause."""
-        oldest = self._strangers[0].since + GREETING_SECONDS if self._strangers else float("inf")
-        return min(oldest, self._listens_again)
+        """When something is due."""
+        doors = (door.opens for door in self._doors)
+        return min(self._strangers.oldest + GREETING_SECONDS, *doors, *self._again.values(), float("inf"))
 
     def say_goodbye(self, lost: int = -1, cause: str = "") -> None:
         """Tell those that connected to us that we leave, because rank ``lost`` (-1: nobody) was lost for ``cause``."""
@@ -364,6 +403,7 @@ class Router:
     def drop(self, peer: int) -> None:
         """Close what leads to and from a peer that is gone."""
         link = self.links.pop(peer, None)
+        self._again.pop(peer, None)
         if link is not None:
             link.close()
         for connection in self.incoming.pop(peer, []):
@@ -379,20 +419,22 @@ class Router:
             link.close()
         for connection in list(self._connections()):
             connection.close()
-        for sock, _ in self._listeners:
-            self.poller.remove(sock.fileno())
-            sock.close()
+        for door in self._doors:
+            door.close()
+        if self._door >= 0:
+            os.close(self._door)
         for fd in self._pidfds.values():
             self.poller.remove(fd)
             os.close(fd)
         self.inbox.close()
-        self.links, self.incoming, self._strangers, self._listeners, self._pidfds = {}, {}, [], [], {}
+        self.links, self.incoming, self._again, self._pidfds = {}, {}, {}, {}
+        self._strangers, self._doors, self._door = Strangers(), [], -1
 
     def descriptors(self) -> list[int]:
         """Every descriptor that a forked child must close, or this agent's end would not be noticed."""
         socks = [getattr(link, "sock", None) for link in self.links.values()]
-        socks += [connection.sock for connection in self._connections()] + [sock for sock, _ in self._listeners]
-        found = [sock.fileno() for sock in socks if sock is not None] + list(self._pidfds.values())
+        socks += [connection.sock for connection in self._connections()] + [door.sock for door in self._doors]
+        found = [sock.fileno() for sock in socks if sock is not None] + [*self._pidfds.values(), self._door]
         for connection in self._connections():
             if isinstance(connection, shared_memory.SharedMemoryIncoming):
                 found += connection.memory.descriptors()

@@ -10,8 +10,8 @@ Rejected: named shared memory (``/dev/shm`` fills up, names clash and outlive a 
 pair (memory and copies grow with the degree); ``process_vm_readv`` (needs ptrace rights in containers).
 
 The sockets are SOCK_SEQPACKET: a packet is whole or absent, also when its sender is killed, and descriptors of new
-memory files travel with it. Their names are abstract: nothing in the file system. The kernel tells the peer's uid, and
-another user's connection is closed unheard.
+memory files travel with it. Nothing of them stays in the file system. The kernel tells the peer's uid, and another
+user's connection is closed unheard, where it can be made at all (``doors.py``).
 """
 
 from __future__ import annotations
@@ -48,15 +48,21 @@ def listen(name: str) -> socket.socket:
 
 
 def connect(name: str) -> socket.socket:
+    """Without waiting: where there is no room, the first reading says that it is not connected.
+
+    ``name`` begins with a zero byte, or is a path.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.setblocking(False)
     try:
-        sock.connect("\0" + name)
+        sock.connect(name)
         if peer_credentials(sock)[1] != os.getuid():
-            raise PermissionError(f"the socket {name} belongs to another user")
+            raise PermissionError(f"the socket {name!r} belongs to another user")
+    except BlockingIOError:
+        pass
     except BaseException:
         sock.close()
         raise
-    sock.setblocking(False)
     return sock
 
 
@@ -145,10 +151,6 @@ class SharedMemoryIncoming(Incoming):
     seal_of = staticmethod(lambda _key: Checksum())
 
     def __init__(self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver) -> None:
-        self.pid, uid = peer_credentials(sock)
-        if uid != os.getuid():
-            sock.close()
-            raise PermissionError(f"a process of user {uid} tried to connect")
         super().__init__(sock, greeting, poller, receiver)
         self.memory = PeerMemory()
         self._buffer = bytearray(PACKET_BYTES + 8192)

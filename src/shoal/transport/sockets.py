@@ -7,6 +7,7 @@ their kind of socket. Everything is non-blocking and driven by the agent's poll 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import struct
@@ -14,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from .handshake import ANSWER_SIZE, HELLO_SIZE, WELCOME_SIZE, Accepting, Connecting
+from .handshake import ANSWER_SIZE, HELLO_SIZE, REFUSED, WELCOME_SIZE, Accepting, Connecting
 from .link import Published, Receiver
 from .poller import READ, WRITE, Poller
 from .sealing import Seal
@@ -28,6 +29,14 @@ GREETING_SECONDS = 10.0
 """A connection that has not proved itself after this long is closed."""
 
 
+_PASSING = {errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT, errno.ENOTCONN}
+"""Of a connection that is not made yet: what also one that is flooded does. Where nobody listens, it is refused."""
+
+
+class CutOff(ProtocolError):
+    """The other side has closed the connection during the handshake."""
+
+
 def hear(sock: socket.socket, nbytes: int) -> bytes:
     """What has come of the next ``nbytes`` of a handshake."""
     try:
@@ -35,11 +44,12 @@ def hear(sock: socket.socket, nbytes: int) -> bytes:
     except BlockingIOError:
         return b""
     if not data:
-        raise ProtocolError(
-            "it closed the connection during the handshake, as it does where the secret, the certificate or what was "
-            "said at the rendezvous is not its own job's"
-        )
+        raise CutOff("it closed the connection during the handshake")
     return data
+
+
+def _is_passing(error: Exception) -> bool:
+    return isinstance(error, CutOff) or (isinstance(error, OSError) and error.errno in _PASSING)
 
 
 class Outgoing:
@@ -55,6 +65,7 @@ class Outgoing:
         self.peer = peer
         self.sock = sock
         self.open = False
+        self.on_cut: Callable[[Outgoing, str], None] | None = None  # sees to it that a handshake is tried again
         self._greeting = greeting
         self._hello = b""
         self._answered = False
@@ -66,6 +77,13 @@ class Outgoing:
         self._size = 0
         self._packets: deque[tuple[bytes, int]] = deque()  # each with a descriptor that goes along, or none
         poller.add(sock.fileno(), self._on_event)
+
+    def begin_again(self, sock: socket.socket, greeting: Connecting) -> None:
+        """Once more, over another connection, after this one was cut. What is queued waits for it."""
+        self.sock.close()
+        self.sock, self._greeting = sock, greeting
+        self._hello, self._answered, self._heard, self._events = b"", False, b"", READ
+        self._poller.add(sock.fileno(), self._on_event)
 
     def post(self, message: Message, published: Published | None = None, start: int = 0, stop: int = 0) -> None:
         if published is not None:
@@ -94,7 +112,12 @@ class Outgoing:
             else:
                 self._greet()
         except (OSError, ProtocolError) as error:
-            self.fail(str(error) or repr(error), isinstance(error, ProtocolError))
+            cause = str(error) or repr(error)
+            if self.open or self.on_cut is None or not _is_passing(error):
+                self.fail(cause, isinstance(error, ProtocolError))
+                return
+            self._poller.remove(self.sock.fileno())  # and not closed: without a socket a link counts as done with
+            self.on_cut(self, cause)
 
     def _greet(self) -> None:
         if not self._hello:
@@ -226,8 +249,13 @@ class Incoming:
         self._heard += hear(self.sock, ANSWER_SIZE - len(self._heard))
         if len(self._heard) < ANSWER_SIZE:
             return
-        peer, welcome = self._greeting.check(self._heard)
-        self._check_identity(peer)
+        try:
+            peer, welcome = self._greeting.check(self._heard)
+            self._check_identity(peer)
+        except ProtocolError:
+            with contextlib.suppress(OSError):
+                self.sock.send(REFUSED)  # that it need not try again
+            raise
         self.peer = peer
         self._seal = type(self).seal_of(self._greeting.keys.messages)
         self._goodbye = type(self).seal_of(self._greeting.keys.goodbye)

@@ -1,0 +1,450 @@
+"""Floods: who only connects, however often, keeps no agent out and takes little of its time."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import shoal
+from shoal.runtime.agent import current
+from shoal.transport import doors, router
+from shoal.transport.admission import HURRY_SECONDS, KNOWN_ROOM, MAX_STRANGERS, ROOM, Strangers, origin_of
+from shoal.transport.doors import AT_ONCE_SECONDS, SHARE, Door
+from shoal.transport.poller import Poller
+from shoal.transport.sockets import Incoming
+from support.agent_main import holdings
+from support.flooders import NOBODY, Flooder, flood, may_become_others
+from support.world import World
+
+SIZE = 6
+"""Of these the agents opposite each other have no link after init."""
+NETWORK = {"SHOAL_TRANSPORT": "network"}
+ELSEWHERE = [f"127.0.0.{k}" for k in (2, 3, 4)]
+
+
+def endpoint() -> tuple[str, str, int]:
+    """Where this agent listens: the name of its Unix socket, its address and its port."""
+    here = current().engine.router._endpoints[shoal.rank()]
+    return here.unix, here.host, here.port
+
+
+def in_a_ring() -> float:
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    return shoal.neighbor_allreduce(torch.ones(3), name="ring")[0].item()
+
+
+def with_everybody() -> float:
+    """Uses links that the ring has no use for. Seconds."""
+    began = time.monotonic()
+    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    for numel in (5, 100_000):
+        out = shoal.neighbor_allreduce(torch.full((numel,), float(shoal.rank())), name=f"all {numel}")
+        assert torch.allclose(out, torch.tensor((shoal.size() - 1) / 2))
+    return time.monotonic() - began
+
+
+def averages(count: int) -> float:
+    """So many calls one after another, each checked. The seconds that the longest took."""
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    rank, size = shoal.rank(), shoal.size()
+    mean = sum({(rank + step) % size for step in (-1, 0, 1)}) / min(size, 3)
+    longest = 0.0
+    for k in range(count):
+        began = time.monotonic()
+        out = shoal.neighbor_allreduce(torch.tensor([float(shoal.rank()), float(k)]), name="x")
+        assert torch.allclose(out, torch.tensor([mean, float(k)]))
+        longest = max(longest, time.monotonic() - began)
+    return longest
+
+
+# New links
+
+
+@pytest.mark.transport("network")
+def test_half_open_connections_from_elsewhere_keep_no_agent_out() -> None:
+    with World(SIZE, environment=NETWORK) as world:
+        world.results(in_a_ring)
+        _, host, port = world.results(endpoint, on=[0])[0]
+        with flood(*(Flooder(host, port, source=source, keep=800) for source in ELSEWHERE), after=0.5):
+            assert max(world.results(with_everybody)) < 5.0
+
+
+@pytest.mark.soak
+@pytest.mark.transport("network")
+def test_half_open_connections_from_where_agents_are_keep_no_agent_out() -> None:
+    with World(SIZE, environment=NETWORK, timeout=60.0) as world:
+        world.results(in_a_ring)
+        _, host, port = world.results(endpoint, on=[0])[0]
+        with flood(*(Flooder(host, port, keep=5000, seconds=100.0) for _ in range(3)), after=2.0):
+            world.results(with_everybody, patience=70.0)
+
+
+@pytest.mark.transport("shared_memory")
+@pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
+def test_a_flood_by_another_user_keeps_no_agent_out() -> None:
+    with World(SIZE) as world:
+        world.results(in_a_ring)
+        name, _, _ = world.results(endpoint, on=[0])[0]
+        with flood(Flooder(name, uid=NOBODY)):
+            assert max(world.results(with_everybody)) < 5.0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["shared_memory", "network"])
+def test_agents_get_in_beside_a_crowd_in_one_queue(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a system where the agents cannot have a queue of their own."""
+    monkeypatch.setattr(router, "listen_privately", lambda: None)
+    monkeypatch.setattr(router, "listen_for", lambda *_: None)
+
+    def run() -> float:
+        in_a_ring()
+        with_flood: Any = []
+        if shoal.rank() == 0:
+            name, host, port = endpoint()
+            with_flood = [Flooder(host if port else name, port, keep=300 if port else 0)]
+        with flood(*with_flood):
+            shoal.barrier()
+            return with_everybody()
+
+    assert max(shoal.Fleet(SIZE, transport=transport, timeout=30.0).run(run)) < 25.0
+
+
+# A link that is cut while it begins
+
+
+def turn_away(count: int) -> None:
+    """Let this agent have no room for so many connections."""
+    strangers = current().engine.router._strangers
+    has_room, left = strangers.has_room, [count]
+
+    def perhaps(origin: str, now: float) -> bool:
+        left[0] -= 1
+        return left[0] < 0 and has_room(origin, now)
+
+    setattr(strangers, "has_room", perhaps)  # noqa: B010 - mypy: a method
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "network"])
+def test_a_link_that_is_cut_while_it_begins_is_tried_again_with_all_that_is_queued(transport: str) -> None:
+    def run() -> list[float]:
+        in_a_ring()
+        turn_away(5)
+        shoal.barrier()
+        shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        tensors = [torch.full((numel,), float(shoal.rank())) for numel in (3, 200_000, 3, 5000, 100_000)]
+        handles = [shoal.neighbor_allreduce_nonblocking(x, name=str(k)) for k, x in enumerate(tensors)]
+        return [handle.wait().mean().item() for handle in handles]
+
+    assert shoal.Fleet(SIZE, transport=transport, timeout=20.0).run(run) == [[2.5] * 5] * SIZE
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "network"])
+def test_an_operation_whose_link_is_cut_again_and_again_keeps_its_deadline(transport: str) -> None:
+    def run() -> float:
+        in_a_ring()
+        if shoal.rank() == 0:
+            turn_away(1_000_000)
+        shoal.barrier()
+        shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        began = time.monotonic()
+        if shoal.rank() == 0:
+            with pytest.raises(shoal.DeadlineExceeded) as caught:
+                shoal.neighbor_allreduce(torch.ones(3), name="x", timeout=1.0)
+            assert caught.value.ranks == (3,)  # the others had a link before
+        else:
+            shoal.neighbor_allreduce(torch.ones(3), name="x")
+        return time.monotonic() - began
+
+    assert 1.0 <= shoal.Fleet(SIZE, transport=transport, timeout=20.0).run(run)[0] < 3.0
+
+
+@pytest.mark.parametrize("environment", [{}, NETWORK], ids=["shared_memory", "network"])
+def test_an_agent_that_is_gone_while_a_link_to_it_is_tried_again_is_soon_lost(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment) as world:
+        world.results(in_a_ring)
+        world.results(turn_away, 1_000_000, on=[0])
+        others = range(1, SIZE)
+        pending = [world.run_on(rank, with_everybody) for rank in others]
+        time.sleep(0.3)
+        world.kill(0)
+        killed = time.monotonic()
+        for one in [waiting.outcome() for waiting in pending]:
+            assert (one.error, one.ranks) == ("PeerLost", (0,)), f"rank {one.rank}: {one.error}: {one.trace}"
+            assert one.ended - killed < 2.0
+        world.destroy()
+
+
+# What it costs the job
+
+
+@pytest.mark.transport("shared_memory")
+@pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
+def test_a_flood_by_another_user_does_not_stop_a_job() -> None:
+    """The longest of its calls took seconds, when whoever came was let in at once."""
+    with World(2) as world:
+        world.results(averages, 50)
+        name, _, _ = world.results(endpoint, on=[0])[0]
+        with flood(Flooder(name, uid=NOBODY)):
+            assert min(max(world.results(averages, 200)) for _ in range(3)) < 0.5
+
+
+def test_a_door_takes_its_share_of_the_time_and_no_more() -> None:
+    """Half a second of work is at the door, a millisecond for each who comes."""
+    poller, let_in = Poller(), list[float]()
+
+    def slowly(sock: socket.socket, _: Any) -> None:
+        began = time.monotonic()
+        sock.close()
+        while time.monotonic() < began + 0.001:
+            pass
+        let_in.append(time.monotonic() - began)
+
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as listener:
+        listener.setblocking(False)
+        door = Door(listener, poller, slowly)
+        came = [socket.create_connection(listener.getsockname()) for _ in range(500)]
+        began = time.monotonic()
+        while (now := time.monotonic()) < began + 1.0:
+            door.check(now)
+            for callback, events in poller.poll(min(0.01, max(0.0, door.opens - now))):
+                callback(events)
+        fair = AT_ONCE_SECONDS + SHARE * 1.0
+        assert fair / 2 < sum(let_in) < fair + doors.A_TURN * 0.003, f"{len(let_in)} in {sum(let_in):.3f} s"
+        door.close()
+        for sock in came:
+            sock.close()
+    poller.close()
+
+
+# Who has to make room
+
+
+class Crowd:
+    """Connections that stand for ones of others, and what became of them."""
+
+    def __init__(self) -> None:
+        self.strangers = Strangers()
+        self.closed: list[Any] = []
+        self.now = 100.0
+
+    def come(self, origin: str) -> Any:
+        """Someone comes from there; None where there is no room."""
+        if not self.strangers.has_room(origin, self.now):
+            return None
+        one = SimpleNamespaceWithHash(since=self.now)
+        one.fail = lambda cause: (self.closed.append(one), self.strangers.remove(cast(Incoming, one)))
+        self.strangers.add(cast(Incoming, one), origin)
+        self.now += 1e-6
+        return one
+
+
+class SimpleNamespaceWithHash(SimpleNamespace):
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
+def test_a_crowd_at_one_address_takes_no_place_at_another() -> None:
+    crowd = Crowd()
+    for _ in range(10 * ROOM):
+        crowd.come("10.0.0.9")
+    assert crowd.come("10.0.0.1") is not None
+    assert not crowd.closed
+
+
+def test_the_oldest_of_an_address_makes_room_but_not_one_that_has_just_come() -> None:
+    crowd = Crowd()
+    first = [crowd.come("10.0.0.9") for _ in range(ROOM)]
+    assert crowd.come("10.0.0.9") is None
+    crowd.now += HURRY_SECONDS
+    assert crowd.come("10.0.0.9") is not None
+    assert crowd.closed == first[:1]
+
+
+def test_where_all_places_are_taken_the_address_with_most_gives_one() -> None:
+    crowd = Crowd()
+    greedy = [crowd.come("10.9.9.9") for _ in range(ROOM)]
+    for k in range(MAX_STRANGERS - ROOM):
+        assert crowd.come(f"10.0.{k // 250}.{k % 250}") is not None
+    crowd.now += HURRY_SECONDS
+    assert crowd.come("10.1.1.1") is not None
+    assert crowd.closed == greedy[:1]
+
+
+def test_where_agents_of_the_job_are_there_is_room_of_their_own() -> None:
+    crowd = Crowd()
+    for _ in range(3):
+        crowd.strangers.expect("10.0.0.1")
+    for k in range(2 * MAX_STRANGERS):
+        crowd.come(f"10.{k // 250}.9.{k % 250}")
+    assert all(crowd.come("10.0.0.1") is not None for _ in range(KNOWN_ROOM + 3))
+    assert crowd.come("10.0.0.1") is None
+    assert not crowd.closed
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("fd77::1", "fd77::2", True),
+        ("fe80::1%eth0", "fe80::9%eth1", True),
+        ("fd77:0:0:1::1", "fd77:0:0:2::1", False),
+    ],
+)
+def test_who_may_have_many_addresses_of_ipv6_has_one_origin(one: str, other: str, same: bool) -> None:
+    assert (origin_of(one) == origin_of(other)) == same
+
+
+# Where the kernel sends whom
+
+
+@pytest.mark.parametrize(
+    ("address", "known", "stranger"), [("127.0.0.1", "127.0.0.5", "127.0.0.6"), ("::1", "::1", "")]
+)
+def test_those_who_come_from_known_addresses_have_a_queue_of_their_own(address: str, known: str, stranger: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        first.bind((address, 0))
+        first.listen()
+        first.settimeout(2.0)
+        others = ["fd77::3%lo", "fd77::4", "10.0.0.1", "10.0.0.2"]
+        second = doors.listen_for([*others, known], first)
+        assert second is not None
+        second.settimeout(2.0)
+        with second:
+            for source, listener in [(known, second), (stranger, first)] * 3:
+                if source:
+                    with socket.socket(family) as sock:
+                        sock.bind((source, 0))
+                        sock.connect(first.getsockname()[:2])
+                        listener.accept()[0].close()
+
+
+@pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
+def test_no_other_user_reaches_the_socket_that_is_for_this_one() -> None:
+    import os
+    import subprocess
+
+    private = doors.listen_privately()
+    assert private is not None
+    sock, descriptor = private
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    code = (
+        "import os, socket, sys\nif int(sys.argv[2]):\n    os.setgid(65534)\n    os.setuid(65534)\n"
+        "socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect(sys.argv[1])"
+    )
+    run = lambda other: subprocess.run(  # noqa: E731
+        [sys.executable, "-I", "-c", code, path, other], capture_output=True, text=True, timeout=20
+    )
+    assert run("0").returncode == 0
+    assert "PermissionError" in run("1").stderr
+    assert not [name for name in Path("/tmp").glob("shoal-*/door") if name.stat().st_ino == os.fstat(descriptor).st_ino]
+    sock.close()
+    os.close(descriptor)
+
+
+# Connections of agents
+
+
+def open_more(count: int) -> None:
+    """Connections to rank 0 besides this agent's link."""
+    mine = current().engine.router
+    kind: Any = type(mine.link(0))
+    for _ in range(count):
+        sock, greeting = mine._connect(0)
+        OPENED.append(kind(sock, 0, greeting, mine.poller, mine._receiver))
+
+
+OPENED: list[Any] = []
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "network"])
+def test_an_agent_that_opens_one_connection_after_another_is_lost(transport: str) -> None:
+    def run() -> str:
+        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        with pytest.raises(shoal.ShoalError) as caught:
+            shoal.barrier()
+            if shoal.rank() == 2:
+                with current().engine.lock:
+                    open_more(router.CONNECTIONS)
+            while True:
+                shoal.neighbor_allreduce(torch.ones(3), name="x")
+        if shoal.rank() == 0:
+            assert isinstance(caught.value, shoal.PeerLost) and caught.value.ranks == (2,)
+            assert 2 not in current().engine.router.incoming
+        elif shoal.rank() == 2:
+            while OPENED:
+                OPENED.pop().close()
+        return str(caught.value)
+
+    assert "connection more than the 2" in shoal.Fleet(3, transport=transport, timeout=20.0).run(run)[0]
+
+
+# All of it
+
+
+def connect_and_leave(count: int, host: str, port: int, source: str) -> None:
+    for k in range(count):
+        with socket.socket() as sock:
+            sock.bind((source, 0))
+            sock.settimeout(5.0)
+            try:
+                sock.connect((host, port))
+                if k % 3 == 0:
+                    sock.sendall(bytes(k % 200))
+            except OSError:
+                pass  # it was not let in
+
+
+def held() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    now = holdings()
+    return len(now.descriptors), len(now.threads)
+
+
+@pytest.mark.soak
+@pytest.mark.transport("network")
+def test_ten_thousand_strangers_change_no_result_and_leave_nothing() -> None:
+    with World(4, environment=NETWORK) as world:
+        world.results(averages, 20)
+        before = world.results(held)
+        _, host, port = world.results(endpoint, on=[0])[0]
+        pending = [world.run_on(rank, averages, 4000) for rank in range(4)]
+        for source in [*ELSEWHERE, "127.0.0.1"]:
+            connect_and_leave(2500, host, port, source)
+        for one in pending:
+            assert not (said := one.outcome(300.0)).error, said.trace
+        with flood(*(Flooder(host, port, source=source, keep=2000) for source in ELSEWHERE), after=1.0):
+            world.results(averages, 500)
+        assert settled(lambda: world.results(held) == before), (before, world.results(held))
+
+
+@pytest.mark.soak
+@pytest.mark.transport("shared_memory")
+@pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
+def test_floods_by_this_user_and_another_change_no_result_and_leave_nothing() -> None:
+    with World(4) as world:
+        world.results(averages, 20)
+        before = world.results(held)
+        name, _, _ = world.results(endpoint, on=[0])[0]
+        with flood(Flooder(name, uid=NOBODY), Flooder(name, uid=NOBODY), Flooder(name)):
+            world.results(averages, 1500, patience=120.0)
+        assert settled(lambda: world.results(held) == before), (before, world.results(held))
+
+
+def settled(done: Callable[[], bool]) -> bool:
+    """Whether it is so within the time in which strangers are forgotten."""
+    limit = time.monotonic() + 15.0
+    while not done():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.1)
+    return True
