@@ -20,7 +20,7 @@ HALF = (torch.float16, torch.bfloat16)
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, in the order of its elements."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    return flat.contiguous().view(torch.uint8)
+    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

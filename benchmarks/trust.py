@@ -1,11 +1,12 @@
-"""What TLS between machines costs: two agents exchange and average a tensor, with it and without, in turn.
+"""What trust costs: two agents exchange and average a tensor, with TLS and without, with the finite guard and without.
 
     pip install 'shoal[tls]'
-    sudo python benchmarks/tls.py               # about a minute; the wire of 1 Gbit/s needs root, ip and tc
-    python benchmarks/tls.py --only loopback
+    sudo python benchmarks/trust.py               # two minutes; the wire of 1 Gbit/s needs root, ip and tc
+    python benchmarks/trust.py --only loopback    # or wire, finite
 
 Prints the median time of an average with each, their ratio, and the processor time of both agents for each GiB that one
-sends. The agents leave and meet again between the two, so both are measured in the same processes and minutes.
+sends. The agents leave and meet again between the two, so both are measured in the same processes and minutes. TLS is
+measured between agents that go through the network, the guard (``SHOAL_CHECK_FINITE``) in shared memory.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from shoal.cli.certificates import make
 MIB = 1 << 20
 SIZES = {"4 KiB": 4096, "1 MiB": MIB, "25 MiB": 25 * MIB}
 TURNS, PORT = 5, 29400
+CASES = ("wire", "loopback", "finite")
 
 
-def agent() -> None:
-    """Print seconds and processor seconds by setting and size, as rank 0."""
+def agent(variable: str, settings: list[str]) -> None:
+    """Print seconds and processor seconds by size and setting of a variable, as rank 0."""
     torch.set_num_threads(1)
     found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for turn in range(2 * TURNS):
-        setting = ("off", "on")[turn % 2]
-        os.environ["SHOAL_TLS"] = setting
+        setting = settings[turn % 2]
+        os.environ[variable] = setting
         shoal.init()
         for size, nbytes in SIZES.items():
             x, out = torch.full((nbytes // 4,), float(shoal.rank())), torch.empty(nbytes // 4)
@@ -60,13 +62,12 @@ def agent() -> None:
 
 def measure(where: str, folder: Path) -> None:
     launch = [sys.executable, "-m", "shoal", "run", "--no-prefix"]
-    rest = [__file__, "--agent"]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "SHOAL_TRANSPORT": "network",
-        "SHOAL_CERTIFICATES": str(folder),
-    }
-    if where == "loopback":
+    variable, off, on = ("SHOAL_CHECK_FINITE", "0", "1") if where == "finite" else ("SHOAL_TLS", "off", "on")
+    rest = [__file__, "--agent", variable, off, on]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "SHOAL_CERTIFICATES": str(folder)}
+    if where != "finite":
+        environment["SHOAL_TRANSPORT"] = "network"
+    if where != "wire":
         said = subprocess.run([*launch, "-n", "2", *rest], env=environment, check=True, stdout=subprocess.PIPE).stdout
     else:
         environment["SHOAL_SECRET"] = "for this measurement only"
@@ -82,13 +83,12 @@ def measure(where: str, folder: Path) -> None:
             if any(job.wait() for job in jobs):
                 raise SystemExit("an agent failed")
     for size, settings in json.loads(said).items():
-        plain, inside = (statistics.median(seconds for seconds, _ in settings[name]) for name in ("off", "on"))
-        busy = [
-            2 * statistics.median(cpu for _, cpu in settings[name]) * (1 << 30) / SIZES[size] for name in ("off", "on")
-        ]
+        plain, inside = (statistics.median(seconds for seconds, _ in settings[name]) for name in (off, on))
+        busy = [2 * statistics.median(cpu for _, cpu in settings[name]) * (1 << 30) / SIZES[size] for name in (off, on)]
         limit = f"; the wire alone {1e3 * wire_seconds(SIZES[size]):.2f} ms" if where == "wire" else ""
         print(
-            f"{where}, {size}: plain {1e3 * plain:.3f} ms, TLS {1e3 * inside:.3f} ms, ratio {inside / plain:.3f}{limit}"
+            f"{where}, {size}: {variable}={off} {1e3 * plain:.3f} ms, ={on} {1e3 * inside:.3f} ms, "
+            f"ratio {inside / plain:.3f}{limit}"
             f"; processor time for a GiB {busy[0]:.1f} and {busy[1]:.1f} s",
             flush=True,
         )
@@ -96,17 +96,17 @@ def measure(where: str, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["wire", "loopback"])
-    parser.add_argument("--agent", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=CASES)
+    parser.add_argument("--agent", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.agent:
-        agent()
+        agent(args.agent[0], args.agent[1:])
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "certificates"
         make(folder, 2, timedelta(hours=1))
         print(f"load average {os.getloadavg()[0]:.2f}")
-        for where in ("wire", "loopback"):
+        for where in CASES:
             if args.only in (None, where):
                 measure(where, folder)
 
