@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import socket
-import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from shoal.transport.link import Receiver
 from shoal.transport.memory import ResultPool
 from shoal.transport.network import WAKE_BYTES, NetworkIncoming
-from shoal.transport.sealing import Keyed
+from shoal.transport.sealing import Keyed, sums
 from shoal.transport.wire import Kind, Message, Payload, Where, encode
 from support.packets import over_tcp
 
@@ -62,7 +61,7 @@ def test_woken_for_a_part_worth_the_while_and_for_the_last_bytes() -> None:
     message = Message(
         Kind.DATA, name="x", token=7, dtype=torch.float32, shape=(elements,), where=Where.STREAM, nbytes=len(data)
     )
-    chunk = Message(Kind.CHUNK, token=7, nbytes=len(data), text=f"{zlib.crc32(data):08x}")
+    chunk = Message(Kind.CHUNK, token=7, nbytes=len(data), text=sums(memoryview(data)))
     sent, seal = 100, Keyed(KEY)
     far.sendall(over_tcp(seal, encode(message) + encode(chunk)) + data[:sent])
     assert is_readable(incoming, PATIENCE_SECONDS)

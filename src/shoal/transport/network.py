@@ -11,8 +11,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
@@ -23,7 +22,7 @@ from .handshake import Accepting, Connecting
 from .link import Published, Receiver
 from .memory import ResultPool
 from .poller import Poller
-from .sealing import Check, Crc, Keyed, Unchecked
+from .sealing import Check, Keyed, sums
 from .sockets import Incoming, Outgoing
 from .tls import RECORD_BYTES, Certificates, Encrypted
 from .wire import PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
@@ -98,10 +97,10 @@ class Guard(NamedTuple):
     """What keeps others out of the connections of an agent, beside their seals."""
 
     certificates: Certificates | None  # there is TLS
-    check: Callable[[], Check]  # of each chunk of a tensor
+    check: Check  # of each chunk of a tensor
 
 
-OPEN = Guard(None, Crc)
+OPEN = Guard(None, sums)
 
 
 @dataclass(slots=True)
@@ -186,9 +185,7 @@ class NetworkLink(Outgoing):
             return False
         stream = self._streams.popleft()
         chunk, stream.rest = stream.rest[:CHUNK_BYTES], stream.rest[CHUNK_BYTES:]
-        check = self._guard.check()
-        check.update(chunk)
-        header = Message(Kind.CHUNK, token=stream.token, nbytes=len(chunk), text=check.hexdigest())
+        header = Message(Kind.CHUNK, token=stream.token, nbytes=len(chunk), text=self._guard.check(chunk))
         self._sending.append(self._sealed(encode(header)))
         self._sending.append(chunk)
         if stream.rest:
@@ -216,9 +213,9 @@ class _Arriving:
     payload: Payload
     memory: memoryview
     at: int = 0
-    rest: int = 0  # bytes of the chunk that are still to come
-    check: Check = field(default_factory=Unchecked)  # over what has come of it
-    expected: str = ""
+    begin: int = 0  # of the chunk that is coming
+    rest: int = 0  # bytes of it that are still to come
+    expected: str = ""  # what it must come to
 
 
 def _bytes_of(data: torch.Tensor) -> memoryview:
@@ -305,13 +302,12 @@ class NetworkIncoming(Incoming):
         return nbytes
 
     def _advance(self, one: _Arriving, nbytes: int) -> None:
-        one.check.update(one.memory[one.at : one.at + nbytes])
         one.at += nbytes
         one.rest -= nbytes
         if one.rest:
             return
         self._chunk = None
-        if one.check.hexdigest() != one.expected:
+        if self._guard.check(one.memory[one.begin : one.at]) != one.expected:
             raise ProtocolError("a part of a tensor was changed on the way")
         one.payload.available = one.at // one.payload.data.element_size()
         self._receiver.on_arrived(one.payload)
@@ -362,7 +358,7 @@ class NetworkIncoming(Incoming):
         one = self._arriving.get(message.token)
         if self._frames or one is None or not 0 < message.nbytes <= len(one.memory) - one.at:
             raise ProtocolError("a chunk of a tensor that was not announced, or in the middle of a packet")
-        one.rest, one.check, one.expected = message.nbytes, self._guard.check(), message.text
+        one.begin, one.rest, one.expected = one.at, message.nbytes, message.text
         if one.at + one.rest == len(one.memory):
             del self._arriving[message.token]
             self._announced.give_back(len(one.memory))

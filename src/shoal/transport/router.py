@@ -8,7 +8,6 @@ bytes can move, and has nothing to do with ``SHOAL_AGENTS_PER_MACHINE``, which o
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import random
@@ -30,7 +29,7 @@ from .handshake import Accepting, Connecting
 from .link import Link, Receiver
 from .memory import Arena, ResultPool
 from .poller import Poller
-from .sealing import Crc, Unchecked
+from .sealing import strong, sums, unchecked
 from .sockets import GREETING_SECONDS, Incoming, Outgoing
 from .threads import Inbox, ThreadLink
 from .tls import Certificates
@@ -202,7 +201,7 @@ class Router:
         """
         self._endpoints = endpoints
         self._secret = secret
-        check = Unchecked if self.certificates else hashlib.sha256 if well_kept else Crc
+        check = unchecked if self.certificates else strong if well_kept else sums
         self._guard = network.Guard(self.certificates, check)
         known = [endpoint.host for endpoint in endpoints if endpoint.host]
         for host in known:

@@ -4,8 +4,8 @@ What comes over a network is sealed with a key of that connection and that direc
 count and the bytes of a packet go through a keyed hash, so nothing can be changed, left out, inserted, repeated or
 turned around by who does not know the job's secret. The bytes of large tensors follow their packets, in which is what
 their chunks must come to: a SHA-256 where the secret was given to the agents. Where rank 0 made it up, whoever is in
-the middle can have read it in the store, so there a CRC finds accidents, at a third of the price; and inside TLS there
-is nothing left to find. Between processes of one machine nobody is in the middle: a CRC finds bytes that were spoiled.
+the middle can have read it in the store, so there sums find accidents, at a tenth of the price; and inside TLS there is
+nothing left to find. Between processes of one machine nobody is in the middle: a CRC finds bytes that were spoiled.
 """
 
 from __future__ import annotations
@@ -14,45 +14,43 @@ import hashlib
 import hmac
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Protocol
+
+import numpy as np
 
 from .wire import ProtocolError
 
 SEAL_SIZE = 16
 _COUNT = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
+_COLUMNS = 512
 _LONG = 1 << 9
 """Packets of more bytes go through SHA-256 first, which processors have instructions for."""
 
 
-class Check(Protocol):
-    """Over the bytes of one chunk, as they come."""
-
-    def update(self, data: memoryview, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
+Check = Callable[[memoryview], str]
+"""What the bytes of one chunk come to."""
 
 
-class Crc:
-    """A :class:`Check` against accidents."""
-
-    def __init__(self) -> None:
-        self._crc = 0
-
-    def update(self, data: memoryview, /) -> None:
-        self._crc = zlib.crc32(data, self._crc)
-
-    def hexdigest(self) -> str:
-        return f"{self._crc:08x}"
+def sums(chunk: memoryview) -> str:
+    """A :data:`Check` against accidents, at the speed of memory: a CRC of the sums along the rows and along the columns
+    of a table of 64-bit words. One flipped bit changes one of each, and what would change none has four corners."""
+    words = np.frombuffer(chunk, np.uint64, len(chunk) // 8)
+    table = words[: len(words) // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
+    crc = zlib.crc32(table.sum(0))
+    crc = zlib.crc32(table.sum(1), crc)
+    return f"{zlib.crc32(chunk[table.nbytes :], crc):08x}"
 
 
-class Unchecked:
-    """A :class:`Check` that finds nothing, inside what checks itself."""
+def strong(chunk: memoryview) -> str:
+    """A :data:`Check` against whoever means to change it."""
+    return hashlib.sha256(chunk).hexdigest()
 
-    def update(self, data: memoryview, /) -> None: ...
 
-    def hexdigest(self) -> str:
-        return ""
+def unchecked(chunk: memoryview) -> str:
+    """A :data:`Check` that finds nothing, inside what checks itself."""
+    return ""
 
 
 class Seal(Protocol):
