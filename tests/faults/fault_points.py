@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import shoal
-from shoal.ops import arithmetic
-from shoal.runtime.events import Event
+from shoal import arithmetic
+from shoal.engine.events import Event
 from shoal.transport.network import NetworkIncoming, NetworkLink
 from support.agent_main import die
 from support.world import template

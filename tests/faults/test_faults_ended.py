@@ -13,11 +13,11 @@ import torch
 from fault_points import Point, arm, average_until_it_fails, swept
 
 import shoal
-from shoal.runtime import bootstrap
-from shoal.runtime.agent import current
-from shoal.runtime.closing import HANG_UP_SECONDS
-from shoal.runtime.events import Event
+from shoal.engine.closing import HANG_UP_SECONDS
+from shoal.engine.events import Event
 from shoal.transport.sockets import Outgoing
+from shoal.world import bootstrap
+from shoal.world.agent import current
 from support.agent_main import Outcome, die
 from support.leftovers import wait_until
 from support.world import World

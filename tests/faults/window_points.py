@@ -18,7 +18,7 @@ import fault_points
 import torch
 
 import shoal
-from shoal.runtime.events import Event
+from shoal.engine.events import Event
 from shoal.windows import memory
 from shoal.windows.locks import ByteLocks
 from shoal.windows.memory import WindowMemory

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.runtime.events import Event, Events
+from shoal.engine.events import Event, Events
 
 Fleets = Callable[..., shoal.Fleet]
 CALLS = ["win_create", "win_put", "win_accumulate", "win_get", "win_update", "win_update_then_collect", "win_put"]

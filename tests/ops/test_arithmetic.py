@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.ops.arithmetic import BLOCK_BYTES, reduce, weighted_sum
-from shoal.runtime.operation import MORE
+from shoal.arithmetic import BLOCK_BYTES, reduce, weighted_sum
+from shoal.engine.operation import MORE
 from shoal.transport.wire import Payload
 
 Fleets = Callable[..., shoal.Fleet]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.ops.arithmetic import BLOCK_BYTES, common_factor, weigh_in_blocks
+from shoal.arithmetic import BLOCK_BYTES, common_factor, weigh_in_blocks
 from shoal.sim import StackedMix
 from shoal.topology import with_uniform_weights
 from shoal.topology.circulant import Circulant, ring

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.runtime.agent import current
+from shoal.world.agent import current
 from support.leftovers import wait_until
 from support.reference import averaged_over, same_bits
 from support.samples import sample, samples

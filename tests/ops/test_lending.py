@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.runtime.agent import current
+from shoal.world.agent import current
 
 Fleets = Callable[..., shoal.Fleet]
 LARGE = 100_000

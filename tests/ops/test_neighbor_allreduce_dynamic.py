@@ -98,7 +98,7 @@ def test_push_pull_has_the_bits_of_the_reference_for_every_size(fleet: Fleets, d
 
 @pytest.mark.parametrize("form", ["push", "pull"])
 @pytest.mark.parametrize("shape", [(6,), (9000,)], ids=["inline", "region"])
-def test_push_and_pull_within_the_topology_need_no_census(fleet: Fleets, form: str, shape: tuple[int, ...]) -> None:
+def test_push_and_pull_within_the_topology_need_no_discovery(fleet: Fleets, form: str, shape: tuple[int, ...]) -> None:
     """Each agent picks a subset of its neighbours, none of them at all in some rounds."""
     size, static = 5, shoal.ExponentialTwoGraph(5)
     wanted = [random_digraph(size, seed, density=0.5) for seed in SEEDS]

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import shoal
 from processes.window_agents import READS, WRITES, Program, record_history, starts
-from shoal.runtime.agent import bind, current
 from shoal.windows.memory import EDGES
 from shoal.windows.registry import PREFIX, Windows
+from shoal.world.agent import bind, current
 from support.histories import (
     NEVER,
     Accumulate,

@@ -14,7 +14,7 @@ from test_optimizer import MODEL, SIZE, batch, flat
 from torch import Tensor, nn
 
 import shoal
-from shoal.runtime.agent import current
+from shoal.world.agent import current
 from support.leftovers import wait_until
 
 Fleets = Callable[..., shoal.Fleet]

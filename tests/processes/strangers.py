@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.runtime.agent import current
 from shoal.transport import router as routing
 from shoal.transport.handshake import HELLO_SIZE, WELCOME_SIZE, Connecting, Keys
 from shoal.transport.network import _LENGTH
 from shoal.transport.sealing import SEAL_SIZE, Checksum, Keyed
 from shoal.transport.wire import Kind, Message, Where, encode
+from shoal.world.agent import current
 from support.agent_main import holdings
 from support.packets import over_tcp
 

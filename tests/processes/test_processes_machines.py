@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.runtime.agent import current
+from shoal.world.agent import current
 from support.agent_main import holdings
 from support.namespaces import INTERFACE, network_namespaces
 from support.world import World

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import shoal
-from shoal.runtime.agent import current
 from shoal.transport import doors, router
 from shoal.transport.admission import HURRY_SECONDS, KNOWN_ROOM, MAX_STRANGERS, ROOM, Strangers, origin_of
 from shoal.transport.doors import AT_ONCE_SECONDS, SHARE, Door
 from shoal.transport.poller import Poller
 from shoal.transport.sockets import Incoming
+from shoal.world.agent import current
 from support.agent_main import holdings
 from support.flooders import NOBODY, Flooder, flood, may_become_others
 from support.world import World

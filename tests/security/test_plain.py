@@ -25,7 +25,7 @@ import shoal
 from shoal.ops import plain
 from shoal.ops.collective import spread
 from shoal.ops.plain import NotPlain, read, write
-from shoal.runtime.agent import current
+from shoal.world.agent import current
 from support.reference import same_bits
 
 Fleets = Callable[..., shoal.Fleet]

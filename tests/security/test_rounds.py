@@ -13,8 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import shoal
-from shoal.ops.census import census
-from shoal.runtime.agent import current
+from shoal.engine.discovery import discover
+from shoal.world.agent import current
 from support import TRANSPORTS
 
 Fleets = Callable[..., shoal.Fleet]
@@ -174,13 +174,13 @@ def test_messages_that_came_before_on_another_topology(
 
 
 @pytest.mark.parametrize("named", [[77], [-2], [2, 2]], ids=str)
-def test_a_census_that_names_nobody(fleet: Fleets, named: list[int]) -> None:
+def test_a_discovery_that_names_nobody(fleet: Fleets, named: list[int]) -> None:
     def run() -> str:
         engine = current().engine
 
         def call() -> list[int]:
             mine = named if shoal.rank() == 1 else []
-            return engine.submit("barrier", "x", lambda operation: census(engine, operation, mine)).wait(SOON)
+            return engine.submit("barrier", "x", lambda operation: discover(engine, operation, mine)).wait(SOON)
 
         try:
             found = str(call())

@@ -22,11 +22,11 @@ from test_relay import attack
 
 import shoal
 from shoal.cli import certificates, doctor, main
-from shoal.runtime.agent import current
-from shoal.runtime.rendezvous import ThreadStore
 from shoal.transport.handshake import HELLO_SIZE, REFUSED, Connecting
 from shoal.transport.tls import Certificates
 from shoal.transport.wire import ProtocolError
+from shoal.world.agent import current
+from shoal.world.rendezvous import ThreadStore
 from support.relay import Change, in_the_middle
 from support.samples import ALL_DTYPES, sample
 from support.world import World

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 import shoal
-from shoal.runtime.agent import current
+from shoal.world.agent import current
 
 from .agent_main import PACKET_BYTES, Dying, Outcome, Request, Spawn, left_over
 from .namespaces import Namespace

@@ -10,8 +10,8 @@ import torch
 from ..ops.alltoall import neighbor_alltoall
 from ..ops.collective import allreduce
 from ..ops.neighbor import neighbor_allreduce
-from ..runtime.agent import current
 from ..topology.schedule import Schedule
+from ..world.agent import current
 from .algorithm import Algorithm, Gradient
 from .mix import EVERYBODY, MACHINE, Mix
 from .needs import check

@@ -10,7 +10,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..progress import shown
+from ..progress_bar import shown
 from .algorithm import Algorithm, Gradient
 from .mix import Mix
 

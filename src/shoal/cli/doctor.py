@@ -28,11 +28,11 @@ from typing import IO, TypeVar, cast
 
 from .._version import __version__
 from ..bench.machine import cpu_name
-from ..runtime.bootstrap import default_timeout
-from ..runtime.launch import LOOPBACK, Launch, detect, join_address
 from ..transport.addresses import address_towards, interface_address, is_loopback
 from ..transport.router import TRANSPORTS
 from ..transport.tls import certificates_of
+from ..world.bootstrap import default_timeout
+from ..world.launch import LOOPBACK, Launch, detect, join_address
 from .live_check import FLEET_CHECKS, PAIR_CHECK
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 import shoal
-from shoal.runtime.agent import current
+from shoal.world.agent import current
 
 FLEET_CHECKS = ("threads", "shared_memory", "network")
 PAIR_CHECK = "two processes"

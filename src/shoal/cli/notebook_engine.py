@@ -40,8 +40,8 @@ class CellWatch:
         self._thread.start()
 
     def _look(self, cause: str) -> None:
-        from ..runtime.agent import process_seat
-        from ..runtime.bootstrap import leave
+        from ..world.agent import process_seat
+        from ..world.bootstrap import leave
 
         while True:
             agent = process_seat().agent

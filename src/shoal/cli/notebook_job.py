@@ -13,8 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
-from ..runtime.launch import LOOPBACK
-from ..runtime.rendezvous import listen
+from ..world.launch import LOOPBACK
+from ..world.rendezvous import listen
 from .agent_processes import AgentProcesses
 from .notebook_files import Files
 from .run import SERVE, Job

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..runtime.launch import LOOPBACK, join_address, parse_address
-from ..runtime.rendezvous import listen
+from ..world.launch import LOOPBACK, join_address, parse_address
+from ..world.rendezvous import listen
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses
 
@@ -25,7 +25,7 @@ from .agent_processes import AgentProcesses
 # It must be told before it is imported.
 SERVE = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.runtime.rendezvous import serve; serve(int(sys.argv[1]))"
+    "from shoal.world.rendezvous import serve; serve(int(sys.argv[1]))"
 )
 
 

@@ -15,14 +15,14 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from ..progress import shown
-from ..runtime.launch import detect
+from ..progress_bar import shown
 from ..sim.candidates import MOST_EDGES
 from ..sim.network_model import Link, Network
 from ..sim.recommend import Recommendation, recommend
 from ..sim.training import COMPRESSION, DIFFERENCE, Training, parse_compression
 from ..sim.units import format_rate, format_seconds, parse_rate, parse_seconds
 from ..topology.analysis import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
+from ..world.launch import detect
 from . import topology_words as words
 from .topology_arguments import above_zero, count, quantity, zero_or_more
 

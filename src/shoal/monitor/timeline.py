@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._version import __version__
-from ..runtime.agent import Agent, seat
-from ..runtime.bootstrap import on_start, on_stop
-from ..runtime.engine import Engine
-from ..runtime.events import Event
-from ..runtime.operation import INTERNAL
+from ..engine.engine import Engine
+from ..engine.events import Event
+from ..engine.operation import INTERNAL
+from ..world.agent import Agent, seat
+from ..world.bootstrap import on_start, on_stop
 
 log = logging.getLogger("shoal")
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ..runtime.agent import current
-from ..runtime.operation import Exchange, Operation, Send, Steps
+from ..arithmetic import complete
+from ..engine.operation import Exchange, Operation, Send, Steps
+from ..world.agent import current
 from .arguments import Result, as_ranks, channel_name, check_gatherable, payload
-from .arithmetic import complete
 
 
 def neighbor_alltoall(

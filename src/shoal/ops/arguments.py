@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..arithmetic import complete
+from ..engine.operation import INTERNAL, Arrived, Steps
 from ..errors import Mismatch
-from ..runtime.agent import Agent
-from ..runtime.operation import INTERNAL, Arrived, Steps
 from ..topology._validate import as_int
 from ..transport.wire import DTYPES, Message, Payload
-from .arithmetic import complete
+from ..world.agent import Agent
 
 WEIGHABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 

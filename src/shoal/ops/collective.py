@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..runtime.agent import Agent, current
-from ..runtime.operation import Exchange, Handle, Operation, Send, Steps
+from ..arithmetic import REDUCTIONS, complete, reduce
+from ..engine.discovery import discover
+from ..engine.operation import Exchange, Handle, Operation, Send, Steps
 from ..topology._validate import check_rank
 from ..transport.link import Published
 from ..transport.wire import DTYPES, Kind, Message, Payload
+from ..world.agent import Agent, current
 from .arguments import (
     WEIGHABLE,
     Result,
@@ -27,8 +29,6 @@ from .arguments import (
     joined,
     payload,
 )
-from .arithmetic import REDUCTIONS, complete, reduce
-from .census import census
 
 DIRECT_BYTES = 1 << 13
 """Tensors up to this size are sent to everybody whole."""
@@ -332,6 +332,6 @@ def barrier(name: str | None = None, *, timeout: float | None = None) -> None:
     agent = current("barrier")
 
     def steps(operation: Operation) -> Steps[None]:
-        yield from census(agent.engine, operation, ())
+        yield from discover(agent.engine, operation, ())
 
     agent.engine.submit("barrier", channel_name("barrier", name), steps, timeout, name is not None).wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from ..runtime.operation import Handle
+from ..engine.operation import Handle
 
 T = TypeVar("T")
 

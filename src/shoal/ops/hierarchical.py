@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ..runtime.agent import Agent, StaticTopology, current
-from ..runtime.operation import Exchange, Handle, Operation, Send, Steps
+from ..arithmetic import weighted_sum
+from ..engine.operation import Exchange, Handle, Operation, Send, Steps
 from ..topology import Mixing
+from ..world.agent import Agent, StaticTopology, current
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload
-from .arithmetic import weighted_sum
 from .collective import allgather_shares, reduce_scatter, rotated, shape_digest
 
 

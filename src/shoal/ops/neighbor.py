@@ -6,7 +6,8 @@
 
 where the receiver i gives the r_ij and the sender j the s_ij. How a round ends depends on who knows of an edge. On the
 static topology both sides do, and in push-pull both name each other: a message for each edge, and nothing else. In pure
-push only the sender knows, in pure pull only the receiver: a :func:`~shoal.ops.census.census` tells the other side.
+push only the sender knows, in pure pull only the receiver: :func:`~shoal.engine.discovery.discover` tells the other
+side.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..runtime.agent import Agent, StaticTopology, current
-from ..runtime.bundles import Small
-from ..runtime.operation import NOTHING, Arrived, Exchange, Handle, Operation, Send, Steps
-from ..runtime.publishing import PUBLISH_BYTES
+from ..arithmetic import weighted_sum
+from ..engine.discovery import discover
+from ..engine.fusion import Small
+from ..engine.operation import NOTHING, Arrived, Exchange, Handle, Operation, Send, Steps
+from ..engine.publishing import PUBLISH_BYTES
 from ..topology import Mixing
+from ..world.agent import Agent, StaticTopology, current
 from .arguments import (
     WEIGHABLE,
     Result,
@@ -33,8 +36,6 @@ from .arguments import (
     payload,
     put,
 )
-from .arithmetic import weighted_sum
-from .census import census
 
 Weights = Mapping[int, float]
 _FORMS = {"static": 0, "push within": 1}
@@ -66,9 +67,9 @@ def neighbor_allreduce(
     Sources and destinations may be any ranks, also beyond the static topology.
 
     Messages for each agent: one for each edge; in push-pull a few bytes more that confirm it. In pure push and pure
-    pull a census comes first, ``ceil(log2(n))`` small messages. With ``enable_topo_check=False`` the caller vouches
+    pull sender discovery comes first, ``ceil(log2(n))`` small messages. With ``enable_topo_check=False`` the caller vouches
     for the edges: push-pull does not confirm, and pure push and pull stay within the static topology, where each
-    neighbour gets the tensor or a header that says "nothing this round", without a census.
+    neighbour gets the tensor or a header that says "nothing this round", without it.
 
     Args:
         tensor: float16, bfloat16, float32, float64 or complex, any shape, any strides; equal shape and dtype on all
@@ -245,10 +246,10 @@ def _mix(
     sources, destinations = mixing.sources, mixing.destinations
     nothing: list[int] = []
     if form == "push":
-        found = yield from census(engine, operation, destinations)
+        found = yield from discover(engine, operation, destinations)
         sources = dict.fromkeys(found, 1.0)
     elif form == "pull":
-        found = yield from census(engine, operation, sources)
+        found = yield from discover(engine, operation, sources)
         destinations = dict.fromkeys(found, 1.0)
     elif form == "push within":
         sources = dict.fromkeys(static.mixing.source_ranks, 1.0)

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch
-from ..runtime.agent import current
-from ..runtime.operation import Handle, Operation, Steps
+from ..world.agent import current
 from . import plain
 from .arguments import Internal, as_ranks, channel_name, check_tensor
 from .collective import allgather, allreduce_nonblocking_, as_root, broadcast_nonblocking_, spread

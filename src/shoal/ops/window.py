@@ -29,14 +29,14 @@ from typing import TypeVar
 
 import torch
 
+from ..engine.operation import Handle
+from ..engine.seconds import as_seconds
 from ..interrupts import held
-from ..runtime.agent import current
-from ..runtime.operation import Handle
-from ..runtime.seconds import as_seconds
 from ..transport.wire import DTYPES
 from ..windows.memory import How
 from ..windows.memory import SlotState as SlotState
 from ..windows.registry import Windows, windows_of
+from ..world.agent import current
 from .arguments import as_ranks, channel_name, check_tensor
 from .handles import poll, wait
 from .window_weights import window_weight, window_weights

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..runtime.agent import current
 from ..topology._validate import as_int, as_weight
 from ..windows.window import Window
+from ..world.agent import current
 from .arguments import as_ranks
 
 

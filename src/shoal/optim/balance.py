@@ -16,8 +16,8 @@ import torch
 from ..algorithms.needs import COLUMN_STOCHASTIC, DOUBLY_STOCHASTIC, ROW_STOCHASTIC, Facts, Need, first_problem
 from ..algorithms.weights import TOLERANCE
 from ..ops.collective import allgather
-from ..runtime.agent import StaticTopology, current
 from ..topology.schedule import Static
+from ..world.agent import StaticTopology, current
 from .rounds import CommunicationType, Settings
 
 _OWN, _FROM, _TO, _UNKNOWN = range(4)

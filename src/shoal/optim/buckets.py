@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..runtime.agent import current
+from ..world.agent import current
 from .params import is_dense
 
 BUCKET_BYTES = 16 << 20

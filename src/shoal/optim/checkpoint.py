@@ -19,7 +19,7 @@ from ..errors import Mismatch, ShoalError
 from ..ops.arguments import Internal
 from ..ops.collective import allgather
 from ..ops.objects import broadcast_object
-from ..runtime.agent import current
+from ..world.agent import current
 from .checkpoint_files import (
     Manifest,
     complete,

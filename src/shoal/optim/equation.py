@@ -11,8 +11,8 @@ import torch
 from ..algorithms.algorithm import Algorithm, Gradient
 from ..algorithms.exchange import Exchange
 from ..algorithms.needs import check
-from ..runtime.agent import current
 from ..topology.schedule import Schedule
+from ..world.agent import current
 from .balance import schedule_of
 from .buckets import Bucket
 from .flight import Flight

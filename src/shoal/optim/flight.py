@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..algorithms.view import View
+from ..engine.operation import Handle
 from ..ops.collective import allreduce_nonblocking
-from ..runtime.agent import current
-from ..runtime.operation import Handle
+from ..world.agent import current
 from .balance import Balance
 from .buckets import Bucket, into_buckets
 from .mixed_state import MixedState, StateBucket

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ..engine.operation import Handle
 from ..ops.collective import allreduce_nonblocking
-from ..runtime.operation import Handle
 from .flight import Flight
 from .ways import Way
 

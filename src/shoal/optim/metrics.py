@@ -15,7 +15,7 @@ import torch
 from ..errors import Mismatch
 from ..ops.arguments import Internal
 from ..ops.collective import allgather
-from ..runtime.agent import current
+from ..world.agent import current
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,9 +20,9 @@ from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from ..algorithms.needs import check, without
 from ..algorithms.view import View
-from ..runtime.agent import current
 from ..topology._validate import check_size
 from ..topology.schedule import Schedule
+from ..world.agent import current
 from .balance import Balance
 from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
 from .equation import Equation

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..engine.engine import Engine
 from ..errors import Mismatch
 from ..ops.collective import allgather
-from ..runtime.agent import current
-from ..runtime.engine import Engine
+from ..world.agent import current
 
 _owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
 """By parameter: a weak reference to the optimizer of ours that has it. Not on the parameter, which may be saved."""

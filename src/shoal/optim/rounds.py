@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ..algorithms.view import View
+from ..engine.operation import Handle
 from ..ops.collective import allreduce_nonblocking
 from ..ops.hierarchical import hierarchical_neighbor_allreduce_nonblocking
 from ..ops.neighbor import neighbor_allreduce_nonblocking
-from ..runtime.agent import current
-from ..runtime.operation import Handle
 from ..topology._validate import check_size
+from ..world.agent import current
 
 Weights = Mapping[int, float]
 

@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 from ..errors import Mismatch
 from ..ops.arguments import Internal
 from ..ops.collective import allgather
-from ..runtime.agent import current
+from ..world.agent import current
 
 _AGREED = ("a shard", "seed", "shuffle", "pad", "a dataset of the length")
 Indices = np.ndarray[Any, np.dtype[np.int64]]

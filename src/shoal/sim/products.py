@@ -4,7 +4,7 @@ Three ways. Where all agents do alike (rings, exponential graphs, one peer at a 
 with one weight each. Where each averages with one other, at equal terms everywhere (pairs, hypercubes), it is x and its
 rows in another order. All others take a sparse product, which is several times slower. What takes more than one pass
 goes block by block on a CPU, so that a block stays in the cache from the first term to the last. Terms that all weigh
-one over a whole number are summed, and the sum is divided, as between agents (:mod:`shoal.ops.arithmetic`); but not in
+one over a whole number are summed, and the sum is divided, as between agents (:mod:`shoal.arithmetic`); but not in
 16 bits, which have no room for the sum.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..algorithms.weights import Form, Ranks, RoundWeights, Shares, Weights
-from ..ops.arithmetic import common_factor
+from ..arithmetic import common_factor
 
 Product = Callable[[torch.Tensor, torch.Tensor], None]
 """Writes ``W x`` to its first argument; both are ``[n, ...]`` and contiguous."""

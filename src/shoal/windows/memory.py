@@ -20,7 +20,7 @@ from enum import Enum
 import numpy as np
 import torch
 
-from ..ops.arithmetic import weigh_in_blocks
+from ..arithmetic import weigh_in_blocks
 from .locks import Busy, ByteLocks, Freed
 
 MUTEX, OWN, EDGES = 0, 1, 2

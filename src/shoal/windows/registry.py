@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..engine.operation import Exchange, Handle, Operation, Send, Steps
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost
 from ..interrupts import held
-from ..runtime.agent import Agent, bind
-from ..runtime.operation import Exchange, Handle, Operation, Send, Steps
 from ..transport.memory import Segment
 from ..transport.wire import DTYPES, Message
+from ..world.agent import Agent, bind
 from .locks import ByteLocks
 from .memory import Layout, WindowMemory
 from .service import AGAIN, Service

@@ -18,7 +18,7 @@ import torch
 from ..transport.wire import Message
 from .locks import Freed
 from .memory import MUTEX, OWN, How
-from .turns import short_turns
+from .switch_interval import short_turns
 from .window import LOCK, UNLOCK, Window
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..engine.operation import MORE, Exchange, Handle, Operation, Send, Steps
+from ..engine.seconds import acquire_until
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
-from ..runtime.operation import MORE, Exchange, Handle, Operation, Send, Steps
-from ..runtime.seconds import acquire_until
 from ..topology import Mixing
 from .locks import Busy, Freed
 from .memory import MUTEX, OWN, How, SlotState, WindowMemory

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.runtime.launch import Launch, derived_port, detect, first_host, parse_address
+from shoal.world.launch import Launch, derived_port, detect, first_host, parse_address
 
 TORCHRUN = {
     "RANK": "3",
@@ -121,7 +121,7 @@ def test_pmi_agents_of_one_hydra_daemon_derive_one_address(tmp_path: Path) -> No
     daemon.symlink_to(sys.executable)
     agent = tmp_path / "agent.py"
     agent.write_text(f"""{ALONE}
-from shoal.runtime.launch import detect
+from shoal.world.launch import detect
 launch = detect()
 print(launch.host, launch.port, launch.job)
 """)
@@ -226,8 +226,8 @@ def test_an_address_that_is_not_host_and_port_is_refused(text: str) -> None:
 
 def test_detecting_the_launch_does_not_import_torch() -> None:
     code = f"""{ALONE}
-import shoal.runtime.launch, shoal.runtime.rendezvous
-shoal.runtime.launch.current()
+import shoal.world.launch, shoal.world.rendezvous
+shoal.world.launch.current()
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

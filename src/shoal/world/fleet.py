@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..engine.seconds import as_seconds
 from ..errors import PeerLost
 from ..interrupts import held
 from ..topology._validate import check_size
@@ -20,7 +21,6 @@ from .agent import Seat, take_seat
 from .bootstrap import init, leave
 from .launch import Launch
 from .rendezvous import ThreadStore
-from .seconds import as_seconds
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")

@@ -7,10 +7,10 @@ import logging
 import networkx as nx
 import torch
 
+from ..engine.events import Events
+from ..engine.membership import View
 from ..topology.graphs import ExponentialTwoGraph
 from .agent import current, seat
-from .events import Events
-from .membership import View
 
 log = logging.getLogger("shoal")
 

@@ -11,8 +11,8 @@ from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
 from ..transport.wire import CERTAIN, DIED, WANTS_REPLY, Kind, Message
-from .departures import Departure
 from .events import Events
+from .failures import Departure
 from .matching import SMALL_WINDOW, Channel
 from .membership import Membership
 from .operation import Operation, Send, Stage

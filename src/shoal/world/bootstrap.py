@@ -19,12 +19,12 @@ from typing import Any
 
 import networkx as nx
 
+from ..engine.engine import Engine
 from ..errors import Mismatch, NotInitialized
 from ..interrupts import held
 from ..transport.router import Place
 from ..transport.tls import certificates_of
 from .agent import Agent, Machines, Seat, process_seat, seat
-from .engine import Engine
 from .identity import set_topology
 from .introductions import ENDPOINT, introduce
 from .launch import current
@@ -194,11 +194,11 @@ def _free(mine: Seat) -> None:
 
 def _settle(agent: Agent, deadline: float) -> None:
     """Everybody is here. It also opens each agent's link to rank + 1, so that news of a death reaches all."""
-    from ..ops.census import census
+    from ..engine.discovery import discover
 
     name = "~init"
     rest = max(1.0, deadline - time.monotonic())
-    agent.engine.submit("init", name, lambda operation: census(agent.engine, operation, ()), rest, False).wait()
+    agent.engine.submit("init", name, lambda operation: discover(agent.engine, operation, ()), rest, False).wait()
 
 
 def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None:

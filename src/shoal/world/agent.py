@@ -16,11 +16,11 @@ from typing import Any, ParamSpec, TypeVar
 import networkx as nx
 import numpy as np
 
+from ..engine.engine import Engine
 from ..errors import NotInitialized
 from ..topology import Mixing, classify, mixing_matrix, with_uniform_weights
 from ..topology._validate import as_weight
 from ..topology.graphs import ExponentialTwoGraph
-from .engine import Engine
 from .launch import Launch
 from .rendezvous import Store
 

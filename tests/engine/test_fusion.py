@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import shoal
-from shoal.runtime.agent import current
-from shoal.runtime.bundles import MOST_BYTES
-from shoal.runtime.runs import MOST_OPERATIONS, PREFIX
+from shoal.engine.fusion import MOST_BYTES
+from shoal.engine.runs import MOST_OPERATIONS, PREFIX
 from shoal.transport.wire import Kind, Message, Payload
+from shoal.world.agent import current
 from support.leftovers import wait_until
 from support.reference import averaged_over, same_bits
 from support.samples import sample, samples

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..runtime.operation import MORE, Arrived
-from ..transport.wire import Payload
+from .engine.operation import MORE, Arrived
+from .transport.wire import Payload
 
 BLOCK_BYTES = 1 << 20
 """Large enough that calls into torch cost little beside their bytes, small enough that a few blocks fit the cache."""

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.runtime.agent import Agent
-from shoal.runtime.engine import Engine
+from shoal.engine.engine import Engine
+from shoal.world.agent import Agent
 from support.leftovers import nothing_is_left, resident_bytes
 
 Fleets = Callable[..., shoal.Fleet]
@@ -138,7 +138,7 @@ def test_an_agent_in_a_loop_of_its_own_is_named_and_left_to_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A thread cannot be ended from outside; the caller gets the failure all the same, after a grace."""
-    monkeypatch.setattr("shoal.runtime.fleet.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("shoal.world.fleet.GRACE_SECONDS", 0.1)
     go, together = threading.Event(), threading.Barrier(3)
 
     def run() -> None:
@@ -324,7 +324,7 @@ def test_an_agent_that_cannot_leave_in_good_order_fails_the_fleet(
         if agent.rank == 1:
             raise Unlucky("of the disk")
 
-    monkeypatch.setattr("shoal.runtime.bootstrap.on_stop", [fail, lambda agent: told.append(agent.rank)])
+    monkeypatch.setattr("shoal.world.bootstrap.on_stop", [fail, lambda agent: told.append(agent.rank)])
     with pytest.raises(Unlucky, match="of the disk"):
         within(10.0, lambda: fleet(3).run(shoal.barrier))
     assert sorted(told) == [0, 1, 2]
@@ -361,7 +361,7 @@ def test_an_agent_that_fails_before_it_is_one_ends_those_that_wait_for_it(
                 raise Unlucky("of the engine")
             super().__init__(rank, size, timeout)
 
-    monkeypatch.setattr("shoal.runtime.bootstrap.Engine", Broken)
+    monkeypatch.setattr("shoal.world.bootstrap.Engine", Broken)
     started = time.monotonic()
     with pytest.raises(Unlucky, match="of the engine"):
         fleet(3).run(shoal.barrier)
@@ -471,7 +471,7 @@ def test_an_interrupt_while_agents_are_in_init_ends_them(fleet: Fleets, monkeypa
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.5)
 
-    monkeypatch.setattr("shoal.runtime.bootstrap.Engine", Slow)
+    monkeypatch.setattr("shoal.world.bootstrap.Engine", Slow)
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         fleet(3).run(shoal.barrier)

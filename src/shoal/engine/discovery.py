@@ -12,12 +12,12 @@ from collections.abc import Generator, Iterable
 
 import torch
 
+from ..engine.engine import Engine
+from ..engine.operation import Arrived, Exchange, Operation, Send
 from ..errors import Mismatch
-from ..runtime.engine import Engine
-from ..runtime.operation import Arrived, Exchange, Operation, Send
 
 
-def census(engine: Engine, operation: Operation, named: Iterable[int]) -> Generator[Exchange, Arrived, list[int]]:
+def discover(engine: Engine, operation: Operation, named: Iterable[int]) -> Generator[Exchange, Arrived, list[int]]:
     """The ranks that name this agent, ascending, given the ranks that it names. Mismatch for what cannot be."""
     rank, size = engine.rank, engine.size
     notices = [(rank, other) for other in named]

@@ -247,7 +247,7 @@ def test_setting_a_topology_before_init_is_false_and_logged(caplog: pytest.LogCa
 def test_dropping_weights_that_matter_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graph: nx.DiGraph, warned: bool
 ) -> None:
-    monkeypatch.setattr("shoal.runtime.agent._warned", False)
+    monkeypatch.setattr("shoal.world.agent._warned", False)
 
     def run() -> None:
         for _ in range(3):

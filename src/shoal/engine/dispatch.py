@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..errors import Mismatch, PeerLost, ShoalError
 from ..transport.wire import DIED, Kind, Message, Payload, ProtocolError
-from .departures import Departure
+from .failures import Departure
 from .matching import Fate, disagreement, unexpected
 from .operation import Operation, Stage, describe
 from .runs import PREFIX

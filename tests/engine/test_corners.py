@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import shoal
-from shoal.runtime.agent import bind, current, seat
-from shoal.runtime.bootstrap import leave
-from shoal.runtime.operation import Operation
+from shoal.engine.operation import Operation
 from shoal.transport import admission
 from shoal.transport.link import Published
+from shoal.world.agent import bind, current, seat
+from shoal.world.bootstrap import leave
 from support.leftovers import descriptors, wait_until
 from support.world import World
 

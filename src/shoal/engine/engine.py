@@ -32,19 +32,19 @@ from ..transport.memory import Arena, ResultPool
 from ..transport.poller import Poller
 from ..transport.router import Router
 from ..transport.wire import Message
-from .bundles import Bundle, Bundles, Small
 from .closing import close
-from .departures import Departures
+from .dispatch import Hearing, Service
 from .events import Events
-from .hearing import Hearing, Service
+from .failures import Departures
+from .fusion import Bundle, Bundles, Small
 from .matching import Channel, Rounds
 from .membership import Membership
 from .operation import MORE, Arrived, Exchange, Handle, Operation, Send, Stage, Steps
 from .outbox import Outbox
-from .patience import ASK_AFTER, overdue, remind
+from .progress import AFTER_SMALL, Wheel
 from .publishing import Publisher
 from .seconds import as_seconds
-from .wheel import AFTER_SMALL, Wheel
+from .watchdog import ASK_AFTER, overdue, remind
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")

@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from shoal.errors import DeadlineExceeded, PeerLost
-from shoal.runtime.launch import Launch, current
-from shoal.runtime.rendezvous import Store, ThreadStore, listen, open_store
+from shoal.world.launch import Launch, current
+from shoal.world.rendezvous import Store, ThreadStore, listen, open_store
 
 EVERY_BYTE = bytes(range(256))
 
@@ -195,7 +195,7 @@ def test_an_agent_let_in_by_the_server_before_finds_the_right_one() -> None:
 
 
 def test_a_port_that_is_taken_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.runtime.rendezvous._PORT_PATIENCE", 0.1)
+    monkeypatch.setattr("shoal.world.rendezvous._PORT_PATIENCE", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}.*in use.*SHOAL_RENDEZVOUS"):
@@ -238,8 +238,8 @@ SAME_PORT = """
 import os, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from shoal.runtime.launch import current
-from shoal.runtime.rendezvous import open_store
+from shoal.world.launch import current
+from shoal.world.rendezvous import open_store
 
 here = Path(os.environ["HERE"])
 rank = current().rank
@@ -284,8 +284,8 @@ def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
     code = f"""
 import os, signal, threading, time
 from contextlib import closing
-from shoal.runtime.launch import Launch
-from shoal.runtime.rendezvous import open_store
+from shoal.world.launch import Launch
+from shoal.world.rendezvous import open_store
 
 with closing(open_store(Launch(0, 2, "torchrun", "127.0.0.1", {free_port()}), time.monotonic() + 50)) as store:
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()

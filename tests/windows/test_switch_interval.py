@@ -13,7 +13,7 @@ import torch
 
 import shoal
 from shoal.windows.memory import OWN, WindowMemory
-from shoal.windows.turns import SECONDS, short_turns
+from shoal.windows.switch_interval import SECONDS, short_turns
 from support.leftovers import wait_until
 
 Fleets = Callable[..., shoal.Fleet]
@@ -132,7 +132,7 @@ def test_an_interval_loses_nothing_however_often_it_is_put_back(microseconds: in
 def test_a_child_has_the_users_interval_and_nobody_inside() -> None:
     script = f"""
 import os, sys
-from shoal.windows.turns import short_turns
+from shoal.windows.switch_interval import short_turns
 sys.setswitchinterval({USERS})
 with short_turns():
     child = os.fork()

@@ -25,8 +25,8 @@ from ..transport.wire import Message
 from .seconds import as_seconds
 
 if TYPE_CHECKING:
-    from .bundles import Bundle, Small
     from .engine import Engine
+    from .fusion import Bundle, Small
 
 T = TypeVar("T")
 
