@@ -244,7 +244,7 @@ def test_what_looking_at_the_clock_finds_is_due_when_it_says(fleet: Fleets) -> N
                 def check(self, now: float) -> float:
                     if not told:
                         told.append(now)
-                        engine.next_check = min(engine.next_check, now + 0.2)
+                        engine.progress.next_check = min(engine.progress.next_check, now + 0.2)
                     elif len(told) == 1:
                         told.append(now)
                     return float("inf")
@@ -254,10 +254,10 @@ def test_what_looking_at_the_clock_finds_is_due_when_it_says(fleet: Fleets) -> N
                 def descriptors(self) -> list[int]:
                     return []
 
-            engine.services["~suspicious"] = Suspicious()  # type: ignore[assignment]
+            engine.services.add("~suspicious", Suspicious())  # type: ignore[arg-type]
             with pytest.raises(shoal.DeadlineExceeded):
                 shoal.neighbor_allreduce(torch.ones(4), name="alone", timeout=1.0)
-            del engine.services["~suspicious"]
+            del engine.services._by_word["~suspicious"]
             waited = told[1] - told[0]
         shoal.barrier()
         return waited

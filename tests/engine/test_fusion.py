@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import shoal
+from shoal.engine.fused_name import MOST_OPERATIONS, PREFIX
 from shoal.engine.fusion import MOST_BYTES
-from shoal.engine.runs import MOST_OPERATIONS, PREFIX
 from shoal.transport.wire import Kind, Message, Payload
 from shoal.world.agent import current
 from support.leftovers import wait_until
@@ -254,13 +254,13 @@ def test_a_bundle_that_makes_no_sense_is_refused_and_harms_nobody(fleet: Fleets)
         with engine.lock:
             for text in nonsense:
                 payload = Payload(torch.ones(1), 1)
-                engine.hearing.on_message(
+                engine.dispatch.on_message(
                     1 - shoal.rank(),
                     Message(
                         Kind.DATA, "neighbor_allreduce", PREFIX + text, dtype=torch.float32, shape=(1,), payload=payload
                     ),
                 )
-            early = [parcel.message.name for parcels in engine.bundles._early.values() for parcel in parcels]
+            early = [parcel.message.name for parcels in engine.fusion._early.values() for parcel in parcels]
             assert not set(early) & {PREFIX + text for text in nonsense}  # the other's own may be here already
         handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(shoal.rank())])) for _ in range(3)]
         return sum(handle.wait().item() for handle in handles)
@@ -275,8 +275,9 @@ def test_bundles_leave_nothing_in_the_books(fleet: Fleets) -> None:
             for handle in [shoal.neighbor_allreduce_nonblocking(torch.ones(3)) for _ in range(30)]:
                 handle.wait()
         shoal.barrier()
-        books = engine.bundles
-        empty = wait_until(lambda: not (books._active or books._early or books._pending) and engine.outbox.settled)
+        books = engine.fusion
+        unbegun = engine.lifecycle.unbegun
+        empty = wait_until(lambda: not (books._active or books._early or unbegun) and engine.outbox.drained)
         return empty and len(books._unread) <= 2
 
     assert all(fleet(3).run(run))

@@ -218,7 +218,7 @@ def see_it_leave() -> None:
 def in_flight() -> list[str]:
     engine = current().engine
     with engine.lock:
-        return [str(operation) for operation in engine.rounds.in_flight()]
+        return [str(operation) for operation in engine.matcher.in_flight()]
 
 
 def called_in_full(kind: str, name: str) -> int:
@@ -251,7 +251,7 @@ def interrupted(kind: str, name: str, at: int) -> str:
     finally:
         sys.settrace(None)
     assert lines.place
-    rounds = current().engine.rounds
+    rounds = current().engine.matcher
     parts = [f"{name}.{part}" for part in range(3)] if kind == "together" else [name]
     for one in parts:
         if not rounds.begun(one):

@@ -121,7 +121,7 @@ def shut_down_and_die(place: str) -> None:
         bootstrap.on_stop.append(lambda _: die())
     else:
         engine = current().engine
-        engine.wheel.stop = die  # type: ignore[method-assign]
+        engine.progress.stop = die  # type: ignore[method-assign]
     shoal.shutdown()
 
 
@@ -342,7 +342,7 @@ def look_at_the_clock_when_something_comes() -> None:
 
     def look(event: Event) -> None:
         if event.kind == "received":
-            engine.next_check = 0.0
+            engine.progress.next_check = 0.0
 
     shoal.events().subscribe(look)
 
@@ -385,7 +385,7 @@ def wait_until_asked(name: str) -> None:
 
     came = threading.Event()
     shoal.events().subscribe(lambda event: came.set() if event.name == name else None)
-    rounds = current().engine.rounds
+    rounds = current().engine.matcher
     while not any(key[0] == name for key in rounds._early) and not came.wait(0.005):
         pass
 

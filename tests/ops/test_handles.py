@@ -393,7 +393,7 @@ def test_a_name_that_is_used_once_costs_its_count(fleet: Fleets) -> None:
 
         use(0)
         shoal.barrier()
-        rounds = current().engine.rounds
+        rounds = current().engine.matcher
         assert wait_until(lambda: not rounds._channels)
         names = [*rounds._begun]
         return sum(sys.getsizeof(name) for name in names) / len(names), sys.getsizeof(rounds._begun) // len(names)

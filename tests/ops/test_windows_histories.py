@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import shoal
 from processes.window_agents import READS, WRITES, Program, record_history, starts
 from shoal.windows.memory import EDGES
-from shoal.windows.registry import PREFIX, Windows
+from shoal.windows.registry import Windows
+from shoal.windows.window import PREFIX
 from shoal.world.agent import bind, current
 from support.histories import (
     NEVER,
@@ -261,7 +262,7 @@ def locked_now_and_then(name: str, held: threading.Event) -> Iterator[None]:
 
     ``held`` is set while it has the lock.
     """
-    windows = current().engine.services[PREFIX]
+    windows = current().engine.services.get(PREFIX)
     assert isinstance(windows, Windows)
     locks = windows.get("test", name).memory.locks
     stop = threading.Event()

@@ -27,10 +27,10 @@ def test_memory_that_others_still_read_is_not_given_back_at_the_word_of_a_third(
             handle = shoal.neighbor_allreduce_nonblocking(x + step, name="large")
             if shoal.rank() == 0:
                 with engine.lock:
-                    others = {token for token, owed in engine.outbox._owed.items() if owed.receiver == 1}
+                    others = {token for token, sent in engine.outbox._unacknowledged.items() if sent.receiver == 1}
                     for token in others:
-                        engine.hearing.on_message(2, Message(kind, name="nobody's", token=token))
-                    found.append((len(others), len(others & engine.outbox._owed.keys())))
+                        engine.dispatch.on_message(2, Message(kind, name="nobody's", token=token))
+                    found.append((len(others), len(others & engine.outbox._unacknowledged.keys())))
             assert torch.equal(handle.wait(), x + step)
             shoal.barrier(name=f"step {step}")
         return found

@@ -77,8 +77,9 @@ def loss(fleet: shoal.Fleet, messages: Callable[[], Iterator[Message]]) -> list[
         assert caught.value.ranks == (GREEDY,), caught.value
         if shoal.rank() == VICTIM:
             with engine.lock:
-                assert not [key for key in [*engine.rounds._early, *engine.rounds._asks] if key[0].startswith("early")]
-                assert GREEDY not in engine.rounds._kept
+                kept = [*engine.matcher._early, *engine.matcher._asks]
+                assert not [key for key in kept if key[0].startswith("early")]
+                assert GREEDY not in engine.matcher._kept
                 assert GREEDY not in engine.router.incoming
         return str(caught.value)
 
@@ -158,8 +159,8 @@ def test_a_budget_is_there_again_when_the_calls_have_been_made(fleet: Fleets, fe
             for handle in handles:
                 assert handle.wait()[0].item() == 1.0
         with engine.lock:
-            return sum(abs(one.count) + abs(one.nbytes) for one in engine.rounds._kept.values()) + sum(
-                one.count for one in engine.rounds._asked.values()
+            return sum(abs(one.count) + abs(one.nbytes) for one in engine.matcher._kept.values()) + sum(
+                one.count for one in engine.matcher._asked.values()
             )
 
     assert fleet(2).run(run) == [0, 0]

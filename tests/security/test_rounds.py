@@ -204,7 +204,7 @@ def test_what_the_exchange_cannot_handle_ends_it_aloud(
         x = torch.ones(4)
         shoal.neighbor_allreduce(x)
         if shoal.rank() == 1:
-            engine.bundles.start = broken  # type: ignore[method-assign]
+            engine.fusion.begin = broken  # type: ignore[method-assign]
         handle = shoal.neighbor_allreduce_nonblocking(x)
         limit = time.monotonic() + SOON
         while not (blocking or handle.poll()) and time.monotonic() < limit:

@@ -48,7 +48,7 @@ class CellWatch:
             if agent is None:
                 return
             with agent.engine.lock:
-                is_waited_for = agent.engine.rounds.is_waited_for()
+                is_waited_for = agent.engine.matcher.is_waited_for()
             if is_waited_for:
                 leave(process_seat(), cause, died=True)
                 return

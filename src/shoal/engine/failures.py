@@ -1,42 +1,35 @@
-"""Who is gone, and since when we may believe it.
+"""Who is gone: suspected, reported, confirmed; and what cannot go on without them.
 
 A connection that ends, a process that ends, and the word of a third agent can all arrive before the last thing that the
-agent itself said, which may be a goodbye. So unless nothing of it can still come, a sign makes an agent a suspect for a
-moment, and only then, without a goodbye, a loss. News of a loss is passed on along all links; every agent has a link to
-the next rank, so it reaches everybody.
+agent itself said, which may be a goodbye. So unless nothing of it can still come, an agent is a suspect for a moment,
+and only then, without a goodbye, a loss. News of a loss is passed on along all links; every agent has a link to the
+next rank, so it reaches everybody.
 """
 
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
+from ..errors import ShoalError
 from ..transport.router import Router
 from ..transport.wire import CERTAIN, DIED, Message
-from .membership import Membership
+from .events import Events
+from .fusion import Fusion
+from .lifecycle import Lifecycle
+from .matching import Matcher
+from .membership import Departure, Membership
+from .outbox import Outbox
+from .progress import Progress
+from .services import Services
 
 GRACE = 0.5
 """Seconds in which what an agent said last may still arrive."""
-STRANGER_GRACE = 5.0
+UNCONNECTED_GRACE = 5.0
 """The same for an agent without a connection to this one: others, which have one, know better, and pass it on."""
 
 
-class Departure(NamedTuple):
-    """An agent that is gone."""
-
-    rank: int
-    cause: str
-    died: bool
-    told_by: int
-    """The agent that noticed."""
-    certain: bool = False
-    """Its process has ended, or it ended a connection itself; else the network between the two may be the cause."""
-    because: int = -1
-    """Where it left in good order: the agent that it had missed in a one-sided call, which is no loss to others."""
-
-
-class Departures:
-    """One agent's suspicions."""
+class FailureDetector:
+    """One agent's suspicions, each with the time at which it is confirmed."""
 
     def __init__(self, rank: int, membership: Membership, router: Router) -> None:
         self._rank = rank
@@ -44,9 +37,9 @@ class Departures:
         self._router = router
         self._suspects: dict[int, tuple[float, Departure]] = {}
 
-    def sign(self, peer: int, cause: str, final: bool, certain: bool) -> float:
-        """An agent seems to be gone. Returns when that is to be believed, as ``time.monotonic()``."""
-        due = time.monotonic() + (0.0 if final else GRACE if self._router.knows(peer) else STRANGER_GRACE)
+    def suspect(self, peer: int, cause: str, final: bool, certain: bool) -> float:
+        """An agent seems to be gone. Returns when that is confirmed, as ``time.monotonic()``."""
+        due = time.monotonic() + (0.0 if final else GRACE if self._router.knows(peer) else UNCONNECTED_GRACE)
         known = self._suspects.get(peer)
         if known is not None:
             if known[1].told_by == peer:  # it has said why it goes; that counts
@@ -65,7 +58,7 @@ class Departures:
             return said
         if source == rank or (died and (certain or not self._router.knows(rank))):
             return self._after_those_before(said)
-        return self.hearsay(said)
+        return self.report(said)
 
     def _after_those_before(self, said: Departure) -> Departure | float:
         """An agent goes. Where another is about to be counted as lost, that may be why, and comes first."""
@@ -76,7 +69,7 @@ class Departures:
         self._suspects[said.rank] = (due, said)
         return due
 
-    def hearsay(self, said: Departure) -> float:
+    def report(self, said: Departure) -> float:
         """An agent is said to be gone, but not by itself, and we would notice. Returns when to come back for it.
 
         That it left, we hear from itself after all that it has sent to us. That it died, our own connections to it will
@@ -92,7 +85,7 @@ class Departures:
         self._suspects[rank] = (due, said)
         return due
 
-    def believed(self, now: float) -> list[Departure]:
+    def confirmed(self, now: float) -> list[Departure]:
         """The suspects whose time is up."""
         return [departure for due, departure in self._suspects.values() if now >= due]
 
@@ -103,3 +96,139 @@ class Departures:
     def next(self) -> float:
         """When the next suspect is due."""
         return min((due for due, _ in self._suspects.values()), default=float("inf"))
+
+
+class Failures:
+    """What one agent does about those that are gone. Used under the engine's lock.
+
+    Attributes:
+        deaf: This agent has lost track of what the others said; it must not judge them any more.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        progress: Progress,
+        matcher: Matcher,
+        membership: Membership,
+        router: Router,
+        outbox: Outbox,
+        lifecycle: Lifecycle,
+        fusion: Fusion,
+        services: Services,
+        events: Events,
+    ) -> None:
+        self.deaf = False
+        self._detector = FailureDetector(rank, membership, router)
+        self._rank = rank
+        self._size = size
+        self._progress = progress
+        self._matcher = matcher
+        self._membership = membership
+        self._router = router
+        self._outbox = outbox
+        self._lifecycle = lifecycle
+        self._fusion = fusion
+        self._services = services
+        self._events = events
+
+    # What shows that an agent is gone
+
+    def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
+        """A connection, or a process, has ended; see :class:`~shoal.transport.link.Receiver`."""
+        if peer not in self._membership.view.alive or self.deaf:
+            self._router.drop(peer)
+        elif not self._outbox.said_goodbye:  # after it, an end is somebody hanging up
+            self._progress.check_by(self._detector.suspect(peer, cause, final, certain))
+
+    def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
+        """An agent has said goodbye, because of the loss of another where that has a cause."""
+        if cause and 0 <= lost < self._size and lost != self._rank:
+            self._told(Departure(lost, cause, True, peer))
+        said = Departure(peer, "it called shoal.shutdown()", False, peer, because=-1 if cause else lost)
+        self._progress.check_by(self._detector.report(said))
+
+    def on_notice(self, source: int, message: Message) -> None:
+        """An agent says that it leaves, or that another is gone."""
+        said = self._detector.notice(source, message)
+        if isinstance(said, Departure):
+            self._confirm(said)
+        else:
+            self._progress.check_by(said)
+
+    def _told(self, said: Departure) -> None:
+        """What another agent says of a third."""
+        if self._router.knows(said.rank):
+            self._progress.check_by(self._detector.report(said))
+        else:
+            self._confirm(said)
+
+    def check(self, now: float) -> float:
+        """Confirm what is due. Returns when to come back."""
+        if self._outbox.said_goodbye or self.deaf:
+            return float("inf")
+        for departure in self._detector.confirmed(now):
+            self._confirm(departure)
+        return self._detector.next
+
+    # What follows
+
+    def _confirm(self, gone: Departure) -> None:
+        """An agent died or left; tell the neighbours, and end what cannot be completed without it."""
+        rank, cause, died, told_by, _, because = gone
+        self._detector.forget(rank)
+        if rank == self._rank:
+            self.break_off(f"rank {told_by} counts it as lost ({cause})")
+            return
+        if not self._membership.remove(rank, cause, died):
+            missed = died and rank in self._membership.view.left  # it left, and somebody needed it after that
+            if missed and self._lifecycle.ended is None:
+                self._outbox.pass_on(gone)
+                self._lose(f"rank {rank} is gone: {cause}", rank)
+            return
+        if self._events.active:
+            self._events.emit("lost", "died" if died else "left", "", 0, peer=rank, detail=cause)
+        self._outbox.pass_on(gone)
+        if died:
+            self._lose(*self._explained(gone))
+        for token in self._outbox.unacknowledged_by(rank):
+            self._lifecycle.acknowledged(rank, token)
+        for service in self._services.all():
+            service.on_gone(rank, because if 0 <= because < self._size and because != self._rank else None)
+        self._fusion.split_those_without(rank)
+        for operation in self._matcher.in_flight():
+            stage = operation.stage
+            if stage is None:
+                continue
+            # It also waits for somebody of whose tensor a part is still missing.
+            if rank in operation.waiting_for or (not stage.posted and stage.sends_to(rank)):
+                self._lifecycle.fail(operation, self._lifecycle.miss(operation, [rank]))
+        if died:
+            self._fusion.forget(rank)
+            self._matcher.forget(rank)
+        self._router.drop(rank)
+
+    def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:
+        """What is to be said of a loss, and the ranks that it is about."""
+        rank, cause, _, told_by, certain, _ = gone
+        if told_by in (self._rank, rank):
+            return f"rank {rank} was lost ({cause})", rank
+        if not certain and self._router.knows(rank):
+            what = f"ranks {rank} and {told_by} have lost each other ({cause}, as rank {told_by} says)"
+            return f"{what}, and both are there", rank, told_by
+        return f"rank {rank} was lost ({cause}, as rank {told_by} says)", rank
+
+    def _lose(self, what: str, *ranks: int) -> None:
+        ended = self._lifecycle.lose(what, ranks)
+        self._fusion.give_up(ended)
+
+    def break_off(self, why: str) -> None:
+        """This agent must not judge the others any more: end all operations, now and from now on."""
+        self.deaf = True
+        self.abort(ShoalError(f"rank {self._rank}: {why}; shut down and start again", (self._rank,)))
+
+    def abort(self, error: ShoalError) -> None:
+        """End all operations, now and from now on, with ``error``. The others are not told."""
+        self._lifecycle.abort(error)
+        self._fusion.give_up(error)

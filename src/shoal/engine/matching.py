@@ -26,7 +26,7 @@ Key = tuple[str, int]
 Ask = tuple[int, int]
 
 
-class Fate(Enum):
+class MatchResult(Enum):
     """What becomes of a message."""
 
     NOW = auto()  # it is for the current stage of an operation in flight
@@ -50,6 +50,29 @@ class Channel:
     @property
     def idle(self) -> bool:
         return not (self.active or self.unacknowledged or self.deferred)
+
+    def defer(self, operation: Operation, stage: Stage) -> None:
+        """Keep a stage until its receivers are near enough."""
+        self.deferred.append((operation, stage))
+
+    def must_defer(self, operation: Operation, stage: Stage) -> bool:
+        """Whether others are before it, or its receivers are too far behind."""
+        return bool(self.deferred and not operation.one_sided) or not self.may_send(operation, stage)
+
+    def sendable(self) -> Iterator[tuple[Operation, Stage]]:
+        """Take out what may be sent now. Each is sent before the next is asked for: that may be one too many."""
+        waiting, self.deferred = self.deferred, deque()
+        while waiting:
+            operation, stage = waiting.popleft()
+            if operation.stage is not stage:  # it has ended meanwhile
+                continue
+            if self.may_send(operation, stage):
+                yield operation, stage
+                continue
+            self.deferred.append((operation, stage))
+            if not operation.one_sided:  # those behind it have to wait for their turn
+                self.deferred.extend(waiting)
+                return
 
     def may_send(self, operation: Operation, stage: Stage) -> bool:
         """Whether the receivers are near enough for one more round."""
@@ -79,8 +102,8 @@ class Channel:
             self.unacknowledged.pop(round_, None)
 
 
-class Rounds:
-    """The book of one agent's rounds. Kept under the engine's lock.
+class Matcher:
+    """Matches messages with the rounds of one agent. Used under the engine's lock.
 
     Of a name that is not in use only the number of its rounds is kept, for good: it tells an agent that has skipped a
     call from one that has not made it yet.
@@ -151,20 +174,20 @@ class Rounds:
         """Messages for an operation have come before it began."""
         return (operation.name, operation.round) in self._early
 
-    def fate(self, message: Message) -> tuple[Fate, Operation | None]:
+    def match(self, message: Message) -> tuple[MatchResult, Operation | None]:
         """What becomes of a message or a question, and the operation that it is about where that is in flight."""
         if message.round >= self._begun.get(message.name, 0):
-            return Fate.EARLY, None
+            return MatchResult.EARLY, None
         operation = self.active(message.name, message.round)
         if operation is None:
             late = (message.name, message.round) in self._tombstones
-            return (Fate.LATE if late else Fate.UNEXPECTED), None
+            return (MatchResult.LATE if late else MatchResult.UNEXPECTED), None
         if operation.outcome is not None:  # it has all that it wants, and waits only for others to confirm
-            return Fate.UNEXPECTED, operation
+            return MatchResult.UNEXPECTED, operation
         stage = operation.stage
         if stage is None or message.stage > stage.number:
-            return Fate.EARLY, operation
-        return (Fate.NOW if message.stage == stage.number else Fate.UNEXPECTED), operation
+            return MatchResult.EARLY, operation
+        return (MatchResult.NOW if message.stage == stage.number else MatchResult.UNEXPECTED), operation
 
     def keep(self, source: int, message: Message) -> None:
         """Keep a message until its stage begins. ProtocolError if that is more than its sender may have kept."""

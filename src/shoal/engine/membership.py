@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,20 @@ class View:
     """Agents that said goodbye."""
     died: dict[int, str]
     """Agents that were lost without a word, each with how it showed."""
+
+
+class Departure(NamedTuple):
+    """An agent that is gone."""
+
+    rank: int
+    cause: str
+    died: bool
+    told_by: int
+    """The agent that noticed."""
+    certain: bool = False
+    """Its process has ended, or it ended a connection itself; else the network between the two may be the cause."""
+    because: int = -1
+    """Where it left in good order: the agent that it had missed in a one-sided call, which is no loss to others."""
 
 
 class Membership:

@@ -14,7 +14,8 @@ import contextvars
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from threading import RLock
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
 
@@ -23,10 +24,6 @@ from ..interrupts import held
 from ..transport.link import Lease, Published
 from ..transport.wire import Message
 from .seconds import as_seconds
-
-if TYPE_CHECKING:
-    from .engine import Engine
-    from .fusion import Bundle, Small
 
 T = TypeVar("T")
 
@@ -98,14 +95,51 @@ class Stage:
     def complete(self) -> bool:
         return self.posted and not self.missing
 
+    def take(self, source: int, message: Message) -> None:
+        """Its message from a source has come, if not yet all of its payload."""
+        self.missing.discard(source)
+        self.arrived[source] = message
+
+
+class Family(Protocol):
+    """Operations that differ in nothing but their tensors."""
+
+    def alone(self, operation: Operation, fusible: Fusible, /) -> Steps[torch.Tensor]: ...
+
+    def together(self, operation: Operation, parts: list[Fusible], /) -> Steps[list[torch.Tensor | Exception]]: ...
+
+
+@dataclass(slots=True)
+class Fusible:
+    """What an operation that may be fused is about: a flat copy of the caller's tensor, and where its result goes."""
+
+    flat: torch.Tensor
+    shape: tuple[int, ...]
+    out: torch.Tensor | None
+    family: Family
+
+
+class Mover(Protocol):
+    """What moves operations forward, as an operation knows it: its lifecycle."""
+
+    def proceed(
+        self, operation: Operation, item: Exchange | str | None, result: Any, error: BaseException | None
+    ) -> None: ...
+
+    def end(self, operation: Operation, error: BaseException) -> None: ...
+
 
 class Operation:
-    """One call, from its submission to its result."""
+    """One call, from its submission to its result.
+
+    Its fields are written by its lifecycle and, as to fusion, by fusion, under the engine's lock.
+    """
 
     __slots__ = (
-        "bundle",
         "deadline",
         "error",
+        "fused",
+        "fusible",
         "generator",
         "handle",
         "leases",
@@ -116,7 +150,6 @@ class Operation:
         "outcome",
         "round",
         "sent",
-        "small",
         "stage",
         "stalled",
         "started",
@@ -142,19 +175,27 @@ class Operation:
         self.waiting_more = False
         self.stalled = False
         self.error: BaseException | None = None
-        self.small: Small | None = None  # what it is about, where it may go together with others
-        self.bundle: Bundle | None = None  # what it goes with
+        self.fusible: Fusible | None = None  # what it is about, where it may go together with others
+        self.fused: Operation | None = None  # the fused operation that it is a part of
         self.one_sided = False  # the others need not call anything for it
-        self.sent = False  # its first stage has been sent, as a part of a bundle
+        self.sent = False  # its first stage has been sent, as a part of a fused operation
 
     def __str__(self) -> str:
         return describe(self.op, self.name, self.round)
 
+    def proceed(self, mover: Mover, item: Exchange | str | None, result: Any, error: BaseException | None) -> None:
+        """Do what its generator asked for when it stopped computing."""
+        mover.proceed(self, item, result, error)
+
+    def fail(self, mover: Mover, error: BaseException) -> None:
+        """End it from outside."""
+        mover.end(self, error)
+
     @property
     def waiting_for(self) -> list[int]:
         """The ranks that keep it from going on."""
-        if self.bundle is not None:
-            return self.bundle.waiting_for
+        if self.fused is not None:
+            return self.fused.waiting_for
         waiting = set(self.unconfirmed.values())
         if self.stage is not None:
             waiting |= self.stage.missing
@@ -166,13 +207,13 @@ class Operation:
     @property
     def begun(self) -> bool:
         """It is on its way, by itself or with others."""
-        return self.generator is not None or self.bundle is not None
+        return self.generator is not None or self.fused is not None
 
     @property
     def computing(self) -> bool:
         """It has all messages of its stage and waits for nobody."""
-        if self.bundle is not None:
-            return self.bundle.computing
+        if self.fused is not None:
+            return self.fused.computing
         return self.stage is not None and self.stage.complete and not self.waiting_more
 
 
@@ -186,13 +227,22 @@ def describe(op: str, name: str, round_: int) -> str:
     return f"{op} round {round_}" if name.startswith("~") else f"{op} {name!r} round {round_}"
 
 
+class Driver(Protocol):
+    """What a handle waits through: the engine of its agent."""
+
+    @property
+    def lock(self) -> RLock: ...
+
+    def wait_for(self, handle: Handle[Any], timeout: float | None = None) -> bool: ...
+
+
 class Handle(Generic[T]):
     """The promise of a result. Every ``_nonblocking`` operation returns one."""
 
-    __slots__ = ("_callbacks", "_engine", "_error", "_result", "done", "operation")
+    __slots__ = ("_callbacks", "_driver", "_error", "_result", "done", "operation")
 
-    def __init__(self, engine: Engine, operation: Operation) -> None:
-        self._engine = engine
+    def __init__(self, driver: Driver, operation: Operation) -> None:
+        self._driver = driver
         self.operation = operation
         self.done = False
         self._result: T | None = None
@@ -211,7 +261,7 @@ class Handle(Generic[T]):
                 this one raises :class:`~shoal.DeadlineExceeded` here and leaves the operation in flight.
         """
         timeout = None if timeout is None else as_seconds(timeout, 0.0, zero=True)
-        if not self.done and not self._engine.wait_for(self, timeout):
+        if not self.done and not self._driver.wait_for(self, timeout):
             if timeout is None:
                 raise NotInitialized(f"{self.operation}: this agent has shut down while it was in flight")
             missing = self.operation.waiting_for
@@ -229,14 +279,14 @@ class Handle(Generic[T]):
         is logged.
         """
         context = contextvars.copy_context()
-        with held, self._engine.lock:
+        with held, self._driver.lock:
             if not self.done:
                 self._callbacks.append(lambda handle: context.run(callback, handle))
                 return
         callback(self)
 
     def end(self, result: T | None, error: BaseException | None) -> list[Callable[[Handle[T]], None]]:
-        """Keep the promise. For the engine, under its lock; returns whom to call back."""
+        """Keep the promise. For the lifecycle, under the engine's lock; returns whom to call back."""
         self._result, self._error, self.done = result, error, True
         callbacks, self._callbacks = self._callbacks, []
         return callbacks

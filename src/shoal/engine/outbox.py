@@ -12,13 +12,12 @@ from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
 from ..transport.wire import CERTAIN, DIED, WANTS_REPLY, Kind, Message
 from .events import Events
-from .failures import Departure
 from .matching import SMALL_WINDOW, Channel
-from .membership import Membership
+from .membership import Departure, Membership
 from .operation import Operation, Send, Stage
 
 
-class _Owed(NamedTuple):
+class _Unacknowledged(NamedTuple):
     """A message whose receiver has to answer, because it reads our memory, or to confirm that it expected it."""
 
     receiver: int
@@ -46,7 +45,7 @@ class Outbox:
         self._events = events
         self._on_closed = on_closed
         self._tokens = itertools.count(1)
-        self._owed: dict[int, _Owed] = {}
+        self._unacknowledged: dict[int, _Unacknowledged] = {}
         self._news: list[Message] = []  # of losses
         self._dirty: set[Link] = set()
 
@@ -81,7 +80,7 @@ class Outbox:
             if reply:
                 if published.lease is not None:
                     published.lease.hold()
-                self._owed[token] = _Owed(send.destination, operation, published, channel)
+                self._unacknowledged[token] = _Unacknowledged(send.destination, operation, published, channel)
                 channel.sent(operation.round, send.destination)
                 if exchange.checked or published.lent:
                     operation.unconfirmed[token] = send.destination
@@ -108,7 +107,7 @@ class Outbox:
         if isinstance(link, SharedMemoryLink):
             link.share(ident, fd, lockable)
 
-    def done_with(self, source: int, message: Message) -> None:
+    def acknowledge(self, source: int, message: Message) -> None:
         """Tell a sender that it may have its memory back, once."""
         if message.flags & WANTS_REPLY:
             message.flags = 0
@@ -120,6 +119,7 @@ class Outbox:
         if lost is not None:
             refusal.flags, refusal.digest = DIED, lost
         self.say(source, refusal)
+        message.flags = 0  # a refusal is an answer
 
     def deny(self, peer: int, what: Operation | Message, stage: int, why: str = "") -> None:
         """Tell a peer that waits for a message of ours that none will come, and why where the call failed."""
@@ -179,36 +179,37 @@ class Outbox:
         while self._dirty:
             self._dirty.pop().flush()
 
-    def answered(self, receiver: int, token: int) -> tuple[Operation, Channel] | None:
+    def acknowledged(self, receiver: int, token: int) -> tuple[Operation, Channel] | None:
         """A receiver has answered: give back what was held for it. Nobody can answer for another."""
-        owed = self._owed.get(token)
-        if owed is None or owed.receiver != receiver:
+        sent = self._unacknowledged.get(token)
+        if sent is None or sent.receiver != receiver:
             return None
-        del self._owed[token]
-        if owed.published.lease is not None:
-            owed.published.lease.release()
-        owed.channel.acknowledged(owed.operation.round, owed.receiver)
-        owed.operation.unconfirmed.pop(token, None)
-        return owed.operation, owed.channel
+        del self._unacknowledged[token]
+        if sent.published.lease is not None:
+            sent.published.lease.release()
+        sent.channel.acknowledged(sent.operation.round, sent.receiver)
+        sent.operation.unconfirmed.pop(token, None)
+        return sent.operation, sent.channel
 
-    def owed_by(self, rank: int) -> list[int]:
+    def unacknowledged_by(self, rank: int) -> list[int]:
         """The tokens that a peer has not answered."""
-        return [token for token, owed in self._owed.items() if owed.receiver == rank]
+        return [token for token, sent in self._unacknowledged.items() if sent.receiver == rank]
 
     def forget_failed(self) -> None:
         """Wait no more for the answers to what was sent in rounds that have failed here, as one does that leaves. What
         was sent stays where it is, for whoever comes to read it all the same."""
-        for token in [token for token, owed in self._owed.items() if isinstance(owed.operation.error, ShoalError)]:
-            del self._owed[token]
+        failed = [token for token, one in self._unacknowledged.items() if isinstance(one.operation.error, ShoalError)]
+        for token in failed:
+            del self._unacknowledged[token]
 
-    def debtors(self, name: str) -> list[int]:
+    def receivers_behind(self, name: str) -> list[int]:
         """Who has not answered for what was sent under a name."""
-        return sorted({owed.receiver for owed in self._owed.values() if owed.operation.name == name})
+        return sorted({sent.receiver for sent in self._unacknowledged.values() if sent.operation.name == name})
 
     @property
-    def settled(self) -> bool:
+    def drained(self) -> bool:
         """Nobody has to answer any more."""
-        return not self._owed
+        return not self._unacknowledged
 
     @property
     def empty(self) -> bool:

@@ -1,7 +1,7 @@
 """Who drives the exchange of an agent: one thread at a time polls the sockets and resumes what can go on.
 
-A caller that waits takes the wheel itself, so that a small blocking operation involves no other thread. Otherwise the
-progress thread has it, so that nonblocking operations go on while the caller computes. The progress thread steps aside
+A caller that waits drives itself, so that a small blocking operation involves no other thread. Otherwise the progress
+thread does, so that nonblocking operations go on while the caller computes. The progress thread steps aside
 for a moment whenever a caller submits or drives, since the next call is probably near: a burst of submissions leaves in
 few packets, and two threads do not pass the interpreter lock back and forth for each of them.
 """
@@ -19,26 +19,23 @@ from ..interrupts import SLICE, held
 from ..transport.poller import Poller
 
 AFTER_DRIVING = 0.002
-"""Seconds for which the progress thread leaves the wheel after a caller has driven."""
+"""Seconds for which the progress thread does not drive after a caller has driven."""
 AFTER_SUBMITTING = 0.0005
-"""Seconds for which it leaves it after a caller has submitted."""
+"""The same after a caller has submitted."""
 AFTER_SMALL = 0.002
 """The same for what is small: more may follow, and what goes together is cheaper."""
 AT_MOST = 0.02
 """Seconds for which callers that submit and never wait can keep it away."""
 STOP_SECONDS = 5.0
-"""How long the end waits for another thread to leave the wheel; all that it could wait for has ended by then."""
+"""How long the end waits for another thread to stop driving; all that it could wait for has ended by then."""
 FOREVER = float("inf")
 LONGEST = 1.0
 """Seconds of one system call: a signal that comes just before it would not end it, and memory that somebody has let go
 of is taken in between two."""
 
 
-class Vehicle(Protocol):
+class Driven(Protocol):
     """What is driven."""
-
-    next_check: float
-    """``time.monotonic()`` at which ``check`` is due."""
 
     def advance(self) -> None:
         """Resume all operations that can go on, and hand what they send to the sockets. Without the lock."""
@@ -46,24 +43,26 @@ class Vehicle(Protocol):
     def handle(self, due: list[tuple[Callable[[int], None], int]]) -> None:
         """Take what came. With the lock."""
 
-    def check(self, now: float) -> None:
-        """Look at the clock. With the lock."""
+    def check(self, now: float) -> float:
+        """Look at the clock. With the lock. Returns when to look again, as ``time.monotonic()``."""
 
     def after(self) -> None:
         """Call back whoever asked for it. Without the lock."""
 
 
-class Wheel:
-    """Turn-taking between the callers and the progress thread. ``lock`` guards the tables of the vehicle too."""
+class Progress:
+    """Turn-taking between the callers and the progress thread. ``lock`` guards the tables of what is driven, too."""
 
-    def __init__(self, vehicle: Vehicle, poller: Poller, name: str) -> None:
+    def __init__(self, driven: Driven, poller: Poller, name: str) -> None:
         self.lock = threading.RLock()
         self.waiters = 0
-        self._vehicle = vehicle
+        self.next_check = FOREVER
+        """``time.monotonic()`` at which somebody has to look at the clock."""
+        self._driven = driven
         self._poller = poller
         self._driver = 0
         self._keep_away = 0.0
-        self._left = 0.0  # when the wheel was last left
+        self._left = 0.0  # when somebody last stopped driving
         self._aside = False
         self._polled = False  # whoever drove last has also listened
         self._closing = False
@@ -106,6 +105,11 @@ class Wheel:
         """The calling thread is driving right now."""
         return self._driver == threading.get_ident()
 
+    def check_by(self, when: float) -> None:
+        """Look at the clock by then at the latest. With the lock, or from what drives."""
+        if when < self.next_check:
+            self.next_check = when
+
     def submitted(self, away: float = AFTER_SUBMITTING) -> None:
         """Something new is to be driven, soon. With the lock."""
         if self._driver in (0, self._thread.ident):
@@ -126,7 +130,7 @@ class Wheel:
     def drive_until(self, done: Callable[[], bool], limit: float = FOREVER) -> bool:
         """Drive, or let others drive, until ``done()`` or the time ``limit``. Not for a thread that drives already.
 
-        In the main thread it returns also when a signal came, with the wheel left, so that it can be handled.
+        In the main thread it returns also when a signal came, driving no more, so that it can be handled.
         """
         with held:
             if self._take(done, limit):
@@ -141,11 +145,11 @@ class Wheel:
                             self._left = time.monotonic()
                             self._keep_away = self._left + AFTER_DRIVING
                         self.notify()
-                    self._vehicle.after()
+                    self._driven.after()
             return done()
 
     def _take(self, done: Callable[[], bool], limit: float) -> bool:
-        """Wait for the wheel and take it; False where there is nothing to drive for any more."""
+        """Wait until nobody drives, and take over; False where there is nothing to drive for any more."""
         slice_ = SLICE if held.here else 60.0  # a signal would not end it
         with self.lock:
             self.waiters += 1
@@ -168,23 +172,24 @@ class Wheel:
             with torch.inference_mode(False):
                 self._drive(done, limit)
             return
-        vehicle, poller = self._vehicle, self._poller
+        driven, poller = self._driven, self._poller
         self._polled = False
         while not done():
-            vehicle.advance()
+            driven.advance()
             if done():
                 return
             now = time.monotonic()
             if now >= limit:
                 return
             self._polled = True
-            due = poller.poll(max(0.0, min(vehicle.next_check, limit, now + LONGEST) - now))
+            due = poller.poll(max(0.0, min(self.next_check, limit, now + LONGEST) - now))
             with self.lock:
-                vehicle.handle(due)
+                driven.handle(due)
                 now = time.monotonic()
-                if now >= vehicle.next_check:
-                    vehicle.check(now)
-            vehicle.after()
+                if now >= self.next_check:
+                    self.next_check = FOREVER  # what is done here may find more that is due
+                    self.check_by(driven.check(now))
+            driven.after()
 
     def _progress(self) -> None:
         torch.set_num_threads(1)

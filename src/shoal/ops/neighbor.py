@@ -19,8 +19,7 @@ import torch
 
 from ..arithmetic import weighted_sum
 from ..engine.discovery import discover
-from ..engine.fusion import Small
-from ..engine.operation import NOTHING, Arrived, Exchange, Handle, Operation, Send, Steps
+from ..engine.operation import NOTHING, Arrived, Exchange, Fusible, Handle, Operation, Send, Steps
 from ..engine.publishing import PUBLISH_BYTES
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
@@ -67,9 +66,9 @@ def neighbor_allreduce(
     Sources and destinations may be any ranks, also beyond the static topology.
 
     Messages for each agent: one for each edge; in push-pull a few bytes more that confirm it. In pure push and pure
-    pull sender discovery comes first, ``ceil(log2(n))`` small messages. With ``enable_topo_check=False`` the caller vouches
-    for the edges: push-pull does not confirm, and pure push and pull stay within the static topology, where each
-    neighbour gets the tensor or a header that says "nothing this round", without it.
+    pull sender discovery comes first, ``ceil(log2(n))`` small messages. With ``enable_topo_check=False`` the caller
+    vouches for the edges: push-pull does not confirm, and pure push and pull stay within the static topology, where
+    each neighbour gets the tensor or a header that says "nothing this round", without it.
 
     Args:
         tensor: float16, bfloat16, float32, float64 or complex, any shape, any strides; equal shape and dtype on all
@@ -109,7 +108,7 @@ def neighbor_allreduce_nonblocking(
 ) -> Handle[torch.Tensor]:
     """:func:`neighbor_allreduce` without waiting: ``shoal.wait(handle)`` gives the result.
 
-    The tensor is copied now, so it may change before the wait. ``out`` must not be touched until then. Small tensors
+    The tensor is copied now, so it may change before the wait. ``out`` must not be touched until then. Fusible tensors
     that are submitted one after another on the static topology travel together.
     """
     return _submit(tensor, self_weight, src_weights, dst_weights, enable_topo_check, name, out, timeout, True)
@@ -142,7 +141,7 @@ def _submit(
     small = form == "static" and 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES and tensor.is_cpu
     if small and more_may_follow and not agent.engine.events.active:
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        one = Small(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
+        one = Fusible(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
         return agent.engine.submit(op, channel_name(op, name), one, timeout, name is not None)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
@@ -158,11 +157,11 @@ class _OnStaticTopology:
     agent: Agent
     static: StaticTopology
 
-    def alone(self, operation: Operation, small: Small) -> Steps[torch.Tensor]:
+    def alone(self, operation: Operation, small: Fusible) -> Steps[torch.Tensor]:
         tensor = small.flat.view(small.shape)
         return _mix(self.agent, operation, tensor, self.static.mixing, "static", True, self.static, small.out)
 
-    def together(self, operation: Operation, smalls: list[Small]) -> Steps[list[torch.Tensor | Exception]]:
+    def together(self, operation: Operation, smalls: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
         mixing = self.static.mixing
         parts = [small.flat for small in smalls]
         published = self.agent.engine.publisher.publish_joined(operation, parts)
@@ -180,7 +179,7 @@ class _OnStaticTopology:
         return [self._one(small, result) for small, result in zip(smalls, results, strict=True)]
 
     @staticmethod
-    def _one(small: Small, result: torch.Tensor) -> torch.Tensor | Exception:
+    def _one(small: Fusible, result: torch.Tensor) -> torch.Tensor | Exception:
         """A result of its own; or why its ``out`` does not take it, which is nothing to the others."""
         shaped = result.view(small.shape)
         try:

@@ -36,6 +36,7 @@ from ..transport.wire import DTYPES
 from ..windows.memory import How
 from ..windows.memory import SlotState as SlotState
 from ..windows.registry import Windows, windows_of
+from ..windows.window import channel_of
 from ..world.agent import current
 from .arguments import as_ranks, channel_name, check_tensor
 from .handles import poll, wait
@@ -376,7 +377,7 @@ def _shown(windows: Windows, op: str, name: str, function: Callable[[], T]) -> T
         events = windows.engine.events
         if not events.active:
             return function()
-        channel = windows.channel(name)
+        channel = channel_of(name)
         number = -1 - next(_calls)  # below zero: its exchanges between machines have this name, and rounds of 0 on
         events.emit("submitted", op, channel, number)
         try:

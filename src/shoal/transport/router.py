@@ -105,9 +105,9 @@ def here(rank: int) -> Place:
 
 
 class Router:
-    """The links of one agent. Made before anybody is known; ``listen`` and then ``meet`` complete it."""
+    """The links of one agent. Made before anybody is known: ``deliver_to``, ``listen``, ``meet`` complete it."""
 
-    def __init__(self, rank: int, poller: Poller, receiver: Receiver, arena: Arena, pool: ResultPool) -> None:
+    def __init__(self, rank: int, poller: Poller, arena: Arena, pool: ResultPool) -> None:
         self.rank = rank
         self.place = here(rank)
         self.poller = poller
@@ -115,7 +115,7 @@ class Router:
         self.links: dict[int, Link] = {}
         self.incoming: dict[int, list[Incoming]] = {}
         self.inbox = Inbox(rank, poller)
-        self._receiver = receiver
+        self._receiver: Receiver
         self._pool = pool
         self.certificates: Certificates | None = None  # of this agent, where there is TLS between machines
         self._guard = network.OPEN
@@ -131,6 +131,10 @@ class Router:
         self._tries: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
         self.rejected = 0
+
+    def deliver_to(self, receiver: Receiver) -> None:
+        """Who is told of what comes; before anything can."""
+        self._receiver = receiver
 
     def choose(self, places: list[Place], forced: str = "") -> list[str]:
         """The transport to each rank. ``forced`` (``SHOAL_TRANSPORT``) is used for all, or refused with the reason."""

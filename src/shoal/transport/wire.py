@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 
 import torch
 
-VERSION = 3
+VERSION = 4
 """Raised whenever the bytes below change their meaning; agents of two versions refuse each other when they connect."""
 
 
@@ -79,7 +79,7 @@ class Payload:
 
     data: torch.Tensor
     available: int
-    owner: object = None  # what must live as long as the memory
+    on_more: Callable[[], None] | None = None  # called when more of it is here
 
     @property
     def complete(self) -> bool:

@@ -19,12 +19,11 @@ from ..transport.wire import DTYPES, Message
 from ..world.agent import Agent, bind
 from .locks import ByteLocks
 from .memory import Layout, WindowMemory
-from .service import AGAIN, Service
-from .window import Window
+from .requests import AGAIN, Requests
+from .window import PREFIX, Window, channel_of, name_of
 from .worker import Worker
 
 T = TypeVar("T")
-PREFIX = "~window"
 _STOP_SECONDS = 5.0
 """In which a call that has been told that its window is gone ends."""
 _LONGEST_POLL = 60.0
@@ -54,20 +53,15 @@ class Call(Operation):
 
 
 class Windows:
-    """The windows of one agent, and the service that its neighbours find at it.
-
-    Attributes:
-        lost: What the last call that moved a tensor ended with, if it missed somebody.
-        because: Of agents that have left since another was lost: whom.
-    """
+    """The windows of one agent, and the service that its neighbours find at it."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.engine = agent.engine
         self.with_p = False
-        self.lost: PeerLost | None = None
-        self.because: dict[int, int] = {}
-        self._service = Service(self)
+        self._lost: PeerLost | None = None  # what the last call that moved a tensor ended with, if it missed somebody
+        self._because: dict[int, int] = {}  # of agents that have left since another was lost: whom
+        self._requests = Requests(self, self.engine)
         self._windows: dict[str, Window] = {}
         self._segments: dict[str, Segment] = {}
         self._worker: Worker | None = None
@@ -77,17 +71,14 @@ class Windows:
         self._waiting: dict[int, Callable[[], Sequence[int]]] = {}  # whom threads of this agent wait for
         self._lock = threading.Lock()
 
-    @staticmethod
-    def channel(name: str) -> str:
-        """What requests for a window are matched by."""
-        return f"{PREFIX} {name}"
-
-    @staticmethod
-    def name_of(channel: str) -> str:
-        return channel.removeprefix(f"{PREFIX} ")
-
     def find(self, channel: str) -> Window | None:
-        return self._windows.get(self.name_of(channel))
+        return self._windows.get(name_of(channel))
+
+    def missed(self, error: PeerLost | None) -> None:
+        self._lost = error
+
+    def cause_of(self, rank: int) -> int | None:
+        return self._because.get(rank)
 
     def get(self, op: str, name: str) -> Window:
         """The window of this name.
@@ -120,7 +111,7 @@ class Windows:
         memory.begin(None if zero_init else value)
         if found is None:
             memory.own.copy_(value)
-        window = Window(self, name, tensor, memory, found is not None, static.mixing)
+        window = Window(self, self.engine, name, tensor, memory, found is not None, static.mixing)
         peers = sorted({*window.sources, *window.destinations})
         regions = [(segment.ident, segment.fd, True)]
         own = (segment.ident, layout.slot(len(layout.sources), 0))
@@ -194,14 +185,14 @@ class Windows:
                 window.close(self.cause)
                 self.engine.arena.retired.append(segment.ident)
                 segment.close()
-                self._service.forget_window(window, self.channel(one))
+                self._requests.forget_window(window, channel_of(one))
             self.engine.poller.wake()  # whoever drives has refusals to send
         return True
 
     @property
     def cause(self) -> int | None:
         """Whose loss is the reason where this agent gives up a window now; itself where it ends with windows open."""
-        for error in (self.engine.ended, self.lost):
+        for error in (self.engine.ended, self._lost):
             for rank in error.ranks if error is not None else ():
                 if rank >= 0:
                     return rank
@@ -219,7 +210,7 @@ class Windows:
         with self.engine.lock:
             self._queue[call] = handle
             self._due = min(self._due, deadline)
-            self.engine.next_check = min(self.engine.next_check, deadline)
+            self.engine.progress.check_by(deadline)
             if call.timeout < _LONGEST_POLL:
                 self.engine.poller.wake()
 
@@ -276,18 +267,18 @@ class Windows:
     # What the engine tells
 
     def serve(self, source: int, message: Message) -> None:
-        self._service.serve(source, message)
+        self._requests.serve(source, message)
 
     def on_gone(self, rank: int, because: int | None) -> None:
-        self._service.forget(rank)
+        self._requests.forget(rank)
         cause = self.cause if because is None else because
         if rank in self.engine.membership.view.left and cause is not None:
-            self.because[rank] = cause
+            self._because[rank] = cause
 
     def check(self, now: float) -> float:
         if now >= self._due:
             self._end_overdue(now)
-        return min(self._due, now + AGAIN if self._service.again() else float("inf"))
+        return min(self._due, now + AGAIN if self._requests.again() else float("inf"))
 
     def holds_topology(self) -> list[str]:
         return self.names
@@ -305,9 +296,9 @@ class Windows:
         if self._worker is not None and not ended:
             gone = NotInitialized("this agent has shut down while a call of its on a window was under way")
             with self.engine.lock:
-                for operation in self.engine.rounds.in_flight():
+                for operation in self.engine.matcher.in_flight():
                     if operation.one_sided:
-                        self.engine.fail(operation, gone)
+                        self.engine.lifecycle.fail(operation, gone)
             self._worker.end(time.monotonic() + _STOP_SECONDS)
 
 
@@ -316,5 +307,6 @@ def windows_of(agent: Agent) -> Windows:
     with held, agent.engine.lock:
         found = agent.engine.services.get(PREFIX)
         if not isinstance(found, Windows):
-            found = agent.engine.services[PREFIX] = Windows(agent)
+            found = Windows(agent)
+            agent.engine.services.add(PREFIX, found)
         return found

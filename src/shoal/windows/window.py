@@ -9,14 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from ..engine.engine import Engine
 from ..engine.operation import MORE, Exchange, Handle, Operation, Send, Steps
 from ..engine.seconds import acquire_until
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
@@ -24,10 +25,35 @@ from ..topology import Mixing
 from .locks import Busy, Freed
 from .memory import MUTEX, OWN, How, SlotState, WindowMemory
 
-if TYPE_CHECKING:
-    from .registry import Windows
-
 LOCK, UNLOCK = "win_lock", "win_unlock"
+PREFIX = "~window"
+"""The word by which requests for windows are told from other messages."""
+
+
+def channel_of(name: str) -> str:
+    """What requests for a window are matched by."""
+    return f"{PREFIX} {name}"
+
+
+def name_of(channel: str) -> str:
+    return channel.removeprefix(f"{PREFIX} ")
+
+
+class Owner(Protocol):
+    """What a window needs of the windows of its agent."""
+
+    @property
+    def with_p(self) -> bool:
+        """Calls carry the associated weight."""
+
+    def waiting(self, ranks: Callable[[], Sequence[int]]) -> AbstractContextManager[None]:
+        """The calling thread may have to wait for these."""
+
+    def missed(self, error: PeerLost | None) -> None:
+        """The last call that moved a tensor ended with this; None where it missed nobody."""
+
+    def cause_of(self, rank: int) -> int | None:
+        """Why an agent has left: the one that it had missed, if it said so."""
 
 
 @dataclass(slots=True)
@@ -54,7 +80,8 @@ class Window:
 
     def __init__(
         self,
-        windows: Windows,
+        owner: Owner,
+        engine: Engine,
         name: str,
         tensor: torch.Tensor,
         memory: WindowMemory,
@@ -70,8 +97,8 @@ class Window:
         self.p = 1.0
         self.direct: dict[int, WindowMemory] = {}
         self.seen: dict[int, SlotState] = {}
-        self._windows = windows
-        self._engine = windows.engine
+        self._owner = owner
+        self._engine = engine
         self._turn = threading.RLock()
         self._gates: dict[int, threading.Lock] = defaultdict(threading.Lock)  # to mutexes on other machines
         self._held: dict[int, _Held] = {}
@@ -100,7 +127,7 @@ class Window:
         """Put or accumulate ``tensor``, times a weight for each, into the slots that neighbours have for this agent."""
         with self._my_turn(deadline, how.value):
             self._publish_own(deadline, how.value)
-            share = self.p if self._windows.with_p else None
+            share = self.p if self._owner.with_p else None
         order = [rank for rank in self.mixing.rotated_destinations(self._engine.size) if rank in weights]
         source = tensor.detach()
         outgoing = source.cpu()
@@ -110,7 +137,7 @@ class Window:
                     self._send(how, outgoing, {rank: weights[rank]}, share, deadline)
         else:
             self._send(how, outgoing, {rank: weights[rank] for rank in order}, share, deadline)
-        self._windows.lost = None
+        self._owner.missed(None)
         if self_weight is None:
             return True
         with self._my_turn(deadline, how.value):
@@ -156,7 +183,7 @@ class Window:
                 me = self._engine.rank
                 with self._explained(op, me, deadline):
                     self.memory.write(How.GET, rank, found, weight, None, deadline, partial(self._check, op, me))
-        self._windows.lost = None
+        self._owner.missed(None)
         return True
 
     def update(
@@ -184,7 +211,7 @@ class Window:
             with self._explained(op, me, deadline):
                 check = partial(self._check, op, me)
                 p, self.seen = self.memory.combine(out, flat, self_weight, weights, reset, deadline, check)
-            if self._windows.with_p:
+            if self._owner.with_p:
                 self.p = self_weight * self.p + p
             if clone:
                 return out.view(tensor.shape).to(tensor.device)
@@ -326,18 +353,18 @@ class Window:
             return found
 
         rest = max(0.001, deadline - time.monotonic())
-        return engine.submit(op, self._windows.channel(self.name), steps, rest, alone=False, one_sided=True)
+        return engine.submit(op, channel_of(self.name), steps, rest, alone=False, one_sided=True)
 
     def _answers(self, handle: Handle[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Wait for what the owners answer."""
-        with self._windows.waiting(lambda: handle.operation.waiting_for):
+        with self._owner.waiting(lambda: handle.operation.waiting_for):
             try:
                 return handle.wait()
             except (Mismatch, PeerLost) as error:
                 for rank in sorted(set(error.ranks) - {self._engine.rank}):
                     self._check(handle.operation.op, rank)  # it may know better who is the first to be missed
                 if isinstance(error, PeerLost):
-                    self._windows.lost = error
+                    self._owner.missed(error)
                 raise
 
     # Errors
@@ -361,7 +388,8 @@ class Window:
         memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
         cause = memory.cause if memory is not None else None
         if cause is None or cause == rank:
-            cause = self._windows.because.get(rank, cause)
+            said = self._owner.cause_of(rank)
+            cause = cause if said is None else said
         return otherwise if cause is None else cause
 
     def _lost(self, op: str, what: str, cause: int | None) -> PeerLost:
@@ -370,14 +398,15 @@ class Window:
         if cause in died and died[cause] not in what:
             what += f" ({died[cause]})"
         ranks = () if cause is None else (cause,)
-        self._windows.lost = PeerLost(f"{op} {self.name!r} on rank {engine.rank} {what}", ranks)
-        return self._windows.lost
+        lost = PeerLost(f"{op} {self.name!r} on rank {engine.rank} {what}", ranks)
+        self._owner.missed(lost)
+        return lost
 
     @contextmanager
     def _explained(self, op: str, rank: int, deadline: float, what: str = "") -> Iterator[None]:
         """Say in the field's terms what went wrong with somebody's memory."""
         try:
-            with self._windows.waiting(lambda: (rank,)):
+            with self._owner.waiting(lambda: (rank,)):
                 yield
         except Busy as busy:
             me = self._engine.rank

@@ -76,7 +76,7 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
     if agent is None:
         log.error("set_topology() before shoal.init() does nothing")
         return False
-    held = [what for service in agent.engine.services.values() for what in service.holds_topology()]
+    held = [what for service in agent.engine.services.all() for what in service.holds_topology()]
     if held:
         log.error(
             "set_topology() does nothing while there are windows, whose neighbours are fixed: %s", ", ".join(held)

@@ -11,28 +11,42 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from ..engine.engine import Engine
 from ..transport.wire import Message
 from .locks import Freed
 from .memory import MUTEX, OWN, How
 from .switch_interval import short_turns
-from .window import LOCK, UNLOCK, Window
-
-if TYPE_CHECKING:
-    from .registry import Windows
+from .window import LOCK, UNLOCK, Window, name_of
 
 AGAIN = 0.001
 _HOW = {how.value: how for how in How}
 
 
-class Service:
+class Owner(Protocol):
+    """What requests need of the windows of their agent."""
+
+    @property
+    def with_p(self) -> bool:
+        """Calls carry the associated weight."""
+
+    @property
+    def cause(self) -> int | None:
+        """Whose loss is the reason where this agent gives up a window now; itself where it ends with windows open."""
+
+    def find(self, channel: str) -> Window | None:
+        """The window that a message is for."""
+
+
+class Requests:
     """The requests of other agents, under the engine's lock."""
 
-    def __init__(self, windows: Windows) -> None:
-        self._windows = windows
+    def __init__(self, owner: Owner, engine: Engine) -> None:
+        self._owner = owner
+        self._engine = engine
         self._waiting: deque[tuple[int, Message]] = deque()
         self._holders: dict[str, int] = {}  # the mutexes that agents of other machines have
 
@@ -40,7 +54,7 @@ class Service:
         """A request. It waits until all of its tensor is here, and for those before it from the same agent."""
         payload = message.payload
         if payload is not None and not payload.complete:
-            payload.owner = partial(self.serve_complete, source, message)
+            payload.on_more = partial(self.serve_complete, source, message)
             self._waiting.append((source, message))
             return
         with self._serving():
@@ -51,7 +65,7 @@ class Service:
         """Short turns until the answers are on their way."""
         with short_turns():
             yield
-            self._windows.engine.outbox.flush()
+            self._engine.outbox.flush()
 
     def _serve(self, source: int, message: Message) -> None:
         if message.op == UNLOCK:
@@ -60,7 +74,7 @@ class Service:
             self._waiting.append((source, message))
         elif not self._try(source, message):
             self._waiting.append((source, message))
-            self._windows.engine.next_check = 0.0
+            self._engine.progress.check_by(0.0)
 
     def serve_complete(self, source: int, message: Message) -> None:
         payload = message.payload
@@ -89,12 +103,12 @@ class Service:
                 blocked.add(key)
                 busy = True
         if busy:
-            self._windows.engine.next_check = min(self._windows.engine.next_check, time.monotonic() + AGAIN)
+            self._engine.progress.check_by(time.monotonic() + AGAIN)
         return busy
 
     def _try(self, source: int, message: Message) -> bool:
         """Do what is asked for. False if a lock is taken."""
-        window = self._windows.find(message.name)
+        window = self._owner.find(message.name)
         if window is None or window.number != message.digest:
             self._refuse_freed(source, message, "has freed this window, or never made it")
             return True
@@ -122,7 +136,7 @@ class Service:
         if payload is None or (payload.data.numel(), payload.data.dtype) != (layout.numel, layout.dtype):
             self._refuse(source, message, f"expects {layout.numel} elements of {layout.dtype}")
             return True
-        p = message.scale if self._windows.with_p else None
+        p = message.scale if self._owner.with_p else None
         if not window.memory.try_write(how, source, payload.data.view(layout.shape), 1, p):
             return False
         self._answer(source, message)
@@ -139,12 +153,12 @@ class Service:
 
     def _unlock(self, source: int, message: Message) -> None:
         """It is done with a mutex, or does not wait for it any more."""
-        self._windows.engine.outbox.done_with(source, message)
+        self._engine.outbox.acknowledge(source, message)
         key = source, message.name
         self._waiting = deque(one for one in self._waiting if (one[0], one[1].name) != key or one[1].op != LOCK)
         if self._holders.get(message.name) == source:
             del self._holders[message.name]
-            window = self._windows.find(message.name)
+            window = self._owner.find(message.name)
             if window is not None:
                 window.memory.locks.release(MUTEX)
             self._again()
@@ -154,7 +168,7 @@ class Service:
         self._waiting = deque(one for one in self._waiting if one[0] != rank)
         for name in [name for name, holder in self._holders.items() if holder == rank]:
             del self._holders[name]
-            window = self._windows.find(name)
+            window = self._owner.find(name)
             if window is not None:
                 window.memory.locks.release(MUTEX)
 
@@ -166,20 +180,18 @@ class Service:
             self._again()
 
     def _answer(self, source: int, message: Message, tensor: torch.Tensor | None = None) -> None:
-        engine = self._windows.engine
-        engine.outbox.done_with(source, message)
-        engine.answer(source, message, torch.empty(0) if tensor is None else tensor)
+        self._engine.outbox.acknowledge(source, message)
+        self._engine.lifecycle.answer(source, message, torch.empty(0) if tensor is None else tensor)
 
     def _refuse_freed(self, source: int, message: Message, why: str) -> None:
-        cause = self._windows.cause
-        if cause == self._windows.engine.rank:
+        cause = self._owner.cause
+        if cause == self._engine.rank:
             why = "has ended with its windows open"
         elif cause is not None:
             why = f"{why}, since rank {cause} is gone"
         self._refuse(source, message, why, cause)
 
     def _refuse(self, source: int, message: Message, why: str, lost: int | None = None) -> None:
-        rank = self._windows.engine.rank
-        text = f"{message.op} {self._windows.name_of(message.name)!r} on rank {source}: rank {rank} {why}"
-        self._windows.engine.outbox.refuse(source, message, text, lost)
-        message.flags = 0
+        rank = self._engine.rank
+        text = f"{message.op} {name_of(message.name)!r} on rank {source}: rank {rank} {why}"
+        self._engine.outbox.refuse(source, message, text, lost)

@@ -1,4 +1,4 @@
-"""What is in a bundle, written as its name: operations of one name in successive rounds are one run."""
+"""What is in a fused operation, written as its name: operations of one name in successive rounds are one run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..transport.wire import MAX_DIMENSIONS, Message
 
-PREFIX = "~bundle "
+PREFIX = "~fused "
 MOST_OPERATIONS = 256
 
 
@@ -23,12 +23,12 @@ class Run(NamedTuple):
 
 
 def name_of(runs: list[Run]) -> str:
-    """The name of the bundle that consists of these."""
+    """The name of the fused operation that consists of these."""
     return PREFIX + json.dumps(runs, separators=(",", ":"))
 
 
 def runs_of(message: Message) -> list[Run]:
-    """What is in a bundle; nothing if its name is nonsense or does not add up to its tensor."""
+    """What is in a fused message; nothing if its name is nonsense or does not add up to its tensor."""
     try:
         runs = [
             Run(name, first, length, tuple(shape))

@@ -1,0 +1,444 @@
+"""The life of an operation: submitted, resumed, entering its stages, settled with a result or an error.
+
+An operation is a generator (``operation.py``). It is resumed when the messages of its stage have come (``matching.py``
+says which those are), and what it yields is posted. This is the one place where operations begin, go on and end: what
+others say comes from ``dispatch.py``, what time says from ``watchdog.py``, the loss of an agent from ``failures.py``;
+what belongs together to ``fusion.py``, which overrides how an operation proceeds and fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
+from ..interrupts import released
+from ..transport.wire import Message
+from .events import Events
+from .matching import Channel, Matcher, disagreement, unexpected
+from .membership import Departure, Membership
+from .operation import MORE, Arrived, Driver, Exchange, Fusible, Handle, Operation, Send, Stage, Steps, describe
+from .outbox import Outbox
+from .progress import AFTER_SMALL, Progress
+from .publishing import Publisher
+
+log = logging.getLogger("shoal")
+T = TypeVar("T")
+
+ASK_AFTER = 0.02
+"""Seconds without a message after which its sender is asked whether it will come."""
+
+
+class Lifecycle:
+    """Of all operations of one agent. Used under the engine's lock, but for what says that it takes the lock.
+
+    Args:
+        prepare: Told of an operation before it enters a stage: what came for it in another form is unpacked then.
+
+    Attributes:
+        ready: What can go on, for whoever drives.
+        unbegun: What may be fused, and begins when somebody drives. Fusion takes it from here.
+        ended: Why no operation is possible any more.
+        aborted: Not even a one-sided one, which the loss of others does not end.
+        closing: This agent has shut down, or is about to.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        progress: Progress,
+        matcher: Matcher,
+        publisher: Publisher,
+        outbox: Outbox,
+        membership: Membership,
+        events: Events,
+        prepare: Callable[[Operation], None],
+    ) -> None:
+        self.ready: deque[Operation] = deque()
+        self.unbegun: deque[Operation] = deque()
+        self.ended: ShoalError | None = None
+        self.aborted = False
+        self.closing = False
+        self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
+        self._callbacks: deque[tuple[Callable[[Handle[Any]], None], Handle[Any]]] = deque()
+        self._rank = rank
+        self._progress = progress
+        self._lock = progress.lock
+        self._matcher = matcher
+        self._publisher = publisher
+        self._outbox = outbox
+        self._membership = membership
+        self._events = events
+        self._prepare = prepare
+
+    # Beginning
+
+    def submit(
+        self,
+        driver: Driver,
+        op: str,
+        name: str,
+        steps: Callable[[Operation], Steps[T]] | Fusible,
+        seconds: float,
+        alone: bool,
+        one_sided: bool,
+    ) -> Handle[T]:
+        """Begin an operation; see :meth:`Engine.submit`. Takes the lock: the generator begins without it."""
+        with self._lock:
+            self._check_open(op, one_sided)
+            operation = self._matcher.begin(op, name, seconds, alone)
+            handle: Handle[T] = Handle(driver, operation)
+            operation.handle = handle
+            operation.one_sided = one_sided
+            self._progress.check_by(operation.deadline)
+            if self._refused is not None and not one_sided:
+                # A round nevertheless: the others make theirs, and it would pair with the next one here.
+                refused, self._refused = self._refused, None
+                self.fail(operation, refused)
+                return handle
+            if isinstance(steps, Fusible):
+                spoiled = self._publisher.problem(operation, steps.flat)
+                if spoiled is not None:  # it fails alone, and not what it would travel with
+                    self.fail(operation, spoiled)
+                    return handle
+                operation.fusible = steps
+                self.unbegun.append(operation)
+                self._progress.submitted(AFTER_SMALL)
+                return handle
+        if self._events.active:
+            self._events.emit("submitted", op, name, operation.round)
+        operation.generator = steps(operation)
+        self.resume(operation, None)
+        with self._lock:
+            self._progress.submitted()
+        return handle
+
+    def reason_against(self, one_sided: bool) -> ShoalError | None:
+        """Why operations are not possible any more."""
+        return self.ended if self.aborted or not one_sided else None
+
+    def _check_open(self, op: str, one_sided: bool) -> None:
+        if self.closing:
+            raise NotInitialized(f"{op}: this agent has shut down; call shoal.init() first")
+        ended = self.reason_against(one_sided)
+        if ended is not None:
+            raise type(ended)(f"{op}: {ended}", ended.ranks)
+
+    def begin(self, operation: Operation) -> None:
+        """Begin by itself what may be fused. Also without the lock."""
+        fusible = operation.fusible
+        assert fusible is not None
+        operation.generator = fusible.family.alone(operation, fusible)
+        self.resume(operation, None)
+
+    # Going on
+
+    def make_ready(self, operation: Operation) -> None:
+        """All that its stage needs is there: whoever drives resumes it."""
+        self.ready.append(operation)
+
+    def resume(self, operation: Operation, arrived: Arrived | None) -> None:
+        """Run an operation to its next exchange, without the lock: it may compute."""
+        if torch.is_inference_mode_enabled():  # a thread's; but what one thread makes here, another may go on with
+            with torch.inference_mode(False):
+                self.resume(operation, arrived)
+            return
+        generator = operation.generator
+        assert generator is not None
+        start = time.perf_counter_ns() if self._events.active else 0
+        item: Exchange | str | None = None
+        result, error = None, None
+        try:
+            item = generator.send(arrived) if arrived is not None else next(generator)
+        except StopIteration as stop:
+            result = stop.value
+        except BaseException as caught:
+            error = caught
+        if start and arrived is not None:
+            self._events.emit("summed", operation.op, operation.name, operation.round, start)
+        try:
+            with self._lock:
+                operation.proceed(self, item, result, error)
+        except BaseException as interrupt:
+            with self._lock:
+                self.fail(operation, interrupt)
+            raise
+        if error is not None and not isinstance(error, Exception):
+            raise error
+
+    def resume_ready(self) -> None:
+        """Resume all that can go on. Without the lock."""
+        ready = self.ready
+        while ready:
+            operation = ready.popleft()
+            stage = operation.stage
+            if stage is not None and operation.error is None:
+                self.resume(operation, stage.arrived)
+
+    def proceed(
+        self, operation: Operation, item: Exchange | str | None, result: Any, error: BaseException | None
+    ) -> None:
+        """Do what an operation asked for when it stopped computing."""
+        if operation.error is not None:  # it was failed meanwhile
+            self.close_generator(operation)
+            self.release(operation)
+        elif item is MORE:
+            operation.waiting_more = True
+        elif isinstance(item, Exchange):
+            self._enter(operation, item)
+        elif error is None and operation.unconfirmed:
+            operation.outcome = (result,)
+            self._leave_stage(operation)
+            if self._matcher.has_late(operation):
+                self.settle(operation, None, None)
+        else:
+            self.settle(operation, result, error)
+
+    def _enter(self, operation: Operation, exchange: Exchange) -> None:
+        """Begin a stage: take what came early, then send.
+
+        In this order: what came early may not fit, and then nothing is sent that others would have to refuse.
+        """
+        self._leave_stage(operation)
+        number = operation.next_stage if exchange.stage is None else exchange.stage
+        stage = Stage(number, exchange, set(exchange.sources), {})
+        self._prepare(operation)
+        operation.stage = stage
+        operation.next_stage = number + 1
+        for source, message in self._matcher.came_early(operation, number):
+            self.take(operation, stage, source, message)
+        view = self._membership.view
+        needs = stage.missing if operation.sent else stage.needs
+        gone = sorted(rank for rank in needs if rank not in view.alive) if view.epoch else []
+        ended = self.reason_against(operation.one_sided)
+        if gone or ended is not None:
+            if ended is None:
+                self.fail(operation, self.miss(operation, gone))
+            else:
+                self.fail(operation, type(ended)(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
+        if operation.error is not None:
+            return
+        for source in self._matcher.asked_early(operation, stage):
+            if not stage.sends_to(source):
+                self._outbox.deny(source, operation, number)
+        channel = self._matcher.channel(operation)
+        if operation.sent:
+            stage.posted, operation.sent = True, False
+        elif channel.must_defer(operation, stage):
+            channel.defer(operation, stage)
+        else:
+            self._outbox.post(channel, operation, stage)
+        if stage.complete:
+            self.make_ready(operation)
+        else:
+            self._progress.check_by(time.monotonic() + ASK_AFTER)
+
+    def _leave_stage(self, operation: Operation) -> None:
+        """The operation is done with the messages of its stage: their senders may have their memory back."""
+        stage = operation.stage
+        if stage is None:
+            return
+        for source, message in stage.arrived.items():
+            self._outbox.acknowledge(source, message)
+        stage.arrived = {}
+        operation.stage = None
+
+    def send_deferred(self, channel: Channel) -> None:
+        """Send what has waited for the receivers of a name to come nearer."""
+        for operation, stage in channel.sendable():
+            self._outbox.post(channel, operation, stage)
+            if stage.complete:
+                self.make_ready(operation)
+        self._matcher.tidy(channel)
+
+    # What others say
+
+    def take(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
+        """Give a stage a message that is for it, if the two agree."""
+        reason = disagreement(operation, stage, source, message, self._rank)
+        if reason:
+            self.fail(operation, self._refuse(source, message, reason))
+        else:
+            self.accept(operation, stage, source, message)
+
+    def accept(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
+        """Give a stage its message; the operation is told when more of the payload is here."""
+        stage.take(source, message)
+        if message.payload is not None and not message.payload.complete:
+            message.payload.on_more = partial(self._more_arrived, operation)
+
+    def _more_arrived(self, operation: Operation) -> None:
+        if operation.waiting_more:
+            operation.waiting_more = False
+            self.make_ready(operation)
+
+    def acknowledged(self, source: int, token: int) -> None:
+        """A receiver has read what was sent to it, or never will."""
+        found = self._outbox.acknowledged(source, token)
+        if found is None:
+            return
+        operation, channel = found
+        if operation.outcome is not None and not operation.unconfirmed and operation.error is None:
+            outcome, operation.outcome = operation.outcome, None
+            self.settle(operation, outcome[0], None)
+        self.send_deferred(channel)
+
+    def refuse_unexpected(self, source: int, message: Message) -> Mismatch:
+        """Turn away what nobody here has asked for. Returns the error for this side."""
+        return self._refuse(source, message, unexpected(source, self._rank))
+
+    def _refuse(self, source: int, message: Message, reason: str) -> Mismatch:
+        what = describe(message.op, message.name, message.round)
+        self._outbox.refuse(source, message, f"{what}: rank {self._rank} refused it: {reason}")
+        return Mismatch(f"{what}: {reason}", (source, self._rank))
+
+    def blame(self, source: int, name: str, error: ShoalError) -> None:
+        """A round that has ended well here did not fit a peer: what waits for that peer under the name, or else the
+        next call, raises."""
+        waiting = [operation for operation in self._matcher.under(name) if source in operation.waiting_for]
+        for operation in waiting:
+            self.fail(operation, error)
+        if not waiting:
+            self._refused = error
+
+    # Ending
+
+    def settle(self, operation: Operation, result: Any, error: BaseException | None) -> None:
+        """End an operation, with a result or an error."""
+        operation.error = error
+        ended_well = error is None
+        late, asks = self._matcher.end(operation, error)
+        self._leave_stage(operation)
+        self.release(operation)
+        for source, message in late:
+            if ended_well:
+                error = operation.error = self.refuse_unexpected(source, message)
+            else:
+                self._outbox.acknowledge(source, message)
+        for number, source in asks:
+            self._outbox.deny(source, operation, number, self._matcher.why(operation))
+        self.send_deferred(self._matcher.channel(operation))
+        handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
+        assert handle is not None
+        self._keep(handle, result, error)
+        if self._events.active:
+            kind, detail = ("finished", "") if error is None else ("failed", f"{type(error).__name__}: {error}")
+            self._events.emit(kind, operation.op, operation.name, operation.round, detail=detail)
+
+    def fail(self, operation: Operation, error: BaseException) -> None:
+        """End an operation from outside, or all of a fused one."""
+        operation.fail(self, error)
+
+    def end(self, operation: Operation, error: BaseException) -> None:
+        """What failing means to an operation that is not fused. Its generator is closed by whoever runs it, or here if
+        nobody does."""
+        if operation.handle is not None:
+            self.settle(operation, None, error)
+            self.close_generator(operation)
+
+    @staticmethod
+    def release(operation: Operation) -> None:
+        """Give back the memory that it published in; what others still read there has leases of its own."""
+        for lease in operation.leases:
+            lease.release()
+        operation.leases = []
+
+    @staticmethod
+    def close_generator(operation: Operation) -> None:
+        try:
+            if operation.generator is not None:
+                operation.generator.close()
+        except ValueError:
+            pass  # it is running; whoever runs it sees the error next
+
+    def miss(self, operation: Operation, ranks: list[int]) -> PeerLost:
+        """An operation needs agents that have left. To be missed makes that a loss, of which the others must hear;
+        but not where nobody else takes part."""
+        rank = ranks[0]
+        what = "; ".join(self._membership.describe(one) for one in ranks)
+        error = PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
+        if operation.one_sided:
+            return error
+        cause = f"it left while rank {self._rank} needed it for {operation}"
+        self._outbox.pass_on(Departure(rank, cause, True, self._rank, certain=True))
+        self.ended = self.ended or PeerLost(f"{what}, and was needed; shut down and start again", ranks)
+        return error
+
+    def lose(self, what: str, ranks: tuple[int, ...]) -> ShoalError:
+        """Without these agents nothing goes on that needs all: end such operations, now and from now on."""
+        if self.ended is None:
+            self.ended = PeerLost(f"{what}; the agents that are left can shut down and start again", ranks)
+        ended = self.ended
+        for operation in [one for one in self._matcher.in_flight() if not one.one_sided]:
+            self.fail(operation, PeerLost(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
+        return ended
+
+    def abort(self, error: ShoalError) -> None:
+        """End all operations, now and from now on, with ``error``."""
+        self.ended, self.aborted = self.ended or error, True
+        self.fail_all(error)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End all operations that are in flight."""
+        for operation in self._matcher.in_flight():
+            self.fail(operation, error)
+
+    def close(self, error: ShoalError, died: bool) -> None:
+        """Take no more operations, and end what waits for others; what only waits for its turn to send is let go on
+        unless this agent ``died``."""
+        for operation in self._matcher.in_flight():
+            if died or not self._matcher.channel(operation).defers(operation):
+                self.fail(operation, error)
+        self.refuse_all()
+        # What others have sent for calls that this agent never made. They wait for an answer, perhaps to leave as well.
+        for source, message in self._matcher.give_up_early():
+            self._outbox.acknowledge(source, message)
+
+    def refuse_all(self) -> None:
+        """Take no more operations."""
+        self.closing = True
+
+    # Telling callers
+
+    def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
+        """Keep the promise of something that a thread of this agent did by itself."""
+        self._keep(handle, result, error)
+
+    def _keep(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
+        self._callbacks.extend((callback, handle) for callback in handle.end(result, error))
+        self._progress.notify()
+
+    @property
+    def has_callbacks(self) -> bool:
+        return bool(self._callbacks)
+
+    def call_back(self) -> None:
+        """Call back whoever asked for it. Without the lock."""
+        while self._callbacks:
+            try:
+                callback, handle = self._callbacks.popleft()
+            except IndexError:  # another thread of this agent was quicker
+                return
+            try:
+                with released:
+                    callback(handle)
+            except (Exception, SystemExit):
+                log.exception("a callback of %s failed", handle.operation)
+
+    # Answering
+
+    def answer(self, source: int, request: Message, tensor: torch.Tensor) -> None:
+        """Send the one that asks for something, and waits for it as its second stage, a copy of a tensor."""
+        reply = Operation(request.op, request.name, request.round, float("inf"))
+        reply.one_sided = True
+        published = self._publisher.publish(reply, tensor)
+        numel = published.data.numel()
+        exchange = Exchange([Send(source, published, 0, numel, (numel,))], (), digest=request.digest)
+        self._outbox.post(Channel(request.name), reply, Stage(request.stage + 1, exchange, set(), {}))
+        self.release(reply)

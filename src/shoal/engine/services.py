@@ -1,0 +1,56 @@
+"""What answers messages that belong to no operation of this agent, such as its windows."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..transport.wire import Message
+
+
+class Service(Protocol):
+    """Called under the engine's lock, but for ``close``."""
+
+    def serve(self, source: int, message: Message) -> None:
+        """A neighbour asks for something: a first message under a name that begins with this service's word."""
+
+    @property
+    def cause(self) -> int | None:
+        """Whose loss is the reason where this agent leaves now; itself, or None, where nobody's is."""
+
+    def on_gone(self, rank: int, because: int | None) -> None:
+        """An agent is gone, because of the loss of another if that is known."""
+
+    def check(self, now: float) -> float:
+        """Do what is due; returns when to come back."""
+
+    def descriptors(self) -> list[int]:
+        """What a forked child must close."""
+
+    def holds_topology(self) -> list[str]:
+        """The names of what keeps the topology from being changed."""
+
+    def close(self, deadline: float) -> None:
+        """Not under the lock: end what is under way, by itself until the deadline."""
+
+
+class Services:
+    """Those of one agent, by the word that the names of their messages begin with."""
+
+    def __init__(self) -> None:
+        self._by_word: dict[str, Service] = {}
+
+    def add(self, word: str, service: Service) -> None:
+        """Let a service answer what is asked for under ``"word name"``; the word begins with ``~``."""
+        self._by_word[word] = service
+
+    def get(self, word: str) -> Service | None:
+        return self._by_word.get(word)
+
+    def of(self, message: Message) -> Service | None:
+        """The service that a message is for."""
+        if not self._by_word or not message.name.startswith("~"):
+            return None
+        return self._by_word.get(message.name.partition(" ")[0])
+
+    def all(self) -> list[Service]:
+        return list(self._by_word.values())
