@@ -270,8 +270,9 @@ class Lifecycle:
     def accept(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
         """Give a stage its message; the operation is told when more of the payload is here."""
         stage.take(source, message)
-        if message.payload is not None and not message.payload.complete:
-            message.payload.on_more = partial(self._more_arrived, operation)
+        payload = message.payload
+        if payload is not None and not payload.complete:
+            payload.on_more = partial(self._more_arrived, operation)
 
     def _more_arrived(self, operation: Operation) -> None:
         if operation.waiting_more:

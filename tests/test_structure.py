@@ -1,0 +1,88 @@
+"""The drawn house: imports go one way, down the list of rooms in docs/architecture.md, and no file writes another's
+fields."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+import shoal
+
+PACKAGE = Path(shoal.__file__).parent
+PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imported(module: str) -> Iterator[str]:
+    """The modules of the package that one imports: at its top, in functions, and for types only."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            origin = ".".join(part for part in (base, node.module) if part)
+            for alias in node.names:
+                name = f"{origin}.{alias.name}"
+                yield name if name in MODULES else origin
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def house() -> nx.DiGraph:
+    graph = nx.DiGraph()
+    graph.add_nodes_from(MODULES)
+    graph.add_edges_from((module, other) for module in MODULES for other in imported(module) if other in MODULES)
+    graph.remove_edges_from([(module, other) for module, other in graph.edges if other == "shoal"])  # __version__
+    return graph
+
+
+def room_of(module: str) -> str:
+    return (module.split(".") + [""])[1]
+
+
+def rooms() -> list[str]:
+    """From the top to the bottom, as the page lists them."""
+    listed = re.search(r"## The rooms.*?```(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert listed is not None
+    return [one.removesuffix(".py") for one in re.findall(r"^  (\w+)(?:/|\.py)", listed[1], re.MULTILINE)]
+
+
+def test_no_imports_form_a_circle() -> None:
+    circles = [sorted(part) for part in nx.strongly_connected_components(house()) if len(part) > 1]
+    assert not circles
+
+
+def test_imports_go_down_the_list_of_rooms() -> None:
+    order = {room: at for at, room in enumerate(rooms())}
+    up = [
+        f"{module} -> {other}"
+        for module, other in house().edges
+        if room_of(module) in order and order[room_of(module)] > order.get(room_of(other), len(order))
+    ]
+    assert not up
+
+
+def test_every_room_has_its_place_in_the_list() -> None:
+    assert {room_of(module) for module in MODULES} - {"", "__main__", "_version"} <= set(rooms())
+
+
+@pytest.mark.parametrize("room", ["engine", "windows"])
+def test_no_file_writes_the_fields_of_what_it_was_given(room: str) -> None:
+    """``self.engine.closing = True``: whose field it is should do that itself."""
+    found = []
+    for path in sorted((PACKAGE / room).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Attribute):
+                    found.append(f"{path.name}:{target.lineno} {ast.unparse(target)}")
+    assert not found
