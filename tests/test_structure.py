@@ -46,7 +46,7 @@ def house() -> nx.DiGraph:
 
 
 def room_of(module: str) -> str:
-    return (module.split(".") + [""])[1]
+    return ([*module.split("."), ""])[1]
 
 
 def rooms() -> list[str]:

@@ -20,7 +20,7 @@ import shoal
 from shoal.engine.operation import Operation
 from shoal.transport import admission
 from shoal.transport.link import Published
-from shoal.world.agent import bind, current, seat
+from shoal.world.agent import agent_context, bind, current
 from shoal.world.bootstrap import leave
 from support.leftovers import descriptors, wait_until
 from support.world import World
@@ -122,7 +122,7 @@ def test_who_leaves_after_a_third_one_died_is_known_to_have_left(fleet: Fleets) 
         shoal.barrier()
         all_.wait(10)
         if shoal.rank() == 2:
-            leave(seat(), "died for the test", True)
+            leave(agent_context(), "died for the test", True)
             return (), []
         assert wait_until(lambda: 2 in shoal.membership().died)
         both.wait(10)

@@ -1,4 +1,4 @@
-"""Small operations that travel together give what they give apart, whatever the neighbours have bundled."""
+"""Small operations that travel together give what they give apart, whatever the neighbours have fused."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 
 class Postman:
-    """Counts the messages with a tensor that an agent sends, by whether they are bundles."""
+    """Counts the messages with a tensor that an agent sends, by whether they are fused operations."""
 
     def __init__(self) -> None:
-        self.bundles = self.single = 0
+        self.fused operations = self.single = 0
         outbox = current().engine.outbox
         post = outbox.post
 
         def counted(channel: Any, operation: Any, stage: Any) -> None:
             if operation.name.startswith(PREFIX):
-                self.bundles += 1
+                self.fused operations += 1
             else:
                 self.single += 1
             post(channel, operation, stage)
@@ -70,16 +70,16 @@ def test_a_burst_travels_as_one_message_and_keeps_every_bit(fleet: Fleets) -> No
         with current().engine.lock:  # nobody drives meanwhile
             handles = [shoal.neighbor_allreduce_nonblocking(sample(shoal.rank(), (5,), seed=i)) for i in range(count)]
         found = [handle.wait() for handle in handles]
-        return found, post.bundles, post.single
+        return found, post.fused operations, post.single
 
     graph = shoal.ExponentialTwoGraph(4)
     averages = [averaged_over(graph, samples(4, (5,), seed=i), is_weighted=False) for i in range(count)]
-    for rank, (found, bundles, single) in enumerate(fleet(4).run(run)):
+    for rank, (found, fused operations, single) in enumerate(fleet(4).run(run)):
         assert all(same_bits(one, averages[i][rank]) for i, one in enumerate(found))
-        assert (bundles, single) == (1, 0)
+        assert (fused operations, single) == (1, 0)
 
 
-def test_agents_that_bundle_differently_get_the_same_as_one_by_one(fleet: Fleets) -> None:
+def test_agents_that_fused_operation_differently_get_the_same_as_one_by_one(fleet: Fleets) -> None:
     """Each agent submits in another order, in bursts of another length, some of them blocking."""
     size, count = 3, 60
 
@@ -132,7 +132,7 @@ def test_the_tensors_of_a_burst_may_change_before_it_begins(fleet: Fleets) -> No
 
 
 @pytest.mark.parametrize(("count", "numel"), [(3 * MOST_OPERATIONS, 1), (MOST_BYTES // 16000 + 9, 4000)])
-def test_a_burst_larger_than_one_bundle_takes_several(fleet: Fleets, count: int, numel: int) -> None:
+def test_a_burst_larger_than_one_fused_operation_takes_several(fleet: Fleets, count: int, numel: int) -> None:
     def run() -> list[float]:
         with current().engine.lock:
             handles = [
@@ -144,7 +144,7 @@ def test_a_burst_larger_than_one_bundle_takes_several(fleet: Fleets, count: int,
     assert fleet(2).run(run) == [[i + 0.5 for i in range(count)]] * 2
 
 
-def test_names_too_long_for_one_bundle_take_several(fleet: Fleets) -> None:
+def test_names_too_long_for_one_fused_operation_take_several(fleet: Fleets) -> None:
     names = [f"{i:03d} é" + "x" * 990 for i in range(40)]
 
     def run() -> list[float]:
@@ -197,7 +197,7 @@ def test_an_operation_that_a_neighbour_leaves_out_is_named_at_its_deadline(fleet
     assert found == [["a 2", "b 2", "c 2", "d waited for (1,)"], ["a 2", "b 2", "c 2"]]
 
 
-def test_a_bundle_whose_neighbour_leaves_ends_with_its_name(fleet: Fleets) -> None:
+def test_a_fused_operation_whose_neighbour_leaves_ends_with_its_name(fleet: Fleets) -> None:
     def run() -> list[str]:
         if shoal.rank() == 1:
             shoal.barrier()
@@ -232,7 +232,7 @@ def test_what_was_submitted_reaches_the_neighbours_of_an_agent_that_leaves(fleet
     assert fleet(2).run(run) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
-def test_a_bundle_that_makes_no_sense_is_refused_and_harms_nobody(fleet: Fleets) -> None:
+def test_a_fused_operation_that_makes_no_sense_is_refused_and_harms_nobody(fleet: Fleets) -> None:
     nonsense = [
         "",
         "[",
@@ -268,7 +268,7 @@ def test_a_bundle_that_makes_no_sense_is_refused_and_harms_nobody(fleet: Fleets)
     assert fleet(2).run(run) == [1.5, 1.5]
 
 
-def test_bundles_leave_nothing_in_the_books(fleet: Fleets) -> None:
+def test_fused_operations_leave_nothing_in_the_books(fleet: Fleets) -> None:
     def run() -> bool:
         engine = current().engine
         for _ in range(20):
@@ -284,7 +284,7 @@ def test_bundles_leave_nothing_in_the_books(fleet: Fleets) -> None:
 
 
 def test_a_neighbour_that_has_sent_its_part_may_leave_before_the_others_come(fleet: Fleets) -> None:
-    """Taken apart while it waits for rank 2, a bundle keeps what rank 1 sent before it left."""
+    """Taken apart while it waits for rank 2, a fused operation keeps what rank 1 sent before it left."""
     graph = nx.DiGraph([(1, 0), (2, 0), (0, 1)])
     graph.add_nodes_from(range(3))
 
@@ -304,7 +304,7 @@ def test_a_neighbour_that_has_sent_its_part_may_leave_before_the_others_come(fle
 
 
 @pytest.mark.transport("network")
-def test_a_bundle_of_which_not_all_has_come_is_no_broken_promise() -> None:
+def test_a_fused_operation_of_which_not_all_has_come_is_no_broken_promise() -> None:
     """Who is late answers the questions of before when its calls have ended; what it sent them in is still coming."""
 
     def run() -> float:

@@ -68,7 +68,7 @@ def door() -> Door:
 
 
 def rejected() -> int:
-    """Strangers that this agent has turned away."""
+    """Unauthenticated that this agent has turned away."""
     return current().engine.router.rejected
 
 

@@ -31,7 +31,7 @@ from strangers import (
 )
 
 import shoal
-from shoal.transport.admission import MAX_STRANGERS
+from shoal.transport.admission import MOST_UNKNOWN
 from shoal.transport.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting, Keys
 from shoal.transport.sealing import Keyed
 from shoal.transport.sockets import GREETING_SECONDS
@@ -143,7 +143,7 @@ def test_more_strangers_than_are_heard_keep_no_agent_out() -> None:
     with World(SIZE + 1, environment=NETWORK) as world:
         [way] = world.results(door, on=[VICTIM])
         with contextlib.ExitStack() as crowd:
-            for _ in range(MAX_STRANGERS + 50):
+            for _ in range(MOST_UNKNOWN + 50):
                 crowd.enter_context(way.connect())
             # Every agent opens links that it had no use for before.
             world.results(gather_from_all)

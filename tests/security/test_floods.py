@@ -15,7 +15,7 @@ import torch
 
 import shoal
 from shoal.transport import doors, router
-from shoal.transport.admission import HURRY_SECONDS, KNOWN_ROOM, MAX_STRANGERS, ROOM, Strangers, origin_of
+from shoal.transport.admission import HURRY_SECONDS, KNOWN_ROOM, MOST_UNKNOWN, ROOM, Unauthenticated, origin_of
 from shoal.transport.doors import AT_ONCE_SECONDS, SHARE, Door
 from shoal.transport.poller import Poller
 from shoal.transport.sockets import Incoming
@@ -122,7 +122,7 @@ def test_agents_get_in_beside_a_crowd_in_one_queue(transport: str, monkeypatch: 
 
 def turn_away(count: int) -> None:
     """Let this agent have no room for so many connections."""
-    strangers = current().engine.router._strangers
+    strangers = current().engine.router._unauthenticated
     has_room, left = strangers.has_room, [count]
 
     def perhaps(origin: str, now: float) -> bool:
@@ -231,7 +231,7 @@ class Crowd:
     """Connections that stand for ones of others, and what became of them."""
 
     def __init__(self) -> None:
-        self.strangers = Strangers()
+        self.strangers = Unauthenticated()
         self.closed: list[Any] = []
         self.now = 100.0
 
@@ -271,7 +271,7 @@ def test_the_oldest_of_an_address_makes_room_but_not_one_that_has_just_come() ->
 def test_where_all_places_are_taken_the_address_with_most_gives_one() -> None:
     crowd = Crowd()
     greedy = [crowd.come("10.9.9.9") for _ in range(ROOM)]
-    for k in range(MAX_STRANGERS - ROOM):
+    for k in range(MOST_UNKNOWN - ROOM):
         assert crowd.come(f"10.0.{k // 250}.{k % 250}") is not None
     crowd.now += HURRY_SECONDS
     assert crowd.come("10.1.1.1") is not None
@@ -282,7 +282,7 @@ def test_where_agents_of_the_job_are_there_is_room_of_their_own() -> None:
     crowd = Crowd()
     for _ in range(3):
         crowd.strangers.expect("10.0.0.1")
-    for k in range(2 * MAX_STRANGERS):
+    for k in range(2 * MOST_UNKNOWN):
         crowd.come(f"10.{k // 250}.9.{k % 250}")
     assert all(crowd.come("10.0.0.1") is not None for _ in range(KNOWN_ROOM + 3))
     assert crowd.come("10.0.0.1") is None

@@ -13,7 +13,7 @@ import torch
 
 import shoal
 from shoal.windows.memory import OWN, WindowMemory
-from shoal.windows.switch_interval import SECONDS, short_turns
+from shoal.windows.switch_interval import SECONDS, short_switch_interval
 from support.leftovers import wait_until
 
 Fleets = Callable[..., shoal.Fleet]
@@ -90,8 +90,8 @@ def test_a_lock_that_was_taken_is_tried_again_in_short_turns(at_locks: list[tupl
 
 def test_the_last_one_out_puts_back_what_the_user_had_set() -> None:
     with ExitStack() as first, ExitStack() as second:
-        first.enter_context(short_turns())
-        second.enter_context(short_turns())
+        first.enter_context(short_switch_interval())
+        second.enter_context(short_switch_interval())
         first.close()
         assert now() == SECONDS
         second.close()
@@ -99,22 +99,22 @@ def test_the_last_one_out_puts_back_what_the_user_had_set() -> None:
 
 
 def test_what_the_user_sets_meanwhile_stays() -> None:
-    with short_turns():
+    with short_switch_interval():
         sys.setswitchinterval(0.002)
     assert now() == 0.002
 
 
 def test_what_the_user_sets_while_one_is_inside_is_there_when_another_one_has_left() -> None:
-    with short_turns():
+    with short_switch_interval():
         sys.setswitchinterval(0.002)
-        with short_turns():
+        with short_switch_interval():
             assert now() == SECONDS
     assert now() == 0.002
 
 
 def test_a_user_with_shorter_turns_keeps_them() -> None:
     sys.setswitchinterval(0.00012)
-    with short_turns():
+    with short_switch_interval():
         assert now() == 0.00012
     assert now() == 0.00012
 
@@ -124,7 +124,7 @@ def test_an_interval_loses_nothing_however_often_it_is_put_back(microseconds: in
     """What ``sys.getswitchinterval`` says of these is a little less than whole microseconds."""
     sys.setswitchinterval((microseconds + 0.5) * 1e-6)
     for _ in range(3):
-        with short_turns():
+        with short_switch_interval():
             pass
     assert now() == round(microseconds * 1e-6, 6)
 
@@ -132,13 +132,13 @@ def test_an_interval_loses_nothing_however_often_it_is_put_back(microseconds: in
 def test_a_child_has_the_users_interval_and_nobody_inside() -> None:
     script = f"""
 import os, sys
-from shoal.windows.switch_interval import short_turns
+from shoal.windows.switch_interval import short_switch_interval
 sys.setswitchinterval({USERS})
-with short_turns():
+with short_switch_interval():
     child = os.fork()
     if not child:
         found = [sys.getswitchinterval()]
-        with short_turns():
+        with short_switch_interval():
             found.append(sys.getswitchinterval())
         found.append(sys.getswitchinterval())
         print([round(one, 6) for one in found], flush=True)

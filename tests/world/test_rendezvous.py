@@ -195,7 +195,7 @@ def test_an_agent_let_in_by_the_server_before_finds_the_right_one() -> None:
 
 
 def test_a_port_that_is_taken_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.world.rendezvous._PORT_PATIENCE", 0.1)
+    monkeypatch.setattr("shoal.world.rendezvous._PORT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}.*in use.*SHOAL_RENDEZVOUS"):

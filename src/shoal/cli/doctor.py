@@ -37,7 +37,7 @@ from .live_check import FLEET_CHECKS, PAIR_CHECK
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 20.0
+CHECK_SECONDS = 20.0
 LOOKUP_SECONDS = 5.0
 FEWEST_FILES = 1024
 VARIABLES = (
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if ``init`` would start and every transport works, else 1."""
     report = Report()
-    with LiveChecks(time.monotonic() + PATIENCE_SECONDS) as checks:
+    with LiveChecks(time.monotonic() + CHECK_SECONDS) as checks:
         print(f"shoal doctor, Shoal {__version__}")
         report_versions(report)
         report_machine(report)
@@ -310,8 +310,8 @@ class LiveChecks:
         pair = {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port())}
         for rank, checks in enumerate([(PAIR_CHECK,), ()]):
             # Its waits end before ours does, so that it can say what it waited for.
-            patience = {"RANK": str(rank), "SHOAL_TIMEOUT": f"{0.6 * PATIENCE_SECONDS:g}"}
-            self._start("pair", checks, environ | pair | patience)
+            limits = {"RANK": str(rank), "SHOAL_TIMEOUT": f"{0.6 * CHECK_SECONDS:g}"}
+            self._start("pair", checks, environ | pair | limits)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -339,7 +339,7 @@ class LiveChecks:
                 code = one.process.wait(timeout=max(0.1, self._deadline - time.monotonic()))
                 silence = f"its process ended with status {code}: {_text(one.errors)[-500:]}"
             except subprocess.TimeoutExpired:
-                silence = f"it did not end in {PATIENCE_SECONDS:g} s, at a load average of {os.getloadavg()[0]:.1f}"
+                silence = f"it did not end in {CHECK_SECONDS:g} s, at a load average of {os.getloadavg()[0]:.1f}"
             said = {line["check"]: line for line in map(json.loads, _text(one.output).splitlines())}
             for check in one.checks:
                 if check in said:

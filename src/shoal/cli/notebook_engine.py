@@ -40,17 +40,17 @@ class CellWatch:
         self._thread.start()
 
     def _look(self, cause: str) -> None:
-        from ..world.agent import process_seat
+        from ..world.agent import process_context
         from ..world.bootstrap import leave
 
         while True:
-            agent = process_seat().agent
+            agent = process_context().agent
             if agent is None:
                 return
             with agent.engine.lock:
                 is_waited_for = agent.engine.matcher.is_waited_for()
             if is_waited_for:
-                leave(process_seat(), cause, died=True)
+                leave(process_context(), cause, died=True)
                 return
             if self._next_cell.wait(_LOOK_SECONDS):
                 return

@@ -29,7 +29,7 @@ from .._version import __version__
 from ..engine.engine import Engine
 from ..engine.events import Event
 from ..engine.operation import INTERNAL
-from ..world.agent import Agent, seat
+from ..world.agent import Agent, agent_context
 from ..world.bootstrap import on_start, on_stop
 
 log = logging.getLogger("shoal")
@@ -81,7 +81,7 @@ def timeline_context(tensor_name: str, activity_name: str) -> Iterator[None]:
 
 def _mine() -> Timeline | None:
     global _complained
-    agent = seat().agent
+    agent = agent_context().agent
     timeline = _timelines.get(agent.engine) if agent is not None else None
     if timeline is None and not _complained:
         _complained = True

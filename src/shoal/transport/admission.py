@@ -18,19 +18,19 @@ ROOM = 16
 """Places for one origin."""
 KNOWN_ROOM = 64
 """Places for an origin where agents of the job are, besides one for each: a crowd there leaves them a good chance."""
-MAX_STRANGERS = 256
+MOST_UNKNOWN = 256
 """Places for all unknown origins together."""
 HURRY_SECONDS = 0.05
 """So long a place is kept. A handshake takes an agent that is not busy a millisecond."""
 
 
 def origin_of(address: str) -> str:
-    """An IPv4 address; of an IPv6 one its network of 2^64, which one stranger may have for himself."""
+    """An IPv4 address; of an IPv6 one its network of 2^64, which one host may have for itself."""
     bare = address.partition("%")[0]
     return socket.inet_pton(socket.AF_INET6, bare)[:8].hex() if ":" in bare else bare
 
 
-class Strangers:
+class Unauthenticated:
     """The connections of one agent that have not proved themselves yet."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Strangers:
                 return True
         elif len(here) < ROOM:
             unknown = [there for one, there in self._at.items() if one not in self._known]
-            if sum(map(len, unknown)) < MAX_STRANGERS:
+            if sum(map(len, unknown)) < MOST_UNKNOWN:
                 return True
             here = max(unknown, key=len)
         oldest = next(iter(here))

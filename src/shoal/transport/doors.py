@@ -1,6 +1,6 @@
-"""The listeners of an agent: how much of its time those have who come, and a way in that strangers cannot fill.
+"""The listeners of an agent: how much of its time those have who come, and a way in that others cannot fill.
 
-To connect costs a stranger nothing, so it must not cost the agent much: a :class:`Door` is looked at for a small share
+To connect costs nobody anything, so it must not cost the agent much: a :class:`Door` is looked at for a small share
 of the time, and shut for the rest of it. Meanwhile others queue in the kernel, and where a flood keeps that queue full
 an agent would hardly get into it. So the agents of the job have queues of their own: on one machine a socket that only
 this user can reach, and on the network a second listener at the same port, to which the kernel gives those who come

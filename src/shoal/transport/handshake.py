@@ -49,7 +49,9 @@ class Accepting:
         self.hello = _HELLO.pack(MAGIC, VERSION, os.urandom(16))
 
     def check(self, answer: bytes) -> tuple[int, bytes]:
-        """The rank that connects, and the welcome to send it. Raises :class:`ProtocolError` for a stranger."""
+        """The rank that connects, and the welcome to send it.
+
+        Raises :class:`ProtocolError` for who does not know the secret."""
         if len(answer) != ANSWER_SIZE:
             raise ProtocolError(f"an answer of {len(answer)} bytes")
         source, destination, nonce, proof = _ANSWER.unpack(answer)

@@ -23,7 +23,7 @@ import torch
 
 from . import network, shared_memory
 from .addresses import LOOPBACK, beside, interface_address, is_loopback, reachable_address
-from .admission import Strangers, origin_of
+from .admission import Unauthenticated, origin_of
 from .doors import Door, listen_for, listen_privately
 from .handshake import Accepting, Connecting
 from .link import Link, Receiver
@@ -124,7 +124,7 @@ class Router:
         self._places: list[Place] = []
         self._endpoints: list[Endpoint] = []
         self._kinds: list[str] = []
-        self._strangers = Strangers()
+        self._unauthenticated = Unauthenticated()
         self._doors: list[Door] = []
         self._door = -1
         self._again: dict[int, float] = {}  # when links that were cut are tried again
@@ -209,7 +209,7 @@ class Router:
         self._guard = network.Guard(self.certificates, check)
         known = [endpoint.host for endpoint in endpoints if endpoint.host]
         for host in known:
-            self._strangers.expect(origin_of(host))
+            self._unauthenticated.expect(origin_of(host))
         if self._host:
             for_agents = listen_for(known, self._doors[-1].sock)
             if for_agents is not None:
@@ -323,7 +323,7 @@ class Router:
 
     def _admit(self, sock: socket.socket, origin: str, make: Callable[[socket.socket, Accepting], Incoming]) -> None:
         try:
-            if not self._strangers.has_room(origin, time.monotonic()):
+            if not self._unauthenticated.has_room(origin, time.monotonic()):
                 raise OSError(errno.EAGAIN, "others are before it")
             connection = make(sock, Accepting(self._secret, self.rank, len(self._places)))
         except OSError:
@@ -332,25 +332,25 @@ class Router:
             return
         connection.on_known = self._introduce
         connection.on_end = self._forget
-        self._strangers.add(connection, origin)
+        self._unauthenticated.add(connection, origin)
 
     def _introduce(self, connection: Incoming) -> None:
-        """A stranger has proved to be an agent; move it to where that agent's connections are."""
-        self._strangers.remove(connection)
+        """A connection has proved to be an agent's; move it to where that agent's connections are."""
+        self._unauthenticated.remove(connection)
         known = self.incoming.setdefault(connection.peer, [])
         if len(known) >= CONNECTIONS:
             raise ProtocolError(f"it opened a connection more than the {CONNECTIONS} that an agent may have to another")
         known.append(connection)
 
     def _forget(self, connection: Incoming) -> None:
-        if self._strangers.remove(connection):
+        if self._unauthenticated.remove(connection):
             self.rejected += 1
         elif connection in self.incoming.get(connection.peer, ()):
             self.incoming[connection.peer].remove(connection)
 
     def check(self, now: float) -> None:
-        """Whatever is due: strangers that say nothing, doors that open, links that are tried again."""
-        self._strangers.forget(now - GREETING_SECONDS)
+        """Whatever is due: connections that say nothing, doors that open, links that are tried again."""
+        self._unauthenticated.forget(now - GREETING_SECONDS)
         for door in self._doors:
             door.check(now)
         for peer in [peer for peer, at in self._again.items() if now >= at]:
@@ -360,7 +360,7 @@ class Router:
     def next_check(self) -> float:
         """When something is due."""
         doors = (door.opens for door in self._doors)
-        return min(self._strangers.oldest + GREETING_SECONDS, *doors, *self._again.values(), float("inf"))
+        return min(self._unauthenticated.oldest + GREETING_SECONDS, *doors, *self._again.values(), float("inf"))
 
     def say_goodbye(self, lost: int = -1, cause: str = "") -> None:
         """Tell those that connected to us that we leave, because rank ``lost`` (-1: nobody) was lost for ``cause``."""
@@ -413,7 +413,7 @@ class Router:
             connection.close()
 
     def _connections(self) -> Iterable[Incoming]:
-        yield from self._strangers
+        yield from self._unauthenticated
         for connections in self.incoming.values():
             yield from connections
 
@@ -431,7 +431,7 @@ class Router:
             os.close(fd)
         self.inbox.close()
         self.links, self.incoming, self._again, self._pidfds = {}, {}, {}, {}
-        self._strangers, self._doors, self._door = Strangers(), [], -1
+        self._unauthenticated, self._doors, self._door = Unauthenticated(), [], -1
 
     def descriptors(self) -> list[int]:
         """Every descriptor that a forked child must close, or this agent's end would not be noticed."""

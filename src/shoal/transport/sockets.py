@@ -280,7 +280,7 @@ class Incoming:
             pass  # it left first
 
     def fail(self, cause: str, certain: bool = False) -> None:
-        """Close; the loss of a stranger is nobody's loss. ``certain``: as for :class:`Outgoing`."""
+        """Close; the loss of an unauthenticated connection is nobody's loss. ``certain``: as for :class:`Outgoing`."""
         if self.sock.fileno() < 0:
             return
         self.close()

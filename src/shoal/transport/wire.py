@@ -130,7 +130,7 @@ PREFIX = _LENGTH.size
 PACKET_BYTES = 1 << 16
 """Messages queued together share packets of up to this size."""
 _LONG = 256
-"""Texts of so many bytes are not kept: they come once, as the names of bundles."""
+"""Texts of so many bytes are not kept: they come once, as the names of fused operations."""
 
 
 def encode(message: Message) -> bytes:

@@ -1,9 +1,9 @@
 """The memory of one window: what its owner and its neighbours see of it, and the only ways to change it.
 
-For each in-neighbour there are two slots and a number of turns, whose last bit says which of them counts. Whoever
-writes fills the other slot, with the counts, the associated weight and the time beside it, and then adds a turn, all
-under the lock of the edge. So a reader sees one whole write or the one before it, also when the writer is killed on the
-way; the kernel then frees the lock. A slot may be marked as empty, which stands for zeros that nobody had to write.
+For each in-neighbour there are two slots and a number of writes, whose last bit says which of them counts. Whoever
+writes fills the other slot, with the counts, the associated weight and the time beside it, and then counts the write,
+all under the lock of the edge. So a reader sees one whole write or the one before it, also when the writer is killed on
+the way; the kernel then frees the lock. A slot may be marked as empty: zeros that nobody had to write.
 
 The order of locks is: mutexes (by rank), then the owner's tensor, then edges (ascending). Who holds an edge waits for
 no other window, so nobody waits in a circle.
@@ -31,7 +31,7 @@ _PAGE = 4096
 _EDGE_BYTES = 256
 _META_BYTES = 64
 _FREED, _KEEPERS, _CAUSE = 0, 1, 3
-_TURN = 0
+_WRITES = 0
 _P, _PUTS, _GETS, _ACCUMULATES, _EMPTY, _WHEN = range(6)
 
 
@@ -252,8 +252,8 @@ class WindowMemory:
         return True
 
     def _write(self, how: How, edge: int, tensor: torch.Tensor, weight: float, p: float | None) -> None:
-        turn = int(self._index[edge][_TURN])
-        now = turn & 1
+        writes = int(self._index[edge][_WRITES])
+        now = writes & 1
         meta = self._meta[edge][now]
         current, idle = (self._slots[edge][which].view(tensor.shape) for which in (now, 1 - now))
         puts, gets, accumulates = (int(meta[one]) for one in (_PUTS, _GETS, _ACCUMULATES))
@@ -274,7 +274,7 @@ class WindowMemory:
         else:
             torch.mul(tensor, weight, out=idle)
         self._describe(edge, 1 - now, after, (puts, gets, accumulates), False)
-        self._index[edge][_TURN] = turn + 1
+        self._index[edge][_WRITES] = writes + 1
 
     def _describe(self, edge: int, which: int, p: float, counts: tuple[int, int, int], empty: bool) -> None:
         meta = self._meta[edge][which]
@@ -306,30 +306,30 @@ class WindowMemory:
             p = 0.0
             for source, weight in sorted(weights.items()):
                 edge = self._edge[source]
-                now = int(self._index[edge][_TURN]) & 1
+                now = int(self._index[edge][_WRITES]) & 1
                 blocks.append(None if self._meta[edge][now][_EMPTY] else self._slots[edge][now])
                 p += weight * self.state(source).p
             weigh_in_blocks(out, own, own_weight, blocks, [weight for _, weight in sorted(weights.items())])
             seen = {source: self.state(source) for source in self.layout.sources}
             for source in reset:
                 edge = self._edge[source]
-                turn = int(self._index[edge][_TURN])
-                now = turn & 1
+                writes = int(self._index[edge][_WRITES])
+                now = writes & 1
                 meta = self._meta[edge][now]
                 counts = (int(meta[_PUTS]), int(meta[_GETS]), int(meta[_ACCUMULATES]))
                 when = int(meta[_WHEN])
                 self._describe(edge, 1 - now, 0.0, counts, True)
                 self._meta[edge][1 - now][_WHEN] = when
-                self._index[edge][_TURN] = turn + 1
+                self._index[edge][_WRITES] = writes + 1
             return p, seen
 
     def state(self, source: int) -> SlotState:
         """What has happened to a slot. Taken without its lock: good for looking, or for who holds the lock."""
         edge = self._edge[source]
-        turn = -1
-        while turn != int(self._index[edge][_TURN]):  # while it is copied, two writes may pass
-            turn = int(self._index[edge][_TURN])
-            meta = self._meta[edge][turn & 1].copy()
+        writes = -1
+        while writes != int(self._index[edge][_WRITES]):  # while it is copied, two writes may pass
+            writes = int(self._index[edge][_WRITES])
+            meta = self._meta[edge][writes & 1].copy()
         age = (time.monotonic_ns() - int(meta[_WHEN])) / 1e9
         p = float(meta[_P : _P + 1].view(np.float64)[0])
         return SlotState(int(meta[_PUTS]), int(meta[_GETS]), int(meta[_ACCUMULATES]), age, p)

@@ -19,7 +19,7 @@ from ..engine.engine import Engine
 from ..transport.wire import Message
 from .locks import Freed
 from .memory import MUTEX, OWN, How
-from .switch_interval import short_turns
+from .switch_interval import short_switch_interval
 from .window import LOCK, UNLOCK, Window, name_of
 
 AGAIN = 0.001
@@ -62,8 +62,8 @@ class Requests:
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
-        """Short turns until the answers are on their way."""
-        with short_turns():
+        """A short switch interval until the answers are on their way."""
+        with short_switch_interval():
             yield
             self._engine.outbox.flush()
 
@@ -176,7 +176,7 @@ class Requests:
         """A window is freed: whoever wants something of it is told so."""
         if self._holders.pop(name, None) is not None:
             window.memory.locks.release(MUTEX)
-        with short_turns():
+        with short_switch_interval():
             self._again()
 
     def _answer(self, source: int, message: Message, tensor: torch.Tensor | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Shorter turns at the interpreter lock while a neighbour is served.
+"""A shorter switch interval while a neighbour is served.
 
 A thread that wants the lock of an interpreter that runs pure Python gets it after the switch interval, 5 ms, and gives
 it up in each system call and each operation of torch: a request of a few bytes would take ten such turns.
@@ -60,7 +60,7 @@ os.register_at_fork(after_in_child=_interval.after_fork)
 
 
 @contextmanager
-def short_turns() -> Iterator[None]:
+def short_switch_interval() -> Iterator[None]:
     """Switch threads more often meanwhile.
 
     Threads may be inside at the same time, and one may be inside twice. The last one out puts back what the user had

@@ -154,7 +154,7 @@ def warn_about_dropped_weights(graph: nx.DiGraph, rank: int) -> None:
 
 
 @dataclass
-class Seat:
+class AgentContext:
     """What a process or a thread of a fleet has before it has an agent, and keeps after."""
 
     launch: Launch | None = None
@@ -169,27 +169,27 @@ class Seat:
     """Rank and size of the agent that the parent of this process was when it forked."""
 
 
-_process_seat = Seat()
-_seat: contextvars.ContextVar[Seat] = contextvars.ContextVar("shoal_seat")
+_process_context = AgentContext()
+_context: contextvars.ContextVar[AgentContext] = contextvars.ContextVar("shoal_agent")
 
 
-def seat() -> Seat:
-    """The caller's seat: its thread's in a fleet, else the process's."""
-    return _seat.get(_process_seat)
+def agent_context() -> AgentContext:
+    """The caller's context: its thread's in a fleet, else the process's."""
+    return _context.get(_process_context)
 
 
-def process_seat() -> Seat:
-    return _process_seat
+def process_context() -> AgentContext:
+    return _process_context
 
 
-def take_seat(one: Seat) -> None:
+def enter_context(one: AgentContext) -> None:
     """Make the caller's context that of one agent of a fleet."""
-    _seat.set(one)
+    _context.set(one)
 
 
 def current(what: str = "this") -> Agent:
     """The caller's agent. Raises :class:`~shoal.NotInitialized` where there is none."""
-    mine = _seat.get(_process_seat)
+    mine = _context.get(_process_context)
     agent = mine.agent
     if agent is None and mine.forked_from is not None:
         raise NotInitialized(
@@ -203,11 +203,11 @@ def current(what: str = "this") -> Agent:
 
 def bind(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function act for the caller's agent wherever it runs; for helper threads of an agent of a fleet."""
-    mine = seat()
+    mine = agent_context()
 
     def bound(*args: P.args, **kwargs: P.kwargs) -> T:
         context = contextvars.copy_context()
-        context.run(take_seat, mine)
+        context.run(enter_context, mine)
         result: Any = context.run(function, *args, **kwargs)
         return result  # type: ignore[no-any-return]
 

@@ -24,7 +24,7 @@ from ..errors import Mismatch, NotInitialized
 from ..interrupts import held
 from ..transport.router import Place
 from ..transport.tls import certificates_of
-from .agent import Agent, Machines, Seat, process_seat, seat
+from .agent import Agent, AgentContext, Machines, agent_context, process_context
 from .identity import set_topology
 from .introductions import ENDPOINT, introduce
 from .launch import current
@@ -34,8 +34,8 @@ log = logging.getLogger("shoal")
 DEFAULT_TIMEOUT = 300.0
 FAREWELL_SECONDS = 10.0
 """How long ``shutdown`` waits for others to take what they still wait for, at most."""
-_taken: dict[int, Seat] = {}
-"""The seats of this process whose agents hold something, by their ids."""
+_taken: dict[int, AgentContext] = {}
+"""The contexts of this process whose agents hold something, by their ids."""
 _abandoned: list[Engine] = []
 on_start: list[Callable[[Agent], None]] = []
 """Called with every new agent; how the timeline and others attach themselves."""
@@ -72,10 +72,10 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         ValueError: A variable makes no sense.
     """
     with held:
-        _init(seat(), topology_fn, is_weighted)
+        _init(agent_context(), topology_fn, is_weighted)
 
 
-def _init(mine: Seat, topology_fn: Callable[[int], nx.DiGraph] | None, is_weighted: bool) -> None:
+def _init(mine: AgentContext, topology_fn: Callable[[int], nx.DiGraph] | None, is_weighted: bool) -> None:
     if mine.agent is not None:
         if topology_fn is not None:
             graph = topology_fn(mine.agent.size)
@@ -104,11 +104,11 @@ def shutdown() -> None:
 
     It first lets other agents take what this one has sent and they still need, for up to ten seconds.
     """
-    leave(seat())
+    leave(agent_context())
 
 
-def leave(mine: Seat, farewell: str = "", died: bool = False) -> None:
-    """End a seat's agent. ``died`` tells the others that it did not leave in good order."""
+def leave(mine: AgentContext, farewell: str = "", died: bool = False) -> None:
+    """End the agent of a context. ``died`` tells the others that it did not leave in good order."""
     agent = mine.agent
     if agent is None:
         return
@@ -132,7 +132,7 @@ def default_timeout() -> float:
     return timeout
 
 
-def _agents_per_machine(mine: Seat) -> int | None:
+def _agents_per_machine(mine: AgentContext) -> int | None:
     if mine.agents_per_machine is not None:
         return mine.agents_per_machine
     text = os.environ.get("SHOAL_AGENTS_PER_MACHINE", "")
@@ -150,7 +150,7 @@ def _check_finite() -> bool:
     return text == "1"
 
 
-def _connect(mine: Seat) -> Agent:
+def _connect(mine: AgentContext) -> Agent:
     launch = mine.launch or current()
     timeout = mine.timeout if mine.timeout is not None else default_timeout()
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
@@ -187,7 +187,7 @@ def _connect(mine: Seat) -> Agent:
     return agent
 
 
-def _free(mine: Seat) -> None:
+def _free(mine: AgentContext) -> None:
     mine.agent = mine.engine = None
     _taken.pop(id(mine), None)
 
@@ -224,7 +224,7 @@ _crash: list[str] = []
 
 def _note_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Remember what ends this process, so that the others hear of it instead of a polite goodbye."""
-    if process_seat().agent is not None:
+    if process_context().agent is not None:
         text = f"{kind.__name__}: {error}".splitlines()[0]
         _crash.append(f"its script ended with {text}"[:500])
     _previous_hook(kind, error, trace)
@@ -236,7 +236,7 @@ sys.excepthook = _note_crash
 
 def _at_exit() -> None:
     try:
-        leave(process_seat(), _crash[0] if _crash else "its process ended", died=bool(_crash))
+        leave(process_context(), _crash[0] if _crash else "its process ended", died=bool(_crash))
     except Exception:
         log.exception("leaving at the end of the process failed")
 

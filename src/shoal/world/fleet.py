@@ -17,7 +17,7 @@ from ..errors import PeerLost
 from ..interrupts import held
 from ..topology._validate import check_size
 from ..transport.router import TRANSPORTS
-from .agent import Seat, take_seat
+from .agent import AgentContext, enter_context
 from .bootstrap import init, leave
 from .launch import Launch
 from .rendezvous import ThreadStore
@@ -84,13 +84,17 @@ class Fleet:
             if test(function):
                 raise TypeError(f"{function!r} is {kind}: to call it runs nothing of it. Give a function that does")
         store = ThreadStore()
-        seats = [
-            Seat(Launch(rank, self.size, "fleet", None, None, False, 0), store, self._transport, self._per_machine)
+        contexts = [
+            AgentContext(_launch(rank, self.size), store, self._transport, self._per_machine)
             for rank in range(self.size)
         ]
-        for one in seats:
+        for one in contexts:
             one.timeout = self._timeout
-        return _Run(function, args, kwargs, seats, store).results()
+        return _Run(function, args, kwargs, contexts, store).results()
+
+
+def _launch(rank: int, size: int) -> Launch:
+    return Launch(rank, size, "fleet", None, None, False, 0)
 
 
 _UNRUN = (
@@ -104,22 +108,22 @@ _around: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("shoal_fle
 
 class _Run:
     def __init__(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, seats: list[Seat], store: ThreadStore
+        self, function: Callable[..., Any], args: Any, kwargs: Any, contexts: list[AgentContext], store: ThreadStore
     ) -> None:
         self._call = (function, args, kwargs)
-        self._seats = seats
+        self._contexts = contexts
         self._store = store
-        self._results: list[Any] = [None] * len(seats)
+        self._results: list[Any] = [None] * len(contexts)
         self._failure: BaseException | None = None
         self._inside: set[_Run] = set()  # the runs that agents of this one have begun
-        self._running = len(seats)
+        self._running = len(contexts)
         self._ended = threading.Event()  # all agents have ended, or one has failed
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(
                 target=contextvars.Context().run, args=(self._agent, rank), name=f"agent-{rank}", daemon=True
             )
-            for rank in range(len(seats))
+            for rank in range(len(contexts))
         ]
 
     def _agent(self, rank: int) -> None:
@@ -135,8 +139,8 @@ class _Run:
                     self._ended.set()
 
     def _live(self, rank: int) -> None:
-        mine = self._seats[rank]
-        take_seat(mine)
+        mine = self._contexts[rank]
+        enter_context(mine)
         _around.set(self)
         torch.set_num_threads(1)  # one for each agent, or they would fight for the cores
         function, args, kwargs = self._call
@@ -160,7 +164,7 @@ class _Run:
         who = "the caller of the fleet" if rank is None else f"agent {rank} of the fleet"
         lost = PeerLost(f"{who} failed with {type(error).__name__}: {error}", () if rank is None else (rank,))
         self._store.abort(lost)
-        for other, one in enumerate(self._seats):
+        for other, one in enumerate(self._contexts):
             engine = one.engine
             if other != rank and engine is not None:
                 engine.abort(lost)

@@ -10,7 +10,7 @@ import torch
 from ..engine.events import Events
 from ..engine.membership import View
 from ..topology.graphs import ExponentialTwoGraph
-from .agent import current, seat
+from .agent import agent_context, current
 
 log = logging.getLogger("shoal")
 
@@ -53,7 +53,7 @@ def is_homogeneous() -> bool:
 
 def is_initialized() -> bool:
     """Whether :func:`init` has been called, and :func:`shutdown` not since."""
-    return seat().agent is not None
+    return agent_context().agent is not None
 
 
 def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) -> bool:
@@ -72,7 +72,7 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
         TypeError: It is no ``networkx.DiGraph``.
         ValueError: Its nodes are not 0 to size() - 1.
     """
-    agent = seat().agent
+    agent = agent_context().agent
     if agent is None:
         log.error("set_topology() before shoal.init() does nothing")
         return False
@@ -88,7 +88,7 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
 
 def set_machine_topology(topology: nx.DiGraph, is_weighted: bool = False) -> bool:
     """Set the static topology of machines, for :func:`hierarchical_neighbor_allreduce`. As :func:`set_topology`."""
-    agent = seat().agent
+    agent = agent_context().agent
     if agent is None:
         log.error("set_machine_topology() before shoal.init() does nothing")
         return False

@@ -69,21 +69,21 @@ def _believe(
     given: bytes, meeting: Meeting, launch: Launch, found: list[dict[str, Any]], heard: list[dict[str, Any]]
 ) -> None:
     """Mismatch for those who cannot have said what they are said to have said."""
-    strangers = []
+    unproven = []
     for rank, one in enumerate(heard):
         proof = _proof(given, meeting, rank, found, one.get("endpoint"))
         if not hmac.compare_digest(str(one.get("proof")).encode(), proof.encode()):
-            strangers.append(rank)
-    if strangers or len(heard) != launch.size:
-        raise _doubt(launch.rank, strangers)
+            unproven.append(rank)
+    if unproven or len(heard) != launch.size:
+        raise _doubt(launch.rank, unproven)
 
 
-def _doubt(rank: int, strangers: list[int]) -> Mismatch:
+def _doubt(rank: int, unproven: list[int]) -> Mismatch:
     return Mismatch(
-        f"shoal.init() on rank {rank}: ranks {strangers} do not know this job's secret, or the rendezvous store does "
+        f"shoal.init() on rank {rank}: ranks {unproven} do not know this job's secret, or the rendezvous store does "
         "not say what they said; set the same SHOAL_SECRET for all agents. If it is the same, somebody else writes to "
         "the store",
-        strangers,
+        unproven,
     )
 
 

@@ -34,9 +34,9 @@ T = TypeVar("T")
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.02
 # A server of a moment ago (the script's own process group, an earlier attempt) may need a little to leave its port.
-_PORT_PATIENCE = 3.0
+_PORT_SECONDS = 3.0
 # After the deadline of ``open_store``, one message to a live server still gets this long.
-_LEAST_PATIENCE = 5.0
+_LEAST_SECONDS = 5.0
 _BACKLOG = 4096
 _HOSTED = "hosted"
 
@@ -217,7 +217,7 @@ class TcpStore:
         if not self._thread.is_alive():
             raise RuntimeError(f"cannot {what}: it is closed")
         if deadline is None:
-            deadline = max(self._deadline, time.monotonic() + _LEAST_PATIENCE)
+            deadline = max(self._deadline, time.monotonic() + _LEAST_SECONDS)
         answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
         self._calls.put((function, answer))
         for slice_ in slices(max(deadline, time.monotonic() + 0.1)):
@@ -401,7 +401,7 @@ def _await_server(launch: Launch, deadline: float) -> str:
 
 
 def _listen_patiently(host: str, port: int, interface: str, deadline: float) -> socket.socket:
-    give_up = min(deadline, time.monotonic() + _PORT_PATIENCE)
+    give_up = min(deadline, time.monotonic() + _PORT_SECONDS)
     while True:
         try:
             return listen(host, port, interface)
