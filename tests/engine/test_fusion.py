@@ -27,16 +27,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 
 class Postman:
-    """Counts the messages with a tensor that an agent sends, by whether they are fused operations."""
+    """Counts the messages with a tensor that an agent sends, by whether they are fused."""
 
     def __init__(self) -> None:
-        self.fused operations = self.single = 0
+        self.fused = self.single = 0
         outbox = current().engine.outbox
         post = outbox.post
 
         def counted(channel: Any, operation: Any, stage: Any) -> None:
             if operation.name.startswith(PREFIX):
-                self.fused operations += 1
+                self.fused += 1
             else:
                 self.single += 1
             post(channel, operation, stage)
@@ -70,16 +70,16 @@ def test_a_burst_travels_as_one_message_and_keeps_every_bit(fleet: Fleets) -> No
         with current().engine.lock:  # nobody drives meanwhile
             handles = [shoal.neighbor_allreduce_nonblocking(sample(shoal.rank(), (5,), seed=i)) for i in range(count)]
         found = [handle.wait() for handle in handles]
-        return found, post.fused operations, post.single
+        return found, post.fused, post.single
 
     graph = shoal.ExponentialTwoGraph(4)
     averages = [averaged_over(graph, samples(4, (5,), seed=i), is_weighted=False) for i in range(count)]
-    for rank, (found, fused operations, single) in enumerate(fleet(4).run(run)):
+    for rank, (found, fused, single) in enumerate(fleet(4).run(run)):
         assert all(same_bits(one, averages[i][rank]) for i, one in enumerate(found))
-        assert (fused operations, single) == (1, 0)
+        assert (fused, single) == (1, 0)
 
 
-def test_agents_that_fused_operation_differently_get_the_same_as_one_by_one(fleet: Fleets) -> None:
+def test_agents_that_fuse_differently_get_the_same_as_one_by_one(fleet: Fleets) -> None:
     """Each agent submits in another order, in bursts of another length, some of them blocking."""
     size, count = 3, 60
 
@@ -104,7 +104,7 @@ def test_agents_that_fused_operation_differently_get_the_same_as_one_by_one(flee
                 assert same_bits(one, averages[index][rank]), (seed, rank, index)
 
 
-def test_a_neighbour_that_calls_one_by_one_gets_on_with_one_that_bundles(fleet: Fleets) -> None:
+def test_a_neighbour_that_calls_one_by_one_gets_on_with_one_that_fuses(fleet: Fleets) -> None:
     count = 20
 
     def run() -> list[float]:
@@ -260,7 +260,7 @@ def test_a_fused_operation_that_makes_no_sense_is_refused_and_harms_nobody(fleet
                         Kind.DATA, "neighbor_allreduce", PREFIX + text, dtype=torch.float32, shape=(1,), payload=payload
                     ),
                 )
-            early = [parcel.message.name for parcels in engine.fusion._early.values() for parcel in parcels]
+            early = [one.message.name for several in engine.fusion._early.values() for one in several]
             assert not set(early) & {PREFIX + text for text in nonsense}  # the other's own may be here already
         handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(shoal.rank())])) for _ in range(3)]
         return sum(handle.wait().item() for handle in handles)
@@ -268,7 +268,7 @@ def test_a_fused_operation_that_makes_no_sense_is_refused_and_harms_nobody(fleet
     assert fleet(2).run(run) == [1.5, 1.5]
 
 
-def test_fused_operations_leave_nothing_in_the_books(fleet: Fleets) -> None:
+def test_bundles_leave_nothing_in_the_books(fleet: Fleets) -> None:
     def run() -> bool:
         engine = current().engine
         for _ in range(20):

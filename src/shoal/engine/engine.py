@@ -23,7 +23,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from threading import RLock
 from typing import Any, TypeVar
 
 from ..errors import NotInitialized, ShoalError
@@ -96,15 +95,11 @@ class Engine:
         self.watchdog = Watchdog(rank, lifecycle, matcher, outbox)
         self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, services, events)
         router.deliver_to(self.dispatch)
+        self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # this is a forked child's copy
 
     def start(self) -> None:
         self.progress.start()
-
-    @property
-    def lock(self) -> RLock:
-        """Guards all of the exchange."""
-        return self.progress.lock
 
     @property
     def bytes_sent(self) -> int:
@@ -145,7 +140,7 @@ class Engine:
         seconds = as_seconds(timeout, self.timeout)
         with held:
             handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided)
-        if self.lifecycle.has_callbacks:
+        if self.lifecycle.callbacks:
             self.after()
         return handle
 
@@ -187,13 +182,16 @@ class Engine:
     # Driven by progress
 
     def advance(self) -> None:
+        lifecycle = self.lifecycle
         try:
             while True:
-                self.fusion.begin()
-                self.lifecycle.resume_ready()
+                if lifecycle.unbegun:
+                    self.fusion.begin()
+                if lifecycle.ready:
+                    lifecycle.resume_ready()
                 with self.lock:
                     self.outbox.flush()
-                if not self.lifecycle.ready:
+                if not lifecycle.ready:
                     return
         except Exception as error:  # a fault of ours; nobody else would hear of it in the progress thread
             with self.lock:
@@ -230,7 +228,8 @@ class Engine:
             return float("inf")
 
     def after(self) -> None:
-        self.lifecycle.call_back()
+        if self.lifecycle.callbacks:
+            self.lifecycle.call_back()
 
     def _break_off(self, error: Exception) -> None:
         log.error("rank %d: the exchange failed", self.rank, exc_info=error)

@@ -47,6 +47,7 @@ class Lifecycle:
         ended: Why no operation is possible any more.
         aborted: Not even a one-sided one, which the loss of others does not end.
         closing: This agent has shut down, or is about to.
+        callbacks: Whom to call back, for whoever drives.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Lifecycle:
         self.aborted = False
         self.closing = False
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
-        self._callbacks: deque[tuple[Callable[[Handle[Any]], None], Handle[Any]]] = deque()
+        self.callbacks: deque[tuple[Callable[[Handle[Any]], None], Handle[Any]]] = deque()
         self._rank = rank
         self._progress = progress
         self._lock = progress.lock
@@ -126,8 +127,8 @@ class Lifecycle:
     def _check_open(self, op: str, one_sided: bool) -> None:
         if self.closing:
             raise NotInitialized(f"{op}: this agent has shut down; call shoal.init() first")
-        ended = self.reason_against(one_sided)
-        if ended is not None:
+        ended = self.ended
+        if ended is not None and (self.aborted or not one_sided):
             raise type(ended)(f"{op}: {ended}", ended.ranks)
 
     def begin(self, operation: Operation) -> None:
@@ -205,7 +206,8 @@ class Lifecycle:
 
         In this order: what came early may not fit, and then nothing is sent that others would have to refuse.
         """
-        self._leave_stage(operation)
+        if operation.stage is not None:
+            self._leave_stage(operation)
         number = operation.next_stage if exchange.stage is None else exchange.stage
         stage = Stage(number, exchange, set(exchange.sources), {})
         self._prepare(operation)
@@ -216,12 +218,12 @@ class Lifecycle:
         view = self._membership.view
         needs = stage.missing if operation.sent else stage.needs
         gone = sorted(rank for rank in needs if rank not in view.alive) if view.epoch else []
-        ended = self.reason_against(operation.one_sided)
-        if gone or ended is not None:
-            if ended is None:
-                self.fail(operation, self.miss(operation, gone))
-            else:
+        if gone or self.ended is not None:
+            ended = self.reason_against(operation.one_sided)
+            if ended is not None:
                 self.fail(operation, type(ended)(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
+            elif gone:
+                self.fail(operation, self.miss(operation, gone))
         if operation.error is not None:
             return
         for source in self._matcher.asked_early(operation, stage):
@@ -251,10 +253,11 @@ class Lifecycle:
 
     def send_deferred(self, channel: Channel) -> None:
         """Send what has waited for the receivers of a name to come nearer."""
-        for operation, stage in channel.sendable():
-            self._outbox.post(channel, operation, stage)
-            if stage.complete:
-                self.make_ready(operation)
+        if channel.deferred:
+            for operation, stage in channel.sendable():
+                self._outbox.post(channel, operation, stage)
+                if stage.complete:
+                    self.make_ready(operation)
         self._matcher.tidy(channel)
 
     # What others say
@@ -412,18 +415,14 @@ class Lifecycle:
         self._keep(handle, result, error)
 
     def _keep(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
-        self._callbacks.extend((callback, handle) for callback in handle.end(result, error))
+        self.callbacks.extend((callback, handle) for callback in handle.end(result, error))
         self._progress.notify()
-
-    @property
-    def has_callbacks(self) -> bool:
-        return bool(self._callbacks)
 
     def call_back(self) -> None:
         """Call back whoever asked for it. Without the lock."""
-        while self._callbacks:
+        while self.callbacks:
             try:
-                callback, handle = self._callbacks.popleft()
+                callback, handle = self.callbacks.popleft()
             except IndexError:  # another thread of this agent was quicker
                 return
             try:

@@ -230,8 +230,7 @@ def describe(op: str, name: str, round_: int) -> str:
 class Driver(Protocol):
     """What a handle waits through: the engine of its agent."""
 
-    @property
-    def lock(self) -> RLock: ...
+    lock: RLock
 
     def wait_for(self, handle: Handle[Any], timeout: float | None = None) -> bool: ...
 

@@ -359,8 +359,11 @@ class Router:
     @property
     def next_check(self) -> float:
         """When something is due."""
-        doors = (door.opens for door in self._doors)
-        return min(self._unauthenticated.oldest + GREETING_SECONDS, *doors, *self._again.values(), float("inf"))
+        when = self._unauthenticated.oldest + GREETING_SECONDS
+        for door in self._doors:
+            if door.opens < when:
+                when = door.opens
+        return min(when, *self._again.values()) if self._again else when
 
     def say_goodbye(self, lost: int = -1, cause: str = "") -> None:
         """Tell those that connected to us that we leave, because rank ``lost`` (-1: nobody) was lost for ``cause``."""
