@@ -17,9 +17,8 @@ import networkx as nx
 import numpy as np
 
 from ..errors import NotInitialized
-from ..topology import Mixing, classify, mixing_matrix, with_uniform_weights
+from ..topology import ExponentialTwoGraph, Mixing, classify, mixing_matrix, with_uniform_weights
 from ..topology._validate import as_weight
-from ..topology.graphs import ExponentialTwoGraph
 from .engine import Engine
 from .launch import Launch
 from .rendezvous import Store

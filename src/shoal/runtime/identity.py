@@ -7,7 +7,7 @@ import logging
 import networkx as nx
 import torch
 
-from ..topology.graphs import ExponentialTwoGraph
+from ..topology import ExponentialTwoGraph
 from .agent import current, seat
 from .events import Events
 from .membership import View

@@ -52,8 +52,6 @@ from .equitopo import UEquiStatic as UEquiStatic
 from .graphs import ExponentialGraph as ExponentialGraph
 from .graphs import ExponentialTwoGraph as ExponentialTwoGraph
 from .graphs import FullyConnectedGraph as FullyConnectedGraph
-from .graphs import GetRecvWeights as GetRecvWeights
-from .graphs import GetSendWeights as GetSendWeights
 from .graphs import IsRegularGraph as IsRegularGraph
 from .graphs import IsTopologyEquivalent as IsTopologyEquivalent
 from .graphs import MeshGrid2DGraph as MeshGrid2DGraph
@@ -96,6 +94,8 @@ from .spectrum import spectral_gap as spectral_gap
 from .trees import ChainGraph as ChainGraph
 from .trees import SpanningTreeGraph as SpanningTreeGraph
 from .trees import TreeGraph as TreeGraph
+from .weights import GetRecvWeights as GetRecvWeights
+from .weights import GetSendWeights as GetSendWeights
 from .weights import Stochasticity as Stochasticity
 from .weights import mixing_matrix as mixing_matrix
 from .weights import with_metropolis_hastings_weights as with_metropolis_hastings_weights

@@ -12,7 +12,7 @@ from math import isqrt
 
 import networkx as nx
 
-from ._validate import as_digraph, as_int, as_weight, check_rank, check_size
+from ._validate import as_digraph, as_int, check_rank, check_size
 from .weights import with_metropolis_hastings_weights
 
 
@@ -134,28 +134,6 @@ def IsRegularGraph(topo: nx.DiGraph) -> bool:
     return len(degrees) == 1
 
 
-def GetRecvWeights(topo: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]:
-    """Row `rank` of W as ``(self_weight, {source: weight})``, sources ascending; self_weight 0.0 without a self loop.
-
-    Raises:
-        ValueError: `rank` is not in the graph.
-    """
-    digraph = as_digraph(topo)
-    rank = check_rank(rank, digraph.number_of_nodes())
-    return _split(rank, {source: digraph.edges[source, rank] for source in digraph.predecessors(rank)})
-
-
-def GetSendWeights(topo: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]:
-    """Column `rank` of W as ``(self_weight, {destination: weight})``, destinations ascending.
-
-    Raises:
-        ValueError: `rank` is not in the graph.
-    """
-    digraph = as_digraph(topo)
-    rank = check_rank(rank, digraph.number_of_nodes())
-    return _split(rank, {destination: digraph.edges[rank, destination] for destination in digraph.successors(rank)})
-
-
 def powers_below(limit: int, base: int = 2) -> Iterator[int]:
     """1, base, base**2, ... as long as they are below `limit`."""
     power = 1
@@ -215,8 +193,3 @@ def _weighted_edges(graph: nx.DiGraph) -> tuple[int, dict[tuple[int, int], float
     digraph = as_digraph(graph)
     edges = {(source, destination): weight for source, destination, weight in digraph.edges(data="weight", default=1.0)}
     return digraph.number_of_nodes(), edges
-
-
-def _split(rank: int, edges: dict[int, dict[str, float]]) -> tuple[float, dict[int, float]]:
-    weights = {peer: as_weight(edges[peer].get("weight", 1.0), f"the edge with {peer}") for peer in sorted(edges)}
-    return weights.pop(rank, 0.0), weights
