@@ -38,8 +38,8 @@ from shoal.bench.meter import Reporter, compare
 from shoal.sim import Link, Network, Step, direct_allreduce, hierarchical, ring_allreduce, rounds_of, simulate
 from shoal.sim.fit import Observation, fit_link
 from shoal.sim.units import parse_rate
-from shoal.topology import graphs as g
-from shoal.topology.one_peer import OnePeerExponential
+from shoal.topology.families import graphs as g
+from shoal.topology.families.one_peer import OnePeerExponential
 from shoal.topology.schedule import Schedule, as_schedule
 
 MACHINES = 4

@@ -16,7 +16,7 @@ from math import isqrt
 from pathlib import Path
 
 from shoal.cli import topology_words as words
-from shoal.topology.analysis import Analysis, analyse
+from shoal.topology.analysis.overview import Analysis, analyse
 from shoal.topology.catalog import CATALOG, Topology
 
 HERE = Path(__file__).parent

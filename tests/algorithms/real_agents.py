@@ -6,7 +6,7 @@ import torch
 
 import shoal
 from shoal.algorithms import CATALOG, own, run
-from shoal.topology.circulant import Circulant
+from shoal.topology.families.circulant import Circulant
 from support.least_squares import DIMENSION, loss, problem
 
 

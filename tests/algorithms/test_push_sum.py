@@ -15,7 +15,7 @@ from shoal.algorithms import SGP, Algorithm, GradientDescent, GradientTracking, 
 from shoal.algorithms.push_sum import irregular_digraph
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Alternating, Schedule, Static
-from shoal.topology.circulant import ring
+from shoal.topology.families.circulant import ring
 from support.least_squares import DIMENSION, SIZE, optimum, problem
 from support.quadratic import gradients
 

@@ -13,7 +13,7 @@ import pytest
 from shoal.cli import main, topology
 from shoal.cli import topology_words as words
 from shoal.topology import CATALOG, Alternating, OnePeerExponential, RingGraph, Static, mixing_matrix
-from shoal.topology.analysis import analyse
+from shoal.topology.analysis.overview import analyse
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from shoal.sim import (
     simulate,
     tree_allreduce,
 )
-from shoal.topology.circulant import exponential, ring
+from shoal.topology.families.circulant import exponential, ring
+from shoal.topology.families.one_peer import OnePeerExponential, RandomMatchings, ShiftOne
 from shoal.topology.mixing import Mixing
-from shoal.topology.one_peer import OnePeerExponential, RandomMatchings, ShiftOne
 from shoal.topology.schedule import Schedule
 
 CARD = Link(latency=1e-3, bandwidth=1e6, overhead=1e-4)

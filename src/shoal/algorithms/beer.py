@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from ..compression import Compressor, TopK
-from ..topology.circulant import symmetric_exponential
+from ..topology.families.circulant import symmetric_exponential
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .choco import STATIC_COPIES, contraction

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from ..topology.circulant import ring
+from ..topology.families.circulant import ring
 from ..topology.schedule import Schedule
 from .algorithm import Algorithm
 from .gradient_descent import GradientDescent

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from ..topology.circulant import Circulant, ring
+from ..topology.families.circulant import Circulant, ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..topology.symmetry import find_invariance
-from ..topology.window import DENSE_LIMIT, EDGE_LIMIT, HELD_LIMIT, LONGEST_PERIOD, Window
+from ..topology.analysis.symmetry import find_invariance
+from ..topology.analysis.window import DENSE_LIMIT, EDGE_LIMIT, HELD_LIMIT, LONGEST_PERIOD, Window
 from .algorithm import Algorithm, Gradient
 from .mix import EVERYBODY, Mix
 from .needs import LOOKED_AT, Facts, Need

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..topology.circulant import ring
+from ..topology.families.circulant import ring
 from .algorithm import Algorithm, Gradient
 from .catalog import Entry, register
 from .gradient_descent import GradientDescent

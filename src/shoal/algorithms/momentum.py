@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..topology.circulant import ring
+from ..topology.families.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .exact import ExactDiffusion

@@ -10,7 +10,7 @@ from math import gcd
 import networkx as nx
 import numpy as np
 
-from ..topology.reach import Neighbours
+from ..topology.analysis.reach import Neighbours
 from ..topology.schedule import Schedule, as_schedule
 from .weights import TOLERANCE, Ranks, Rounds, RoundWeights
 
@@ -46,7 +46,7 @@ class Facts:
     @cached_property
     def smallest_eigenvalue(self) -> float:
         """Of a static symmetric W; a lower bound where it is only known to some error."""
-        from ..topology.spectrum import smallest_eigenvalue
+        from ..topology.analysis.spectrum import smallest_eigenvalue
 
         found = smallest_eigenvalue(self.schedule)
         return found.value - found.error

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad
 
-from ..topology.circulant import ring
+from ..topology.families.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ..topology.trees import ChainGraph
+from ..topology.families.trees import ChainGraph
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..sim.units import format_seconds, parse_rate, parse_seconds
-from ..topology.analysis import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY, Analysis, analyse
+from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY, Analysis, analyse
 from ..topology.catalog import CATALOG
 from ..topology.schedule import Schedule
 from . import topology_recommend

@@ -22,7 +22,7 @@ from ..sim.network_model import Link, Network
 from ..sim.recommend import Recommendation, recommend
 from ..sim.training import COMPRESSION, DIFFERENCE, Training, parse_compression
 from ..sim.units import format_rate, format_seconds, parse_rate, parse_seconds
-from ..topology.analysis import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
+from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
 from . import topology_words as words
 from .topology_arguments import above_zero, count, quantity, zero_or_more
 

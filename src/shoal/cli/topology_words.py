@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from ..topology.analysis import Analysis
+from ..topology.analysis.overview import Analysis
 from ..topology.catalog import CATALOG, Topology
 from ..topology.schedule import Schedule
 

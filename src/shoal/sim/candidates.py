@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ..topology.catalog import CATALOG, Topology
-from ..topology.ceca import Ceca, CecaPairs
-from ..topology.compose import AllReduce, Kronecker
+from ..topology.families.ceca import Ceca, CecaPairs
+from ..topology.families.compose import AllReduce, Kronecker
 from ..topology.schedule import Schedule
 from .allreduce import direct_allreduce, hierarchical_allreduce, parameter_server, ring_allreduce, tree_allreduce
 from .messages import Step, rounds_of

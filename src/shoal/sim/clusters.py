@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..topology.inner_outer import InnerOuterExponential
-from ..topology.one_peer import OnePeerExponential, RingRandom
+from ..topology.families.inner_outer import InnerOuterExponential
+from ..topology.families.one_peer import OnePeerExponential, RingRandom
 from .allreduce import hierarchical, ring_allreduce, tree_allreduce
 from .messages import Messages, Step, messages_of_round, rounds_of
 from .network_model import Link, Network

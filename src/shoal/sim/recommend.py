@@ -1,9 +1,9 @@
 """Which topology? Ranks those of the catalog by the predicted time until all agents agree, and by what training costs.
 
-Agreeing to an error takes a number of rounds, which is the topology's (:mod:`shoal.topology.consensus`), and each takes
-a time, which is the network's (:mod:`shoal.sim.simulate`). Training is not the same as agreeing: it averages every few
-steps, and agrees as well as the topology lets it meanwhile. What that costs is in :mod:`shoal.sim.training`, and which
-topologies can be trained with at all is what the algorithms say of themselves.
+Agreeing to an error takes a number of rounds, which is the topology's (:mod:`shoal.topology.analysis.consensus`), and
+each takes a time, which is the network's (:mod:`shoal.sim.simulate`). Training is not the same as agreeing: it averages
+every few steps, and agrees as well as the topology lets it meanwhile. What that costs is in :mod:`shoal.sim.training`,
+and which topologies can be trained with at all is what the algorithms say of themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..topology.compose import AllReduce, Kronecker
-from ..topology.consensus import EXACT, rounds_to
+from ..topology.analysis.consensus import EXACT, rounds_to
+from ..topology.families.compose import AllReduce, Kronecker
 from ..topology.schedule import Schedule
 from .candidates import Way, ways
 from .messages import Step

@@ -24,8 +24,8 @@ from ..algorithms.gradient_descent import GradientDescent
 from ..algorithms.low_precision import LowPrecision
 from ..algorithms.needs import check
 from ..compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
+from ..topology.analysis.window import DENSE_LIMIT, Window
 from ..topology.schedule import Schedule
-from ..topology.window import DENSE_LIMIT, Window
 from .operations import NEIGHBOR
 
 Rows: TypeAlias = NDArray[np.float64]

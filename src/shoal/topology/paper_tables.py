@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ._validate import check_size
-from .age import average_age
-from .circulant import Circulant, ring
-from .compose import AllReduce
-from .cost import alpha_beta, check_network
-from .one_peer import OnePeerExponential, RingRandom, odd
+from .analysis.age import average_age
+from .analysis.cost import alpha_beta, check_network
+from .families.circulant import Circulant, ring
+from .families.compose import AllReduce
+from .families.one_peer import OnePeerExponential, RingRandom, odd
+from .families.ring_star import RingStar, RingStarRandom, group_size
 from .protocols import (
     Counted,
     byteps,
@@ -24,7 +25,6 @@ from .protocols import (
     parameter_server,
     ring_allreduce,
 )
-from .ring_star import RingStar, RingStarRandom, group_size
 from .schedule import Schedule
 
 

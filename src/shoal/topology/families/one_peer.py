@@ -10,10 +10,10 @@ from abc import abstractmethod
 
 import numpy as np
 
-from . import _random
-from ._edges import Edges, Ranks, one_peer
-from ._validate import check_size
-from .schedule import EdgeSchedule
+from .. import _random
+from .._edges import Edges, Ranks, one_peer
+from .._validate import check_size
+from ..schedule import EdgeSchedule
 
 
 class OnePeer(EdgeSchedule):

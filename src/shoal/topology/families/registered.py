@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import networkx as nx
 
+from ..catalog import Topology, register
 from .base_graph import BaseGraph, HyperHypercube, SimpleBaseGraph, no_hyper_hypercube
-from .catalog import Topology, register
 from .ceca import Ceca, CecaPairs
 from .circulant import exponential, ring, symmetric_exponential
 from .cliques import DCliquesGraph

@@ -13,11 +13,11 @@ from math import ceil, gcd, log2
 
 import numpy as np
 
-from . import _random
-from ._edges import Edges, Ranks, one_peer
-from ._validate import check_size
+from .. import _random
+from .._edges import Edges, Ranks, one_peer
+from .._validate import check_size
+from ..schedule import EdgeSchedule
 from .circulant import Circulant
-from .schedule import EdgeSchedule
 
 
 class DEquiStatic(Circulant):

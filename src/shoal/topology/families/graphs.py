@@ -12,8 +12,8 @@ from math import isqrt
 
 import networkx as nx
 
-from ._validate import as_digraph, as_int, check_rank, check_size
-from .weights import with_metropolis_hastings_weights
+from .._validate import as_digraph, as_int, check_rank, check_size
+from ..weights import with_metropolis_hastings_weights
 
 
 def ExponentialTwoGraph(size: int) -> nx.DiGraph:

@@ -1,8 +1,8 @@
 """Spectral gaps and eigenvalues of topologies of any size, each with what is known of its error.
 
 Three ways, the first that applies: a Fourier transform if all agents see the same around them (`symmetry`), a dense
-decomposition up to :data:`~shoal.topology.window.DENSE_LIMIT` agents, and otherwise an iteration that only multiplies
-by sparse matrices (`extreme`).
+decomposition up to :data:`~shoal.topology.analysis.window.DENSE_LIMIT` agents, and otherwise an iteration that only
+multiplies by sparse matrices (`extreme`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from math import inf, log2, sqrt
 
 import numpy as np
 
-from ._validate import as_int, check_size
+from .._validate import as_int, check_size
+from ..schedule import AnyTopology
 from .extreme import largest_eigenvalue
-from .schedule import AnyTopology
 from .symmetry import Invariance, find_invariance
 from .window import DENSE_LIMIT, Vector, Window
 
@@ -59,7 +59,7 @@ def spectral_gap(topology: AnyTopology, round: int = 0) -> Estimate:
         round: of a schedule, counted from 0.
 
     Raises:
-        ValueError: a round of more than :data:`~shoal.topology.window.EDGE_LIMIT` edges.
+        ValueError: a round of more than :data:`~shoal.topology.analysis.window.EDGE_LIMIT` edges.
     """
     return gap_of(Window(topology, 1, _check_round(round)))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import networkx as nx
 
-from ._validate import as_digraph, check_rank, check_size
-from .weights import with_metropolis_hastings_weights
+from .._validate import as_digraph, check_rank, check_size
+from ..weights import with_metropolis_hastings_weights
 
 
 def ChainGraph(size: int) -> nx.DiGraph:

@@ -17,13 +17,13 @@ from itertools import combinations
 import networkx as nx
 import numpy as np
 
-from ._edges import Edges, assemble
-from ._validate import check_size
+from .._edges import Edges, assemble
+from .._validate import check_size
+from ..schedule import EdgeSchedule
+from ..weights import with_metropolis_hastings_weights
 from .circulant import ring
 from .compose import AllReduce, Kronecker
 from .one_peer import RingRandom, odd
-from .schedule import EdgeSchedule
-from .weights import with_metropolis_hastings_weights
 
 
 class RingStar(Kronecker):

@@ -2,7 +2,7 @@
 
 The place of an agent follows from the edges: what looks the same from every rank stands on a circle, a grid or torus in
 rows and columns, a hypercube as one, a tree in layers; and where machines are named, each is a small circle of its own.
-Pure geometry, in units of about half a picture's width; :mod:`~shoal.topology.drawing` puts it on paper.
+Pure geometry, in units of about half a picture's width; `pictures` puts it on paper.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from ._validate import check_size
+from .._validate import check_size
 
 Edge = tuple[int, int]
 Point = tuple[float, float]

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
-from ._validate import as_digraph, as_int, check_rank, check_size
+from .._validate import as_digraph, as_int, check_rank, check_size
+from ..schedule import Schedule, as_schedule
 from .layout import Edge, Layout, arrange
 from .lines import Line, Weights, is_directed, lines_of, weights_of
 from .panels import sheet
-from .schedule import Schedule, as_schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

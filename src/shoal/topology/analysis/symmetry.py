@@ -18,7 +18,7 @@ from math import isqrt, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ._edges import Edges, Ranks
+from .._edges import Edges, Ranks
 from .window import Round, Window
 
 _SAME = 1e-13

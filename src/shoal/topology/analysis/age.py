@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._edges import Ranks
+from .._edges import Ranks
+from ..schedule import AnyTopology
 from .reach import Neighbours, is_connected, spread, unpack
-from .schedule import AnyTopology
 from .symmetry import Invariance, find_invariance
 from .window import SAMPLED_ROUNDS, Window
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._edges import Edges, Ranks, one_peer
-from ._validate import check_size
+from .._edges import Edges, Ranks, one_peer
+from .._validate import check_size
+from ..schedule import EdgeSchedule
 from .one_peer import odd
-from .schedule import EdgeSchedule
 
 
 @dataclass(frozen=True)

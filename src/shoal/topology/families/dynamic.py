@@ -12,7 +12,7 @@ from itertools import count
 
 import networkx as nx
 
-from ._validate import as_digraph, as_int, check_rank, check_size
+from .._validate import as_digraph, as_int, check_rank, check_size
 from .graphs import powers_below
 
 Round = tuple[list[int], list[int]]

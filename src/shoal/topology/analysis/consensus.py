@@ -21,12 +21,12 @@ from math import ceil, floor, isfinite, log, log1p
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .ceca import Ceca, CecaPairs
+from ..families.ceca import Ceca, CecaPairs
+from ..schedule import AnyTopology
+from ..weights import TOLERANCE
 from .reach import is_connected
-from .schedule import AnyTopology
 from .spectrum import Estimate, fourier_error, gap_of
 from .symmetry import Invariance, find_invariance
-from .weights import TOLERANCE
 from .window import DENSE_LIMIT, SAMPLED_ROUNDS, Vector, Window
 
 WORK = 500_000_000

@@ -1,7 +1,7 @@
 """The lines of a picture: which edges of a round are drawn as one, with how many heads, how thick and how bent.
 
 Two agents that exchange get one line for both ways, and two machines one line in place of all those between them, if
-every agent of the one sends to every agent of the other. Values only; :mod:`~shoal.topology.drawing` draws them.
+every agent of the one sends to every agent of the other. Values only; `pictures` draws them.
 """
 
 from __future__ import annotations

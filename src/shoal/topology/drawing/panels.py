@@ -1,6 +1,6 @@
 """How the panels of a figure share its width: how many stand in a row, how large each is, and the room for titles.
 
-Sizes are inches on paper. Only arithmetic; :mod:`~shoal.topology.drawing` hands it to matplotlib.
+Sizes are inches on paper. Only arithmetic; `pictures` hands it to matplotlib.
 """
 
 from __future__ import annotations

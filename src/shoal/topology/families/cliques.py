@@ -17,10 +17,10 @@ import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._random import check_seed, permutation
-from ._validate import check_size
+from .._random import check_seed, permutation
+from .._validate import check_size
+from ..weights import with_metropolis_hastings_weights
 from .graphs import powers_below
-from .weights import with_metropolis_hastings_weights
 
 Cliques = list[list[int]]
 """The ranks of each clique, ascending."""

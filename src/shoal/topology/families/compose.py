@@ -12,10 +12,10 @@ from math import gcd, lcm
 
 import numpy as np
 
-from ._edges import Edges, one_peer
-from ._validate import check_size
-from .mixing import Mixing
-from .schedule import EdgeSchedule, Schedule
+from .._edges import Edges, one_peer
+from .._validate import check_size
+from ..mixing import Mixing
+from ..schedule import EdgeSchedule, Schedule
 
 
 class AllReduce(EdgeSchedule):

@@ -14,9 +14,9 @@ from math import inf, isfinite
 
 import numpy as np
 
-from ._edges import Ranks
-from ._validate import check_size
-from .schedule import AnyTopology
+from .._edges import Ranks
+from .._validate import check_size
+from ..schedule import AnyTopology
 from .window import Round, Window
 
 

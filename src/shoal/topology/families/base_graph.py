@@ -18,9 +18,9 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from ._edges import Edges, Ranks, symmetric
-from ._validate import check_size
-from .schedule import EdgeSchedule
+from .._edges import Edges, Ranks, symmetric
+from .._validate import check_size
+from ..schedule import EdgeSchedule
 
 Exchanges = tuple[Ranks, Ranks, NDArray[np.float64]]
 """Pairs of agents and the weight of the exchange between the two, three arrays [pairs]."""

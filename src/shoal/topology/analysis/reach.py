@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ._edges import Ranks
+from .._edges import Ranks
 from .window import Round, Window
 
 Bits: TypeAlias = NDArray[np.uint64]

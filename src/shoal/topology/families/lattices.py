@@ -5,11 +5,11 @@ from __future__ import annotations
 import networkx as nx
 import numpy as np
 
-from ._edges import Edges, assemble
-from ._validate import check_size
+from .._edges import Edges, assemble
+from .._validate import check_size
+from ..schedule import EdgeSchedule
 from .graphs import check_shape, closest_factors
 from .one_peer import not_a_power_of_two
-from .schedule import EdgeSchedule
 
 
 class Torus(EdgeSchedule):

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..families.ceca import Ceca, CecaPairs
+from ..schedule import AnyTopology
+from ..weights import Stochasticity
 from . import cost
 from .age import Age, age_of
-from .ceca import Ceca, CecaPairs
 from .consensus import Rounds, check_error, default_start, length_of, rounds_of
 from .cost import Traffic
 from .reach import is_connected
-from .schedule import AnyTopology
 from .spectrum import Estimate, gap_of, smallest_of
 from .symmetry import find_invariance
-from .weights import Stochasticity
 from .window import Round, Vector, Window
 
 DEFAULT_BYTES = 100_000_000

@@ -17,11 +17,11 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from ._edges import Edges, Ranks, assemble
-from ._validate import as_digraph
-from .compose import Kronecker
-from .schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
-from .weights import TOLERANCE, Stochasticity
+from .._edges import Edges, Ranks, assemble
+from .._validate import as_digraph
+from ..families.compose import Kronecker
+from ..schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
+from ..weights import TOLERANCE, Stochasticity
 
 Vector: TypeAlias = NDArray[np.float64]
 

@@ -10,9 +10,9 @@ from random import Random
 
 import networkx as nx
 
-from ._random import check_seed
-from ._validate import check_size
-from .weights import with_metropolis_hastings_weights
+from .._random import check_seed
+from .._validate import check_size
+from ..weights import with_metropolis_hastings_weights
 
 _DRAWS = 100
 

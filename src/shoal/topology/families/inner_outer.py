@@ -12,7 +12,7 @@ from math import lcm
 
 import numpy as np
 
-from ._edges import Ranks
+from .._edges import Ranks
 from .graphs import powers_below
 from .one_peer import OnePeer
 from .ring_star import group_size

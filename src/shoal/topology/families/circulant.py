@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ._edges import Edges, circulant
-from ._validate import as_int, as_weight, check_size
+from .._edges import Edges, circulant
+from .._validate import as_int, as_weight, check_size
+from ..schedule import EdgeSchedule
 from .graphs import check_base, powers_below
-from .schedule import EdgeSchedule
 
 
 class Circulant(EdgeSchedule):

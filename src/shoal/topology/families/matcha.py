@@ -18,11 +18,11 @@ import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from . import _random
-from ._edges import Edges, symmetric
-from ._validate import as_digraph
+from .. import _random
+from .._edges import Edges, symmetric
+from .._validate import as_digraph
+from ..schedule import EdgeSchedule
 from .matchings import Pairs, decompose
-from .schedule import EdgeSchedule
 
 Array = NDArray[np.float64]
 
