@@ -1,8 +1,9 @@
 """Does the network model tell the truth? Fits it on real runs at one rate and checks it at others.
 
 Machines are network namespaces on one Ethernet bridge, their cards held to a rate in both directions by the kernel
-(``tc tbf``). Agents on them average for real; the model (``shoal.sim``) is fitted at the first rate on plain exchanges
-and then has to predict other topologies, shared cards, stragglers, gradient lag and all-reduces, also at other rates.
+(``tc tbf``). Agents on them average for real; the model (``shoal.netmodel``) is fitted at the first rate on plain
+exchanges and then has to predict other topologies, shared cards, stragglers, gradient lag and all-reduces, also at
+other rates.
 
     sudo python benchmarks/network_model.py                          # about ten minutes; needs root, ip and tc
     sudo python benchmarks/network_model.py --fit 200mbit --check 100mbit 300mbit
@@ -35,9 +36,9 @@ from _machines import run_on_machines
 from shoal.bench.figures import Figures
 from shoal.bench.machine import Load, LoadWatch, here
 from shoal.bench.meter import Reporter, compare
-from shoal.sim import Link, Network, Step, direct_allreduce, hierarchical, ring_allreduce, rounds_of, simulate
-from shoal.sim.fit import Observation, fit_link
-from shoal.sim.units import parse_rate
+from shoal.netmodel import Link, Network, Step, direct_allreduce, hierarchical, ring_allreduce, rounds_of, simulate
+from shoal.netmodel.fit import Observation, fit_link
+from shoal.netmodel.units import parse_rate
 from shoal.topology.families import graphs as g
 from shoal.topology.families.one_peer import OnePeerExponential
 from shoal.topology.schedule import Schedule, as_schedule

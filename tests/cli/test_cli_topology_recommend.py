@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.sim import Link
-from shoal.sim.probe import Measured
+from shoal.netmodel import Link
+from shoal.netmodel.probe import Measured
 from support.world import World
 
 CARD = ("--latency", "5ms", "--bandwidth", "1gbit", "--model-mb", "100")
@@ -195,7 +195,7 @@ def two_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(agents)
         return Measured(agents, agents, Link(1e-5, 4e9), None)
 
-    monkeypatch.setattr("shoal.sim.probe.measure_here", found)
+    monkeypatch.setattr("shoal.netmodel.probe.measure_here", found)
     return asked
 
 

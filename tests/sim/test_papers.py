@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.sim import Network, clusters, papers, simulate
+from shoal.netmodel import Network, simulate
+from shoal.sim import clusters, papers
 from shoal.sim.clusters import RESNET_50, RING_STAR_MODELS, STYLES, compute_for, exposed
 
 PAGE = Path(__file__).parents[2] / "docs" / "topologies" / "papers.md"

@@ -15,13 +15,13 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from ..netmodel.candidates import MOST_EDGES
+from ..netmodel.network import Link, Network
+from ..netmodel.recommendation import Recommendation, recommend
+from ..netmodel.training import COMPRESSION, DIFFERENCE, Training, parse_compression
+from ..netmodel.units import format_rate, format_seconds, parse_rate, parse_seconds
 from ..progress import shown
 from ..runtime.launch import detect
-from ..sim.candidates import MOST_EDGES
-from ..sim.network_model import Link, Network
-from ..sim.recommend import Recommendation, recommend
-from ..sim.training import COMPRESSION, DIFFERENCE, Training, parse_compression
-from ..sim.units import format_rate, format_seconds, parse_rate, parse_seconds
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
 from . import topology_words as words
 from .topology_arguments import above_zero, count, quantity, zero_or_more
@@ -143,7 +143,7 @@ def _card(args: argparse.Namespace) -> Link:
 
 def _measured(args: argparse.Namespace) -> Network | None:
     """The network as agents find it, with what the command line says of it put in; None on agents other than rank 0."""
-    from ..sim.probe import Measured, measure, measure_here
+    from ..netmodel.probe import Measured, measure, measure_here
 
     if args.inside_bandwidth is not None:
         raise ValueError("--inside-bandwidth is what --measure measures. Leave out one of the two.")

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..netmodel.allreduce import hierarchical, ring_allreduce, tree_allreduce
+from ..netmodel.messages import Messages, Step, messages_of_round, rounds_of
+from ..netmodel.network import Link, Network
+from ..netmodel.simulation import simulate
 from ..topology.families.inner_outer import InnerOuterExponential
 from ..topology.families.one_peer import OnePeerExponential, RingRandom
-from .allreduce import hierarchical, ring_allreduce, tree_allreduce
-from .messages import Messages, Step, messages_of_round, rounds_of
-from .network_model import Link, Network
-from .simulate import simulate
 
 GBIT = 1.25e8
 FLOAT = 4

@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..netmodel.allreduce import direct_allreduce, hierarchical, tree_allreduce
+from ..netmodel.messages import Messages, Step, messages_of_round
+from ..netmodel.network import Floats, Network
+from ..netmodel.simulation import simulate
 from ..topology.schedule import Schedule
-from .allreduce import direct_allreduce, hierarchical, tree_allreduce
-from .messages import Messages, Step, messages_of_round
-from .network_model import Floats, Network
-from .simulate import simulate
 
 _PERIODS = 4
 """That are played at first; more, if agents still drift apart at their end."""
@@ -57,8 +57,8 @@ class Pace:
     """Predicts the time of steps.
 
     An agent computes, and then makes its exchanges one after the other, each when what it needs of the one before has
-    come. An average of all is :func:`~shoal.sim.direct_allreduce`, as Shoal's own is, up to 256 agents, and
-    :func:`~shoal.sim.tree_allreduce` above.
+    come. An average of all is :func:`~shoal.netmodel.direct_allreduce`, as Shoal's own is, up to 256 agents, and
+    :func:`~shoal.netmodel.tree_allreduce` above.
 
     Args:
         network: of as many agents as the schedule.

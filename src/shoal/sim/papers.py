@@ -10,11 +10,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from ..netmodel.units import format_seconds
 from ..topology.paper_tables import bluefog_table, busiest_node_table, ring_star_table
 from ..topology.protocols import Counted
 from . import clusters
 from .clusters import Assumption, Figure12
-from .units import format_seconds
 
 FIGURE_12_SIZES = (4, 8, 16, 32, 64, 128)
 RING_STAR_SIZES = (16, 32, 64)

@@ -19,9 +19,9 @@ from ..algorithms.mix import EVERYBODY, MACHINE, Mix
 from ..algorithms.needs import check
 from ..algorithms.run import Measure, Run, steps_of
 from ..algorithms.weights import Form, Ranks, Rounds
+from ..netmodel.network import Network
 from ..topology.schedule import Schedule, as_schedule
 from ..transport.memory import ResultPool
-from .network_model import Network
 from .pace import Pace, Said
 from .products import product
 

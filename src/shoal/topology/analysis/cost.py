@@ -3,8 +3,8 @@
 A round of ``neighbor_allreduce`` puts one message on every edge. A network card sends and receives at the same time,
 but one message after the other, so that an agent, or a machine of several agents on one card, with d messages to send
 or to receive is done after ``d (latency + bytes / bandwidth)`` seconds. The round lasts as long as it does for the
-busiest. Messages inside a machine do not pass the card and cost nothing here. `shoal.sim` knows links that differ, and
-operations that move fewer bytes than one message on every edge, such as an all-reduce.
+busiest. Messages inside a machine do not pass the card and cost nothing here. `shoal.netmodel` knows links that differ,
+and operations that move fewer bytes than one message on every edge, such as an all-reduce.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from shoal.sim import Link, Network
+from shoal.netmodel import Link, Network
 
 FAST, SLOW = Link(1e-6, 1e9), Link(5e-3, 1e6, 2e-3)
 

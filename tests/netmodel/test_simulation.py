@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.sim import Link, Messages, Network, Timeline, rounds_of, simulate
+from shoal.netmodel import Link, Messages, Network, Timeline, rounds_of, simulate
 from shoal.topology import Circulant, OnePeerExponential, RingGraph, StarGraph
 
 CARD = Link(latency=0.5, bandwidth=100.0)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 import shoal
-from shoal.sim import Link, probe
-from shoal.sim.fit import Observation
-from shoal.sim.probe import Measured, measure, measure_here
+from shoal.netmodel import Link, probe
+from shoal.netmodel.fit import Observation
+from shoal.netmodel.probe import Measured, measure, measure_here
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_what_agents_print_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None
     printed = f'warming up\n{line}"between": null}}\n'
 
     def told(command, **_):
-        assert command[-1] == "shoal.sim.probe"
+        assert command[-1] == "shoal.netmodel.probe"
         return subprocess.CompletedProcess(command, 0, stdout=printed, stderr="")
 
     monkeypatch.setattr(subprocess, "run", told)

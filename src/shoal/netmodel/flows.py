@@ -13,7 +13,7 @@ import numpy as np
 
 from .fair import fair_rates
 from .messages import Messages
-from .network_model import Floats, Ints, Network, Ways
+from .network import Floats, Ints, Network, Ways
 
 SAME_MOMENT = 1e-12
 """Relative difference below which two times are one."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.sim import Messages, rounds_of
+from shoal.netmodel import Messages, rounds_of
 from shoal.topology import Idle, OnePeerExponential, RandomMatchings, RingGraph, StarGraph
 
 

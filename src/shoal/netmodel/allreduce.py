@@ -1,6 +1,6 @@
 """Averaging over everybody at once, as the exchanges that it is made of, so that it can be timed beside a topology.
 
-Every function gives the :data:`~shoal.sim.messages.Step` of one all-reduce of `nbytes` among `size` agents.
+Every function gives the :data:`~shoal.netmodel.messages.Step` of one all-reduce of `nbytes` among `size` agents.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .messages import Messages, Step
-from .network_model import Ints
+from .network import Ints
 
 
 def ring_allreduce(size: int, nbytes: float) -> Step:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .network_model import Link
+from .network import Link
 
 
 class Observation(NamedTuple):

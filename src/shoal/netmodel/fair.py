@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .network_model import Floats, Ints
+from .network import Floats, Ints
 
 _EQUAL = 1e-9
 """Relative difference below which two rates are the same, far above rounding and below anything measurable."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.sim import (
+from shoal.netmodel import (
     Link,
     Network,
     Step,
@@ -15,7 +15,7 @@ from shoal.sim import (
     simulate,
     tree_allreduce,
 )
-from shoal.sim.allreduce import direct_allreduce
+from shoal.netmodel.allreduce import direct_allreduce
 from shoal.topology import OnePeerExponential
 
 SIZES = [2, 3, 5, 8, 13]

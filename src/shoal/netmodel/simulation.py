@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from .flows import SAME_MOMENT, Flows, prepare
 from .messages import Step
-from .network_model import Floats, Ints, Network
+from .network import Floats, Ints, Network
 
 
 @dataclass(frozen=True, eq=False)

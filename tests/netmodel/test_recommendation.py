@@ -11,8 +11,9 @@ import torch
 import shoal
 from shoal.algorithms import GradientDescent, LocalSteps, check
 from shoal.compression import Sign, TopK
-from shoal.sim import Link, Network, Recommendation, StackedFleet, Training, recommend
-from shoal.sim.recommend import AS_FAST, Candidate, _ranked
+from shoal.netmodel import Link, Network, Recommendation, Training, recommend
+from shoal.netmodel.recommendation import AS_FAST, Candidate, _ranked
+from shoal.sim import StackedFleet
 from shoal.topology import RingStarDelegates, find
 
 CARD, INSIDE = Link(1e-3, 1.25e8), Link(0.0, 4e9)

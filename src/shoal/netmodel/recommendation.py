@@ -1,9 +1,10 @@
 """Which topology? Ranks those of the catalog by the predicted time until all agents agree, and by what training costs.
 
 Agreeing to an error takes a number of rounds, which is the topology's (:mod:`shoal.topology.analysis.consensus`), and
-each takes a time, which is the network's (:mod:`shoal.sim.simulate`). Training is not the same as agreeing: it averages
-every few steps, and agrees as well as the topology lets it meanwhile. What that costs is in :mod:`shoal.sim.training`,
-and which topologies can be trained with at all is what the algorithms say of themselves.
+each takes a time, which is the network's (:mod:`shoal.netmodel.simulation`). Training is not the same as agreeing: it
+averages every few steps, and agrees as well as the topology lets it meanwhile. What that costs is in
+:mod:`shoal.netmodel.training`, and which topologies can be trained with at all is what the algorithms say of
+themselves.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ..topology.families.compose import AllReduce, Kronecker
 from ..topology.schedule import Schedule
 from .candidates import Way, ways
 from .messages import Step
-from .network_model import Network
+from .network import Network
 from .operations import ALLREDUCE, HIERARCHICAL, NEIGHBOR
-from .simulate import simulate
+from .simulation import simulate
 from .training import Training, steps_apart
 from .units import format_seconds
 
@@ -58,7 +59,7 @@ class Candidate:
         trained_by: the operation that an optimizer carries out its rounds with.
         seconds_per_step: of training, computing and messages, on average.
         steps_apart: how far agents are from their mean meanwhile, in local steps; see
-            :func:`~shoal.sim.training.steps_apart`.
+            :func:`~shoal.netmodel.training.steps_apart`.
         training_seconds: `seconds_per_step`, times how many more steps it takes than if agents were together; infinite
             if it is refused.
         schedule: its rounds, of all agents; None for an all-reduce.

@@ -1,8 +1,8 @@
 """Measures a network with the agents that are on it: what a port inside a machine and a card between machines can do.
 
 Each agent sends to one, two or three others at once, and receives from as many, small tensors and large ones, by
-Shoal's own operation; the network model is fitted to how long that took. ``python -m shoal.sim.probe`` is what an agent
-runs; :func:`measure_here` starts some on this machine.
+Shoal's own operation; the network model is fitted to how long that took. ``python -m shoal.netmodel.probe`` is what an
+agent runs; :func:`measure_here` starts some on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import shoal
 
 from .fit import Observation, fit_link
-from .network_model import Link
+from .network import Link
 
 SIZES = (1_000, 64_000, 1_000_000, 8_000_000)
 """Bytes of the tensors, smallest first."""
@@ -73,7 +73,7 @@ def measure_here(agents: int) -> Measured:
     Raises:
         RuntimeError: they failed; the message ends with what they wrote.
     """
-    command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(agents), "-m", "shoal.sim.probe"]
+    command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(agents), "-m", "shoal.netmodel.probe"]
     # They meet elsewhere than the agents of a job whose variables are still set.
     environ = {name: text for name, text in os.environ.items() if name not in ("SHOAL_RENDEZVOUS", "SHOAL_TIMELINE")}
     done = subprocess.run(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..topology.schedule import Schedule, as_schedule
-from .network_model import Floats, Ints
+from .network import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,9 @@ import torch
 
 from shoal.algorithms import Algorithm, ChocoSGD, GradientDescent, LocalSteps
 from shoal.compression import QSGD, Compressor, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
-from shoal.sim import StackedFleet, Training
-from shoal.sim.training import parse_compression, steps_apart
+from shoal.netmodel import Training
+from shoal.netmodel.training import parse_compression, steps_apart
+from shoal.sim import StackedFleet
 from shoal.topology import Idle, RingStarDelegates, Schedule, Static, find
 
 LR, COLUMNS = 1e-3, 100
