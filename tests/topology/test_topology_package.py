@@ -36,8 +36,7 @@ BLUEFOGS_NAMES = [
 
 LEVELS = ["core", "families", "analysis", "drawing"]
 """Modules import from their own level and those before it; the core is what lies in the package itself."""
-PAPERS = {"paper_tables.py", "protocols.py"}  # they leave
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py" and path.name not in PAPERS)
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
 def imported(module):

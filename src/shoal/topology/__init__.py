@@ -85,9 +85,6 @@ from .families.trees import ChainGraph as ChainGraph
 from .families.trees import SpanningTreeGraph as SpanningTreeGraph
 from .families.trees import TreeGraph as TreeGraph
 from .mixing import Mixing as Mixing
-from .paper_tables import bluefog_table as bluefog_table
-from .paper_tables import busiest_node_table as busiest_node_table
-from .paper_tables import ring_star_table as ring_star_table
 from .schedule import AnyTopology as AnyTopology
 from .schedule import Clock as Clock
 from .schedule import Edges as Edges

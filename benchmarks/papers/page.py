@@ -1,8 +1,8 @@
 """What the network model says of clusters that papers report on, beside what they report.
 
-``python -m shoal.sim.papers`` prints a page, Markdown: figures from :mod:`~shoal.sim.clusters`, and the tables of costs
-that papers print (:mod:`shoal.topology.paper_tables`). Every assumption stands beside the table that rests on it, and
-where the model and a paper differ the page says so. docs/topologies/papers.md is this page.
+A page, Markdown: figures of `clusters`, and the tables of costs that papers print (`tables`). Every assumption stands
+beside the table that rests on it, and where the model and a paper differ the page says so. docs/topologies/papers.md is
+this page.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from ..netmodel.units import format_seconds
-from ..topology.paper_tables import bluefog_table, busiest_node_table, ring_star_table
-from ..topology.protocols import Counted
+from shoal.netmodel.units import format_seconds
+
 from . import clusters
 from .clusters import Assumption, Figure12
+from .protocols import Counted
+from .tables import bluefog_table, busiest_node_table, ring_star_table
 
 FIGURE_12_SIZES = (4, 8, 16, 32, 64, 128)
 RING_STAR_SIZES = (16, 32, 64)
@@ -29,14 +30,14 @@ _NETWORK = {"nbytes": 100e6, "latency": 50e-6, "bandwidth": 1.25e9}
 
 _INTRODUCTION = (
     "# What papers report, and what the model says",
-    "Printed by `python -m shoal.sim.papers`; a test checks that this page is what it prints. The model is that of "
+    "Printed by `python benchmarks/papers`; a test checks that this page is what it prints. The model is that of "
     "[network-model.md](../network-model.md). A prediction rests on the assumptions under its table: numbers that the "
     "paper does not give.",
 )
 
 
 def page() -> str:
-    """The whole page; it takes some seconds."""
+    """The whole page; it takes a minute."""
     return text([*_INTRODUCTION, *figure_12(), *ring_star(), *summit(), *cost_tables()])
 
 
@@ -264,12 +265,3 @@ def _range(one: Figure12) -> str:
 
 def _between(low: float, high: float) -> str:
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
-
-
-def main() -> None:
-    """Print the page."""
-    print(page(), end="")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
 The BlueFog paper's figure 12 (arXiv:2111.04287), Ring-Star's cluster (doi 10.1007/978-3-030-43823-4_28), and Horovod on
 all of Summit (Romero et al., NSDI 2022). What a paper does not say is an :class:`Assumption` with its source.
-:mod:`shoal.sim.papers` sets the predictions beside what the papers report.
+`page` sets the predictions beside what the papers report.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..netmodel.allreduce import hierarchical, ring_allreduce, tree_allreduce
-from ..netmodel.messages import Messages, Step, messages_of_round, rounds_of
-from ..netmodel.network import Link, Network
-from ..netmodel.simulation import simulate
-from ..topology.families.inner_outer import InnerOuterExponential
-from ..topology.families.one_peer import OnePeerExponential, RingRandom
+from shoal.netmodel.allreduce import hierarchical, ring_allreduce, tree_allreduce
+from shoal.netmodel.messages import Messages, Step, messages_of_round, rounds_of
+from shoal.netmodel.network import Link, Network
+from shoal.netmodel.simulation import simulate
+from shoal.topology.families.inner_outer import InnerOuterExponential
+from shoal.topology.families.one_peer import OnePeerExponential, RingRandom
 
 GBIT = 1.25e8
 FLOAT = 4

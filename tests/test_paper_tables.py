@@ -1,21 +1,24 @@
 """The tables that papers print: formulas to the letter, and beside them what one counts, on paper and in a schedule."""
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
-from shoal.topology import (
-    RingStarDelegates,
-    alpha_beta,
-    average_age,
+from shoal.topology import RingStarDelegates, alpha_beta, average_age, find, traffic
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from papers.protocols import Counted, count_messages, ring_allreduce
+from papers.tables import (
+    BusiestRow,
+    PrimitiveRow,
+    RingStarRow,
     bluefog_table,
     busiest_node_table,
-    find,
     ring_star_table,
-    traffic,
 )
-from shoal.topology.paper_tables import BusiestRow, PrimitiveRow, RingStarRow
-from shoal.topology.protocols import Counted, count_messages, ring_allreduce
 
 NETWORK = {"nbytes": 1000.0, "latency": 0.25, "bandwidth": 500.0}
 SIZES = [(1, 1), (2, 2), (4, 2), (5, 1), (12, 3), (15, 5), (24, 24), (36, 6)]

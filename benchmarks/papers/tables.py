@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._validate import check_size
-from .analysis.age import average_age
-from .analysis.cost import alpha_beta, check_network
-from .families.circulant import Circulant, ring
-from .families.compose import AllReduce
-from .families.one_peer import OnePeerExponential, RingRandom, odd
-from .families.ring_star import RingStar, RingStarRandom, group_size
+from shoal.topology._validate import check_size
+from shoal.topology.analysis.age import average_age
+from shoal.topology.analysis.cost import alpha_beta, check_network
+from shoal.topology.families.circulant import Circulant, ring
+from shoal.topology.families.compose import AllReduce
+from shoal.topology.families.one_peer import OnePeerExponential, RingRandom, odd
+from shoal.topology.families.ring_star import RingStar, RingStarRandom, group_size
+from shoal.topology.schedule import Schedule
+
 from .protocols import (
     Counted,
     byteps,
@@ -25,7 +27,6 @@ from .protocols import (
     parameter_server,
     ring_allreduce,
 )
-from .schedule import Schedule
 
 
 @dataclass(frozen=True)

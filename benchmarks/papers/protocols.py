@@ -11,8 +11,8 @@ from itertools import repeat
 
 import numpy as np
 
-from ._edges import Ranks
-from .schedule import Schedule
+from shoal.topology._edges import Ranks
+from shoal.topology.schedule import Schedule
 
 Step = tuple[Ranks, Ranks, float]
 """Messages at the same time: sources, destinations, both int64 [messages], and the bytes of each message."""
