@@ -24,8 +24,8 @@ from shoal.algorithms import (
     check,
 )
 from shoal.algorithms.growth import growth
+from shoal.algorithms.loop import steps_of
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.run import steps_of
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import (
     Circulant,

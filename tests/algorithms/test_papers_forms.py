@@ -24,8 +24,8 @@ from shoal.algorithms import (
     RelaySum,
     run,
 )
+from shoal.algorithms.loop import steps_of
 from shoal.algorithms.push_sum import irregular_digraph
-from shoal.algorithms.run import steps_of
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Circulant, OnePeerExponential, Schedule, SpanningTreeGraph, TreeGraph, as_schedule
 

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import ArrayLike
 
 from ..algorithms.algorithm import Algorithm, Gradient
+from ..algorithms.loop import Measure, Run, steps_of
 from ..algorithms.mix import EVERYBODY, MACHINE, Mix
 from ..algorithms.needs import check
-from ..algorithms.run import Measure, Run, steps_of
 from ..algorithms.weights import Form, Ranks, Rounds
 from ..netmodel.network import Network
 from ..topology.schedule import Schedule, as_schedule
