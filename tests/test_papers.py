@@ -88,7 +88,7 @@ def test_sending_beside_all_of_the_computation_is_never_slower(of_16: dict[str, 
 
 
 def test_what_a_machine_sends_a_step_is_one_model_and_of_leaders_one_too() -> None:
-    """Inner-outer and hierarchical styles put as many bytes on the card: a model each way, in every step."""
+    """Inner-outer and hierarchical styles put as many bytes on the NIC: a model each way, in every step."""
     network = clusters.figure_12_network(32)
     for style in STYLES[1:]:
         for step in style.steps(network, 100.0, 6):
@@ -98,7 +98,7 @@ def test_what_a_machine_sends_a_step_is_one_model_and_of_leaders_one_too() -> No
             assert sum(leaving) == pytest.approx(100.0)
 
 
-def test_figure_12_is_bounded_by_the_bytes_that_go_through_a_card(of_16: dict[str, clusters.Figure12]) -> None:
+def test_figure_12_is_bounded_by_the_bytes_that_go_through_a_nic(of_16: dict[str, clusters.Figure12]) -> None:
     """BERT-large, 1.38 GB at 25 Gbit/s: no style that sends a model a step can take less than 0.44 s."""
     seconds = clusters.BERT_LARGE.nbytes / (25 * clusters.GBIT)
     bound = clusters.BERT_LARGE.compute / seconds
@@ -118,7 +118,7 @@ def test_ring_star_seconds_say_what_the_page_says_of_them() -> None:
 
 
 def test_ring_star_seconds_of_the_ring_can_be_worked_out_by_hand() -> None:
-    """A node's card carries a model each way to each of the nodes beside it, of its first and its last worker."""
+    """A node's NIC carries a model each way to each of the nodes beside it, of its first and its last worker."""
     seconds = clusters.ring_star_seconds(16, 60e6)["Ring"]
     assert seconds == pytest.approx(2 * 60e6 / 1.25e9 + 100e-6, rel=0.01)
 
@@ -145,7 +145,7 @@ def test_a_ring_of_few_gpus_is_played_as_it_is() -> None:
 
 
 def test_trees_between_nodes_take_full_turns_after_shares_inside() -> None:
-    """4,600 nodes, 12 levels: 2 x 12 + 63 turns of four pieces at a card, and twice five sixths inside a node."""
+    """4,600 nodes, 12 levels: 2 x 12 + 63 turns of four pieces at a NIC, and twice five sixths inside a node."""
     piece = 880e6 / 2 / clusters.SUMMIT_CHUNKS
     turn = 4 * piece / 23e9 + 5e-6
     inside = 2 * (5 / 6 * 880e6 / 50e9 + 5e-6)

@@ -212,7 +212,7 @@ def ring_star_seconds(size: int, nbytes: float) -> dict[str, float]:
 
 
 def ring_star_formulas(size: int, nbytes: float) -> dict[str, float]:
-    """The paper's table 1 in the same setting: handshakes times alpha, plus two tensors at the card's rate."""
+    """The paper's table 1 in the same setting: handshakes times alpha, plus two tensors at the NIC's rate."""
     alpha, beta, local = 100e-6, 1 / (10 * GBIT), 4
     handshakes = {"Allreduce": 2 * (size - 1), "Ring": 2, "RingRandom": 2, "Ring-Star": 2 * (local - 1) + 2}
     return {name: count * alpha + 2 * nbytes * beta for name, count in handshakes.items()}

@@ -90,7 +90,7 @@ def figure_12(sizes: Sequence[int] = FIGURE_12_SIZES) -> list[str]:
         ),
         "**Where they differ.** ResNet-50 agrees with the paper's share. Of VGG-16 the paper has about half and the "
         "model all on the full network, where its steps are long enough to hide a model that goes once through the "
-        "card. BERT-large comes out at the paper's share or above it on the full network, and in the hierarchical "
+        "NIC. BERT-large comes out at the paper's share or above it on the full network, and in the hierarchical "
         "styles below it where a connection gets 10 Gbit/s: the paper lies between the two networks. The speed-up over "
         "Horovod comes out larger than the paper's for BERT-large. On the full network the model sees none for "
         "ResNet-50, as all of its messages hide behind back-propagation; the paper says that BlueFog is always faster. "
@@ -121,7 +121,7 @@ def ring_star(sizes: Sequence[int] = RING_STAR_SIZES) -> list[str]:
         "RingRandom take little, and that Ring-Star takes about as little as they do.",
         "**Where they differ.** For models of 1 MB the model says the same of all-reduce from 32 workers on: latencies "
         "are most of it. For larger models it does not. There the bytes count, and a ring all-reduce sends no more of "
-        "them through a node's card than the ring does; RingRandom is the slowest, as four workers share a card, and "
+        "them through a node's NIC than the ring does; RingRandom is the slowest, as four workers share a NIC, and "
         "Ring-Star pays for collecting models inside the node, which the formula leaves out. The paper ran mpi4py and "
         "does not say which all-reduce its MPI chose, or how long a step was.",
         _assumptions(clusters.RING_STAR_ASSUMPTIONS),

@@ -109,7 +109,7 @@ def test_the_chunks_of_a_tree_rise_from_leaves_to_root_and_fall_again(size: int,
 def test_chunks_keep_the_levels_of_a_tree_busy() -> None:
     link = Link(1e-6, 1e9)
     one, many = (seconds(64, tree_allreduce(64, 1e8, chunks), link) for chunks in (1, 32))
-    # Half of the bytes up six levels and down again with two children at a card, against close to twice the bytes.
+    # Half of the bytes up six levels and down again with two children at a NIC, against close to twice the bytes.
     assert many < 0.35 * one
     assert many > 2 * 1e8 / 1e9
 
@@ -120,7 +120,7 @@ def test_a_tree_without_chunks_is_refused() -> None:
 
 
 def test_machines_average_their_shares_inside_then_between_then_inside() -> None:
-    """Two machines of four: shares of M / 4 to three others, M / 4 each through the card both ways, shares again."""
+    """Two machines of four: shares of M / 4 to three others, M / 4 each through the NIC both ways, shares again."""
     inside = Link(0.25, 1000.0)
     found = seconds(8, hierarchical_allreduce(2, 4, NBYTES), Link(0.5, 100.0), local=4, inside=inside)
     around = 3 * NBYTES / 4 / 1000.0 + 0.25

@@ -74,7 +74,7 @@ def test_the_order_of_messages_is_nothing(given_: tuple[np.ndarray, np.ndarray],
 
 
 def test_one_that_is_held_back_elsewhere_leaves_the_rest_to_the_others() -> None:
-    """Three on a card of 9, one of which passes a port of 1: 1, 4 and 4."""
+    """Three on a NIC of 9, one of which passes a port of 1: 1, 4 and 4."""
     shared = np.array([[0, 1], [0, 2], [0, 2]])
     assert fair_rates(shared, np.array([9.0, 1.0, np.inf])).tolist() == [1.0, 4.0, 4.0]
 

@@ -1,4 +1,4 @@
-"""The fit finds the card that made the observations, and says when there is none in them."""
+"""The fit finds the NIC that made the observations, and says when there is none in them."""
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +28,7 @@ def test_known_parameters_are_found_again(latency: float, bandwidth: float, over
     assert found.overhead == pytest.approx(overhead, rel=1e-3)
 
 
-def test_a_card_without_latency_or_overhead_gets_none() -> None:
+def test_a_nic_without_latency_or_overhead_gets_none() -> None:
     for link in (Link(0.0, 1e8, 1e-3), Link(1e-3, 1e8, 0.0), Link(0.0, 1e8, 0.0)):
         found = fit_link(observed(link))
         assert found.bandwidth == pytest.approx(1e8)

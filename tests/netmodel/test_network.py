@@ -48,7 +48,7 @@ def test_a_link_that_cannot_be_is_refused(change: dict[str, float], match: str) 
     [
         ({"size": 0}, "size is 0"),
         ({"agents_per_machine": 0}, "agents_per_machine is 0"),
-        ({"cards": {2: FAST}}, "card 2 is named, but they count from 0 to 1"),
+        ({"nics": {2: FAST}}, "NIC 2 is named, but they count from 0 to 1"),
         ({"ports": {-1: FAST}}, "port -1 is named, but they count from 0 to 3"),
         ({"links": {(0, 1): Link(download=1.0)}}, "a single link, has one direction and so no download"),
         ({"flow": Link(download=1.0)}, "a flow, or a single link, has one direction"),
@@ -66,7 +66,7 @@ def test_ranks_fill_machine_after_machine_and_the_last_may_have_fewer() -> None:
     assert network.machine_of(np.arange(7)).tolist() == [0, 0, 0, 1, 1, 1, 2]
 
 
-def test_a_message_inside_a_machine_passes_two_ports_and_no_card() -> None:
+def test_a_message_inside_a_machine_passes_two_ports_and_no_nic() -> None:
     network = Network(4, SLOW, agents_per_machine=2, inside=FAST)
     inside, between = ways(network, 0, 1), ways(network, 1, 2)
     assert (inside["latency"], inside["overhead"], inside["alone"]) == (1e-6, 0.0, 1e9)
@@ -80,7 +80,7 @@ def test_what_goes_both_ways_shares_nothing() -> None:
     assert not set(ways(network, 0, 1)["shared"]) & set(ways(network, 1, 0)["shared"])
 
 
-def test_agents_of_one_machine_share_its_card_and_not_their_ports() -> None:
+def test_agents_of_one_machine_share_its_nic_and_not_their_ports() -> None:
     network = Network(4, FAST, agents_per_machine=2, inside=FAST)
     first, second = ways(network, 0, 2)["shared"], ways(network, 1, 3)["shared"]
     assert (first == second).tolist() == [False, False, True, True]
@@ -92,7 +92,7 @@ def test_a_way_has_the_largest_latency_and_the_smallest_bandwidth_along_it() -> 
         Link(1e-3, 1e8),
         agents_per_machine=2,
         inside=Link(1e-4, 1e9),
-        cards={1: Link(7e-3, 5e7)},
+        nics={1: Link(7e-3, 5e7)},
         ports={3: Link(9e-3, 1e6, 4e-4)},
     )
     assert (ways(network, 0, 2)["latency"], ways(network, 0, 2)["alone"]) == (7e-3, 5e7)
@@ -116,8 +116,8 @@ def test_a_single_link_of_one_direction_takes_the_place_of_the_flow() -> None:
     assert (ways(network, 1, 0)["alone"], ways(network, 1, 0)["overhead"]) == (1e6, 2e-3)
 
 
-def test_a_card_may_receive_at_another_rate_than_it_sends() -> None:
-    network = Network(3, Link(0.0, 2e6, download=8e6), cards={2: Link(0.0, 16e6, download=1e6)})
+def test_a_nic_may_receive_at_another_rate_than_it_sends() -> None:
+    network = Network(3, Link(0.0, 2e6, download=8e6), nics={2: Link(0.0, 16e6, download=1e6)})
     assert (
         ways(network, 0, 1)["alone"] == ways(network, 1, 0)["alone"] == 2e6
     )  # out of the one is slower than into the other

@@ -51,13 +51,13 @@ def test_the_slowest_agents_time_counts(fleet, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("quick")
 def test_measured_times_are_fitted_for_every_degree_and_size(fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are made up, by a card of known latency, bandwidth and overhead."""
-    card = Link(2e-3, 1e7, 5e-4)
-    monkeypatch.setattr(probe, "_timed", lambda group, degree, nbytes: card.seconds(nbytes, degree))
+    """Times are made up, by a NIC of known latency, bandwidth and overhead."""
+    nic = Link(2e-3, 1e7, 5e-4)
+    monkeypatch.setattr(probe, "_timed", lambda group, degree, nbytes: nic.seconds(nbytes, degree))
     for found in fleet(4).run(measure):
-        assert found.inside.latency == pytest.approx(card.latency)
-        assert found.inside.bandwidth == pytest.approx(card.bandwidth)
-        assert found.inside.overhead == pytest.approx(card.overhead)
+        assert found.inside.latency == pytest.approx(nic.latency)
+        assert found.inside.bandwidth == pytest.approx(nic.bandwidth)
+        assert found.inside.overhead == pytest.approx(nic.overhead)
 
 
 def test_a_slow_network_is_not_asked_for_its_longest_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from shoal.netmodel.recommendation import AS_FAST, Candidate, _ranked
 from shoal.sim import StackedFleet
 from shoal.topology import RingStarDelegates, find
 
-CARD, INSIDE = Link(1e-3, 1.25e8), Link(0.0, 4e9)
+NIC, INSIDE = Link(1e-3, 1.25e8), Link(0.0, 4e9)
 NBYTES = 1e7
 PLAIN = Training()
 FLEETS = [(3, 1), (6, 1), (8, 1), (8, 4), (8, 8), (24, 4)]
@@ -24,12 +24,12 @@ LR, STEPS, COLUMNS = 0.02, 750, 20
 
 
 @cache
-def _found(size: int, local: int, card: Link, training: Training) -> Recommendation:
-    return recommend(Network(size, card, local, INSIDE), NBYTES, training=training)
+def _found(size: int, local: int, nic: Link, training: Training) -> Recommendation:
+    return recommend(Network(size, nic, local, INSIDE), NBYTES, training=training)
 
 
-def found(size: int, local: int = 1, card: Link = CARD, training: Training = PLAIN) -> Recommendation:
-    return _found(size, local, card, training)
+def found(size: int, local: int = 1, nic: Link = NIC, training: Training = PLAIN) -> Recommendation:
+    return _found(size, local, nic, training)
 
 
 def to_train(size: int, local: int, difference: float) -> Candidate:
@@ -152,11 +152,11 @@ def test_nothing_that_is_as_fast_has_fewer_rounds_than_what_is_recommended(size:
     assert any("Times within 5% count as equal" in text for text in found(size, local).advice())
 
 
-def test_the_slower_direction_of_a_card_is_what_a_round_waits_for() -> None:
+def test_the_slower_direction_of_a_nic_is_what_a_round_waits_for() -> None:
     """Out at a tenth of the rate: one message a round takes ten times as long; a server's answers, n - 1 in turn."""
     usual = found(6)
-    slow_out = found(6, card=Link(1e-3, 1.25e7, download=1.25e8))
-    slow_in = found(6, card=Link(1e-3, 1.25e8, download=1.25e7))
+    slow_out = found(6, nic=Link(1e-3, 1.25e7, download=1.25e8))
+    slow_in = found(6, nic=Link(1e-3, 1.25e8, download=1.25e7))
     for name, ratio in (("ceca-pairs", 0.801 / 0.081), ("ring", 1.601 / 0.161)):
         for slow in (slow_out, slow_in):
             measured = named(slow, name).seconds_per_round / named(usual, name).seconds_per_round
@@ -226,4 +226,4 @@ def test_machines_are_trained_as_the_optimizer_takes_them() -> None:
 
 def test_a_network_on_which_nothing_takes_time_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match="no message takes any time on this network"):
-        recommend(Network(8, CARD, 8), NBYTES)
+        recommend(Network(8, NIC, 8), NBYTES)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.netmodel import Link, Messages, Network, Timeline, rounds_of, simulate
 from shoal.topology import Circulant, OnePeerExponential, RingGraph, StarGraph
 
-CARD = Link(latency=0.5, bandwidth=100.0)
+NIC = Link(latency=0.5, bandwidth=100.0)
 
 
 def round_of(*messages: tuple[int, int, float]) -> list[Messages]:
@@ -39,30 +39,30 @@ def test_one_message_takes_overhead_bytes_and_latency(
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 7])
-def test_d_messages_of_one_card_take_d_times_the_bytes_and_one_latency(degree: int) -> None:
+def test_d_messages_of_one_nic_take_d_times_the_bytes_and_one_latency(degree: int) -> None:
     link = Link(0.5, 100.0, 0.125)
     (step,) = rounds_of(Circulant(8, range(1, degree + 1)), 50.0, 1)
     assert seconds(Network(8, link), step) == pytest.approx(degree * (0.125 + 0.5) + 0.5)
 
 
-def test_what_an_agent_receives_shares_its_card_too() -> None:
-    assert seconds(Network(4, CARD), round_of((1, 0, 100.0), (2, 0, 100.0), (3, 0, 100.0))) == pytest.approx(3.5)
+def test_what_an_agent_receives_shares_its_nic_too() -> None:
+    assert seconds(Network(4, NIC), round_of((1, 0, 100.0), (2, 0, 100.0), (3, 0, 100.0))) == pytest.approx(3.5)
 
 
 def test_both_directions_have_the_full_rate() -> None:
-    assert seconds(Network(2, CARD), round_of((0, 1, 100.0), (1, 0, 100.0))) == pytest.approx(1.5)
+    assert seconds(Network(2, NIC), round_of((0, 1, 100.0), (1, 0, 100.0))) == pytest.approx(1.5)
 
 
-def test_two_agents_on_one_machine_share_its_card() -> None:
+def test_two_agents_on_one_machine_share_its_nic() -> None:
     step = round_of((0, 2, 100.0), (1, 3, 100.0))
-    assert seconds(Network(4, CARD, agents_per_machine=2), step) == pytest.approx(2.5)
-    assert seconds(Network(4, CARD, agents_per_machine=1), step) == pytest.approx(1.5)
+    assert seconds(Network(4, NIC, agents_per_machine=2), step) == pytest.approx(2.5)
+    assert seconds(Network(4, NIC, agents_per_machine=1), step) == pytest.approx(1.5)
 
 
-def test_what_stays_inside_a_machine_passes_ports_and_not_the_card() -> None:
-    network = Network(4, CARD, agents_per_machine=2, inside=Link(0.25, 1000.0))
+def test_what_stays_inside_a_machine_passes_ports_and_not_the_nic() -> None:
+    network = Network(4, NIC, agents_per_machine=2, inside=Link(0.25, 1000.0))
     assert seconds(network, round_of((0, 1, 100.0))) == pytest.approx(0.35)
-    # The card is shared by the two that leave, and not by the one that stays.
+    # The NIC is shared by the two that leave, and not by the one that stays.
     both = simulate(network, [round_of((0, 1, 100.0), (0, 2, 100.0), (1, 3, 100.0))])
     assert both.ended[0] == pytest.approx([0.0, 0.35, 2.5, 2.5], abs=0.01)
 
@@ -74,19 +74,19 @@ def test_a_message_that_is_done_leaves_its_rate_to_the_others() -> None:
 
 
 def test_a_message_that_is_held_back_elsewhere_leaves_its_rate_to_the_others() -> None:
-    """Agent 2 can receive 20 B/s only, so that agent 1 has the other 80 of the sender's card."""
-    network = Network(3, Link(0.0, 100.0), cards={2: Link(0.0, 20.0)})
+    """Agent 2 can receive 20 B/s only, so that agent 1 has the other 80 of the sender's NIC."""
+    network = Network(3, Link(0.0, 100.0), nics={2: Link(0.0, 20.0)})
     timeline = simulate(network, [round_of((0, 1, 80.0), (0, 2, 100.0))])
     assert timeline.ended[0] == pytest.approx([0.0, 1.0, 5.0])
 
 
 def test_latency_is_that_of_the_slowest_part_and_of_each_machine_or_link() -> None:
-    network = Network(4, CARD, cards={3: Link(2.0, 100.0)}, links={(0, 1): Link(5.0, 50.0)})
+    network = Network(4, NIC, nics={3: Link(2.0, 100.0)}, links={(0, 1): Link(5.0, 50.0)})
     timeline = simulate(network, [round_of((0, 1, 100.0), (2, 3, 100.0), (1, 0, 100.0))])
     assert timeline.ended[0] == pytest.approx([1.5, 7.0, 0.0, 3.0])
 
 
-def test_one_flow_is_limited_and_two_fill_the_card() -> None:
+def test_one_flow_is_limited_and_two_fill_the_nic() -> None:
     network = Network(3, Link(0.0, 100.0), flow=Link(bandwidth=50.0))
     assert seconds(network, round_of((0, 1, 100.0))) == pytest.approx(2.0)
     assert seconds(network, round_of((0, 1, 100.0), (0, 2, 100.0))) == pytest.approx(2.0)
@@ -98,7 +98,7 @@ def test_messages_on_a_way_without_limit_take_the_latency_only() -> None:
 
 
 def test_an_agent_goes_on_when_its_own_messages_have_come() -> None:
-    timeline = simulate(Network(3, CARD), [round_of((0, 1, 100.0)), round_of((0, 1, 100.0))])
+    timeline = simulate(Network(3, NIC), [round_of((0, 1, 100.0)), round_of((0, 1, 100.0))])
     assert timeline.ended[:, 0].tolist() == [0.0, 0.0]
     assert timeline.ended[:, 1] == pytest.approx([2.5, 2.5], abs=1e-9)
     assert timeline.ended[:, 2].tolist() == [0.0, 0.0]
@@ -106,11 +106,11 @@ def test_an_agent_goes_on_when_its_own_messages_have_come() -> None:
 
 def test_exchanges_of_a_step_follow_each_other() -> None:
     there_and_back = [*round_of((0, 1, 100.0)), *round_of((1, 0, 100.0))]
-    assert simulate(Network(2, CARD), [there_and_back]).ended[0] == pytest.approx([3.0, 1.5])
+    assert simulate(Network(2, NIC), [there_and_back]).ended[0] == pytest.approx([3.0, 1.5])
 
 
 def test_computation_comes_before_messages() -> None:
-    timeline = simulate(Network(2, CARD), [round_of((0, 1, 100.0), (1, 0, 100.0))] * 2, compute=2.0)
+    timeline = simulate(Network(2, NIC), [round_of((0, 1, 100.0), (1, 0, 100.0))] * 2, compute=2.0)
     assert timeline.started[:, 0] == pytest.approx([0.0, 3.5])
     assert timeline.computed[:, 0] == pytest.approx([2.0, 5.5])
     assert timeline.ended[:, 0] == pytest.approx([3.5, 7.0])
@@ -133,7 +133,7 @@ def test_an_agent_that_is_slower_than_the_rest_sets_the_pace_of_all_that_hear_of
 
 def test_lag_hides_messages_that_are_shorter_than_the_computation() -> None:
     steps = list(rounds_of(RingGraph(2), 100.0, 20))
-    network = Network(2, CARD)
+    network = Network(2, NIC)
     assert simulate(network, steps, 2.0).seconds_per_step() == pytest.approx(2.0 + 1.5)
     # Only the messages of the last step are waited for.
     assert seconds(network, *steps, compute=2.0, lag=1) == pytest.approx(20 * 2.0 + 1.5)
@@ -141,7 +141,7 @@ def test_lag_hides_messages_that_are_shorter_than_the_computation() -> None:
 
 def test_lag_does_not_hide_what_is_longer_than_the_computation() -> None:
     steps = list(rounds_of(RingGraph(2), 100.0, 40))
-    lagged = simulate(Network(2, CARD), steps, 0.5, lag=1)
+    lagged = simulate(Network(2, NIC), steps, 0.5, lag=1)
     assert lagged.seconds_per_step(skip=10) == pytest.approx(1.5)
 
 
@@ -161,15 +161,15 @@ def test_lag_keeps_the_messages_of_a_step_behind_those_of_the_one_before() -> No
 
 def test_overlap_sends_beside_the_end_of_the_computation() -> None:
     step = round_of((0, 1, 100.0), (1, 0, 100.0))
-    network = Network(2, CARD)
+    network = Network(2, NIC)
     assert seconds(network, step, compute=4.0, overlap=0.0) == pytest.approx(5.5)
     assert seconds(network, step, compute=4.0, overlap=0.25) == pytest.approx(4.5)
     assert seconds(network, step, compute=4.0, overlap=1.0) == pytest.approx(4.0)
 
 
 def test_a_step_without_messages_takes_its_computation() -> None:
-    assert seconds(Network(3, CARD), [], [], compute=2.0) == pytest.approx(4.0)
-    assert seconds(Network(3, CARD)) == 0.0
+    assert seconds(Network(3, NIC), [], [], compute=2.0) == pytest.approx(4.0)
+    assert seconds(Network(3, NIC)) == 0.0
 
 
 def test_the_mean_of_a_step_may_leave_out_the_first() -> None:
@@ -193,7 +193,7 @@ def test_the_mean_of_a_step_may_leave_out_the_first() -> None:
 def test_alike_agents_take_what_the_alpha_beta_model_says(
     degree: int, local: int, nbytes: float, latency: float, rounds: int
 ) -> None:
-    """Hops of whole machines, so that all cards carry the same: local x degree messages each."""
+    """Hops of whole machines, so that all NICs carry the same: local x degree messages each."""
     schedule = Circulant(8 * local, [hop * local for hop in range(1, degree + 1)])
     link = Link(latency, 1e6)
     found = seconds(Network(8 * local, link, local), *rounds_of(schedule, nbytes, rounds))
@@ -205,8 +205,8 @@ def test_alike_agents_take_what_the_alpha_beta_model_says(
 def test_twice_the_bandwidth_and_half_the_latency_take_half_the_time(size: int, nbytes: float, unit: float) -> None:
     steps = [*rounds_of(StarGraph(size), nbytes, 2), *rounds_of(OnePeerExponential(size), nbytes, 3)]
     slow, fast = Link(unit, 100.0, 0.1 * unit), Link(unit / 2, 200.0, 0.05 * unit)
-    one = simulate(Network(size, slow, 2, cards={0: Link(unit, 50.0)}), steps, compute=unit)
-    other = simulate(Network(size, fast, 2, cards={0: Link(unit / 2, 100.0)}), steps, compute=unit / 2)
+    one = simulate(Network(size, slow, 2, nics={0: Link(unit, 50.0)}), steps, compute=unit)
+    other = simulate(Network(size, fast, 2, nics={0: Link(unit / 2, 100.0)}), steps, compute=unit / 2)
     np.testing.assert_allclose(other.ended * 2, one.ended, rtol=1e-6)
 
 
@@ -221,9 +221,9 @@ def test_twice_the_bandwidth_and_half_the_latency_take_half_the_time(size: int, 
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        simulate(Network(2, CARD), [round_of((0, 1, 1.0))], **options)
+        simulate(Network(2, NIC), [round_of((0, 1, 1.0))], **options)
 
 
 def test_an_agent_beyond_the_network_is_refused() -> None:
     with pytest.raises(ValueError, match="an agent beyond the 2 of the network"):
-        simulate(Network(2, CARD), [round_of((0, 2, 1.0))])
+        simulate(Network(2, NIC), [round_of((0, 2, 1.0))])

@@ -124,7 +124,7 @@ def test_weights_that_are_all_there_but_differ_average_nobody() -> None:
     assert notes(matrix) == "Some weights are negative."
 
 
-def test_agents_that_wait_at_one_card_are_counted_in_a_note() -> None:
+def test_agents_that_wait_at_one_nic_are_counted_in_a_note() -> None:
     assert "Up to 4 agents of one machine" in notes(OnePeerExponential(8), agents_per_machine=4)
     assert "agents of one machine" not in notes(OnePeerExponential(8), agents_per_machine=1)
 

@@ -1,6 +1,6 @@
-"""Finds what a card does to messages from how long messages took.
+"""Finds what a NIC does to messages from how long messages took.
 
-Messages that begin together on one card take ``degree (overhead + nbytes / bandwidth) + latency``: linear in the three
+Messages that begin together on one NIC take ``degree (overhead + nbytes / bandwidth) + latency``: linear in the three
 unknowns, so that least squares finds them. Errors count by their share of the time, or the longest runs alone would
 decide.
 """
@@ -18,10 +18,10 @@ from .network import Link
 
 
 class Observation(NamedTuple):
-    """Every card of a network sent and received so many messages of one size at once, and all had come after so long.
+    """Every NIC of a network sent and received so many messages of one size at once, and all had come after so long.
 
     Attributes:
-        degree: messages on each card, at least 1.
+        degree: messages on each NIC, at least 1.
         nbytes: of each message.
         seconds: measured.
     """
@@ -32,7 +32,7 @@ class Observation(NamedTuple):
 
 
 def fit_link(observations: Sequence[Observation]) -> Link:
-    """The card that explains the observations best.
+    """The NIC that explains the observations best.
 
     With one degree only, overhead and latency cannot be told apart, and all of it counts as latency. Of a latency or
     an overhead that would come out negative, there is none.

@@ -1,7 +1,7 @@
 """The messages that are under way, and what they become in a moment: the part of the simulation that is arrays.
 
 A message is a volume that is sent at the rate that it gets, and arrives some time after. An overhead counts as volume,
-so that messages that share a card wait for each other's overheads, too.
+so that messages that share a NIC wait for each other's overheads, too.
 """
 
 from __future__ import annotations

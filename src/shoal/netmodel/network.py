@@ -1,10 +1,10 @@
 """A network of agents on machines, as far as messages feel it: latency, bandwidth, and what messages have to share.
 
-An agent has a port, which all its messages pass; a machine has a card, which all messages of its agents to other
+An agent has a port, which all its messages pass; a machine has a NIC, which all messages of its agents to other
 machines pass. Both carry both directions at once, each at a full rate of its own. A message inside a machine passes two
-ports, one between machines two ports and two cards; what passes the same in the same direction shares its rate.
+ports, one between machines two ports and two NICs; what passes the same in the same direction shares its rate.
 This is the alpha-beta model in the form of LogGP (Alexandrov et al. 1995): a message of M bytes alone takes
-``overhead + M / bandwidth + latency``; d messages of one card take ``d (overhead + M / bandwidth) + latency``, because
+``overhead + M / bandwidth + latency``; d messages of one NIC take ``d (overhead + M / bandwidth) + latency``, because
 overheads and bytes take turns, and what is under way does not.
 """
 
@@ -25,13 +25,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Link:
-    """What a port, a card or a single link does to a message.
+    """What a port, a NIC or a single link does to a message.
 
     Attributes:
         latency: seconds under way; any number of messages are under way at once.
         bandwidth: bytes a second in each direction; ``math.inf`` for one that is never in the way.
-        overhead: seconds for which a message occupies the card besides its bytes, so that messages take turns.
-        download: bytes a second of what comes in, for a card or a port that receives faster or slower than it sends;
+        overhead: seconds for which a message occupies the NIC besides its bytes, so that messages take turns.
+        download: bytes a second of what comes in, for a NIC or a port that receives faster or slower than it sends;
             `bandwidth` is then of what goes out. None if both are the same.
     """
 
@@ -64,8 +64,8 @@ class Ways(NamedTuple):
     """What each of some messages passes, each array [messages].
 
     Attributes:
-        shared: int64 [messages, 4], which of :attr:`Network.capacity` it shares: port and card on the way out, port and
-            card on the way in. A message inside a machine names one of unlimited capacity in place of the cards.
+        shared: int64 [messages, 4], which of :attr:`Network.capacity` it shares: port and NIC on the way out, port and
+            NIC on the way in. A message inside a machine names one of unlimited capacity in place of the NICs.
         limit: bytes a second of the link from its source to its destination, which it shares with other rounds only.
         latency, overhead: seconds, the largest of what it passes.
         alone: bytes a second when nothing else is sent.
@@ -86,24 +86,24 @@ class Network:
 
     Attributes:
         size: number of agents n; ranks fill machine after machine.
-        between: a machine's card.
-        agents_per_machine: how many share a card; the last machine may have fewer.
+        between: a machine's NIC.
+        agents_per_machine: how many share a NIC; the last machine may have fewer.
         inside: an agent's port. By default it is never in the way.
-        cards: ``{machine: Link}`` for cards that differ from `between`.
+        nics: ``{machine: Link}`` for NICs that differ from `between`.
         ports: ``{agent: Link}`` for ports that differ from `inside`.
-        flow: what a pair of agents on different machines has in one direction, however free the cards: the limit of a
+        flow: what a pair of agents on different machines has in one direction, however free the NICs: the limit of a
             TCP connection. By default there is none.
         links: ``{(source, destination): Link}`` for single ways, of one direction, in place of `flow`.
 
     Raises:
-        ValueError: a number that is not one, a card, port or link of nobody, or a `download` of what has one direction.
+        ValueError: a number that is not one, a NIC, port or link of nobody, or a `download` of what has one direction.
     """
 
     size: int
     between: Link
     agents_per_machine: int = 1
     inside: Link = field(default_factory=Link)
-    cards: Mapping[int, Link] = field(default_factory=dict)
+    nics: Mapping[int, Link] = field(default_factory=dict)
     ports: Mapping[int, Link] = field(default_factory=dict)
     flow: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class Network:
         for name in ("size", "agents_per_machine"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}. Pass a number of agents, at least 1.")
-        for what, given, count in (("card", self.cards, self.machines), ("port", self.ports, self.size)):
+        for what, given, count in (("NIC", self.nics, self.machines), ("port", self.ports, self.size)):
             beyond = next((index for index in given if not 0 <= index < count), None)
             if beyond is not None:
                 raise ValueError(f"{what} {beyond} is named, but they count from 0 to {count - 1}.")
@@ -132,25 +132,25 @@ class Network:
 
     @cached_property
     def capacity(self) -> Floats:
-        """Bytes a second of all that is shared: ports out, ports in, cards out, cards in, and one without limit."""
-        ports, cards = self._ports, self._cards
-        return np.concatenate([ports.bandwidth, ports.inward, cards.bandwidth, cards.inward, [math.inf]])
+        """Bytes a second of all that is shared: ports out, ports in, NICs out, NICs in, and one without limit."""
+        ports, nics = self._ports, self._nics
+        return np.concatenate([ports.bandwidth, ports.inward, nics.bandwidth, nics.inward, [math.inf]])
 
     def ways(self, source: Ints, destination: Ints) -> Ways:
         """What messages from each `source` to the `destination` beside it pass; both int64 [messages]."""
         out, into = self.machine_of(source), self.machine_of(destination)
         unlimited = 2 * (self.size + self.machines)
         leaves = out != into
-        cards = 2 * self.size + out, 2 * self.size + self.machines + into
+        nics = 2 * self.size + out, 2 * self.size + self.machines + into
         shared = np.stack(
-            [source, self.size + destination, *(np.where(leaves, card, unlimited) for card in cards)], axis=1
+            [source, self.size + destination, *(np.where(leaves, nic, unlimited) for nic in nics)], axis=1
         )
         own = self._own(source, destination, leaves)
         latency, overhead = (
-            np.max([ports[source], ports[destination], leaves * cards[out], leaves * cards[into], of_link], axis=0)
-            for ports, cards, of_link in (
-                (self._ports.latency, self._cards.latency, own.latency),
-                (self._ports.overhead, self._cards.overhead, own.overhead),
+            np.max([ports[source], ports[destination], leaves * nics[out], leaves * nics[into], of_link], axis=0)
+            for ports, nics, of_link in (
+                (self._ports.latency, self._nics.latency, own.latency),
+                (self._ports.overhead, self._nics.overhead, own.overhead),
             )
         )
         alone = np.minimum(self.capacity[shared].min(axis=1), own.bandwidth)
@@ -161,8 +161,8 @@ class Network:
         return _Links.of(self.size, self.inside, self.ports)
 
     @cached_property
-    def _cards(self) -> _Links:
-        return _Links.of(self.machines, self.between, self.cards)
+    def _nics(self) -> _Links:
+        return _Links.of(self.machines, self.between, self.nics)
 
     def _own(self, source: Ints, destination: Ints, leaves: NDArray[np.bool_]) -> _Links:
         """What each message shares with no other."""

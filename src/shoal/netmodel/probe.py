@@ -1,4 +1,4 @@
-"""Measures a network with the agents that are on it: what a port inside a machine and a card between machines can do.
+"""Measures a network with the agents that are on it: what a port inside a machine and a NIC between machines can do.
 
 Each agent sends to one, two or three others at once, and receives from as many, small tensors and large ones, by
 Shoal's own operation; the network model is fitted to how long that took. ``python -m shoal.netmodel.probe`` is what an
@@ -41,7 +41,7 @@ class Measured:
         agents: how many took part.
         agents_per_machine: on each machine; 1 if machines differ.
         inside: an agent's port, while all agents use theirs; None if every machine has one agent.
-        between: a machine's card, while one agent of each machine uses it; None if there is one machine.
+        between: a machine's NIC, while one agent of each machine uses it; None if there is one machine.
     """
 
     agents: int

@@ -52,7 +52,7 @@ class Candidate:
         exact: they end with the exact mean of all.
         seconds_per_round: predicted, on average.
         waiting_share: of a round, what a tensor of no bytes would take: latency and overheads.
-        models_on_a_card: of a round, what the busiest card sends or receives, in tensors of the model; on average.
+        models_on_a_nic: of a round, what the busiest NIC sends or receives, in tensors of the model; on average.
         seconds: predicted, to the error; infinite if `rounds` is None.
         why: a sentence.
         refused: why it cannot be trained with; empty if it can.
@@ -71,7 +71,7 @@ class Candidate:
     exact: bool
     seconds_per_round: float
     waiting_share: float
-    models_on_a_card: float
+    models_on_a_nic: float
     seconds: float
     why: str = ""
     refused: str = ""
@@ -190,7 +190,7 @@ def _candidate(network: Network, way: Way, nbytes: float, error: float) -> Candi
     timed = _timed(network, steps, needed or played)
     bare = [operation.step for operation in way.operations(0.0, min(played, _BARE_ROUNDS))]
     idle = _timed(network, bare, len(bare))
-    loads = {id(step): _through_a_card(network, step) for step in steps}
+    loads = {id(step): _through_a_nic(network, step) for step in steps}
     return Candidate(
         name=way.name,
         operation=" and ".join(sorted({operation.name for operation in operations})),
@@ -200,7 +200,7 @@ def _candidate(network: Network, way: Way, nbytes: float, error: float) -> Candi
         or (needed is not None and needed <= _LONGEST_EXACT and _rounds(way, EXACT) == needed),
         seconds_per_round=timed.per_round,
         waiting_share=min(1.0, idle.per_round / timed.per_round) if timed.total else 0.0,
-        models_on_a_card=float(np.mean([loads[id(step)] for step in steps])) / nbytes,
+        models_on_a_nic=float(np.mean([loads[id(step)] for step in steps])) / nbytes,
         seconds=math.inf if needed is None else timed.total,
         schedule=way.schedule,
     )
@@ -295,8 +295,8 @@ def _timed(network: Network, steps: list[Step], rounds: int) -> _Timed:
     return _Timed(total, total / rounds)
 
 
-def _through_a_card(network: Network, step: Step) -> float:
-    """Bytes that the busiest card sends or receives, whichever is more, in all exchanges of a step."""
+def _through_a_nic(network: Network, step: Step) -> float:
+    """Bytes that the busiest NIC sends or receives, whichever is more, in all exchanges of a step."""
     load = np.zeros((2, network.machines))
     for messages in step:
         ends = network.machine_of(messages.source), network.machine_of(messages.destination)
@@ -311,14 +311,14 @@ def _why(one: Candidate) -> str:
         return "it does not agree, or nobody knows after how many rounds"
     rounds = f"{one.rounds:,} round{'' if one.rounds == 1 else 's'} of {format_seconds(one.seconds_per_round)}"
     exactly = ", then exact" if one.exact else ""
-    models = float(f"{one.models_on_a_card:.3g}")
-    card = (
-        f"{models:g} model{'' if models == 1 else 's'} a round through the busiest card"
+    models = float(f"{one.models_on_a_nic:.3g}")
+    nic = (
+        f"{models:g} model{'' if models == 1 else 's'} a round through the busiest NIC"
         if models
         else "all inside machines"
     )
     waiting = f"{one.waiting_share:.0%} latency" if one.waiting_share >= 0.005 else "hardly any latency"
-    return f"{rounds}{exactly}; {card}, {waiting}"
+    return f"{rounds}{exactly}; {nic}, {waiting}"
 
 
 def _fault(one: Candidate, best: Candidate) -> str:
@@ -328,7 +328,7 @@ def _fault(one: Candidate, best: Candidate) -> str:
     many, longer = one.rounds / best.rounds, one.seconds_per_round / best.seconds_per_round
     if many >= longer:
         return f"; {_times(many)} the rounds of the best"
-    reason = "waiting" if one.waiting_share > 0.5 else "crowding the card"
+    reason = "waiting" if one.waiting_share > 0.5 else "crowding the NIC"
     return f"; each {_times(longer)} as long as the best's, {reason}"
 
 

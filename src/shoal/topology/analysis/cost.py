@@ -1,9 +1,9 @@
 """What a round costs: messages, handshakes and bytes, and seconds under the alpha-beta model.
 
-A round of ``neighbor_allreduce`` puts one message on every edge. A network card sends and receives at the same time,
-but one message after the other, so that an agent, or a machine of several agents on one card, with d messages to send
+A round of ``neighbor_allreduce`` puts one message on every edge. A NIC sends and receives at the same time,
+but one message after the other, so that an agent, or a machine of several agents on one NIC, with d messages to send
 or to receive is done after ``d (latency + bytes / bandwidth)`` seconds. The round lasts as long as it does for the
-busiest. Messages inside a machine do not pass the card and cost nothing here. `shoal.netmodel` knows links that differ,
+busiest. Messages inside a machine do not pass the NIC and cost nothing here. `shoal.netmodel` knows links that differ,
 and operations that move fewer bytes than one message on every edge, such as an all-reduce.
 """
 
@@ -34,10 +34,10 @@ class Traffic:
         busiest_messages: of the busiest agent: those sent or those received, whichever are more.
         busiest_handshakes: agents that the agent with most partners talks with.
         busiest_bytes: `busiest_messages` times the bytes of one.
-        card_messages: off-machine messages of the busiest machine's card: sent or received, whichever are more.
+        nic_messages: off-machine messages of the busiest machine's NIC: sent or received, whichever are more.
         most_messages: `busiest_messages` of the busiest round: the degree.
-        most_senders_on_a_card: how many agents of one machine send to other machines in the same round, at most.
-            Above one, they wait for each other at the network card.
+        most_senders_on_a_nic: how many agents of one machine send to other machines in the same round, at most.
+            Above one, they wait for each other at the NIC.
     """
 
     messages: float
@@ -46,9 +46,9 @@ class Traffic:
     busiest_messages: float
     busiest_handshakes: float
     busiest_bytes: float
-    card_messages: float
+    nic_messages: float
     most_messages: int
-    most_senders_on_a_card: int
+    most_senders_on_a_nic: int
 
 
 def traffic(topology: AnyTopology, *, nbytes: float, agents_per_machine: int = 1) -> Traffic:
@@ -70,7 +70,7 @@ def traffic_of(window: Window, nbytes: float, agents_per_machine: int = 1) -> Tr
     check_network(nbytes=nbytes)
     local = check_machines(window.size, agents_per_machine)
     counts = np.array([astuple(_count(round, local)) for round in window], dtype=np.float64)
-    messages, handshakes, busiest, partners, card, senders = counts.T
+    messages, handshakes, busiest, partners, nic, senders = counts.T
     return Traffic(
         messages=float(messages.mean()),
         handshakes=float(handshakes.mean()),
@@ -78,23 +78,23 @@ def traffic_of(window: Window, nbytes: float, agents_per_machine: int = 1) -> Tr
         busiest_messages=float(busiest.mean()),
         busiest_handshakes=float(partners.mean()),
         busiest_bytes=float(busiest.mean() * nbytes),
-        card_messages=float(card.mean()),
+        nic_messages=float(nic.mean()),
         most_messages=int(busiest.max()),
-        most_senders_on_a_card=int(senders.max()),
+        most_senders_on_a_nic=int(senders.max()),
     )
 
 
 def round_seconds(
     topology: AnyTopology, *, nbytes: float, latency: float, bandwidth: float, agents_per_machine: int = 1
 ) -> float:
-    """Seconds of a round, on average: the messages at the busiest card, each ``latency + nbytes / bandwidth``.
+    """Seconds of a round, on average: the messages at the busiest NIC, each ``latency + nbytes / bandwidth``.
 
     Args:
         topology: a graph, a mixing matrix, or a schedule.
         nbytes: bytes of one message.
         latency: seconds, at least 0.
-        bandwidth: bytes per second of a card, each way, above 0.
-        agents_per_machine: how many agents share a card.
+        bandwidth: bytes per second of a NIC, each way, above 0.
+        agents_per_machine: how many agents share a NIC.
 
     Raises:
         ValueError: as :func:`traffic`, or a network that is not one.
@@ -106,7 +106,7 @@ def round_seconds(
 
 def seconds_of(found: Traffic, nbytes: float, latency: float, bandwidth: float) -> float:
     """:func:`round_seconds` for traffic that was counted."""
-    return found.card_messages * alpha_beta(1, nbytes, latency, bandwidth)
+    return found.nic_messages * alpha_beta(1, nbytes, latency, bandwidth)
 
 
 def alpha_beta(handshakes: float, nbytes: float, latency: float, bandwidth: float) -> float:
@@ -151,7 +151,7 @@ def check_machines(size: int, agents_per_machine: int) -> int:
     local = check_size(agents_per_machine, "agents_per_machine")
     if size % local:
         raise ValueError(
-            f"{size} agents do not fill machines of {local}. Pass a divisor of {size}, or 1 if each has its own card."
+            f"{size} agents do not fill machines of {local}. Pass a divisor of {size}, or 1 if each has its own NIC."
         )
     return local
 
@@ -162,7 +162,7 @@ class _Counts:
     handshakes: int
     busiest: int
     partners: int
-    card: int
+    nic: int
     senders: int
 
 
@@ -173,7 +173,7 @@ def _count(round: Round, local: int) -> _Counts:
         return _Counts(0, 0, 0, 0, 0, 0)
     lower, upper = _pairs(source, destination, round.size)
     away = source // local != destination // local
-    card = max(_most(source[away] // local), _most(destination[away] // local))
+    nic = max(_most(source[away] // local), _most(destination[away] // local))
     goes_out = np.zeros(round.size, dtype=np.int64)
     goes_out[source[away]] = 1
     return _Counts(
@@ -181,7 +181,7 @@ def _count(round: Round, local: int) -> _Counts:
         handshakes=len(lower),
         busiest=max(_most(source), _most(destination)),
         partners=_most(np.concatenate([lower, upper])),
-        card=card,
+        nic=nic,
         senders=int(goes_out.reshape(-1, local).sum(axis=1).max()),
     )
 

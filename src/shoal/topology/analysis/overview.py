@@ -57,7 +57,7 @@ class Analysis:
         rounds: to bring the consensus error down to `error`.
         exact_length: rounds after which all hold the exact average; None if that never happens.
         age: rounds that a contribution travels, on average over pairs of agents.
-        traffic: messages and bytes, of all and at the busiest agent and card.
+        traffic: messages and bytes, of all and at the busiest agent and NIC.
         round_seconds: one round under the alpha-beta model, on average.
         notes: what a user should know before taking it, as sentences.
     """
@@ -109,10 +109,10 @@ def analyse(
 
     Args:
         topology: a graph with its weights, a mixing matrix, or a schedule.
-        agents_per_machine: ranks 0 to m - 1 sit on the first machine, and so on; they share its network card.
+        agents_per_machine: ranks 0 to m - 1 sit on the first machine, and so on; they share its NIC.
         nbytes: bytes of one message, the size of the model.
         latency: seconds before the first byte of a message arrives.
-        bandwidth: bytes per second of a machine's network card, each way.
+        bandwidth: bytes per second of a machine's NIC, each way.
         error: the consensus error to reach, relative to that of the start.
 
     Raises:
@@ -181,10 +181,10 @@ def _notes(found: Analysis, window: Window) -> Iterator[str]:
         yield "W has the eigenvalue -1: agents take turns instead of agreeing. Let each keep a share of its own."
     elif smallest is not None and smallest.value <= -1.0 / 3.0 + _BORDER:
         yield "The smallest eigenvalue of W is not above -1/3: D2 and exact diffusion need (I + W) / 2 in its place."
-    if found.traffic.most_senders_on_a_card > 1:
+    if found.traffic.most_senders_on_a_nic > 1:
         yield (
-            f"Up to {found.traffic.most_senders_on_a_card} agents of one machine send to others in the same round, "
-            "and wait for each other at its network card."
+            f"Up to {found.traffic.most_senders_on_a_nic} agents of one machine send to others in the same round, "
+            "and wait for each other at its NIC."
         )
     if isinstance(window.schedule, (Ceca, CecaPairs)) and window.schedule.needs_second_buffer:
         alone = rounds_of(window, found.error, default_start(found.size), None, second_buffer=False)
