@@ -144,22 +144,22 @@ def test_a_ring_of_few_gpus_is_played_as_it_is() -> None:
     assert found == pytest.approx(simulate(network, [clusters.ring_allreduce(48, 880e6)]).seconds, rel=0.05)
 
 
-def test_trees_between_nodes_take_full_turns_after_shares_inside() -> None:
-    """4,600 nodes, 12 levels: 2 x 12 + 63 turns of four pieces at a NIC, and twice five sixths inside a node."""
+def test_trees_between_nodes_are_full_after_shares_inside() -> None:
+    """4,600 nodes, 12 levels: 2 x 12 + 63 exchanges of four pieces at a NIC, and twice five sixths inside a node."""
     piece = 880e6 / 2 / clusters.SUMMIT_CHUNKS
-    turn = 4 * piece / 23e9 + 5e-6
+    exchange = 4 * piece / 23e9 + 5e-6
     inside = 2 * (5 / 6 * 880e6 / 50e9 + 5e-6)
-    expected = (2 * 12 + clusters.SUMMIT_CHUNKS - 1) * turn + inside
+    expected = (2 * 12 + clusters.SUMMIT_CHUNKS - 1) * exchange + inside
     found = clusters.summit_allreduces(27_600)["shares inside nodes, two trees between"]
     assert found == pytest.approx(expected, rel=0.01)
 
 
-def test_turns_of_trees_in_step_are_near_what_is_played_piece_by_piece() -> None:
+def test_exchanges_of_trees_in_step_are_near_what_is_played_piece_by_piece() -> None:
     network = Network(64, clusters.summit_network(6).between)
-    turns = clusters.tree_allreduce(64, clusters.SUMMIT_BYTES, 32)
-    played = simulate(network, [turns]).seconds
-    full = simulate(network, [[max(turns, key=len)]] * 2).seconds_per_step()
-    assert 0.7 * played < len(turns) * full < 1.3 * played
+    exchanges = clusters.tree_allreduce(64, clusters.SUMMIT_BYTES, 32)
+    played = simulate(network, [exchanges]).seconds
+    full = simulate(network, [[max(exchanges, key=len)]] * 2).seconds_per_step()
+    assert 0.7 * played < len(exchanges) * full < 1.3 * played
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 2 / 3])

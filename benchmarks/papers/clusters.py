@@ -116,7 +116,7 @@ def _leaders(network: Network, nbytes: float, steps: int) -> list[Step]:
     others = np.setdiff1d(np.arange(network.size), first)
     scatter = Messages.of(others // local * local, others, nbytes / local)
     between = OnePeerExponential(network.machines)
-    hops = [messages_of_round(between, turn, nbytes) for turn in range(between.period or 1)]
+    hops = [messages_of_round(between, index, nbytes) for index in range(between.period or 1)]
     leaving = [Messages.of(hop.source * local, hop.destination * local, nbytes) for hop in hops]
     cycle = [[inside, inside, hop, scatter, inside] for hop in leaving]
     return [cycle[number % len(cycle)] for number in range(steps)]
@@ -224,7 +224,9 @@ SUMMIT_ASSUMPTIONS = (
     Assumption("latency inside a node, and between", "5 us and 5 us", "NVLink and EDR InfiniBand, orders of magnitude"),
     Assumption("pieces that half a tensor is cut into for the trees", f"{SUMMIT_CHUNKS}", "some 7 MB each"),
     Assumption("share of a step that is back-propagation", "2/3", "twice the work of the forward pass"),
-    Assumption("all turns of rings and trees are full and in step", "", "no agent waits for another kind of turn"),
+    Assumption(
+        "all exchanges of rings and trees are full and in step", "", "no agent waits for another kind of exchange"
+    ),
 )
 
 
@@ -236,21 +238,21 @@ def summit_network(size: int) -> Network:
 def summit_allreduces(size: int) -> dict[str, float]:
     """Seconds of an all-reduce of 880 MB among so many GPUs, six a node, by its kind.
 
-    A turn of a ring is like the next, and one of its nodes like the others: some turns of a few nodes are played, and
-    stand for all. So are two turns of trees in which all levels are busy.
+    An exchange of a ring is like the next, and one of its nodes like the others: some exchanges of a few nodes are
+    played, and stand for all. So are two exchanges of trees in which all levels are busy.
     """
     nodes = size // 6
     few = 6 * min(nodes, 8)
-    turns = ring_allreduce(few, SUMMIT_BYTES / size * few)[:48]
-    ring = simulate(summit_network(few), [[turn] for turn in turns])
-    found = {"one ring of all GPUs": 2 * (size - 1) * ring.seconds_per_step(skip=len(turns) // 2)}
+    around = ring_allreduce(few, SUMMIT_BYTES / size * few)[:48]
+    ring = simulate(summit_network(few), [[one] for one in around])
+    found = {"one ring of all GPUs": 2 * (size - 1) * ring.seconds_per_step(skip=len(around) // 2)}
     if nodes > 1:
         network = summit_network(6)
         inside = simulate(network, [hierarchical(1, 6, SUMMIT_BYTES, [])])
         # The shares of the six GPUs of a node go the same ways at the same time: one for the six makes the same load.
-        turns = tree_allreduce(nodes, SUMMIT_BYTES, SUMMIT_CHUNKS)
-        trees = simulate(Network(nodes, network.between), [[max(turns, key=len)]] * 2)
-        found["shares inside nodes, two trees between"] = inside.seconds + len(turns) * trees.seconds_per_step()
+        exchanges = tree_allreduce(nodes, SUMMIT_BYTES, SUMMIT_CHUNKS)
+        trees = simulate(Network(nodes, network.between), [[max(exchanges, key=len)]] * 2)
+        found["shares inside nodes, two trees between"] = inside.seconds + len(exchanges) * trees.seconds_per_step()
     return found
 
 

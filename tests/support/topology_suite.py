@@ -67,11 +67,14 @@ def it_repeats_after_its_period(topology: Topology, size: int, round: int) -> No
     schedule = schedule_of(topology, size)
     assert schedule.period is not None
     assert_same_edges(schedule, round, schedule, round + schedule.period)
+    assert 0 <= schedule.in_period(round) < schedule.period
+    assert_same_edges(schedule, round, schedule, schedule.in_period(round))
 
 
 def it_does_not_repeat_if_it_has_no_period(topology: Topology, size: int, round: int) -> None:
     # With few agents there may be but one thing to draw.
     schedule = largest(topology)
+    assert schedule.in_period(round) == round
     matrices = [schedule.matrix(round + later) for later in range(48)]
     for lag in range(1, 9):
         assert any((now != then).any() for now, then in zip(matrices, matrices[lag:], strict=False)), lag

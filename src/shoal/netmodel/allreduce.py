@@ -63,10 +63,10 @@ def tree_allreduce(size: int, nbytes: float, chunks: int = 1) -> Step:
     level = np.floor(np.log2(child + 1)).astype(int)
     depth = int(level[-1])
     step = []
-    for turn in range(2 * depth + chunks - 1):
-        # Chunk c leaves level d upwards in turn depth - d + c, and reaches it again in turn depth + d - 1 + c.
-        rising = _within(turn - (depth - level), chunks)
-        falling = _within(turn - (depth + level - 1), chunks)
+    for hop in range(2 * depth + chunks - 1):
+        # Chunk c leaves level d upwards in hop depth - d + c, and reaches it again in hop depth + d - 1 + c.
+        rising = _within(hop - (depth - level), chunks)
+        falling = _within(hop - (depth + level - 1), chunks)
         out = np.concatenate([child[rising], parent[falling]])
         into = np.concatenate([parent[rising], child[falling]])
         both = np.concatenate([out, size - 1 - out]), np.concatenate([into, size - 1 - into])
@@ -109,5 +109,5 @@ def _shares(messages: Messages, agents: int) -> Messages:
     return Messages.of(out, into, np.repeat(messages.nbytes / agents, agents))
 
 
-def _within(turn: Ints, chunks: int) -> NDArray[np.bool_]:
-    return (turn >= 0) & (turn < chunks)
+def _within(chunk: Ints, chunks: int) -> NDArray[np.bool_]:
+    return (chunk >= 0) & (chunk < chunks)

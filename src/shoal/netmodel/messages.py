@@ -61,10 +61,10 @@ def rounds_of(topology: nx.Graph | Schedule, nbytes: float, rounds: int, start: 
         if schedule.period is None:
             yield [messages_of_round(schedule, number, nbytes)]
             continue
-        turn = number % schedule.period
-        if turn not in known:
-            known[turn] = [messages_of_round(schedule, turn, nbytes)]
-        yield known[turn]
+        index = schedule.in_period(number)
+        if index not in known:
+            known[index] = [messages_of_round(schedule, index, nbytes)]
+        yield known[index]
 
 
 def messages_of_round(schedule: Schedule, round: int, nbytes: float) -> Messages:

@@ -50,10 +50,10 @@ def operations_of(
     known: dict[int, Operation] = {}
     found = []
     for number in rounds:
-        turn = number if schedule.period is None else number % schedule.period
-        if turn not in known:
-            known[turn] = _operation(schedule.edges(turn), schedule.size, nbytes, agents_per_machine)
-        found.append(known[turn])
+        index = schedule.in_period(number)
+        if index not in known:
+            known[index] = _operation(schedule.edges(index), schedule.size, nbytes, agents_per_machine)
+        found.append(known[index])
     return found
 
 

@@ -202,12 +202,12 @@ def _mixed(window: Window, number: int, x: Rows, matrices: dict[int, Rows]) -> R
     """``W x`` of a round; the matrices of a period are made once."""
     if window.size > DENSE_LIMIT:
         return np.stack([window[number].apply(column) for column in x.T], axis=1)
-    turn = number % len(window) if window.whole else number
     if not window.whole:
         return window[number].matrix() @ x
-    if turn not in matrices:
-        matrices[turn] = window[turn].matrix()
-    return matrices[turn] @ x
+    index = number % len(window)
+    if index not in matrices:
+        matrices[index] = window[index].matrix()
+    return matrices[index] @ x
 
 
 def _is_settled(squares: list[float]) -> bool:

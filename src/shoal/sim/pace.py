@@ -109,17 +109,17 @@ class Pace:
     def _play(self, rounds: int, said: tuple[Said, ...], known: dict[int, Step]) -> Floats:
         """When each agent had ended each of the first rounds, [rounds, agents]."""
         period = self._schedule.period or rounds
-        for turn in range(min(rounds, period)):
-            if turn not in known:
-                known[turn] = self._step(turn, said)
+        for index in range(min(rounds, period)):
+            if index not in known:
+                known[index] = self._step(index, said)
         steps = [known[number % period] for number in range(rounds)]
         return simulate(self._network, steps, self._compute).ended
 
-    def _step(self, turn: int, said: tuple[Said, ...]) -> Step:
+    def _step(self, round_: int, said: tuple[Said, ...]) -> Step:
         step: list[Messages] = []
         for to, nbytes in said:
             if to == "neighbours":
-                step.append(messages_of_round(self._schedule, turn, nbytes))
+                step.append(messages_of_round(self._schedule, round_, nbytes))
             elif to == "all":
                 average = direct_allreduce if self._network.size <= _MOST_DIRECT else tree_allreduce
                 step.extend(average(self._network.size, nbytes))

@@ -140,7 +140,7 @@ def _simple_base(groups: Ranks, peers: int) -> Plan:
         return _hyper_hypercube(groups, peers)
     parts = _split_by_digits(groups, peers + 1)
     plan = _side_by_side(_hyper_hypercube(part.reshape(count, -1), peers) for part in parts)
-    return plan + _side_by_side(_hand_on(parts[turn:], peers, wait=turn) for turn in range(len(parts) - 1))
+    return plan + _side_by_side(_hand_on(parts[first:], peers, wait=first) for first in range(len(parts) - 1))
 
 
 def _hand_on(parts: list[Ranks], peers: int, wait: int) -> Plan:

@@ -123,16 +123,17 @@ class Alternating(Schedule):
         self.period = None if common is None else len(self.schedules) * common
 
     def mixing(self, round: int, rank: int) -> Mixing:
-        whose, turn = self._turn(round)
-        return whose.mixing(turn, rank)
+        whose, number = self._whose(round)
+        return whose.mixing(number, rank)
 
     def edges(self, round: int) -> Edges:
-        whose, turn = self._turn(round)
-        return whose.edges(turn)
+        whose, number = self._whose(round)
+        return whose.edges(number)
 
-    def _turn(self, round: int) -> tuple[Schedule, int]:
-        turn, index = divmod(self._check_round(round), len(self.schedules))
-        return self.schedules[index], turn
+    def _whose(self, round: int) -> tuple[Schedule, int]:
+        """The schedule that a round belongs to, and which of its own rounds it is."""
+        number, index = divmod(self._check_round(round), len(self.schedules))
+        return self.schedules[index], number
 
     def describe(self) -> str:
         return f"by turns ({'), ('.join(schedule.describe() for schedule in self.schedules)})"
@@ -167,14 +168,15 @@ class EveryH(Schedule):
         return self.every * lcm(blocks, self.rarely.period)
 
     def mixing(self, round: int, rank: int) -> Mixing:
-        whose, turn = self._turn(round)
-        return whose.mixing(turn, rank)
+        whose, number = self._whose(round)
+        return whose.mixing(number, rank)
 
     def edges(self, round: int) -> Edges:
-        whose, turn = self._turn(round)
-        return whose.edges(turn)
+        whose, number = self._whose(round)
+        return whose.edges(number)
 
-    def _turn(self, round: int) -> tuple[Schedule, int]:
+    def _whose(self, round: int) -> tuple[Schedule, int]:
+        """The schedule that a round belongs to, and which of its own rounds it is."""
         block, place = divmod(self._check_round(round), self.every)
         if place == self.every - 1:
             return self.rarely, block

@@ -34,11 +34,11 @@ def GetDynamicOnePeerSendRecvRanks(topo: nx.DiGraph, self_rank: int) -> Iterator
     digraph = as_digraph(topo)
     self_rank = check_rank(self_rank, digraph.number_of_nodes(), "self_rank")
     mine = _clockwise(digraph, self_rank)
-    turns: list[tuple[int, int, int]] = []
+    heard: list[tuple[int, int, int]] = []
     for source in sorted(set(digraph.predecessors(self_rank)) - {self_rank}):
         theirs = _clockwise(digraph, source)
-        turns.append((source, theirs.index(self_rank), len(theirs)))
-    return _one_peer(mine, turns)
+        heard.append((source, theirs.index(self_rank), len(theirs)))
+    return _one_peer(mine, heard)
 
 
 def GetExp2DynamicSendRecvMachineRanks(
@@ -141,11 +141,11 @@ def _clockwise(graph: nx.DiGraph, rank: int) -> list[int]:
     return sorted(set(graph.successors(rank)) - {rank}, key=lambda peer: (peer - rank) % size)
 
 
-def _one_peer(destinations: list[int], turns: list[tuple[int, int, int]]) -> Iterator[Round]:
-    """`turns` lists (source, the round in which it sends here, its period)."""
+def _one_peer(destinations: list[int], heard: list[tuple[int, int, int]]) -> Iterator[Round]:
+    """`heard` lists (source, index in its period of the round in which it sends here, its period)."""
     for t in count():
         send = [destinations[t % len(destinations)]] if destinations else []
-        yield send, [source for source, turn, period in turns if t % period == turn]
+        yield send, [source for source, index, period in heard if t % period == index]
 
 
 def _circle(size: int, position: int, hops: list[int]) -> Iterator[Round]:
@@ -164,10 +164,10 @@ def _inner_outer(
     """`hops_on(n)` lists the hops that a circle of n goes through."""
     if machines == 1:
         return _circle(local_size, self_rank, hops_on(local_size))
-    return _in_turn_outside(machines, local_size, self_rank, hops_on(local_size - 1), hops_on(machines))
+    return _one_by_one_outside(machines, local_size, self_rank, hops_on(local_size - 1), hops_on(machines))
 
 
-def _in_turn_outside(
+def _one_by_one_outside(
     machines: int, local_size: int, self_rank: int, inner_hops: list[int], outer_hops: list[int]
 ) -> Iterator[Round]:
     local_rank = self_rank % local_size

@@ -38,8 +38,8 @@ class _InnerOuter(OnePeer):
             )
         self._inside = self._hops(self.local if machines == 1 else self.local - 1)
         self._outside = self._hops(machines)
-        turns = 1 if machines == 1 else self.local
-        self.period = lcm(turns, len(self._inside) or 1, len(self._outside) or 1)
+        who_leaves = 1 if machines == 1 else self.local
+        self.period = lcm(who_leaves, len(self._inside) or 1, len(self._outside) or 1)
 
     @staticmethod
     @abstractmethod
