@@ -1,6 +1,6 @@
 """Machines made of network namespaces, on one Ethernet bridge, and jobs that have agents on each of them.
 
-Their cards are held to a rate in both directions by the kernel (``tc tbf``). Making them needs root, ``ip`` and ``tc``.
+Their NICs are held to a rate in both directions by the kernel (``tc tbf``). Making them needs root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def obstacle() -> str:
 
 @contextmanager
 def machines(count: int, rate: float, large_packets: bool = False) -> Iterator[list[list[str]]]:
-    """Network namespaces 10.78.0.1, 10.78.0.2, ... on one bridge, each card held to `rate` bytes a second each way.
+    """Network namespaces 10.78.0.1, 10.78.0.2, ... on one bridge, each NIC held to `rate` bytes a second each way.
 
     Args:
-        large_packets: The kernel handles up to 30 KB at once, as where a card cuts packets up by itself, and not 1500
+        large_packets: The kernel handles up to 30 KB at once, as where a NIC cuts packets up by itself, and not 1500
             bytes, each of which takes the core from who computes on it.
 
     Yields:

@@ -174,7 +174,7 @@ def _hosts(figures: Sequence[Figures]) -> Iterable[Comparison]:
             plain = f": {ATC}, " in row.what
             rows.append(replace(row, limit="", met=None) if plain else row)
     if rows:
-        yield Comparison("VGG-16 (CIFAR), hosts with a card of 100 Mbit/s", rows)
+        yield Comparison("VGG-16 (CIFAR), hosts with a NIC of 100 Mbit/s", rows)
 
 
 def _against_ddp(one: Figures, batch: int, goal: float | None) -> list[Row]:
@@ -222,7 +222,7 @@ def overhead(wrapped: Sequence[float], plain: Sequence[float]) -> float:
 def _volumes(figures: Sequence[Figures]) -> Iterable[Sheet]:
     titles = {
         "volumes": "One machine, four agents: how much of the exchange shows",
-        "volumes over hosts": "Two hosts with a card of 500 Mbit/s: how much of the exchange shows",
+        "volumes over hosts": "Two hosts with a NIC of 500 Mbit/s: how much of the exchange shows",
     }
     columns = ["parameters >", "way", "step >", "alone >", "exposed >", "exchange by itself >", "hidden >"]
     for kind, title in titles.items():

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from _models import Batch
-from shoal.topology.circulant import ring
-from shoal.topology.one_peer import OnePeerExponential
+from shoal.topology.families.circulant import ring
+from shoal.topology.families.one_peer import OnePeerExponential
 from shoal.topology.schedule import Schedule
 
 LOCAL, GRADIENTS = "alone", "gradient all-reduce"

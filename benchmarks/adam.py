@@ -29,8 +29,8 @@ from rich.table import Table
 from _adam_methods import METHODS, Local
 from _adam_tasks import Task, Text, cifar10, digits, text
 from shoal.algorithms.weights import Rounds
-from shoal.topology.graphs import RingGraph
-from shoal.topology.one_peer import OnePeerExponential
+from shoal.topology.families.graphs import RingGraph
+from shoal.topology.families.one_peer import OnePeerExponential
 from shoal.topology.schedule import Schedule, Static
 
 TOPOLOGIES: dict[str, Callable[[int], Schedule]] = {

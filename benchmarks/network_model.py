@@ -1,8 +1,9 @@
 """Does the network model tell the truth? Fits it on real runs at one rate and checks it at others.
 
-Machines are network namespaces on one Ethernet bridge, their cards held to a rate in both directions by the kernel
-(``tc tbf``). Agents on them average for real; the model (``shoal.sim``) is fitted at the first rate on plain exchanges
-and then has to predict other topologies, shared cards, stragglers, gradient lag and all-reduces, also at other rates.
+Machines are network namespaces on one Ethernet bridge, their NICs held to a rate in both directions by the kernel
+(``tc tbf``). Agents on them average for real; the model (``shoal.netmodel``) is fitted at the first rate on plain
+exchanges and then has to predict other topologies, shared NICs, stragglers, gradient lag and all-reduces, also at
+other rates.
 
     sudo python benchmarks/network_model.py                          # about ten minutes; needs root, ip and tc
     sudo python benchmarks/network_model.py --fit 200mbit --check 100mbit 300mbit
@@ -35,11 +36,11 @@ from _machines import run_on_machines
 from shoal.bench.figures import Figures
 from shoal.bench.machine import Load, LoadWatch, here
 from shoal.bench.meter import Reporter, compare
-from shoal.sim import Link, Network, Step, direct_allreduce, hierarchical, ring_allreduce, rounds_of, simulate
-from shoal.sim.fit import Observation, fit_link
-from shoal.sim.units import parse_rate
-from shoal.topology import graphs as g
-from shoal.topology.one_peer import OnePeerExponential
+from shoal.netmodel import Link, Network, Step, direct_allreduce, hierarchical, ring_allreduce, rounds_of, simulate
+from shoal.netmodel.fit import Observation, fit_link
+from shoal.netmodel.units import parse_rate
+from shoal.topology.families import graphs as g
+from shoal.topology.families.one_peer import OnePeerExponential
 from shoal.topology.schedule import Schedule, as_schedule
 
 MACHINES = 4
@@ -59,7 +60,7 @@ class Case:
         act: what an agent does.
         compute: seconds that each agent computes (sleeps) before each step, by rank.
         lag: steps that the messages may be behind.
-        degree: for the cases that the model is fitted on, messages of each agent, all through its own card.
+        degree: for the cases that the model is fitted on, messages of each agent, all through its own NIC.
     """
 
     name: str
@@ -103,10 +104,10 @@ def averaging(
 
 
 def fitted_cases(size: int) -> list[Case]:
-    """Plain exchanges: one, two and three messages on each card, small and large."""
+    """Plain exchanges: one, two and three messages on each NIC, small and large."""
     graphs = {1: g.RingGraph(size, connect_style=2), 2: g.RingGraph(size), 3: g.FullyConnectedGraph(size)}
     return [
-        averaging(f"{degree} on each card", as_schedule(graph), nbytes, 1, degree=degree)
+        averaging(f"{degree} on each NIC", as_schedule(graph), nbytes, 1, degree=degree)
         for degree, graph in graphs.items()
         for nbytes in (4 * KB, 100 * KB, 1 * MB, 4 * MB)
     ]
@@ -207,14 +208,14 @@ def measure(rate: float, part: str, per_machine: int) -> list[tuple[Case, list[f
 
 
 def fit(rate: float) -> tuple[Link, list[Row]]:
-    """The card, from plain exchanges at this rate, and how well they are described by it."""
+    """The NIC, from plain exchanges at this rate, and how well they are described by it."""
     found = measure(rate, "fit", 1)
-    card = fit_link([Observation(c.degree, c.nbytes, statistics.median(seconds)) for c, seconds in found])
-    return card, [row(rate, 1, case, seconds, card) for case, seconds in found]
+    nic = fit_link([Observation(c.degree, c.nbytes, statistics.median(seconds)) for c, seconds in found])
+    return nic, [row(rate, 1, case, seconds, nic) for case, seconds in found]
 
 
-def row(rate: float, per_machine: int, case: Case, seconds: list[float], card: Link) -> Row:
-    network = Network(MACHINES * per_machine, card, per_machine)
+def row(rate: float, per_machine: int, case: Case, seconds: list[float], nic: Link) -> Row:
+    network = Network(MACHINES * per_machine, nic, per_machine)
     timeline = simulate(network, case.steps, case.compute or 0.0, lag=case.lag)
     return Row(rate, per_machine, case.name, case.nbytes, seconds, timeline.seconds)
 
@@ -255,12 +256,12 @@ def main() -> int:
         return 0
     rates = [parse_rate(text) for text in (args.fit, *args.check)]
     watch = LoadWatch()
-    card, seen = fit(rates[0])
-    told = f"fitted at {args.fit}: {describe(card, rates[0])}"
+    nic, seen = fit(rates[0])
+    told = f"fitted at {args.fit}: {describe(nic, rates[0])}"
     print(told, file=sys.stderr)
     unseen = []
     for rate in rates:
-        scaled = Link(card.latency, card.bandwidth * rate / rates[0], card.overhead)
+        scaled = Link(nic.latency, nic.bandwidth * rate / rates[0], nic.overhead)
         for per_machine in (1, 2):
             print(f"checking at {8e-6 * rate:.0f} Mbit/s, {per_machine} agents a machine", file=sys.stderr)
             for case, seconds in measure(rate, "check", per_machine):
@@ -269,15 +270,15 @@ def main() -> int:
     show(args.markdown, told, seen, unseen, load)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"machine": asdict(here()), "load": asdict(load), "card": asdict(card)}
+        content = {"machine": asdict(here()), "load": asdict(load), "nic": asdict(nic)}
         args.json.write_text(json.dumps({**content, "rows": [asdict(one) for one in seen + unseen]}, indent=1) + "\n")
     return 1 if any(abs(one.error) > LIMIT for one in unseen) else 0
 
 
-def describe(card: Link, rate: float) -> str:
+def describe(nic: Link, rate: float) -> str:
     return (
-        f"{card.bandwidth / rate:.1%} of the rate, {1e6 * card.latency:.0f} us latency, "
-        f"{1e6 * card.overhead:.0f} us overhead a message"
+        f"{nic.bandwidth / rate:.1%} of the rate, {1e6 * nic.latency:.0f} us latency, "
+        f"{1e6 * nic.overhead:.0f} us overhead a message"
     )
 
 

@@ -31,9 +31,9 @@ from rich.table import Table
 from shoal.algorithms import GradientDescent
 from shoal.bench.machine import LoadWatch, here
 from shoal.sim import StackedFleet, StackedMix, per_agent
-from shoal.topology.circulant import ring
-from shoal.topology.graphs import ExponentialTwoGraph
-from shoal.topology.one_peer import OnePeerExponential, OnePeerHypercube
+from shoal.topology.families.circulant import ring
+from shoal.topology.families.graphs import ExponentialTwoGraph
+from shoal.topology.families.one_peer import OnePeerExponential, OnePeerHypercube
 from shoal.topology.schedule import Schedule, Static
 from shoal.topology.weights import with_metropolis_hastings_weights
 

@@ -8,7 +8,7 @@ The same model, first weights and batches, in the same processes, in turn; the m
     python benchmarks/training.py --json out/training.json --picture out/training.png
     python benchmarks/training.py --read out/training.json --markdown     # tables of what has been measured
 
-Hosts are network namespaces whose cards the kernel holds to a rate, which needs root, ip and tc. The machine must be
+Hosts are network namespaces whose NICs the kernel holds to a rate, which needs root, ip and tc. The machine must be
 otherwise quiet: each part says whether it was. The exit status is 1 if a goal is not met.
 """
 
@@ -42,7 +42,7 @@ from shoal.optim.heap import keep_freed_memory
 
 SCRIPT = str(Path(__file__).resolve())
 SLOW, MIDDLE, FAST = 100e6 / 8, 200e6 / 8, 500e6 / 8
-"""Bytes a second of a host's card."""
+"""Bytes a second of a host's NIC."""
 VOLUMES = (21, 102, 574)
 """Megabytes of parameters, as in the Horovod paper's figure 10."""
 TOGETHER = 200

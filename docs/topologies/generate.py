@@ -16,7 +16,7 @@ from math import isqrt
 from pathlib import Path
 
 from shoal.cli import topology_words as words
-from shoal.topology.analysis import Analysis, analyse
+from shoal.topology.analysis.overview import Analysis, analyse
 from shoal.topology.catalog import CATALOG, Topology
 
 HERE = Path(__file__).parent
@@ -62,7 +62,7 @@ PICTURES = {
     "gossip-pga": Picture(8, {"every": 4}),
 }
 ON_MACHINES = Picture(16)
-_IN_THE_TABLE = "at its network card"
+_IN_THE_TABLE = "at its NIC"
 _DOTS_PER_INCH = 120
 _COLOURS = 64
 
@@ -87,7 +87,7 @@ shoal topology recommend --agents 64 --per-machine 8 --latency 5ms --bandwidth 1
 *Exact after* counts the rounds until everybody holds the exact average, and *rounds to 1e-6* those until the
 disagreement is a millionth of what it was. The *spectral gap* is the part of the disagreement that a round (or the
 rounds named) surely removes. The *average age* is how many rounds a contribution travels to another agent, on average
-over pairs. Agents that *share a network card at once* send to other machines in the same round, with four, five and
+over pairs. Agents that *share a NIC at once* send to other machines in the same round, with four, five and
 eight agents on a machine; above one, they wait for each other.
 
 In pictures an arrow is a message and a line an exchange. Agents of a machine stand together, and what goes between

@@ -6,7 +6,8 @@ import torch
 
 import shoal
 from shoal.algorithms import CATALOG, own, run
-from shoal.topology.circulant import Circulant
+from shoal.topology.families.circulant import Circulant
+from support.algorithm_cases import case_of
 from support.least_squares import DIMENSION, loss, problem
 
 
@@ -16,7 +17,7 @@ def run_one(name: str, steps: int) -> list[float]:
     A, b = problem(shoal.size())
     start = torch.zeros(DIMENSION, dtype=torch.float64)
     gradient = own(loss, A[shoal.rank()], b[shoal.rank()])
-    return run(entry.example(), start, gradient, entry.topology(shoal.size()), steps, seed=3).estimate.tolist()
+    return run(entry.example(), start, gradient, case_of(entry).topology(shoal.size()), steps, seed=3).estimate.tolist()
 
 
 def binary_ring(size: int) -> Circulant:

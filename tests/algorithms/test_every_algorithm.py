@@ -14,6 +14,7 @@ from torch import Tensor
 import shoal
 from shoal.algorithms import CATALOG, Algorithm, Entry, Gradient, check
 from shoal.sim import StackedFleet, per_agent
+from support.algorithm_cases import CASES, case_of
 from support.least_squares import DIMENSION, SIZE, loss, optimum, problem
 from support.quadratic import gradients
 from support.world import World
@@ -26,10 +27,15 @@ REAL_SIZE = 4
 every_entry = pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items()])
 smooth_entry, compressed_entry = (
     pytest.mark.parametrize(
-        "entry", [pytest.param(one, id=name) for name, one in CATALOG.items() if one.compressed == is_]
+        "entry", [pytest.param(one, id=name) for name, one in CATALOG.items() if case_of(one).compressed == is_]
     )
     for is_ in (False, True)
 )
+
+
+def test_cases_are_of_algorithms_of_the_catalog_and_the_exact_ones_say_how_long_they_take() -> None:
+    assert CASES.keys() <= CATALOG.keys()
+    assert {name for name, case in CASES.items() if case.steps} == {one.name for one in CATALOG.values() if one.exact}
 
 
 def stacked(entry: Entry, size: int, steps: int) -> Tensor:
@@ -39,7 +45,7 @@ def stacked(entry: Entry, size: int, steps: int) -> Tensor:
 
 def stacked_on(entry: Entry, gradient: Gradient | Callable[[Tensor], Tensor], size: int, steps: int) -> Tensor:
     start = torch.zeros(DIMENSION, dtype=torch.float64)
-    return StackedFleet(entry.topology(size), seed=3).run(entry.example(), start, gradient, steps).estimate
+    return StackedFleet(case_of(entry).topology(size), seed=3).run(entry.example(), start, gradient, steps).estimate
 
 
 def stacked_binary(entry: Entry, size: int) -> Tensor:
@@ -66,7 +72,7 @@ def over_transports(entries: Iterable[Entry]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("entry", "transport"), cases, indirect=["transport"])
 
 
-@over_transports(one for one in CATALOG.values() if not one.compressed)
+@over_transports(one for one in CATALOG.values() if not case_of(one).compressed)
 def test_a_fleet_agrees_with_the_stacked_fleet(entry: Entry, fleet: Fleets) -> None:
     found = torch.tensor(fleet(REAL_SIZE).run(run_one, entry.name, STEPS), dtype=torch.float64)
     assert (found - stacked(entry, REAL_SIZE, STEPS)).abs().max() < 1e-12
@@ -96,12 +102,12 @@ def test_processes_agree_exactly_on_numbers_exact_in_binary(entry: Entry, world:
 
 @pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items() if one.exact])
 def test_the_exact_ones_find_the_optimum(entry: Entry) -> None:
-    assert (stacked_on(entry, gradients(), SIZE, entry.steps) - optimum()).abs().max() < 1e-8
+    assert (stacked_on(entry, gradients(), SIZE, case_of(entry).steps) - optimum()).abs().max() < 1e-8
 
 
 @every_entry
 def test_a_run_that_goes_on_equals_one_that_never_stopped(entry: Entry) -> None:
-    fleet = StackedFleet(entry.topology(SIZE), seed=1)
+    fleet = StackedFleet(case_of(entry).topology(SIZE), seed=1)
     gradient = per_agent(loss, *problem(), batch=5)
     start = torch.zeros(DIMENSION, dtype=torch.float64)
     whole = fleet.run(entry.example(), start, gradient, 30)
@@ -114,7 +120,7 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(entry: Entry) -> None:
 
 @every_entry
 def test_what_is_sent_is_what_the_catalog_says(entry: Entry) -> None:
-    topology = shoal.topology.as_schedule(entry.topology(SIZE))
+    topology = shoal.topology.as_schedule(case_of(entry).topology(SIZE))
     fleet = StackedFleet(topology)
     start = torch.zeros(SIZE, 1000, dtype=torch.float64)
 
@@ -130,7 +136,7 @@ def test_what_is_sent_is_what_the_catalog_says(entry: Entry) -> None:
 
 @every_entry
 def test_neither_the_start_nor_the_state_is_changed(entry: Entry) -> None:
-    fleet = StackedFleet(entry.topology(SIZE))
+    fleet = StackedFleet(case_of(entry).topology(SIZE))
     gradient = per_agent(loss, *problem())
     start = torch.randn(SIZE, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     before = start.clone()

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from shoal.algorithms import EXTRA, NIDS, Algorithm, ExactDiffusion, check
-from shoal.algorithms.run import steps_of
+from shoal.algorithms.loop import steps_of
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Circulant, OnePeerExponential
-from shoal.topology.circulant import exponential, ring
+from shoal.topology.families.circulant import exponential, ring
 from support.closed_forms import gradients, matrix
 from support.least_squares import DIMENSION, SIZE, optimum, problem
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.sim import StackedMix
-from shoal.topology.circulant import ring
+from shoal.topology.families.circulant import ring
 
 SIZE = 8
 

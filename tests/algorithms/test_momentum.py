@@ -24,8 +24,8 @@ from shoal.algorithms import (
     check,
 )
 from shoal.algorithms.growth import growth
+from shoal.algorithms.loop import steps_of
 from shoal.algorithms.needs import Facts
-from shoal.algorithms.run import steps_of
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import (
     Circulant,
@@ -38,7 +38,7 @@ from shoal.topology import (
     as_schedule,
     with_metropolis_hastings_weights,
 )
-from shoal.topology.circulant import exponential, ring
+from shoal.topology.families.circulant import exponential, ring
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_gradient_descent
 from support.least_squares import DIMENSION, SIZE, optimum
 

@@ -6,8 +6,8 @@ import networkx as nx
 import pytest
 
 from shoal.algorithms.needs import CONNECTED, DOUBLY_STOCHASTIC, LINKS, ROW_STOCHASTIC, SYMMETRIC, TREE, Facts, Need
-from shoal.topology.circulant import Circulant, exponential, ring
-from shoal.topology.one_peer import OnePeerExponential, RandomMatchings
+from shoal.topology.families.circulant import Circulant, exponential, ring
+from shoal.topology.families.one_peer import OnePeerExponential, RandomMatchings
 from shoal.topology.schedule import Edges, EdgeSchedule, Schedule
 
 

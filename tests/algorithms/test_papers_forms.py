@@ -24,10 +24,10 @@ from shoal.algorithms import (
     RelaySum,
     run,
 )
-from shoal.algorithms.push_sum import irregular_digraph
-from shoal.algorithms.run import steps_of
+from shoal.algorithms.loop import steps_of
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Circulant, OnePeerExponential, Schedule, SpanningTreeGraph, TreeGraph, as_schedule
+from support.algorithm_cases import irregular_digraph
 
 Vectors = NDArray[np.float64]
 N, D, STEPS, LR, BETA, MU = 7, 6, 12, 0.05, 0.8, 0.6

@@ -14,8 +14,9 @@ from rich.console import Console
 
 import shoal
 from shoal.algorithms import Gradient, GradientDescent, Run, run
-from shoal.sim import Link, Network, StackedFleet
-from shoal.topology.circulant import ring
+from shoal.netmodel import Link, Network
+from shoal.sim import StackedFleet
+from shoal.topology.families.circulant import ring
 from support.leftovers import nothing_is_left
 
 

@@ -13,7 +13,7 @@ import pytest
 from shoal.cli import main, topology
 from shoal.cli import topology_words as words
 from shoal.topology import CATALOG, Alternating, OnePeerExponential, RingGraph, Static, mixing_matrix
-from shoal.topology.analysis import analyse
+from shoal.topology.analysis.overview import analyse
 
 
 @pytest.fixture
@@ -126,11 +126,11 @@ def test_compare_ranks_by_predicted_time(shoal) -> None:
     assert str(found["ring"].rounds) in row(out, "ring").split()
 
 
-def test_compare_counts_the_agents_that_share_a_card(shoal) -> None:
+def test_compare_counts_the_agents_that_share_a_nic(shoal) -> None:
     _, out, _ = shoal("topology compare inner-outer-exponential one-peer-exponential -n 16 --per-machine 4 --json")
     traffic = {name: one["traffic"] for name, one in json.loads(out)["topologies"].items()}
-    assert traffic["inner-outer-exponential"]["most_senders_on_a_card"] == 1
-    assert traffic["one-peer-exponential"]["most_senders_on_a_card"] == 4
+    assert traffic["inner-outer-exponential"]["most_senders_on_a_nic"] == 1
+    assert traffic["one-peer-exponential"]["most_senders_on_a_nic"] == 4
 
 
 def test_compare_takes_all_topologies_and_says_why_some_are_missing(shoal) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.sim import Link
-from shoal.sim.probe import Measured
+from shoal.netmodel import Link
+from shoal.netmodel.probe import Measured
 from support.world import World
 
-CARD = ("--latency", "5ms", "--bandwidth", "1gbit", "--model-mb", "100")
-NETWORK = ("--agents", "16", "--per-machine", "4", *CARD)
+NIC = ("--latency", "5ms", "--bandwidth", "1gbit", "--model-mb", "100")
+NETWORK = ("--agents", "16", "--per-machine", "4", *NIC)
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def recommended(*options: str) -> dict[str, dict[str, float]]:
     return {one["name"]: one for one in json.loads(out.getvalue())["candidates"]}
 
 
-def test_a_round_of_one_message_a_card_takes_the_latency_and_its_bytes() -> None:
+def test_a_round_of_one_message_a_nic_takes_the_latency_and_its_bytes() -> None:
     """100 MB at 1 Gbit/s are 0.8 s, and 5 ms before them."""
     one = recommended(*NETWORK)["one-peer-exponential of machines"]
     assert one["seconds_per_round"] == pytest.approx(0.805, rel=1e-3)
@@ -62,10 +62,10 @@ def test_a_bar_shows_on_a_terminal_how_far_it_is(
     assert b"timing" in shown
 
 
-def test_agents_of_one_machine_share_its_card() -> None:
-    alone = recommended("--agents", "4", "--per-machine", "1", *CARD)["ring"]
+def test_agents_of_one_machine_share_its_nic() -> None:
+    alone = recommended("--agents", "4", "--per-machine", "1", *NIC)["ring"]
     shared = recommended(*NETWORK)["random-matchings"]
-    assert alone["models_on_a_card"] == pytest.approx(2.0)
+    assert alone["models_on_a_nic"] == pytest.approx(2.0)
     assert shared["seconds_per_round"] > alone["seconds_per_round"]
 
 
@@ -78,9 +78,9 @@ def test_the_fastest_comes_first() -> None:
 
 def test_all_that_it_takes_reaches_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     """Four agents, 10 MB: out at 800 ms a message, in at 80; training sends half of it every fourth step."""
-    card = ["--agents", "4", "--model-mb", "10", "--latency", "1ms", "--upload", "100mbit", "--download", "1gbit"]
+    nic = ["--agents", "4", "--model-mb", "10", "--latency", "1ms", "--upload", "100mbit", "--download", "1gbit"]
     training = ["--local-steps", "4", "--compute", "1s", "--compression", "0.5", "--difference", "0.5"]
-    assert main(["topology", "recommend", "--json", *card, *training]) == 0
+    assert main(["topology", "recommend", "--json", *nic, *training]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["network"]["between"] == {"latency": 1e-3, "bandwidth": 1.25e7, "overhead": 0.0, "download": 1.25e8}
     assert found["training"] == {"difference": 0.5, "local_steps": 4, "compute": 1.0, "compression": "0.5"}
@@ -96,7 +96,7 @@ def test_all_that_it_takes_reaches_the_prediction(capsys: pytest.CaptureFixture[
 def test_what_cannot_be_trained_with_says_so_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "recommend", "-n", "6", "--all", "--download", "1gbit"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "a card 10 Gbit/s out and 1 Gbit/s in" in out
+    assert "a NIC 10 Gbit/s out and 1 Gbit/s in" in out
     assert "to train, ring-star-delegates: GradientDescent needs W to be doubly stochastic" in out
     assert "ceca with its second buffer" in out and "refused" in out
     assert "To train, take " in out
@@ -157,11 +157,11 @@ def document(text: str) -> dict[str, Any]:
 def is_a_measured_machine_of_two(found: dict[str, Any]) -> bool:
     network = found["network"]
     assert (network["agents"], network["agents_per_machine"]) == (2, 2)
-    # Nothing passes a card: all is one machine, and its ports were measured.
+    # Nothing passes a NIC: all is one machine, and its ports were measured.
     assert network["between"]["bandwidth"] is None
     assert 1e6 < network["inside"]["bandwidth"] < 1e12
     assert 0 <= network["inside"]["latency"] < 10
-    assert all(one["models_on_a_card"] == 0 for one in found["candidates"])
+    assert all(one["models_on_a_nic"] == 0 for one in found["candidates"])
     return min(one["seconds"] for one in found["candidates"] if one["seconds"] is not None) > 0
 
 
@@ -195,7 +195,7 @@ def two_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(agents)
         return Measured(agents, agents, Link(1e-5, 4e9), None)
 
-    monkeypatch.setattr("shoal.sim.probe.measure_here", found)
+    monkeypatch.setattr("shoal.netmodel.probe.measure_here", found)
     return asked
 
 
@@ -209,7 +209,7 @@ def test_few_agents_measure_for_many(capsys: pytest.CaptureFixture[str], two_mea
 def test_what_is_said_of_the_network_between_machines_is_put_beside_what_was_measured(
     capsys: pytest.CaptureFixture[str], two_measured: list[int]
 ) -> None:
-    assert main(["topology", "recommend", "--measure", "-n", "4", "--per-machine", "2", *CARD, "--json"]) == 0
+    assert main(["topology", "recommend", "--measure", "-n", "4", "--per-machine", "2", *NIC, "--json"]) == 0
     network = document(capsys.readouterr().out)["network"]
     assert network["between"] == {"latency": 5e-3, "bandwidth": 1.25e8, "overhead": 0.0, "download": None}
     assert network["inside"] == {"latency": 1e-5, "bandwidth": 4e9, "overhead": 0.0, "download": None}

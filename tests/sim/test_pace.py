@@ -10,23 +10,14 @@ import pytest
 import torch
 
 from shoal.algorithms import Algorithm, Gradient, GradientDescent, GradientTracking, Mix
-from shoal.sim import (
-    Link,
-    Network,
-    StackedFleet,
-    direct_allreduce,
-    hierarchical_allreduce,
-    pace,
-    rounds_of,
-    simulate,
-    tree_allreduce,
-)
-from shoal.topology.circulant import exponential, ring
+from shoal.netmodel import Link, Network, direct_allreduce, hierarchical_allreduce, rounds_of, simulate, tree_allreduce
+from shoal.sim import StackedFleet, pace
+from shoal.topology.families.circulant import exponential, ring
+from shoal.topology.families.one_peer import OnePeerExponential, RandomMatchings, ShiftOne
 from shoal.topology.mixing import Mixing
-from shoal.topology.one_peer import OnePeerExponential, RandomMatchings, ShiftOne
 from shoal.topology.schedule import Schedule
 
-CARD = Link(latency=1e-3, bandwidth=1e6, overhead=1e-4)
+NIC = Link(latency=1e-3, bandwidth=1e6, overhead=1e-4)
 DIMENSION = 500
 NBYTES = 8 * DIMENSION
 
@@ -72,9 +63,9 @@ def ends(run: Any) -> np.ndarray[Any, Any]:
 
 
 NETWORKS = {
-    "alike": Network(16, CARD),
-    "machines": Network(16, CARD, agents_per_machine=4, inside=Link(1e-5, 1e8)),
-    "a slow card": Network(16, CARD, cards={5: Link(1e-3, 2e5)}),
+    "alike": Network(16, NIC),
+    "machines": Network(16, NIC, agents_per_machine=4, inside=Link(1e-5, 1e8)),
+    "a slow NIC": Network(16, NIC, nics={5: Link(1e-3, 2e5)}),
 }
 
 
@@ -128,7 +119,7 @@ def test_two_exchanges_in_a_step_take_twice_as_long() -> None:
 @pytest.mark.parametrize("verb", ["mix", "pull", "push", "edges"])
 def test_every_exchange_with_neighbours_takes_the_same_time(verb: str) -> None:
     found = clock(ring(16), NETWORKS["alike"], 4, Says((verb,)))
-    assert found.seconds == pytest.approx(4 * CARD.seconds(NBYTES, 2))
+    assert found.seconds == pytest.approx(4 * NIC.seconds(NBYTES, 2))
     assert found.sent == 4 * 32 * NBYTES
 
 
@@ -136,12 +127,12 @@ def test_averages_over_all_take_the_time_of_an_allreduce() -> None:
     network = NETWORKS["machines"]
     expected = simulate(network, [direct_allreduce(16, NBYTES)]).seconds
     assert clock(ring(16), network, 5, Says(("all",))).seconds == pytest.approx(5 * expected)
-    large = Network(300, CARD)
+    large = Network(300, NIC)
     expected = simulate(large, [tree_allreduce(300, NBYTES)]).seconds
     assert clock(ring(300), large, 1, Says(("all",))).seconds == pytest.approx(expected)
 
 
-def test_averages_within_a_machine_leave_the_cards_alone() -> None:
+def test_averages_within_a_machine_leave_the_nics_alone() -> None:
     network = NETWORKS["machines"]
     found = clock(ring(16), network, 3, Says(("machine",)), agents_per_machine=4).seconds
     # Two exchanges, in each of which an agent sends three quarters of its tensor through its port.
@@ -151,19 +142,19 @@ def test_averages_within_a_machine_leave_the_cards_alone() -> None:
 
 def test_a_step_that_says_nothing_takes_its_computation_alone() -> None:
     found = ends(clock(ring(16), NETWORKS["alike"], 6, Says(("nothing", "mix")), compute=0.5))
-    both = [0.5, 0.5 + CARD.seconds(NBYTES, 2)]
+    both = [0.5, 0.5 + NIC.seconds(NBYTES, 2)]
     assert np.diff(found, prepend=0.0) == pytest.approx(both * 3)
 
 
 def test_a_message_of_nothing_takes_its_latency_and_overhead() -> None:
     found = clock(ring(16), NETWORKS["alike"], 2, Says(("silent",)))
-    assert found.seconds == pytest.approx(2 * CARD.seconds(0, 2), rel=1e-6)
+    assert found.seconds == pytest.approx(2 * NIC.seconds(0, 2), rel=1e-6)
     assert found.sent == 0
 
 
 def test_the_largest_message_sets_the_time() -> None:
     found = clock(ring(16), NETWORKS["alike"], 2, Says(("one",)))
-    assert found.seconds == pytest.approx(2 * CARD.seconds(NBYTES, 2))
+    assert found.seconds == pytest.approx(2 * NIC.seconds(NBYTES, 2))
     assert found.sent == 2 * 2 * NBYTES
 
 
@@ -179,9 +170,9 @@ def test_a_schedule_without_a_period_goes_on_as_the_rounds_that_were_played() ->
 
 
 def test_a_period_too_long_to_be_played_is_sampled() -> None:
-    topology, network = ShiftOne(400), Network(400, CARD)
+    topology, network = ShiftOne(400), Network(400, NIC)
     found = clock(topology, network, 450).seconds
-    assert found == pytest.approx(450 * CARD.seconds(NBYTES))
+    assert found == pytest.approx(450 * NIC.seconds(NBYTES))
 
 
 def test_the_clock_goes_on_when_a_run_is_resumed() -> None:
@@ -202,7 +193,7 @@ def test_a_run_without_a_network_tells_no_seconds() -> None:
 
 
 def test_with_a_network_there_are_records_without_a_measure() -> None:
-    run = clock(ring(4), Network(4, CARD), 5, every=2)
+    run = clock(ring(4), Network(4, NIC), 5, every=2)
     assert [row["step"] for row in run.records] == [0, 2, 4, 5]
     assert [row["rounds"] for row in run.records] == [0, 2, 4, 5]
     assert [row["bytes"] for row in run.records] == [0, *(8 * NBYTES * step for step in (2, 4, 5))]
@@ -212,13 +203,13 @@ def test_with_a_network_there_are_records_without_a_measure() -> None:
 
 def test_a_network_of_other_agents_is_refused() -> None:
     with pytest.raises(ValueError, match="the network has 5 agents and the fleet 4"):
-        clock(ring(4), Network(5, CARD), 1)
+        clock(ring(4), Network(5, NIC), 1)
 
 
 @pytest.mark.parametrize("compute", [-1.0, float("nan"), [1.0, 2.0], [[1.0] * 4]])
 def test_times_that_make_no_sense_are_refused(compute: Any) -> None:
     with pytest.raises(ValueError, match="pass seconds"):
-        clock(ring(4), Network(4, CARD), 1, compute=compute)
+        clock(ring(4), Network(4, NIC), 1, compute=compute)
 
 
 def test_a_long_run_is_not_played_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,4 +222,4 @@ def test_a_long_run_is_not_played_to_its_end(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pace, "simulate", counted)
     found = ends(clock(ring(16), NETWORKS["alike"], 500))
     assert played == [4]
-    assert found[-1] == pytest.approx(500 * CARD.seconds(NBYTES, 2))
+    assert found[-1] == pytest.approx(500 * NIC.seconds(NBYTES, 2))

@@ -124,7 +124,7 @@ def test_weights_that_are_all_there_but_differ_average_nobody() -> None:
     assert notes(matrix) == "Some weights are negative."
 
 
-def test_agents_that_wait_at_one_card_are_counted_in_a_note() -> None:
+def test_agents_that_wait_at_one_nic_are_counted_in_a_note() -> None:
     assert "Up to 4 agents of one machine" in notes(OnePeerExponential(8), agents_per_machine=4)
     assert "agents of one machine" not in notes(OnePeerExponential(8), agents_per_machine=1)
 
@@ -163,7 +163,7 @@ def test_a_dense_topology_is_refused_with_its_size_before_it_is_made() -> None:
 
 
 def test_a_dense_matrix_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.topology.window.EDGE_LIMIT", 99)
+    monkeypatch.setattr("shoal.topology.analysis.window.EDGE_LIMIT", 99)
     with pytest.raises(ValueError, match="10 agents with 100 edges in a round"):
         spectral_gap(np.full((10, 10), 0.1))
     with pytest.raises(ValueError, match="10 agents with 100 edges in a round"):

@@ -27,7 +27,7 @@ from shoal.topology import (
     with_metropolis_hastings_weights,
     with_uniform_weights,
 )
-from shoal.topology.consensus import default_start
+from shoal.topology.analysis.consensus import default_start
 from support.topology_suite import product
 
 few = settings(max_examples=30, deadline=None)
@@ -82,7 +82,7 @@ def test_squaring_counts_the_same_rounds_as_running(monkeypatch: pytest.MonkeyPa
     schedule = Alternating([Static(ChainGraph(9)), Static(StarGraph(9)), Idle(9)])
     expected = {error: run(schedule, error, default_start(9)) for error in (0.3, 1e-3, 1e-9)}
     assert len({count % 3 for count in expected.values()}) > 1
-    monkeypatch.setattr("shoal.topology.consensus._QUICK_ROUNDS", 2)
+    monkeypatch.setattr("shoal.topology.analysis.consensus._QUICK_ROUNDS", 2)
     assert {error: rounds_to(schedule, error).value for error in expected} == expected
 
 
@@ -91,8 +91,8 @@ def test_what_is_too_much_work_to_run_is_between_what_was_run_and_what_the_gap_p
 ) -> None:
     schedule = Static(ChainGraph(12))
     truth = run(schedule, 1e-6, default_start(12))
-    monkeypatch.setattr("shoal.topology.consensus.DENSE_LIMIT", 0)
-    monkeypatch.setattr("shoal.topology.consensus.WORK", 1000)
+    monkeypatch.setattr("shoal.topology.analysis.consensus.DENSE_LIMIT", 0)
+    monkeypatch.setattr("shoal.topology.analysis.consensus.WORK", 1000)
     found = rounds_to(schedule, 1e-6)
     assert found.value is None
     assert 20 < found.at_least <= truth <= found.at_most < 10 * truth

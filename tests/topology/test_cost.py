@@ -36,7 +36,7 @@ def digraphs(draw) -> nx.DiGraph:
 
 
 def counted(schedule: Schedule, round: int, local: int) -> tuple[int, ...]:
-    """Messages, handshakes, those of the busiest agent, its card's messages, and senders on one card."""
+    """Messages, handshakes, those of the busiest agent, its NIC's messages, and senders on one NIC."""
     sent = [(rank, peer) for rank in range(schedule.size) for peer in schedule.mixing(round, rank).destination_ranks]
     pairs = {frozenset(ends) for ends in sent}
     away = [(a, b) for a, b in sent if a // local != b // local]
@@ -61,10 +61,10 @@ def test_traffic_is_what_the_agents_send(graph: nx.DiGraph, local: int) -> None:
         local = 1
     schedule = Static(with_uniform_weights(graph))
     found = traffic(schedule, nbytes=8.0, agents_per_machine=local)
-    messages, handshakes, busiest, partners, card, senders = counted(schedule, 0, local)
+    messages, handshakes, busiest, partners, nic, senders = counted(schedule, 0, local)
     assert (found.messages, found.bytes, found.handshakes) == (messages, 8.0 * messages, handshakes)
     assert (found.busiest_messages, found.busiest_bytes, found.busiest_handshakes) == (busiest, 8.0 * busiest, partners)
-    assert (found.card_messages, found.most_senders_on_a_card, found.most_messages) == (card, senders, busiest)
+    assert (found.nic_messages, found.most_senders_on_a_nic, found.most_messages) == (nic, senders, busiest)
 
 
 def test_traffic_of_a_schedule_is_the_mean_over_its_period_and_most_is_the_most() -> None:
@@ -76,11 +76,11 @@ def test_traffic_of_a_schedule_is_the_mean_over_its_period_and_most_is_the_most(
     assert found.most_messages == 3
 
 
-def test_inner_outer_schedules_keep_all_but_one_agent_off_the_card() -> None:
+def test_inner_outer_schedules_keep_all_but_one_agent_off_the_nic() -> None:
     alone = traffic(InnerOuterExponential(16, 4), nbytes=1.0, agents_per_machine=4)
     crowd = traffic(find("one-peer-exponential").schedule(16), nbytes=1.0, agents_per_machine=4)
-    assert alone.most_senders_on_a_card == 1
-    assert crowd.most_senders_on_a_card == 4
+    assert alone.most_senders_on_a_nic == 1
+    assert crowd.most_senders_on_a_nic == 4
 
 
 @pytest.mark.parametrize("degree", [1, 2, 5])
@@ -90,7 +90,7 @@ def test_d_messages_of_an_agent_cost_d_latencies_and_d_times_the_bytes(degree: i
     assert seconds == pytest.approx(degree * (0.25 + 1000 / 500))
 
 
-def test_agents_of_one_machine_wait_for_its_card() -> None:
+def test_agents_of_one_machine_wait_for_its_nic() -> None:
     network = {"nbytes": 1000.0, "latency": 0.25, "bandwidth": 500.0}
     assert round_seconds(OnePeerExponential(8), agents_per_machine=1, **network) == pytest.approx(2.25)
     # Hops of 1, 2 and 4 leave a machine of four with 1, 2 and 4 messages.

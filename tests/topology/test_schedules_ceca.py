@@ -47,13 +47,27 @@ def test_everybody_sends_and_hears_one_message_a_round(family, size):
 
 
 @given(st.integers(2, 10**6))
-def test_windows_end_with_everybody_else(size):
-    steps = Ceca(3).steps if size == 3 else None
-    window = 0
-    for digit in bin(size - 1)[2:]:
-        window = 2 * window + int(digit)
-    assert window == size - 1
-    assert steps is None or [step.window for step in steps] == [0, 1]
+def test_windows_grow_from_nobody_to_everybody_else(size):
+    steps = Ceca(size).steps
+    after = [2 * step.window + step.doubles_up for step in steps]
+    assert [step.window for step in steps] == [0, *after[:-1]]
+    assert after[-1] == size - 1
+
+
+@pytest.mark.parametrize(("family", "size"), FAMILIES)
+def test_before_each_round_agents_hold_the_means_of_their_windows(family, size):
+    schedule = family(size)
+    held = schedule.start(np.eye(size))
+    own = np.eye(size, dtype=bool)
+    for round, step in enumerate(schedule.steps):
+        in_window = held.mean > 0
+        assert in_window[own].all() and (in_window.sum(axis=1) == step.window + 1).all()
+        np.testing.assert_allclose(held.mean[in_window], 1 / (step.window + 1), rtol=1e-12)
+        if step.window:
+            np.testing.assert_array_equal(held.others > 0, in_window & ~own)
+            np.testing.assert_allclose(held.others[in_window & ~own], 1 / step.window, rtol=1e-12)
+        held = step.update(held, step.message(held)[schedule.sources(round)])
+    np.testing.assert_allclose(held.mean, 1 / size, rtol=1e-12)
 
 
 def test_a_round_less_is_not_exact():

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.topology import Matcha, RingGraph
-from shoal.topology.matcha import best_alpha
-from shoal.topology.matchings import decompose
+from shoal.topology.families.matcha import best_alpha
+from shoal.topology.families.matchings import decompose
 
 
 @st.composite

@@ -50,8 +50,8 @@ def directed(draw) -> nx.DiGraph:
 @pytest.fixture
 def by_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is decomposed: neither by a Fourier transform nor as a matrix."""
-    monkeypatch.setattr("shoal.topology.spectrum.DENSE_LIMIT", 0)
-    monkeypatch.setattr("shoal.topology.spectrum.find_invariance", lambda window: None)
+    monkeypatch.setattr("shoal.topology.analysis.spectrum.DENSE_LIMIT", 0)
+    monkeypatch.setattr("shoal.topology.analysis.spectrum.find_invariance", lambda window: None)
 
 
 @few
@@ -214,7 +214,7 @@ def test_an_estimate_says_what_is_known(estimate: Estimate, text: str) -> None:
 
 
 def test_an_iteration_that_was_cut_short_says_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.topology.extreme._MOST_STEPS", 60)
+    monkeypatch.setattr("shoal.topology.analysis.extreme._MOST_STEPS", 60)
     found = spectral_gap(ChainGraph(5_000))
     assert 0 < 2 / 3 * (1 - np.cos(np.pi / 5_000)) < found.value < found.error
     assert str(found) in ("below 1e-3", "below 1e-4")

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import shoal.topology
@@ -33,12 +34,29 @@ BLUEFOGS_NAMES = [
 ]
 
 
-def imported_packages(module):
+LEVELS = ["core", "families", "analysis", "drawing"]
+"""Modules import from their own level and those before it; the core is what lies in the package itself."""
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def imported(module):
+    """The packages that a module imports, also inside functions and for types only: of the topology, its modules."""
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            folder = module.parents[node.level - 1]
+            below = folder.joinpath(*(node.module or "").split("."))
+            names = [below / alias.name for alias in node.names]
+            found = {path if path.is_dir() or path.with_suffix(".py").exists() else below for path in names}
+            yield from found
         elif isinstance(node, ast.ImportFrom):
-            yield "." * node.level if node.level else str(node.module).split(".")[0]
+            yield str(node.module).split(".")[0]
+
+
+def level(path):
+    inside = path.relative_to(PACKAGE).parts
+    return LEVELS.index(inside[0] if inside[0] in LEVELS else "core")
 
 
 @pytest.mark.parametrize("name", BLUEFOGS_NAMES)
@@ -46,16 +64,35 @@ def test_topology_util_has_bluefogs_names(name):
     assert getattr(shoal.topology_util, name) is getattr(shoal.topology, name)
 
 
-@pytest.mark.parametrize("module", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_topology_imports_nothing_from_the_rest_of_shoal(module):
-    allowed = {"networkx", "numpy", ".", *sys.stdlib_module_names}
-    if module.name == "drawing.py":
+    allowed = {"networkx", "numpy", *sys.stdlib_module_names}
+    if module.name == "pictures.py":
         allowed |= {"matplotlib"}
-    assert set(imported_packages(module)) <= allowed
+    for found in imported(module):
+        assert found.is_relative_to(PACKAGE) and found != PACKAGE if isinstance(found, Path) else found in allowed
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_inside_topology_go_one_way(module):
+    above = [path for path in imported(module) if isinstance(path, Path) and level(path) > level(module)]
+    assert not above
+
+
+def test_no_modules_of_topology_import_each_other_in_a_circle():
+    graph = nx.DiGraph(
+        (module.with_suffix(""), path)
+        for module in MODULES
+        if module.name != "__init__.py"
+        for path in imported(module)
+        if isinstance(path, Path)
+    )
+    assert graph.number_of_edges() > len(MODULES)
+    assert not list(nx.simple_cycles(graph))
 
 
 def test_matplotlib_is_imported_only_inside_functions():
-    tree = ast.parse((PACKAGE / "drawing.py").read_text())
+    tree = ast.parse((PACKAGE / "drawing" / "pictures.py").read_text())
     at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not [node for node in at_import if "matplotlib" in ast.unparse(node)]
 
@@ -81,5 +118,5 @@ def test_the_examples_of_the_page_print_what_they_say():
 def test_every_public_name_is_on_the_page():
     words = set(re.findall(r"\w+", PAGE.read_text()))
     public = {name for name in vars(shoal.topology) if not name.startswith("_")}
-    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    modules = {path.stem for path in PACKAGE.iterdir()}
     assert public - modules - words == set()

@@ -25,6 +25,7 @@ from .gradient_descent import ParallelGradientDescent as ParallelGradientDescent
 from .gradients import own as own
 from .local_steps import GossipPGA as GossipPGA
 from .local_steps import LocalSteps as LocalSteps
+from .loop import Run as Run
 from .low_precision import LowPrecision as LowPrecision
 from .mix import Mix as Mix
 from .momentum import AveragedMomentum as AveragedMomentum
@@ -39,6 +40,5 @@ from .push_sum import SGP as SGP
 from .push_sum import PushDIGing as PushDIGing
 from .push_sum import PushSum as PushSum
 from .relay_sum import RelaySum as RelaySum
-from .run import Run as Run
 from .tracking import GradientTracking as GradientTracking
 from .variance_reduction import DecentralizedSVRG as DecentralizedSVRG

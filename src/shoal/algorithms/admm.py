@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
@@ -64,21 +63,17 @@ register(
     Entry(
         "decentralized ADMM, linearised (DLM)",
         lambda: DecentralizedADMM(c=1.0, rho=4.0),
-        ring,
         1,
         "Data that differ between agents, on a fixed undirected graph, for half the bytes of gradient tracking.",
         exact=True,
-        steps=800,
     )
 )
 register(
     Entry(
         "decentralized ADMM",
         lambda: DecentralizedADMM(c=1.0, rho=4.0, inner=5),
-        ring,
         1,
         "As above, where gradients are cheaper than messages.",
         exact=True,
-        steps=800,
     )
 )

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from ..compression import Compressor, TopK
-from ..topology.circulant import symmetric_exponential
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .choco import STATIC_COPIES, contraction
@@ -68,11 +67,8 @@ register(
     Entry(
         "BEER",
         lambda: BEER(1 / 16, 0.5, TopK(0.2)),
-        symmetric_exponential,
         2 * (0.2 + 1 / 64),
         "Slow networks and data that differ between agents: exact with any contraction.",
         exact=True,
-        steps=800,
-        compressed=True,
     )
 )

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 
-from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
@@ -66,7 +65,6 @@ register(
     Entry(
         "censored D-PSGD",
         lambda: CensoredGradientDescent(0.05, tau=3.0, decay=0.97),
-        ring,
         0.3,
         "Where a message costs more than a step, and silence costs nothing.",
     )

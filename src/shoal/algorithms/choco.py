@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 
 from ..compression import Compressor, TopK
-from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
@@ -113,19 +112,15 @@ register(
     Entry(
         "CHOCO-SGD",
         lambda: ChocoSGD(1 / 32, 0.25, TopK(0.2)),
-        ring,
         0.2 + 1 / 64,
         "Slow networks: any compressor that is a contraction, for one more tensor of memory and gamma to tune.",
-        compressed=True,
     )
 )
 register(
     Entry(
         "DeepSqueeze",
         lambda: DeepSqueeze(1 / 32, 0.125, TopK(0.2)),
-        ring,
         0.2 + 1 / 64,
         "As CHOCO-SGD where W changes from round to round; ends farther from the optimum.",
-        compressed=True,
     )
 )

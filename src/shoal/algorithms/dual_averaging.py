@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 
-from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
@@ -56,7 +55,6 @@ register(
     Entry(
         "dual averaging",
         lambda: DualAveraging(0.2),
-        ring,
         1,
         "Convex objectives that are not smooth, where a rough answer will do.",
     )

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import torch
 
-from ..topology.circulant import Circulant, ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
@@ -145,11 +144,6 @@ class NIDS(Algorithm):
         return z if self.prox is None else self.prox(z), (z, psi)
 
 
-def _ring_of_halves(size: int) -> Circulant:
-    """A ring whose agents keep half, and whose eigenvalues are therefore not negative."""
-    return Circulant(size, {0: 0.5, 1: 0.25, -1: 0.25}, f"ring of {size} agents that keep half")
-
-
 def _lazily(x: torch.Tensor, mix: Mix) -> torch.Tensor:
     """``(I + W)/2 x``."""
     return (x + mix(x)) / 2
@@ -159,43 +153,35 @@ register(
     Entry(
         "exact diffusion (D2), lazy",
         lambda: ExactDiffusion(0.1, lazy=True),
-        ring,
         1,
         "Data that differ between agents, on one undirected graph: exact at the price of D-PSGD.",
         exact=True,
-        steps=1000,
     )
 )
 register(
     Entry(
         "exact diffusion (D2)",
         lambda: ExactDiffusion(0.1),
-        _ring_of_halves,
         1,
         "As above, faster, where agents keep enough weight of their own: not on even rings with weights of a third.",
         exact=True,
-        steps=1000,
     )
 )
 register(
     Entry(
         "EXTRA",
         lambda: EXTRA(0.1),
-        ring,
         1,
         "As exact diffusion, with the exchange hidden behind the gradient, for smaller steps.",
         exact=True,
-        steps=1000,
     )
 )
 register(
     Entry(
         "NIDS",
         lambda: NIDS(0.1),
-        ring,
         1,
         "As exact diffusion, with a step that does not depend on the network, and a term that is not smooth.",
         exact=True,
-        steps=1000,
     )
 )

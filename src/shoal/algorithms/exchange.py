@@ -13,9 +13,9 @@ from ..ops.neighbor import neighbor_allreduce
 from ..topology.schedule import Schedule
 from ..world.agent import current
 from .algorithm import Algorithm, Gradient
+from .loop import Measure, Run, steps_of
 from .mix import EVERYBODY, MACHINE, Mix
 from .needs import check
-from .run import Measure, Run, steps_of
 from .view import View
 from .weights import Form
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient
 from .catalog import Entry, register
 from .gradient_descent import GradientDescent
@@ -207,7 +206,6 @@ register(
     Entry(
         "D-PSGD with local steps",
         lambda: LocalSteps(GradientDescent(0.05), every=5),
-        ring,
         1 / 5,
         "Slow networks: a fifth of the messages, where the agents' data are alike.",
     )
@@ -216,18 +214,15 @@ register(
     Entry(
         "gradient tracking with local steps",
         lambda: LocalSteps(GradientTracking(0.05), every=2),
-        ring,
         2 / 2,
         "Slow networks, and data that differ between agents.",
         exact=True,
-        steps=4000,
     )
 )
 register(
     Entry(
         "Gossip-PGA",
         lambda: GossipPGA(GradientDescent(0.05), every=5),
-        ring,
         4 / 5 + 1 / 10,  # on a ring a mean counts as half a message to each of the two neighbours
         "Sparse graphs of many agents, where an all-reduce now and then is affordable.",
     )
@@ -236,7 +231,6 @@ register(
     Entry(
         "Local SGD",
         lambda: LocalSteps(GossipPGA(GradientDescent(0.05), every=1), every=5),
-        ring,
         1 / 10,
         "Slow networks with a good all-reduce; the topology says no more than who takes part.",
     )

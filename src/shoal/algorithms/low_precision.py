@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from ..compression import Compressor, MinMaxUInt8
-from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .choco import STATIC_COPIES, contraction
@@ -62,9 +61,7 @@ register(
     Entry(
         "low-precision D-PSGD",
         lambda: LowPrecision(1 / 32, MinMaxUInt8(dyadic=True)),
-        ring,
         1016 / 8000,
         "D-PSGD with a byte for each parameter and nothing to tune.",
-        compressed=True,
     )
 )

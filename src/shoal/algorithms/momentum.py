@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .exact import ExactDiffusion
@@ -239,7 +238,6 @@ register(
     Entry(
         "DmSGD",
         lambda: Momentum(GradientDescent(0.005), 0.9),
-        ring,
         1,
         "D-PSGD with the usual momentum, where the agents' data are alike.",
     )
@@ -248,18 +246,15 @@ register(
     Entry(
         "exact diffusion with momentum (EDM)",
         lambda: Momentum(ExactDiffusion(0.25, lazy=True), 0.8, dampened=True),
-        ring,
         1,
         "Momentum on data that differ, on one undirected graph.",
         exact=True,
-        steps=1000,
     )
 )
 register(
     Entry(
         "DecentLaM",
         lambda: DecentLaM(0.02, 0.9),
-        ring,
         1,
         "Momentum and large batches on data that differ, on one undirected graph.",
     )
@@ -268,7 +263,6 @@ register(
     Entry(
         "QG-DmSGD",
         lambda: QuasiGlobalMomentum(0.02, 0.9),
-        ring,
         1,
         "Momentum on data that differ, on any doubly stochastic mixing; the usual choice for deep learning.",
     )
@@ -277,7 +271,6 @@ register(
     Entry(
         "DmSGD, averaged momentum",
         lambda: AveragedMomentum(0.01, 0.9),
-        ring,
         2,
         "Momentum on well connected graphs, such as the exponential ones, at twice the messages.",
     )
@@ -286,7 +279,6 @@ register(
     Entry(
         "DmSGD, momentum and parameters averaged at once",
         lambda: AveragedMomentum(0.01, 0.9, together=True),
-        ring,
         2,
         "As above, as it was first written.",
     )

@@ -10,9 +10,9 @@ from math import gcd
 import networkx as nx
 import numpy as np
 
-from ..topology.reach import Neighbours
+from ..topology.analysis.reach import Neighbours
 from ..topology.schedule import Schedule, as_schedule
-from .weights import TOLERANCE, Ranks, Rounds, RoundWeights
+from .weights import TOLERANCE, Ranks, RoundWeights, ScheduleWeights
 
 LOOKED_AT = 64
 """Rounds of a schedule that are checked when its period is longer, or when it has none."""
@@ -32,7 +32,7 @@ class Facts:
         self.size = self.schedule.size
         period = self.schedule.period
         self.static = period == 1
-        self.rounds = Rounds(self.schedule)
+        self.rounds = ScheduleWeights(self.schedule)
         self.looked_at = min(period or LOOKED_AT, LOOKED_AT)
 
     def first(self, fails: Callable[[RoundWeights], str]) -> str:
@@ -46,7 +46,7 @@ class Facts:
     @cached_property
     def smallest_eigenvalue(self) -> float:
         """Of a static symmetric W; a lower bound where it is only known to some error."""
-        from ..topology.spectrum import smallest_eigenvalue
+        from ..topology.analysis.spectrum import smallest_eigenvalue
 
         found = smallest_eigenvalue(self.schedule)
         return found.value - found.error

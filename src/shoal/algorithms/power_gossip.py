@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad
 
-from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
@@ -103,19 +102,15 @@ register(
     Entry(
         "PowerGossip",
         lambda: PowerGossip(0.05),
-        ring,
         64 / 1000,
         "The shortest messages with nothing to tune, where the parameters are large matrices.",
-        compressed=True,
     )
 )
 register(
     Entry(
         "PowerGossip, one message a step",
         lambda: PowerGossip(0.05, iterations=0.5),
-        ring,
         32 / 1000,
         "As above for half the bytes, as its authors count an iteration.",
-        compressed=True,
     )
 )

@@ -11,7 +11,7 @@ from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
 from .needs import CONNECTED, Need
-from .push_sum import aperiodic, irregular_digraph
+from .push_sum import aperiodic
 from .tracking import check_semi
 
 
@@ -65,32 +65,26 @@ register(
     Entry(
         "push-pull",
         lambda: PushPull(0.08),
-        irregular_digraph,
         2,
         "Data that differ between agents, over one-way links, without push-sum's division by small weights.",
         exact=True,
-        steps=600,
     )
 )
 register(
     Entry(
         "push-pull, semi-ATC",
         lambda: PushPull(0.08, semi=True),
-        irregular_digraph,
         2,
         "As above, as it was first written.",
         exact=True,
-        steps=600,
     )
 )
 register(
     Entry(
         "AB",
         lambda: PushPull(0.08, atc=False),
-        irregular_digraph,
         2,
         "As above, with the exchange hidden behind the gradient.",
         exact=True,
-        steps=600,
     )
 )

@@ -132,24 +132,10 @@ class PushDIGing(PushSum):
         return x, (w, y, new)
 
 
-def irregular_digraph(size: int) -> nx.DiGraph:
-    """A one-way ring, with one-way chords from some agents: strongly connected, no weights, degrees that differ.
-
-    Args:
-        size: Number of agents.
-    """
-    hops = ((1, range(size)), (3, range(0, size, 2)), (size // 2, range(0, size, 3)))
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(size))
-    graph.add_edges_from((rank, (rank + hop) % size) for hop, ranks in hops for rank in ranks)
-    return graph
-
-
 register(
     Entry(
         "push-sum",
         PushSum,
-        irregular_digraph,
         1,
         "The mean of what agents have, over one-way links.",
     )
@@ -158,7 +144,6 @@ register(
     Entry(
         "SGP",
         lambda: SGP(0.02),
-        irregular_digraph,
         1,
         "Training over one-way links, where the agents' data are alike.",
     )
@@ -167,21 +152,17 @@ register(
     Entry(
         "push-sum gradient tracking",
         lambda: PushDIGing(0.03),
-        irregular_digraph,
         2,
         "Data that differ between agents, over one-way links, also where the links change.",
         exact=True,
-        steps=1500,
     )
 )
 register(
     Entry(
         "Push-DIGing",
         lambda: PushDIGing(0.03, atc=False),
-        irregular_digraph,
         2,
         "As above, as it was first written.",
         exact=True,
-        steps=1500,
     )
 )

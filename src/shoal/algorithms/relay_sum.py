@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ..topology.trees import ChainGraph
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
@@ -69,21 +68,17 @@ register(
     Entry(
         "RelaySGD",
         lambda: RelaySum(0.1),
-        ChainGraph,
         1,
         "Data that differ between agents, over few links: a tree.",
         exact=True,
-        steps=2000,
     )
 )
 register(
     Entry(
         "RelaySGD, filled from the start",
         lambda: RelaySum(0.1, fill="start"),
-        ChainGraph,
         1,
         "As above, as its authors' code begins.",
         exact=True,
-        steps=2000,
     )
 )

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..topology.circulant import ring
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .exact import ExactDiffusion
@@ -76,7 +75,6 @@ register(
     Entry(
         "decentralized SVRG, diffusion",
         lambda: DecentralizedSVRG(GradientDescent(0.05), period=20),
-        ring,
         1,
         "Convex problems on samples, to the accuracy of D-PSGD with whole gradients.",
     )
@@ -85,10 +83,8 @@ register(
     Entry(
         "decentralized SVRG, exact diffusion",
         lambda: DecentralizedSVRG(ExactDiffusion(0.05, lazy=True), period=20),
-        ring,
         1,
         "Convex problems on samples, to the optimum, on one undirected graph.",
         exact=True,
-        steps=1500,
     )
 )

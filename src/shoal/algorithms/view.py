@@ -8,7 +8,7 @@ import networkx as nx
 import numpy as np
 
 from ..topology.schedule import Schedule
-from .weights import Form, Ranks, Rounds, Weights
+from .weights import Form, Ranks, ScheduleWeights, Weights
 
 _KEPT = 256
 """Rounds that are remembered; of a schedule without a period they never come again."""
@@ -31,7 +31,7 @@ class View:
     """
 
     def __init__(self, topology: nx.Graph | Schedule, rank: int) -> None:
-        self._rounds, self._rank = Rounds(topology), rank
+        self._rounds, self._rank = ScheduleWeights(topology), rank
         self._parts: dict[tuple[int, str], Part] = {}
         self._neighbours: dict[int, list[int]] = {}
 
@@ -42,7 +42,7 @@ class View:
 
     def part(self, round_: int, form: Form = "mix") -> Part:
         """With the weights W, or those of its row-stochastic (``"pull"``) or column-stochastic (``"push"``) form."""
-        key = self._rounds.turn(round_), form
+        key = self._rounds.schedule.in_period(round_), form
         if key not in self._parts:
             weights = self._rounds[round_]
             used: Weights = getattr(weights, form)
@@ -57,10 +57,10 @@ class View:
 
     def neighbours(self, round_: int) -> list[int]:
         """The agents that this one has links with, both ways."""
-        turn = self._rounds.turn(round_)
-        if turn not in self._neighbours:
+        index = self._rounds.schedule.in_period(round_)
+        if index not in self._neighbours:
             here, there = self._rounds[round_].neighbours
             if len(self._neighbours) >= _KEPT:
                 self._neighbours.clear()
-            self._neighbours[turn] = there[here == self._rank].tolist()
-        return self._neighbours[turn]
+            self._neighbours[index] = there[here == self._rank].tolist()
+        return self._neighbours[index]

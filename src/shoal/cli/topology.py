@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..sim.units import format_seconds, parse_rate, parse_seconds
-from ..topology.analysis import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY, Analysis, analyse
+from ..netmodel.units import format_seconds, parse_rate, parse_seconds
+from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY, Analysis, analyse
 from ..topology.catalog import CATALOG
 from ..topology.schedule import Schedule
 from . import topology_recommend
@@ -211,7 +211,7 @@ def _comparison(found: dict[str, Analysis], args: argparse.Namespace) -> Table:
         "rounds",
         "average age",
         "busiest agent",
-        "card shared by",
+        "NIC shared by",
         "round",
         "time",
     ):
@@ -224,7 +224,7 @@ def _comparison(found: dict[str, Analysis], args: argparse.Namespace) -> Table:
             str(one.rounds),
             str(one.age),
             f"{words.figure(one.traffic.busiest_bytes / 1e6)} MB",
-            str(one.traffic.most_senders_on_a_card),
+            str(one.traffic.most_senders_on_a_nic),
             format_seconds(one.round_seconds),
             format_seconds(one.consensus_seconds),
         )
@@ -249,7 +249,7 @@ def _agents_argument(parser: argparse.ArgumentParser, default: int) -> None:
 
 
 def _machines_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--per-machine", type=count, metavar="K", help="agents on each machine, which share its card")
+    parser.add_argument("--per-machine", type=count, metavar="K", help="agents on each machine, which share its NIC")
 
 
 def _network_arguments(parser: argparse.ArgumentParser) -> None:
@@ -261,7 +261,7 @@ def _network_arguments(parser: argparse.ArgumentParser) -> None:
         type=quantity(parse_rate),
         default=DEFAULT_BANDWIDTH,
         metavar="RATE",
-        help="of a machine's network card, as in 1gbit (10gbit)",
+        help="of a machine's NIC, as in 1gbit (10gbit)",
     )
     megabytes = DEFAULT_BYTES / 1e6
     parser.add_argument(

@@ -15,13 +15,13 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from ..netmodel.candidates import MOST_EDGES
+from ..netmodel.network import Link, Network
+from ..netmodel.recommendation import Recommendation, recommend
+from ..netmodel.training import COMPRESSION, DIFFERENCE, Training, parse_compression
+from ..netmodel.units import format_rate, format_seconds, parse_rate, parse_seconds
 from ..progress_bar import shown
-from ..sim.candidates import MOST_EDGES
-from ..sim.network_model import Link, Network
-from ..sim.recommend import Recommendation, recommend
-from ..sim.training import COMPRESSION, DIFFERENCE, Training, parse_compression
-from ..sim.units import format_rate, format_seconds, parse_rate, parse_seconds
-from ..topology.analysis import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
+from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
 from ..world.launch import detect
 from . import topology_words as words
 from .topology_arguments import above_zero, count, quantity, zero_or_more
@@ -39,27 +39,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", "--agents", type=count, metavar="N", help=f"how many agents ({DEFAULT_AGENTS}; those that measure)"
     )
-    parser.add_argument("--per-machine", type=count, metavar="K", help="agents on each machine, sharing its card (1)")
+    parser.add_argument("--per-machine", type=count, metavar="K", help="agents on each machine, sharing its NIC (1)")
     parser.add_argument(
         "--latency", type=quantity(parse_seconds), metavar="TIME", help="between machines, as in 5ms (50us)"
     )
     parser.add_argument(
-        "--bandwidth", type=quantity(parse_rate), metavar="RATE", help="of a machine's card, as in 1gbit (10gbit)"
+        "--bandwidth", type=quantity(parse_rate), metavar="RATE", help="of a machine's NIC, as in 1gbit (10gbit)"
     )
     parser.add_argument(
         "--upload",
         type=quantity(parse_rate),
         metavar="RATE",
-        help="of a card, out of the machine, where that is not --bandwidth",
+        help="of a NIC, out of the machine, where that is not --bandwidth",
     )
     parser.add_argument(
-        "--download", type=quantity(parse_rate), metavar="RATE", help="of a card, into the machine, likewise"
+        "--download", type=quantity(parse_rate), metavar="RATE", help="of a NIC, into the machine, likewise"
     )
     parser.add_argument(
         "--overhead",
         type=quantity(parse_seconds),
         metavar="TIME",
-        help="for which each message occupies a card besides its bytes (0)",
+        help="for which each message occupies a NIC besides its bytes (0)",
     )
     parser.add_argument(
         "--inside-bandwidth",
@@ -129,10 +129,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _described(args: argparse.Namespace) -> Network:
     inside = Link(bandwidth=args.inside_bandwidth or math.inf)
-    return Network(args.agents or DEFAULT_AGENTS, _card(args), args.per_machine or 1, inside)
+    return Network(args.agents or DEFAULT_AGENTS, _nic(args), args.per_machine or 1, inside)
 
 
-def _card(args: argparse.Namespace) -> Link:
+def _nic(args: argparse.Namespace) -> Link:
     if args.bandwidth and args.upload and args.download:
         raise ValueError("--bandwidth beside both --upload and --download says nothing. Leave it out.")
     latency = DEFAULT_LATENCY if args.latency is None else args.latency
@@ -143,7 +143,7 @@ def _card(args: argparse.Namespace) -> Link:
 
 def _measured(args: argparse.Namespace) -> Network | None:
     """The network as agents find it, with what the command line says of it put in; None on agents other than rank 0."""
-    from ..sim.probe import Measured, measure, measure_here
+    from ..netmodel.probe import Measured, measure, measure_here
 
     if args.inside_bandwidth is not None:
         raise ValueError("--inside-bandwidth is what --measure measures. Leave out one of the two.")
@@ -169,7 +169,7 @@ def _measured(args: argparse.Namespace) -> Network | None:
                 "Give --latency and --bandwidth of the network between machines, or run this with shoal run --nnodes."
             )
         return Network(agents, Link(), agents, found.inside or Link())
-    between = _card(args) if found.between is None or said else found.between
+    between = _nic(args) if found.between is None or said else found.between
     return Network(agents, between, args.per_machine or found.agents_per_machine, found.inside or Link())
 
 
@@ -207,7 +207,7 @@ def _in_words(network: Network, nbytes: float) -> str:
     inside, between = network.inside, network.between
     said = [f"{network.size} agents on {network.machines} machine{'' if network.machines == 1 else 's'}"]
     if network.machines > 1:
-        said.append(f"a card {_link_in_words(between)}")
+        said.append(f"a NIC {_link_in_words(between)}")
     if inside != Link():
         said.append(f"a port inside {_link_in_words(inside)}")
     return f"{', '.join(said)}; {nbytes / 1e6:g} MB to average"

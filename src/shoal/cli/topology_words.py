@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from ..topology.analysis import Analysis
+from ..topology.analysis.overview import Analysis
 from ..topology.catalog import CATALOG, Topology
 from ..topology.schedule import Schedule
 
@@ -126,7 +126,7 @@ def costs(analysis: Analysis) -> Rows:
         ("messages a round, all agents", figure(traffic.messages)),
     ]
     if analysis.agents_per_machine > 1:
-        rows.append(("agents that share a network card at once", str(traffic.most_senders_on_a_card)))
+        rows.append(("agents that share a NIC at once", str(traffic.most_senders_on_a_nic)))
     return rows
 
 

@@ -12,11 +12,11 @@ from .bluefog import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .bluefog import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .bluefog import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .checkpoint import Checkpoint as Checkpoint
-from .consensus import consensus as consensus
-from .consensus import consensus_distance as consensus_distance
-from .metrics import Metric as Metric
-from .metrics import Metrics as Metrics
-from .metrics import metrics as metrics
+from .mean_model import consensus as consensus
+from .mean_model import consensus_distance as consensus_distance
+from .metric import Metric as Metric
+from .metric import Metrics as Metrics
+from .metric import metrics as metrics
 from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer
 from .rounds import CommunicationType as CommunicationType
 from .rounds import Settings as Settings

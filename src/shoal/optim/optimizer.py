@@ -76,7 +76,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             and ``step()`` waits. Not with gradient clipping, a closure or a GradScaler, which need all gradients first.
         bucket_bytes: How much goes into one message: 16 MiB, or 4 MiB with ``overlap="backward"``, if not given.
         name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent. If
-            none is given, the how manieth optimizer without a name it is of its agent.
+            none is given, the n-th optimizer without a name of one agent goes with the n-th of every other.
         mix_state: State of the wrapped optimizer that is averaged beside the parameters, in the same rounds with the
             same weights: ``("exp_avg_sq",)`` for Adam. Each is as many bytes as the parameters. If none is given,
             none; for Adam and its like with a warning, which an empty tuple leaves out.

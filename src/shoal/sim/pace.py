@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from ..netmodel.allreduce import direct_allreduce, hierarchical, tree_allreduce
+from ..netmodel.messages import Messages, Step, messages_of_round
+from ..netmodel.network import Floats, Network
+from ..netmodel.simulation import simulate
 from ..topology.schedule import Schedule
-from .allreduce import direct_allreduce, hierarchical, tree_allreduce
-from .messages import Messages, Step, messages_of_round
-from .network_model import Floats, Network
-from .simulate import simulate
 
 _PERIODS = 4
 """That are played at first; more, if agents still drift apart at their end."""
@@ -57,8 +57,8 @@ class Pace:
     """Predicts the time of steps.
 
     An agent computes, and then makes its exchanges one after the other, each when what it needs of the one before has
-    come. An average of all is :func:`~shoal.sim.direct_allreduce`, as Shoal's own is, up to 256 agents, and
-    :func:`~shoal.sim.tree_allreduce` above.
+    come. An average of all is :func:`~shoal.netmodel.direct_allreduce`, as Shoal's own is, up to 256 agents, and
+    :func:`~shoal.netmodel.tree_allreduce` above.
 
     Args:
         network: of as many agents as the schedule.
@@ -109,17 +109,17 @@ class Pace:
     def _play(self, rounds: int, said: tuple[Said, ...], known: dict[int, Step]) -> Floats:
         """When each agent had ended each of the first rounds, [rounds, agents]."""
         period = self._schedule.period or rounds
-        for turn in range(min(rounds, period)):
-            if turn not in known:
-                known[turn] = self._step(turn, said)
+        for index in range(min(rounds, period)):
+            if index not in known:
+                known[index] = self._step(index, said)
         steps = [known[number % period] for number in range(rounds)]
         return simulate(self._network, steps, self._compute).ended
 
-    def _step(self, turn: int, said: tuple[Said, ...]) -> Step:
+    def _step(self, round_: int, said: tuple[Said, ...]) -> Step:
         step: list[Messages] = []
         for to, nbytes in said:
             if to == "neighbours":
-                step.append(messages_of_round(self._schedule, turn, nbytes))
+                step.append(messages_of_round(self._schedule, round_, nbytes))
             elif to == "all":
                 average = direct_allreduce if self._network.size <= _MOST_DIRECT else tree_allreduce
                 step.extend(average(self._network.size, nbytes))

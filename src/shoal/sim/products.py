@@ -137,8 +137,8 @@ def _pieces(
     """Rows of ``out``, and for each hop the rows of x that belong to them."""
     size = len(x)
     # Between two of these no term goes around the end of x.
-    turns = sorted({0, size, *hops})
-    for first, last in pairwise(turns):
+    breaks = sorted({0, size, *hops})
+    for first, last in pairwise(breaks):
         for begin, end in _blocks(x, first, last) if in_blocks else [(first, last)]:
             starts = [(begin - hop) % size for hop in hops]
             yield out[begin:end], [x[start : start + end - begin] for start in starts]

@@ -29,7 +29,7 @@ class Edges(NamedTuple):
     weight: Weights
 
 
-class View:
+class RoundEdges:
     """The edges of one round, from which each agent reads off its own part."""
 
     def __init__(self, edges: Edges) -> None:

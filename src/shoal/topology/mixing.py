@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ._validate import as_digraph, as_int, as_weight, check_rank, check_size
-from .graphs import GetRecvWeights
-from .weights import as_matrix
+from .weights import GetRecvWeights, as_matrix
 
 
 @dataclass(frozen=True, init=False, repr=False)

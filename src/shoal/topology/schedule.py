@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ._edges import Edges as Edges
-from ._edges import View, assemble
+from ._edges import RoundEdges, assemble
 from ._validate import as_digraph, as_int, check_rank
 from .mixing import Mixing
 from .weights import as_matrix
@@ -61,6 +61,13 @@ class Schedule(ABC):
         the edges may be so; hops are 0 to n - 1, and 0 is the agent itself.
         """
         return None
+
+    def in_period(self, round: int) -> int:
+        """The index of a round in its period, 0 to period - 1: that of the first round that is the same.
+
+        Without a period it is the round itself.
+        """
+        return round if self.period is None else round % self.period
 
     def matrix(self, round: int) -> NDArray[np.float64]:
         """The mixing matrix W of a round, float64 [n, n]."""
@@ -109,23 +116,22 @@ class EdgeSchedule(Schedule):
 
     def edges(self, round: int) -> Edges:
         """The round of all agents at once; the arrays are shared and read-only."""
-        return self._view(round).edges
+        return self._round(round).edges
 
     def mixing(self, round: int, rank: int) -> Mixing:
         round, rank = self._check(round, rank)
-        return self._view(round).mixing(rank)
+        return self._round(round).mixing(rank)
 
-    def _view(self, round: int) -> View:
-        round = self._check_round(round)
-        return self._views(round if self.period is None else round % self.period)
+    def _round(self, round: int) -> RoundEdges:
+        return self._recent(self.in_period(self._check_round(round)))
 
     @cached_property
-    def _views(self) -> Callable[[int], View]:
-        return lru_cache(maxsize=_RECENT_ROUNDS)(lambda round: View(self._edges(round)))
+    def _recent(self) -> Callable[[int], RoundEdges]:
+        return lru_cache(maxsize=_RECENT_ROUNDS)(lambda round: RoundEdges(self._edges(round)))
 
     def __getstate__(self) -> dict[str, object]:
         # Rounds that were kept are not worth sending, and the cache around them cannot be pickled.
-        return {name: value for name, value in self.__dict__.items() if name != "_views"}
+        return {name: value for name, value in self.__dict__.items() if name != "_recent"}
 
 
 class Static(EdgeSchedule):

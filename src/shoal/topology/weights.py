@@ -15,7 +15,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._validate import as_digraph, as_weight
+from ._validate import as_digraph, as_weight, check_rank
 
 TOLERANCE = 1e-6
 """How far a sum may be from one, and an entry from its mirror image, for `classify` to count them as equal.
@@ -157,6 +157,28 @@ def with_weights(support: nx.Graph | ArrayLike, weights: ArrayLike) -> nx.DiGrap
     return weighted
 
 
+def GetRecvWeights(topo: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]:
+    """Row `rank` of W as ``(self_weight, {source: weight})``, sources ascending; self_weight 0.0 without a self loop.
+
+    Raises:
+        ValueError: `rank` is not in the graph.
+    """
+    digraph = as_digraph(topo)
+    rank = check_rank(rank, digraph.number_of_nodes())
+    return _split(rank, {source: digraph.edges[source, rank] for source in digraph.predecessors(rank)})
+
+
+def GetSendWeights(topo: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]:
+    """Column `rank` of W as ``(self_weight, {destination: weight})``, destinations ascending.
+
+    Raises:
+        ValueError: `rank` is not in the graph.
+    """
+    digraph = as_digraph(topo)
+    rank = check_rank(rank, digraph.number_of_nodes())
+    return _split(rank, {destination: digraph.edges[rank, destination] for destination in digraph.successors(rank)})
+
+
 def _empty(size: int) -> nx.DiGraph:
     graph = nx.DiGraph()
     graph.add_nodes_from(range(size))
@@ -175,3 +197,8 @@ def _support_matrix(support: nx.Graph | ArrayLike) -> NDArray[np.bool_]:
         allowed = np.asarray(as_matrix(given.astype(np.float64) if given.dtype.kind == "b" else given) != 0)
     np.fill_diagonal(allowed, True)
     return allowed
+
+
+def _split(rank: int, edges: dict[int, dict[str, float]]) -> tuple[float, dict[int, float]]:
+    weights = {peer: as_weight(edges[peer].get("weight", 1.0), f"the edge with {peer}") for peer in sorted(edges)}
+    return weights.pop(rank, 0.0), weights

@@ -18,9 +18,8 @@ import numpy as np
 
 from ..engine.engine import Engine
 from ..errors import NotInitialized
-from ..topology import Mixing, classify, mixing_matrix, with_uniform_weights
+from ..topology import ExponentialTwoGraph, Mixing, classify, mixing_matrix, with_uniform_weights
 from ..topology._validate import as_weight
-from ..topology.graphs import ExponentialTwoGraph
 from .launch import Launch
 from .rendezvous import Store
 

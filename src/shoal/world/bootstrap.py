@@ -94,7 +94,7 @@ def _init(mine: AgentContext, topology_fn: Callable[[int], nx.DiGraph] | None, i
 
 
 def _default_graph(size: int) -> nx.DiGraph:
-    from ..topology.graphs import ExponentialTwoGraph
+    from ..topology import ExponentialTwoGraph
 
     return ExponentialTwoGraph(size)
 

@@ -9,7 +9,7 @@ import torch
 
 from ..engine.events import Events
 from ..engine.membership import View
-from ..topology.graphs import ExponentialTwoGraph
+from ..topology import ExponentialTwoGraph
 from .agent import agent_context, current
 
 log = logging.getLogger("shoal")

@@ -1,0 +1,169 @@
+"""The messages that are under way, and what they become in a moment: the part of the simulation that is arrays.
+
+A message is a volume that is sent at the rate that it gets, and arrives some time after. An overhead counts as volume,
+so that messages that share a NIC wait for each other's overheads, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .fair import fair_rates
+from .messages import Messages
+from .network import Floats, Ints, Network, Ways
+
+SAME_MOMENT = 1e-12
+"""Relative difference below which two times are one."""
+_DONE = 1e-9
+"""Share of a message below which what is left of it is rounding."""
+
+
+class Exchange(NamedTuple):
+    """One exchange on a network, its messages ordered by source; each array [messages] but for the first and last.
+
+    Attributes:
+        first: [agents + 1], where the messages of each agent begin.
+        destination: of each message.
+        shared: [messages, 5], what it shares, as indices of a capacity.
+        latency: seconds.
+        volume: bytes, with what its overhead costs.
+        expected: [agents], messages that each agent waits for.
+    """
+
+    first: Ints
+    destination: Ints
+    shared: Ints
+    latency: Floats
+    volume: Floats
+    expected: Ints
+
+
+def prepare(network: Network, all_messages: Sequence[Messages]) -> tuple[list[Exchange], Floats]:
+    """Exchanges, and the capacity of all that their messages share: what the network has, then single links.
+
+    Exchanges of the same messages, as an object, are the same.
+
+    Raises:
+        ValueError: a message names an agent beyond the network.
+    """
+    distinct = {id(messages): messages for messages in all_messages}
+    sorted_ways = {key: _Sorted.of(network, messages) for key, messages in distinct.items()}
+    pairs, limits = (
+        np.concatenate([np.empty(0, kind), *columns])
+        for kind, columns in (
+            (np.int64, [one.pairs[np.isfinite(one.ways.limit)] for one in sorted_ways.values()]),
+            (np.float64, [one.ways.limit[np.isfinite(one.ways.limit)] for one in sorted_ways.values()]),
+        )
+    )
+    links, where = np.unique(pairs, return_index=True)
+    exchanges = {key: _exchange(network, one, links) for key, one in sorted_ways.items()}
+    return [exchanges[id(messages)] for messages in all_messages], np.concatenate([network.capacity, limits[where]])
+
+
+class _Sorted(NamedTuple):
+    source: Ints
+    destination: Ints
+    nbytes: Floats
+    pairs: Ints
+    ways: Ways
+
+    @classmethod
+    def of(cls, network: Network, messages: Messages) -> _Sorted:
+        if len(messages) and max(messages.source.max(), messages.destination.max()) >= network.size:
+            raise ValueError(f"a message names an agent beyond the {network.size} of the network.")
+        order = np.argsort(messages.source, kind="stable")
+        source, destination = messages.source[order], messages.destination[order]
+        pairs = source * network.size + destination
+        return cls(source, destination, messages.nbytes[order], pairs, network.ways(source, destination))
+
+
+def _exchange(network: Network, one: _Sorted, links: Ints) -> Exchange:
+    ways = one.ways
+    # The network's last capacity is the one without limit, and the links come behind it.
+    without_limit = len(network.capacity) - 1
+    link = np.where(np.isfinite(ways.limit), without_limit + 1 + np.searchsorted(links, one.pairs), without_limit)
+    # What an overhead costs, in bytes at the rate that the message has when it is alone. On a way without limit there
+    # is no such rate: there only the latency can stand for it.
+    free = np.isinf(ways.alone)
+    overhead = np.where(free, 0.0, ways.overhead) * np.where(free, 0.0, ways.alone)
+    return Exchange(
+        first=np.searchsorted(one.source, np.arange(network.size + 1)),
+        destination=one.destination,
+        shared=np.concatenate([ways.shared, link[:, None]], axis=1),
+        latency=ways.latency + free * ways.overhead,
+        volume=one.nbytes + overhead,
+        expected=np.bincount(one.destination, minlength=network.size),
+    )
+
+
+class Flows:
+    """The messages that are being sent at this moment.
+
+    Args:
+        capacity: of all that they share, in bytes a second.
+
+    Attributes:
+        now: the moment, in seconds.
+    """
+
+    def __init__(self, capacity: Floats) -> None:
+        self.now = 0.0
+        self._capacity = capacity
+        self._shared: Ints = np.empty((0, 5), np.int64)
+        self._numbers: Ints = np.empty((0, 2), np.int64)
+        """Exchange and destination."""
+        self._amounts: Floats = np.empty((0, 3))
+        """Latency, volume, and what is left of it."""
+        self._rates: Floats | None = None
+
+    def __len__(self) -> int:
+        return len(self._shared)
+
+    def add(self, number: int, exchange: Exchange, senders: Ints) -> None:
+        """Begin to send the messages of some agents in exchange `number`."""
+        begin, end = exchange.first[senders], exchange.first[senders + 1]
+        counts = end - begin
+        total = int(counts.sum())
+        if not total:
+            return
+        chosen = np.arange(total) + np.repeat(begin - np.cumsum(counts) + counts, counts)
+        volume = exchange.volume[chosen]
+        numbers = np.stack([np.full(total, number), exchange.destination[chosen]], axis=1)
+        amounts = np.stack([exchange.latency[chosen], volume, volume], axis=1)
+        self._shared = np.concatenate([self._shared, exchange.shared[chosen]])
+        self._numbers = np.concatenate([self._numbers, numbers])
+        self._amounts = np.concatenate([self._amounts, amounts])
+        self._rates = None
+
+    def advance(self, due: float) -> list[tuple[float, Ints, Ints]]:
+        """Move to `due`, or to when the first message has been sent if that is sooner.
+
+        Returns:
+            The messages that have been sent: latency, exchanges, destinations.
+        """
+        if not len(self):
+            self.now = due
+            return []
+        if self._rates is None:
+            self._rates = fair_rates(self._shared, self._capacity)
+        _, volume, left = self._amounts.T
+        needed = left / self._rates
+        elapsed = min(due - self.now, float(needed.min()))
+        self.now += elapsed
+        # What nothing limits is sent at once: its infinite rate times no time is no number.
+        at_once = np.isinf(self._rates)
+        left -= np.where(at_once, left, np.where(at_once, 0.0, self._rates) * elapsed)
+        sent = (left <= _DONE * volume) | (needed <= elapsed * (1 + SAME_MOMENT))
+        if not sent.any():
+            return []
+        numbers, latencies = self._numbers[sent], self._amounts[sent, 0]
+        going = ~sent
+        self._shared, self._numbers, self._amounts = self._shared[going], self._numbers[going], self._amounts[going]
+        self._rates = None
+        return [
+            (float(latency), numbers[latencies == latency, 0], numbers[latencies == latency, 1])
+            for latency in np.unique(latencies)
+        ]

@@ -1,0 +1,139 @@
+"""Measures a network with the agents that are on it: what a port inside a machine and a NIC between machines can do.
+
+Each agent sends to one, two or three others at once, and receives from as many, small tensors and large ones, by
+Shoal's own operation; the network model is fitted to how long that took. ``python -m shoal.netmodel.probe`` is what an
+agent runs; :func:`measure_here` starts some on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+import shoal
+
+from .fit import Observation, fit_link
+from .network import Link
+
+SIZES = (1_000, 64_000, 1_000_000, 8_000_000)
+"""Bytes of the tensors, smallest first."""
+MOST_DEGREE = 3
+REPETITIONS = 7
+SLOW_SECONDS = 2.0
+"""Once a message takes longer than this, no larger one is tried."""
+_FEWEST_SIZES = 2
+_DEADLINE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What agents found out about the network between them.
+
+    Attributes:
+        agents: how many took part.
+        agents_per_machine: on each machine; 1 if machines differ.
+        inside: an agent's port, while all agents use theirs; None if every machine has one agent.
+        between: a machine's NIC, while one agent of each machine uses it; None if there is one machine.
+    """
+
+    agents: int
+    agents_per_machine: int
+    inside: Link | None
+    between: Link | None
+
+
+def measure() -> Measured:
+    """The part of every agent, after ``shoal.init()``. All must call it; all get the same result.
+
+    Raises:
+        ValueError: there is a single agent, or the times make no sense.
+    """
+    size, rank = shoal.size(), shoal.rank()
+    if size < 2:
+        raise ValueError("a network is measured between agents, and there is one. Start more: shoal run -n 2 ...")
+    local = shoal.local_size() if shoal.is_homogeneous() else 1
+    machine = rank // local
+    inside = _fitted(list(range(machine * local, (machine + 1) * local))) if local > 1 else None
+    first = [rank for rank in range(size) if rank % local == 0] if shoal.is_homogeneous() else _first_of_each_machine()
+    between = _fitted(first) if len(first) > 1 else None
+    return Measured(size, local, inside, between)
+
+
+def measure_here(agents: int) -> Measured:
+    """Measure with so many processes on this machine, started for it.
+
+    Raises:
+        RuntimeError: they failed; the message ends with what they wrote.
+    """
+    command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(agents), "-m", "shoal.netmodel.probe"]
+    # They meet elsewhere than the agents of a job whose variables are still set.
+    environ = {name: text for name, text in os.environ.items() if name not in ("SHOAL_RENDEZVOUS", "SHOAL_TIMELINE")}
+    done = subprocess.run(
+        command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE_SECONDS
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"measuring with {agents} agents failed (status {done.returncode}): {done.stderr.strip()}")
+    told = json.loads(lines[-1])
+    for name in ("inside", "between"):
+        told[name] = Link(**told[name]) if told[name] else None
+    return Measured(**told)
+
+
+def _first_of_each_machine() -> list[int]:
+    machines = shoal.allgather(torch.tensor([shoal.machine_rank()])).tolist()
+    return sorted({machine: rank for rank, machine in reversed(list(enumerate(machines)))}.values())
+
+
+def _fitted(group: Sequence[int]) -> Link:
+    """The link among the agents of `group`. Every agent calls it, with the group that it would belong to."""
+    observations: list[Observation] = []
+    for degree in range(1, min(MOST_DEGREE, len(group) - 1) + 1):
+        for count, nbytes in enumerate(SIZES):
+            seconds = _timed(group, degree, nbytes)
+            observations.append(Observation(degree, nbytes, seconds))
+            if seconds > SLOW_SECONDS and count + 1 >= _FEWEST_SIZES:
+                break
+    return fit_link(observations)
+
+
+def _timed(group: Sequence[int], degree: int, nbytes: int) -> float:
+    """Seconds of one exchange on the slowest agent; the median. The same on all agents."""
+    rank = shoal.rank()
+    x = torch.zeros(nbytes // 4)
+    out = torch.empty_like(x)
+    share = 1 / (degree + 1)
+    taken = []
+    for _ in range(REPETITIONS + 1):
+        shoal.barrier()
+        start = time.perf_counter()
+        if rank in group:
+            place = group.index(rank)
+            ahead = [group[(place + hop) % len(group)] for hop in range(1, degree + 1)]
+            behind = [group[(place - hop) % len(group)] for hop in range(1, degree + 1)]
+            shoal.neighbor_allreduce(x, share, dict.fromkeys(behind, share), ahead, enable_topo_check=False, out=out)
+        taken.append(time.perf_counter() - start)
+    slowest = shoal.allreduce(torch.tensor(taken[1:], dtype=torch.float64), op="max")
+    return float(statistics.median(slowest.tolist()))
+
+
+def main() -> None:
+    """Measure, and print the result on rank 0 as a line of JSON."""
+    torch.set_num_threads(1)
+    shoal.init()
+    found = measure()
+    if shoal.rank() == 0:
+        print(json.dumps(asdict(found)), flush=True)
+    shoal.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""Which topology? Ranks those of the catalog by the predicted time until all agents agree, and by what training costs.
+
+Agreeing to an error takes a number of rounds, which is the topology's (:mod:`shoal.topology.analysis.consensus`), and
+each takes a time, which is the network's (:mod:`shoal.netmodel.simulation`). Training is not the same as agreeing: it
+averages every few steps, and agrees as well as the topology lets it meanwhile. What that costs is in
+:mod:`shoal.netmodel.training`, and which topologies can be trained with at all is what the algorithms say of
+themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ..topology.analysis.consensus import EXACT, rounds_to
+from ..topology.families.compose import AllReduce, Kronecker
+from ..topology.schedule import Schedule
+from .candidates import Way, ways
+from .messages import Step
+from .network import Network
+from .operations import ALLREDUCE, HIERARCHICAL, NEIGHBOR
+from .simulation import simulate
+from .training import Training, steps_apart
+from .units import format_seconds
+
+AS_FAST = 0.05
+"""Times that differ by less are equal: the model is not better than that, and fewer rounds are worth more."""
+
+_WINDOW = 24
+"""Rounds that are played at most; the others are taken to go on like the second half of them."""
+_MUCH = 1.5
+"""How many times as much is worth a word."""
+_LONGEST_EXACT = 64
+_BARE_ROUNDS = 4
+_PERIODS, _LONGEST_PERIOD = 4, 64
+"""Of training, that are played; of a longer one, and of none, as many rounds as of all others."""
+_PLAIN = Training()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to average on this network.
+
+    Attributes:
+        name: of the topology, or of the all-reduce.
+        operation: what carries out its rounds; several are joined by " and ".
+        rounds: to the error; None if it never gets there, or nobody knows.
+        exact: they end with the exact mean of all.
+        seconds_per_round: predicted, on average.
+        waiting_share: of a round, what a tensor of no bytes would take: latency and overheads.
+        models_on_a_nic: of a round, what the busiest NIC sends or receives, in tensors of the model; on average.
+        seconds: predicted, to the error; infinite if `rounds` is None.
+        why: a sentence.
+        refused: why it cannot be trained with; empty if it can.
+        trained_by: the operation that an optimizer carries out its rounds with.
+        seconds_per_step: of training, computing and messages, on average.
+        steps_apart: how far agents are from their mean meanwhile, in local steps; see
+            :func:`~shoal.netmodel.training.steps_apart`.
+        training_seconds: `seconds_per_step`, times how many more steps it takes than if agents were together; infinite
+            if it is refused.
+        schedule: its rounds, of all agents; None for an all-reduce.
+    """
+
+    name: str
+    operation: str
+    rounds: int | None
+    exact: bool
+    seconds_per_round: float
+    waiting_share: float
+    models_on_a_nic: float
+    seconds: float
+    why: str = ""
+    refused: str = ""
+    trained_by: str = ""
+    seconds_per_step: float = math.inf
+    steps_apart: float = math.inf
+    training_seconds: float = math.inf
+    schedule: Schedule | None = None
+
+    @property
+    def topology(self) -> Schedule | None:
+        """The ``topology=`` of an optimizer that trains with it: of machines, if they average; None for an all-reduce.
+
+        Machines average with ``communication_type=CommunicationType.hierarchical_neighbor_allreduce``.
+        """
+        if self.trained_by == HIERARCHICAL and isinstance(self.schedule, Kronecker):
+            return self.schedule.between
+        return self.schedule
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What :func:`recommend` found.
+
+    Attributes:
+        network, nbytes, error, training: as given.
+        candidates: the fastest to agree first, among equals the one of the fewest rounds; those that never agree last.
+        passed_over: ``{name: why}`` for topologies that cannot be made, or timed, for this number of agents.
+    """
+
+    network: Network
+    nbytes: float
+    error: float
+    candidates: tuple[Candidate, ...]
+    passed_over: dict[str, str]
+    training: Training = _PLAIN
+
+    @property
+    def to_train(self) -> tuple[Candidate, ...]:
+        """Those that can be trained with, and agree: the cheapest first, among equals the one of the fewest rounds."""
+        able = [one for one in self.candidates if not one.refused and one.rounds is not None]
+        return tuple(_ranked(able, lambda one: one.training_seconds, lambda one: (_many(one.rounds), one.steps_apart)))
+
+    def ties(self) -> list[list[Candidate]]:
+        """The candidates in their order, those together that cost the same for the same reasons."""
+        groups: list[list[Candidate]] = []
+        for one in self.candidates:
+            if groups and _is_told_as(one, groups[-1][0]):
+                groups[-1].append(one)
+            else:
+                groups.append([one])
+        return groups
+
+    def advice(self) -> list[str]:
+        """What to take, in sentences: the best to agree, the best that is no all-reduce, and the best to train with."""
+        best = self.candidates[0]
+        equals = f" Times within {AS_FAST:.0%} count as equal, and fewer rounds decide."
+        said = [f"To agree to {self.error:g}, take {best.name} ({best.operation}): {best.why}.{equals}"]
+        gossip = next((one for one in self.candidates if one.operation != ALLREDUCE), best)
+        if gossip is not best and math.isfinite(gossip.seconds):
+            times = f"{gossip.seconds / best.seconds:.2g} times as long"
+            said.append(f"Of those that talk to neighbours only, take {gossip.name} ({gossip.operation}), {times}.")
+        return [*said, *_advice_to_train(self.to_train, self.training)]
+
+
+def recommend(
+    network: Network,
+    nbytes: float,
+    error: float = 1e-3,
+    *,
+    training: Training = _PLAIN,
+    watched: Callable[[Sequence[Way]], Iterable[Way]] = iter,
+) -> Recommendation:
+    """Rank every topology of the catalog, and the all-reduces, for a network. For a thousand agents it takes a minute.
+
+    Args:
+        network: what is between the agents.
+        nbytes: of one agent's tensors, the model.
+        error: the consensus error to reach, relative to that of the start, above 0.
+        training: local steps, compression, how much agents' data differ: what training with it will be like.
+        watched: goes through the ways to average for it, one by one, and may show how far it is.
+
+    Raises:
+        ValueError: fewer than two agents, an error or a size that is not above 0, or a network on which no message
+            takes any time.
+    """
+    if network.size < 2:
+        raise ValueError("a single agent has nobody to agree with. Pass at least 2 agents.")
+    if not 0 < nbytes < math.inf:
+        raise ValueError(f"the model has {nbytes} bytes. Pass a number above 0.")
+    if not 0 < error < 1:
+        raise ValueError(f"error is {error}. Pass a number between 0 and 1, such as 1e-3; the start's is 1.")
+    possible, passed_over = ways(network.size, network.agents_per_machine)
+    found = []
+    for way in watched(possible):
+        one = _candidate(network, way, nbytes, error)
+        if way.schedule is not None and one.operation == ALLREDUCE:
+            passed_over[way.name] = "for so many agents it is an all-reduce of all in every round"
+        else:
+            found.append(_trained(network, way, nbytes, training, one))
+    if not any(one.seconds_per_round for one in found):
+        raise ValueError(
+            "no message takes any time on this network, so there is nothing to rank by. Say what an agent can send "
+            "inside its machine (inside=Link(...) of Network, --inside-bandwidth), or measure it (--measure)."
+        )
+    ranked = _ranked(found, lambda one: one.seconds, lambda one: (_many(one.rounds), not one.exact))
+    told = tuple(replace(one, why=_why(one) + _fault(one, ranked[0])) for one in ranked)
+    return Recommendation(network, nbytes, error, told, passed_over, training)
+
+
+def _candidate(network: Network, way: Way, nbytes: float, error: float) -> Candidate:
+    needed = _rounds(way, error)
+    played = min(_WINDOW, needed or _WINDOW)
+    operations = way.operations(nbytes, played)
+    steps = [operation.step for operation in operations]
+    timed = _timed(network, steps, needed or played)
+    bare = [operation.step for operation in way.operations(0.0, min(played, _BARE_ROUNDS))]
+    idle = _timed(network, bare, len(bare))
+    loads = {id(step): _through_a_nic(network, step) for step in steps}
+    return Candidate(
+        name=way.name,
+        operation=" and ".join(sorted({operation.name for operation in operations})),
+        rounds=needed,
+        # What takes longer only comes closer and closer.
+        exact=way.schedule is None
+        or (needed is not None and needed <= _LONGEST_EXACT and _rounds(way, EXACT) == needed),
+        seconds_per_round=timed.per_round,
+        waiting_share=min(1.0, idle.per_round / timed.per_round) if timed.total else 0.0,
+        models_on_a_nic=float(np.mean([loads[id(step)] for step in steps])) / nbytes,
+        seconds=math.inf if needed is None else timed.total,
+        schedule=way.schedule,
+    )
+
+
+def _rounds(way: Way, error: float) -> int | None:
+    if way.schedule is None:
+        return 1
+    return rounds_to(way.schedule, error, second_buffer=way.second_buffer).at_most
+
+
+def _trained(network: Network, way: Way, nbytes: float, training: Training, one: Candidate) -> Candidate:
+    """The same with what training on it costs."""
+    if way.second_buffer:
+        return replace(one, refused="training mixes parameters by W alone, and has no second buffer")
+    refused = "" if way.schedule is None else training.refuses(way.schedule)
+    if refused:
+        return replace(one, refused=refused)
+    trained_by = _trained_by(way.schedule, network, training)
+    if (
+        trained_by == one.operation
+        and training.message(nbytes, trained_by) == nbytes
+        and _is_typical(one, way.schedule)
+    ):
+        per_round = one.seconds_per_round
+    else:
+        per_round = _seconds_of_training(network, way, training.message(nbytes, trained_by), trained_by)
+    per_step = training.seconds_per_step(per_round)
+    apart = steps_apart(way.schedule, training.local_steps, training.kept)
+    cost = per_step * training.times_the_steps(apart)
+    return replace(one, trained_by=trained_by, seconds_per_step=per_step, steps_apart=apart, training_seconds=cost)
+
+
+def _trained_by(schedule: Schedule | None, network: Network, training: Training) -> str:
+    """An optimizer has one operation for all rounds."""
+    if schedule is None:
+        return ALLREDUCE
+    between = (
+        schedule.between if isinstance(schedule, Kronecker) and isinstance(schedule.inside, AllReduce) else schedule
+    )
+    of_machines = 1 < schedule.size // between.size == network.agents_per_machine
+    return HIERARCHICAL if of_machines and training.compressor is None else NEIGHBOR
+
+
+def _seconds_of_training(network: Network, way: Way, message: float, trained_by: str) -> float:
+    """Of a round, on average over all that there are."""
+    run = way.messages if way.messages is not None and trained_by == NEIGHBOR else way.operations
+    period = _period(way.schedule)
+    rounds = period * max(1, min(_PERIODS, _WINDOW // period)) if period <= _LONGEST_PERIOD else _WINDOW
+    steps = [operation.step for operation in run(message, rounds)]
+    return simulate(network, steps).seconds_per_step(skip=period if rounds > period else 0)
+
+
+def _is_typical(one: Candidate, schedule: Schedule | None) -> bool:
+    """Whether the rounds to the error stand for all rounds: an exact schedule may be done before its costly ones."""
+    period = _period(schedule)
+    return one.rounds is not None and (one.rounds % period == 0 or one.rounds >= _WINDOW >= period)
+
+
+def _period(schedule: Schedule | None) -> int:
+    return 1 if schedule is None else schedule.period or _LONGEST_PERIOD + 1
+
+
+def _ranked(
+    candidates: Iterable[Candidate],
+    seconds: Callable[[Candidate], float],
+    better: Callable[[Candidate], tuple[float, float]],
+) -> list[Candidate]:
+    """By time; those that are as fast as the fastest of them, by rounds, then by what is better, then by time."""
+    left = sorted(candidates, key=lambda one: _digits(seconds(one)))
+    ranked: list[Candidate] = []
+    while left:
+        enough = _digits(seconds(left[0])) * (1 + AS_FAST)
+        as_fast = [one for one in left if _digits(seconds(one)) <= enough]
+        ranked += sorted(as_fast, key=better)  # stable: the plainest of equal ones first, in the catalog's order
+        left = left[len(as_fast) :]
+    return ranked
+
+
+class _Timed(NamedTuple):
+    total: float
+    per_round: float
+
+
+def _timed(network: Network, steps: list[Step], rounds: int) -> _Timed:
+    """So many rounds, of which `steps` are the first. The others go on like the second half of these."""
+    timeline = simulate(network, steps)
+    further = rounds - len(steps)
+    total = timeline.seconds
+    if further:
+        total += further * timeline.seconds_per_step(skip=len(steps) // 2)
+    return _Timed(total, total / rounds)
+
+
+def _through_a_nic(network: Network, step: Step) -> float:
+    """Bytes that the busiest NIC sends or receives, whichever is more, in all exchanges of a step."""
+    load = np.zeros((2, network.machines))
+    for messages in step:
+        ends = network.machine_of(messages.source), network.machine_of(messages.destination)
+        leaves = ends[0] != ends[1]
+        for way, end in zip(load, ends, strict=True):
+            way += np.bincount(end[leaves], weights=messages.nbytes[leaves], minlength=network.machines)
+    return float(load.max())
+
+
+def _why(one: Candidate) -> str:
+    if one.rounds is None:
+        return "it does not agree, or nobody knows after how many rounds"
+    rounds = f"{one.rounds:,} round{'' if one.rounds == 1 else 's'} of {format_seconds(one.seconds_per_round)}"
+    exactly = ", then exact" if one.exact else ""
+    models = float(f"{one.models_on_a_nic:.3g}")
+    nic = (
+        f"{models:g} model{'' if models == 1 else 's'} a round through the busiest NIC"
+        if models
+        else "all inside machines"
+    )
+    waiting = f"{one.waiting_share:.0%} latency" if one.waiting_share >= 0.005 else "hardly any latency"
+    return f"{rounds}{exactly}; {nic}, {waiting}"
+
+
+def _fault(one: Candidate, best: Candidate) -> str:
+    """What makes it slower than the best; empty if nothing much does."""
+    if one.rounds is None or best.rounds is None or not best.seconds or one.seconds < _MUCH * best.seconds:
+        return ""
+    many, longer = one.rounds / best.rounds, one.seconds_per_round / best.seconds_per_round
+    if many >= longer:
+        return f"; {_times(many)} the rounds of the best"
+    reason = "waiting" if one.waiting_share > 0.5 else "crowding the NIC"
+    return f"; each {_times(longer)} as long as the best's, {reason}"
+
+
+def _is_told_as(one: Candidate, other: Candidate) -> bool:
+    same = one.why == other.why and bool(one.refused) == bool(other.refused)
+    times = sorted([one.training_seconds, other.training_seconds])
+    return same and (bool(one.refused) or times[1] <= times[0] * (1 + AS_FAST))
+
+
+def _advice_to_train(ranked: Sequence[Candidate], training: Training) -> list[str]:
+    if not ranked:
+        return [f"To train there is nothing to take: {training.algorithm} refuses all of them."]
+    best, *others = ranked
+    said = [
+        f"To train, take {best.name} ({best.trained_by}): a step takes {format_seconds(best.seconds_per_step)}"
+        f"{_parts_of_a_step(training)}, agents are {best.steps_apart:.2g} local steps apart, and where their data "
+        f"differ by {training.difference:g} it takes {training.times_the_steps(best.steps_apart):.3g} times the steps."
+    ]
+    mean = next((one for one in ranked if one.schedule is None), None)
+    gossip = next((one for one in ranked if one.schedule is not None), None)
+    shorter = [one for one in others if one.seconds_per_step < (1 - AS_FAST) * best.seconds_per_step]
+    if mean is not None and mean is not best:
+        said.append(f"With {mean.name} it would take {_times(mean.training_seconds / best.training_seconds)} as long.")
+    if mean is best and gossip is not None:
+        times = _times(gossip.training_seconds / best.training_seconds)
+        said.append(
+            f"Of those that talk to neighbours only, {gossip.name} ({gossip.trained_by}) would take {times} as long."
+        )
+    if shorter:
+        one = min(shorter, key=lambda one: one.seconds_per_step)
+        said.append(
+            f"A step of {one.name} is the shortest, {format_seconds(one.seconds_per_step)}, but agents are "
+            f"{one.steps_apart:.2g} steps apart: in all it would take "
+            f"{_times(one.training_seconds / best.training_seconds)} as long."
+        )
+    if training.compressor is not None:
+        said.append(
+            f"This is for {training.algorithm} with {training.compressor}, if its short messages are what travels: "
+            "between real agents Shoal still sends whole tensors."
+        )
+    return said
+
+
+def _parts_of_a_step(training: Training) -> str:
+    said = [f"{format_seconds(training.compute)} of it computing"] if training.compute else []
+    if training.local_steps > 1:
+        said.append(f"with an exchange every {training.local_steps} steps")
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _many(rounds: int | None) -> float:
+    return math.inf if rounds is None else rounds
+
+
+def _digits(seconds: float) -> float:
+    """To three digits, below which no difference could be measured."""
+    return float(f"{seconds:.3g}")
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.2g} times"

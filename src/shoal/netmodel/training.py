@@ -1,0 +1,252 @@
+"""What training costs on a topology: seconds for a step, how far agents are apart meanwhile, and what that costs.
+
+Where agents' data differ, every local step drives them apart, and every exchange brings them closer. With a learning
+rate lr and gradients that stay as they are, they settle at a distance from their mean of lr, times how much the
+gradients differ, times a number that is the topology's, :func:`steps_apart`; and D-PSGD ends as far from the optimum
+(in Koloskova et al. 2020, arXiv:2003.10422, theorem 2, 1 / p is in its place). Who wants to end as near as with all
+agents together takes a learning rate that is smaller by that much, and as many more steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from operator import index
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..algorithms.algorithm import Algorithm
+from ..algorithms.choco import ChocoSGD
+from ..algorithms.gradient_descent import GradientDescent
+from ..algorithms.low_precision import LowPrecision
+from ..algorithms.needs import check
+from ..compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
+from ..topology.analysis.window import DENSE_LIMIT, Window
+from ..topology.schedule import Schedule
+from .operations import NEIGHBOR
+
+Rows: TypeAlias = NDArray[np.float64]
+
+DIFFERENCE = 0.1
+"""Of shuffled data, whose batches still differ."""
+
+_COLUMNS = 16
+_FEWEST, _MOST = 64, 512
+"""Exchanges that are played: no less, and no more."""
+_WORK = 20_000_000
+"""Edges that may be visited: a second."""
+_SETTLED = 0.01
+_SAMPLED = 4096
+_FLOAT = 4
+
+
+@dataclass(frozen=True)
+class Training:
+    """How it is trained: with D-PSGD, adapt then combine, as :class:`shoal.DecentralizedOptimizer` does.
+
+    Attributes:
+        difference: how much agents' data differ: the root mean square distance of their gradients from the mean
+            gradient, in lengths of the mean gradient, at a typical point of the training. 0 if all have the same data,
+            1 if the differences are as long as what they have in common. The default is for shuffled data.
+        local_steps: steps for each exchange, at least 1, as ``num_steps_per_communication`` of the optimizer.
+        compute: seconds that an agent computes in a step.
+        compression: of a message, in bytes of the model: a share above 0 and at most 1, such as 0.5 for parameters in
+            16 bits, which all exchanges gain from; or a compressor for float32, which messages to neighbours gain from.
+            A compressor takes an algorithm that is built for it: CHOCO-SGD, and low-precision D-PSGD for
+            :class:`~shoal.compression.MinMaxUInt8`.
+
+    Raises:
+        ValueError: a number that makes no sense, or a compressor that is no contraction.
+        TypeError: `compression` is neither a number nor a compressor.
+    """
+
+    difference: float = DIFFERENCE
+    local_steps: int = 1
+    compute: float = 0.0
+    compression: float | Compressor = 1.0
+
+    def __post_init__(self) -> None:
+        for name, what in (("difference", "a number, zero or more"), ("compute", "seconds, zero or more")):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}. Pass {what}.")
+        try:
+            enough = index(self.local_steps) >= 1
+        except TypeError:
+            enough = False
+        if not enough:
+            raise ValueError(f"local_steps is {self.local_steps}. Pass a number of steps, at least 1.")
+        if isinstance(self.compression, Compressor):
+            if self.kept <= 0:
+                raise ValueError(
+                    f"{self.compression} is no contraction: what it loses of normal numbers is more than all of them, "
+                    "and compressing algorithms diverge with it. Take a finer one, or TopK, which always is."
+                )
+        elif not isinstance(self.compression, (int, float)):
+            raise TypeError(f"compression is {self.compression!r}. Pass a share of the bytes, or a compressor.")
+        elif not 0 < self.compression <= 1:
+            raise ValueError(f"compression is {self.compression}. Pass the share of the bytes, above 0 and at most 1.")
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """None if there is a share only."""
+        return self.compression if isinstance(self.compression, Compressor) else None
+
+    @property
+    def algorithm(self) -> str:
+        """What is trained with, by name."""
+        return type(self._plain).__name__
+
+    @property
+    def _plain(self) -> Algorithm:
+        """That, with numbers on which its needs do not depend."""
+        if self.compressor is None:
+            return GradientDescent(1.0)
+        return LowPrecision(1.0) if isinstance(self.compressor, MinMaxUInt8) else ChocoSGD(1.0, 1.0, Identity())
+
+    @property
+    def kept(self) -> float:
+        """The share of the way to the neighbours' mean that an exchange goes, CHOCO-SGD's gamma: 1 if uncompressed.
+
+        What a message keeps of normal numbers, in squares; or of any, where that is known well.
+        """
+        if self.compressor is None:
+            return 1.0
+        if isinstance(self.compressor, TopK):
+            # It keeps far more of normal numbers, and CHOCO-SGD diverges with so large a gamma.
+            return self.compressor.delta(_SAMPLED)
+        x = torch.from_numpy(np.random.default_rng(0).standard_normal(_SAMPLED)).unsqueeze(0)
+        lost = self.compressor(x, _Draws()) - x
+        return 1.0 - float((lost**2).sum() / (x**2).sum())
+
+    def message(self, nbytes: float, operation: str) -> float:
+        """Bytes of what an operation is given in place of so many."""
+        if not isinstance(self.compression, Compressor):
+            return nbytes * self.compression
+        if operation != NEIGHBOR:
+            return nbytes
+        return float(self.compression.nbytes(max(1, round(nbytes / _FLOAT)), torch.float32))
+
+    def refuses(self, schedule: Schedule) -> str:
+        """Why it cannot be trained with on a topology; empty if it can."""
+        try:
+            check(self.algorithm, self._plain.needs, schedule)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def seconds_per_step(self, seconds_per_round: float) -> float:
+        """Of a step, on average: computing, and its share of a round."""
+        return self.compute + seconds_per_round / self.local_steps
+
+    def times_the_steps(self, apart: float) -> float:
+        """How many steps it takes to where one takes all agents together, if they are :func:`steps_apart`."""
+        return 1.0 + self.difference * apart
+
+
+class _Draws:
+    """What a random compressor draws."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
+    def uniform(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.rand(like.shape, dtype=like.dtype, generator=self._generator)
+
+
+def steps_apart(schedule: Schedule | None, local_steps: int = 1, kept: float = 1.0) -> float:
+    """How far agents settle from their mean where they take their gradients, in local steps of their own data.
+
+    In each exchange ``e+ = (1 - kept) y + kept W y`` with ``y = e + local_steps g``, of constant ``g`` with mean zero;
+    told is the root mean square of ``e + j g`` over agents, exchanges and the local steps ``j``, over that of ``g``, on
+    average over random ``g``. A ring of a thousand agents takes a million exchanges to settle; after 512 at most, it
+    is taken as it is.
+
+    Args:
+        schedule: None for an all-reduce.
+        local_steps: steps between two exchanges.
+        kept: of the way to the neighbours' mean, what an exchange goes.
+    """
+    # Mean of j and of j squared over the local steps.
+    first, second = (local_steps - 1) / 2, (local_steps - 1) * (2 * local_steps - 1) / 6
+    if schedule is None or schedule.size == 1:
+        return math.sqrt(second)
+    drift = _drift(schedule.size)
+    energy = float((drift**2).sum())
+    window = Window(schedule)
+    apart, squares = np.zeros_like(drift), list[float]()
+    most = max(1, min(_MOST, _WORK // (len(window[0].edges.weight) * drift.shape[1])))
+    matrices: dict[int, Rows] = {}
+    for number in range(most):
+        mean_square = float((apart**2).sum()) + 2 * first * float((apart * drift).sum())
+        squares.append(mean_square / energy + second)
+        if len(squares) >= _FEWEST and _is_settled(squares):
+            break
+        ahead = apart + local_steps * drift
+        apart = (1 - kept) * ahead + kept * _mixed(window, number, ahead, matrices)
+    return math.sqrt(max(0.0, float(np.mean(squares[len(squares) // 2 :]))))
+
+
+def _drift(size: int) -> Rows:
+    """Directions with mean zero over agents, float64 [n, columns]: all that there are, or some at random."""
+    columns = 1 if size > DENSE_LIMIT else min(_COLUMNS, size - 1)
+    drift = np.random.default_rng(0).standard_normal((size, columns))
+    drift -= drift.mean(axis=0)
+    return np.linalg.qr(drift)[0]
+
+
+def _mixed(window: Window, number: int, x: Rows, matrices: dict[int, Rows]) -> Rows:
+    """``W x`` of a round; the matrices of a period are made once."""
+    if window.size > DENSE_LIMIT:
+        return np.stack([window[number].apply(column) for column in x.T], axis=1)
+    if not window.whole:
+        return window[number].matrix() @ x
+    index = number % len(window)
+    if index not in matrices:
+        matrices[index] = window[index].matrix()
+    return matrices[index] @ x
+
+
+def _is_settled(squares: list[float]) -> bool:
+    """Whether the last half is as the one before it; looked at after 64, 128, 256, ... exchanges."""
+    count = len(squares)
+    if count & (count - 1):
+        return False
+    quarter = count // 4
+    before, after = float(np.mean(squares[quarter : 2 * quarter])), float(np.mean(squares[2 * quarter :]))
+    return abs(after - before) <= _SETTLED * after
+
+
+_NAMES: dict[str, tuple[type[Compressor], type[float] | type[int] | None]] = {
+    "topk": (TopK, float),
+    "randomk": (RandomK, float),
+    "qsgd": (QSGD, int),
+    "sign": (Sign, None),
+    "uint8": (MinMaxUInt8, None),
+}
+COMPRESSION = "0.5 (half of the bytes), topk:0.01, randomk:0.01, qsgd:127 (levels), sign or uint8"
+"""How it is written on a command line."""
+
+
+def parse_compression(text: str) -> float | Compressor:
+    """A share such as ``0.5``, or a compressor such as ``topk:0.01``, ``qsgd:7`` or ``sign``.
+
+    Raises:
+        ValueError: it is neither; the message says what there is.
+    """
+    name, colon, number = text.strip().lower().partition(":")
+    if name not in _NAMES:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is no share of the bytes and no compressor. Write {COMPRESSION}.") from None
+    kind, takes = _NAMES[name]
+    if bool(colon) != (takes is not None):
+        raise ValueError(f"{text!r}: {name} {'takes a number' if takes else 'takes no number'}. Write {COMPRESSION}.")
+    try:
+        return kind() if takes is None else kind(takes(number))  # type: ignore[call-arg]
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}. Write {COMPRESSION}.") from None

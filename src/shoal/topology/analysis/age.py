@@ -1,0 +1,189 @@
+"""How old a contribution is when it arrives: rounds from one agent to another, on average over all pairs.
+
+On a static graph that is the number of hops, the average-age matrix H of the Ring-Star paper (Jameel et al. 2019, doi
+10.1007/978-3-030-43823-4_28, section 2.2). In a schedule it depends on the round in which the contribution leaves, and
+the age is the expected number of rounds until it first arrives, over the start. Looking back instead, from an agent
+in a given round to the newest it has of another, gives the same average over a period: both count the pairs of rounds
+in which something is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf, isinf, sqrt
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._edges import Ranks
+from ..schedule import AnyTopology
+from .reach import Neighbours, is_connected, spread, unpack
+from .symmetry import Invariance, find_invariance
+from .window import SAMPLED_ROUNDS, Window
+
+WORK = 300_000_000
+"""Edges times 64 sources that may be visited: a few seconds. Starts are sampled if a whole period would cost more."""
+
+ALL_SOURCES = 1024
+"""Agents up to which contributions of every one of them are followed, and not those of a sample."""
+
+_SAMPLED_SOURCES = 32
+_SAMPLED_WALKS = 8
+_SAMPLED_STARTS = 16
+
+
+@dataclass(frozen=True)
+class Age:
+    """Rounds that a contribution travels, over ordered pairs of different agents. ``str(age)`` is fit for a table.
+
+    Attributes:
+        mean: over all pairs, and over all starts of a period; infinite if one never hears of another.
+        error: standard error of `mean` where sources or starts were sampled, 0.0 if it is exact, and infinite if
+            `mean` is but a lower bound, because counting was given up.
+        worst: the largest over those looked at; the diameter of a static graph.
+    """
+
+    mean: float
+    error: float
+    worst: float
+
+    def __str__(self) -> str:
+        if isinf(self.mean):
+            return "never"
+        if isinf(self.error):
+            return f"more than {self.mean:.3g}"
+        return f"{self.mean:.3g}" if self.error <= 5e-3 * self.mean else f"{self.mean:.3g} ± {self.error:.1g}"
+
+
+def average_age(topology: AnyTopology) -> Age:
+    """The mean of :func:`age_matrix` off its diagonal, for any number of agents; 0 for one agent, who has no pair.
+
+    Exact where all agents are alike or at most :data:`ALL_SOURCES`, and the topology repeats; a sample otherwise.
+
+    Raises:
+        ValueError: a round of too many edges.
+    """
+    window = Window(topology)
+    return age_of(window, find_invariance(window), is_connected(window))
+
+
+def age_matrix(topology: AnyTopology) -> NDArray[np.float64]:
+    """Rounds until what agent u contributes first reaches agent v, at [v, u], float64 [n, n], zero on the diagonal.
+
+    Averaged over the round in which it leaves: over a period, or over the first 64 rounds of a topology that never
+    repeats. Infinite where it never arrives.
+
+    Raises:
+        ValueError: more than :data:`ALL_SOURCES` agents, or a round of too many edges.
+    """
+    window = Window(topology)
+    size = window.size
+    if size > ALL_SOURCES:
+        raise ValueError(
+            f"the age matrix of {size} agents has {size} x {size} entries, and the limit is {ALL_SOURCES} agents. "
+            "average_age gives its mean for any number."
+        )
+    total = np.zeros((size, size))
+    for start in range(len(window)):
+        for missing in (followed := _Followed(window, start, np.arange(size))):
+            total += missing
+        if followed.left:
+            total[missing == 1] = inf
+    return total / len(window)
+
+
+def age_of(window: Window, invariance: Invariance | None, connected: bool) -> Age:
+    """:func:`average_age` for a window of which more is known."""
+    if window.size == 1:
+        return Age(0.0, 0.0, 0.0)
+    if window.whole and not connected:
+        return Age(inf, 0.0, inf)
+    sources = _some_sources(window.size, invariance, _SAMPLED_SOURCES)
+    first = _summed(_Followed(window, 0, sources, WORK // 4))
+    static = window.whole and len(window) == 1
+    if static and not first.complete:
+        sources = _some_sources(window.size, invariance, _SAMPLED_WALKS)
+        first = _walked(window, sources)
+    further = [] if static else _further_starts(window, first)
+    every = [first, *(_summed(_Followed(window, start, sources, WORK // 4)) for start in further)]
+    means = np.array([one.ages / (window.size - 1) for one in every])
+    variance = 0.0
+    if len(sources) < window.size and invariance is None:
+        variance += float(means.mean(axis=0).var(ddof=1)) / len(sources)
+    if not window.whole or len(every) < len(window):
+        variance += float(means.mean(axis=1).var(ddof=1)) / len(every)
+    error = sqrt(variance) if all(one.complete for one in every) else inf
+    return Age(float(means.mean()), error, float(max(one.worst for one in every)))
+
+
+class _Summed(NamedTuple):
+    """Ages of contributions from each source, summed over agents, float64 [sources]."""
+
+    ages: NDArray[np.float64]
+    worst: float
+    complete: bool
+    cost: int
+
+
+def _some_sources(size: int, invariance: Invariance | None, sample: int) -> Ranks:
+    if invariance is not None:
+        return np.zeros(1, dtype=np.int64)
+    if size <= ALL_SOURCES:
+        return np.arange(size)
+    return np.sort(np.random.default_rng(0).choice(size, sample, replace=False))
+
+
+def _further_starts(window: Window, first: _Summed) -> list[int]:
+    """Rounds besides 0, evenly spaced: all of a period if that is affordable."""
+    span = window.schedule.period or SAMPLED_ROUNDS
+    most = span if window.schedule.period else _SAMPLED_STARTS
+    affordable = max(2, min(WORK // max(1, first.cost), most))
+    starts: list[int] = np.linspace(0, span, affordable, endpoint=False, dtype=int)[1:].tolist()
+    return starts
+
+
+class _Followed:
+    """For each round from `start` on, who has not heard yet: uint8 [n, sources], ones; until all have, or none will.
+
+    Attributes:
+        left: pairs that have not heard at the end.
+        cost: edges and bits visited.
+        gave_up: it ended because of the `limit` on the cost.
+    """
+
+    def __init__(self, window: Window, start: int, sources: Ranks, limit: float = inf) -> None:
+        self._window, self._start, self._sources, self._limit = window, start, sources, limit
+        self.left = self.cost = 0
+        self.gave_up = False
+
+    def __iter__(self) -> Iterator[NDArray[np.uint8]]:
+        window, sources = self._window, self._sources
+        patience = len(window) if window.whole else SAMPLED_ROUNDS + 8 * window.size
+        idle, before = 0, -1
+        for round, heard in enumerate(spread(window, self._start, sources)):
+            missing = 1 - unpack(heard, len(sources))
+            self.left = int(missing.sum(dtype=np.int64))
+            idle = idle + 1 if self.left == before else 0
+            self.gave_up = self.left > 0 and self.cost > self._limit
+            if self.left == 0 or idle >= patience or self.gave_up:
+                return
+            yield missing
+            before = self.left
+            self.cost += heard.shape[1] * len(window[self._start + round].edges.weight) + missing.size // 8
+
+
+def _summed(followed: _Followed) -> _Summed:
+    rounds = [missing.sum(axis=0, dtype=np.float64) for missing in followed]
+    ages = np.sum(rounds, axis=0)
+    if followed.left and not followed.gave_up:
+        ages = ages + inf
+    return _Summed(ages, float(len(rounds)), not followed.gave_up, followed.cost)
+
+
+def _walked(window: Window, sources: Ranks) -> _Summed:
+    edges = window[0].weighty
+    neighbours = Neighbours(window.size, edges.source, edges.destination)
+    hops = np.stack([neighbours.hops_from(source) for source in sources.tolist()], axis=1)
+    return _Summed(hops.sum(axis=0).astype(np.float64), float(hops.max()), True, 0)

@@ -1,0 +1,317 @@
+"""How many rounds until agents agree: to a given error, or exactly.
+
+The consensus error of values x, float64 [n], is ``||x - mean|| / ||x_0 - mean||`` with mean the average of the start
+x_0, so it is 1 at first, and 0 when everybody has the average of what all began with. Unless a start is given, it is
+``numpy.random.default_rng(0).standard_normal(n)``: a fixed draw, because the worst start of each topology is another,
+and because a number that others should find again must not be an expectation over something.
+
+Rounds are counted by running them as long as that is quick. Where it is not, the answer comes from powers of W, by
+eigenvalues or by squaring, and failing that it is the interval between what was run and what the spectral gap promises.
+CECA is run with its second buffer, without which it is not what it is, unless it is asked for as a schedule like any
+other: that is what training makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from math import ceil, floor, isfinite, log, log1p
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..families.ceca import Ceca, CecaPairs
+from ..schedule import AnyTopology
+from ..weights import TOLERANCE
+from .reach import is_connected
+from .spectrum import Estimate, fourier_error, gap_of
+from .symmetry import Invariance, find_invariance
+from .window import DENSE_LIMIT, SAMPLED_ROUNDS, Vector, Window
+
+WORK = 500_000_000
+"""Edges that may be visited to count rounds: a few seconds."""
+
+EXACT = 1e-12
+"""A consensus error that only rounding has left."""
+
+_MOST_ROUNDS = 100_000
+_QUICK_ROUNDS = 1_000
+_MOST_SQUARINGS = 45
+_LONGEST_LENGTH = 4096
+_NEVER = 1e-13
+_DROP = 1e-4
+_BEYOND = 1e100
+"""Times the error of the start, from where rounding alone lets nothing come back."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A number of rounds, or what is known of it. ``str(rounds)`` is fit for a table.
+
+    Attributes:
+        at_least: that many are needed.
+        at_most: that many are enough; None where no bound is known, or it never happens.
+        never: it never happens, however long one waits.
+    """
+
+    at_least: int
+    at_most: int | None
+    never: bool = False
+
+    @property
+    def value(self) -> int | None:
+        """The exact number, None where it is not known."""
+        return self.at_least if self.at_least == self.at_most else None
+
+    def __str__(self) -> str:
+        if self.never:
+            return "never"
+        if self.at_most is None:
+            return f"more than {self.at_least - 1}"
+        return f"{self.at_least}" if self.at_least == self.at_most else f"{self.at_least} to {self.at_most}"
+
+
+def rounds_to(
+    topology: AnyTopology, error: float = 1e-6, *, start: ArrayLike | None = None, second_buffer: bool = True
+) -> Rounds:
+    """Rounds, from round 0 on, until the consensus error is at most `error`.
+
+    Args:
+        topology: a graph with its weights, a mixing matrix, or a schedule.
+        error: above 0; relative to the start, in the 2-norm over agents.
+        start: x_0, float [n]; by default a fixed draw from the normal distribution.
+        second_buffer: run CECA with its second buffer; without it, by its W alone, as training does.
+
+    Raises:
+        ValueError: `error` is not above 0, `start` is not n finite numbers, or there are too many edges.
+    """
+    check_error(error)
+    window = Window(topology)
+    invariance = find_invariance(window)
+    return rounds_of(window, error, _check_start(start, window.size), invariance, second_buffer=second_buffer)
+
+
+def exact_length(topology: AnyTopology, limit: int | None = None) -> int | None:
+    """Rounds, from round 0 on, after which all agents hold the exact average whatever they began with.
+
+    Rounding leaves about 1e-16 of a value. An error below 1e-12 counts as none if the last round took all of the rest,
+    ten thousand times as much; agents that merely come closer and closer pass 1e-12 in smaller steps, and never arrive.
+
+    Args:
+        topology: a graph with its weights, a mixing matrix, or a schedule.
+        limit: rounds to try; by default two periods, at least 64 and at most 4096.
+
+    Returns:
+        The number of rounds, or None if there is none up to `limit`.
+    """
+    window = Window(topology)
+    return length_of(window, find_invariance(window), limit)
+
+
+def default_start(size: int) -> Vector:
+    """The start that rounds are counted from, float64 [size]."""
+    return np.random.default_rng(0).standard_normal(size)
+
+
+def rounds_of(
+    window: Window,
+    error: float,
+    start: Vector,
+    invariance: Invariance | None,
+    gap: Estimate | None = None,
+    *,
+    second_buffer: bool = True,
+) -> Rounds:
+    """:func:`rounds_to` for a window whose `invariance`, and perhaps `gap`, are known."""
+    target = float(start.mean())
+    scale = float(np.linalg.norm(start - target))
+    if scale <= EXACT * float(np.linalg.norm(start)):
+        return Rounds(0, 0)
+    if second_buffer and isinstance(window.schedule, (Ceca, CecaPairs)):
+        return _counted(_buffered_values(window.schedule, start), error * scale, start, target, _MOST_ROUNDS)
+    tame = window.whole and window.stochasticity.doubly and window.stochasticity.nonnegative
+    if tame and invariance is not None:
+        return _by_eigenvalues(invariance, error, (start - target) / scale)
+    if window.whole and not (_keeps_the_mean(window) and is_connected(window)):
+        rounds = _counted(_values(window, start), error * scale, start, target, 2 * len(window) + SAMPLED_ROUNDS)
+        return rounds if rounds.value is not None else Rounds(rounds.at_least, None, never=True)
+    small = window.size <= DENSE_LIMIT
+    most = _QUICK_ROUNDS if tame and small else _MOST_ROUNDS
+    rounds = _counted(_values(window, start), error * scale, start, target, most)
+    if rounds.value is not None or rounds.never or not window.whole:
+        return rounds
+    if tame and small:
+        return _by_squaring(window, error, (start - target) / scale)
+    return _by_gap(rounds.at_least, window, error, gap or gap_of(window, invariance))
+
+
+def length_of(window: Window, invariance: Invariance | None, limit: int | None = None) -> int | None:
+    """:func:`exact_length` for a window whose `invariance` is known."""
+    if window.size == 1:
+        return 0
+    if limit is None:
+        limit = min(max(64, 2 * (window.schedule.period or 0)), _LONGEST_LENGTH)
+    before = 1.0
+    start = default_start(window.size)
+    if isinstance(window.schedule, (Ceca, CecaPairs)):
+        errors = _errors(_buffered_values(window.schedule, start), start)
+    elif invariance is not None:
+        errors = _errors_by_eigenvalues(invariance)
+    else:
+        errors = _errors(_values(window, start), start)
+    for rounds, error in zip(range(1, limit + 1), errors, strict=False):
+        if error <= EXACT:
+            return rounds if error <= _DROP * before else None
+        if error > _BEYOND:
+            return None
+        before = error
+    return None
+
+
+def check_error(error: float) -> None:
+    """Raise unless it is an error that can be reached."""
+    if not (isfinite(error) and error > 0):
+        raise ValueError(f"error is {error}. Pass a number above 0, such as 1e-6; exact_length asks for 0.")
+
+
+def _check_start(start: ArrayLike | None, size: int) -> Vector:
+    if start is None:
+        return default_start(size)
+    given = np.asarray(start, dtype=np.float64)
+    if given.shape != (size,) or not np.isfinite(given).all():
+        raise ValueError(
+            f"the start has shape {given.shape}, or entries that are not finite. Pass {size} finite numbers, one for "
+            "each agent."
+        )
+    return given
+
+
+def _keeps_the_mean(window: Window) -> bool:
+    """Whether the product of the rounds does; its powers cannot come close to the average otherwise."""
+    ones = np.ones(window.size)
+    return bool(
+        np.allclose(window.apply(ones), ones, atol=TOLERANCE)
+        and np.allclose(window.apply_transposed(ones), ones, atol=TOLERANCE)
+    )
+
+
+def _values(window: Window, x: Vector) -> Iterator[Vector]:
+    """What agents have before the first round, after it, and so on; nothing more once it has taken too much work."""
+    visited = 0
+    for index in count():
+        yield x
+        if visited > WORK:
+            return
+        round = window[index]
+        visited += len(round.edges.weight)
+        x = round.apply(x)
+
+
+def _buffered_values(schedule: Ceca | CecaPairs, x: Vector) -> Iterator[Vector]:
+    while True:
+        held = schedule.start(x)
+        for round, step in enumerate(schedule.steps):
+            yield held.mean
+            held = step.update(held, step.message(held)[schedule.sources(round)])
+        x = held.mean
+        if not schedule.steps:
+            yield x
+
+
+def _counted(values: Iterator[Vector], distance: float, x: Vector, target: float, limit: int) -> Rounds:
+    """Run it from `x` until all are within `distance`, in the 2-norm, of `target`; or give up."""
+    rounds = 0
+    lost = _BEYOND * np.linalg.norm(x - target)
+    for rounds, value in zip(range(limit + 1), values, strict=False):
+        error = np.linalg.norm(value - target)
+        if error <= distance:
+            return Rounds(rounds, rounds)
+        if error > lost:
+            return Rounds(rounds + 1, None, never=True)
+    return Rounds(rounds + 1, None)
+
+
+def _by_eigenvalues(invariance: Invariance, error: float, start: Vector) -> Rounds:
+    window = invariance.window
+    energy = np.abs(invariance.transform(start)) ** 2
+    energy[0] = 0.0
+    shrink = np.abs(invariance.product) ** 2
+
+    def squared_error(periods: int) -> float:
+        return float(energy @ shrink ** float(periods))
+
+    if energy[shrink >= 1.0 - _NEVER].sum() > error**2:
+        return Rounds(1, None, never=True)
+    periods = _last(lambda count: squared_error(count) > error**2)
+    energy = energy * shrink ** float(periods)
+    rounds = periods * len(window)
+    for round in range(len(window)):
+        if energy.sum() <= error**2:
+            break
+        energy = energy * np.abs(invariance.eigenvalues(round)) ** 2
+        rounds += 1
+    slow = shrink[(energy > 0.0) & (shrink < 1.0 - _NEVER)].max(initial=0.0)
+    return _with_rounding(rounds, fourier_error(window) / (1.0 - slow))
+
+
+def _last(holds: Callable[[int], bool]) -> int:
+    """The last count from 0 on for which it holds, if it holds up to there and then no more; 0 if it never does."""
+    ahead = 1
+    while holds(ahead):
+        ahead *= 2
+    low, high = 0, ahead
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _by_squaring(window: Window, error: float, start: Vector) -> Rounds:
+    """As P J = J P = J, powers of P - J are those of P without the part that everybody agrees on, which is 0 here."""
+    powers = [window.matrix() - 1.0 / window.size]
+    while np.linalg.norm(powers[-1] @ start) > error:
+        if len(powers) > _MOST_SQUARINGS:
+            return Rounds(1, None, never=True)
+        powers.append(powers[-1] @ powers[-1])
+    x, periods = start, 0
+    for exponent, power in reversed(list(enumerate(powers))):
+        ahead = power @ x
+        if np.linalg.norm(ahead) > error:
+            x, periods = ahead, periods + 2**exponent
+    rounds = periods * len(window)
+    for round in window:
+        if np.linalg.norm(x) <= error:
+            break
+        x, rounds = round.apply(x), rounds + 1
+    gap = 1.0 - float(np.linalg.norm(powers[0], 2))
+    return _with_rounding(rounds, 1e-16 * window.size / gap if gap > 0 else 0.0)
+
+
+def _by_gap(at_least: int, window: Window, error: float, gap: Estimate) -> Rounds:
+    surely = gap.value - gap.error
+    if surely <= 0.0:
+        return Rounds(at_least, None)
+    periods = 1 if surely >= 1.0 else ceil(log(error) / log1p(-surely))
+    return Rounds(at_least, max(at_least, periods * len(window)))
+
+
+def _with_rounding(rounds: int, relative: float) -> Rounds:
+    """`rounds`, if an error of the eigenvalues that changes it by this fraction does not change the whole number."""
+    slack = rounds * relative
+    return Rounds(rounds, rounds) if slack < 0.5 else Rounds(floor(rounds - slack), ceil(rounds + slack))
+
+
+def _errors_by_eigenvalues(invariance: Invariance) -> Iterator[float]:
+    product = np.ones(1, dtype=np.complex128)
+    for round in count():
+        product = product * invariance.eigenvalues(round)
+        yield max(float(np.abs(product[1:]).max()), abs(product[0] - 1.0))
+
+
+def _errors(values: Iterator[Vector], start: Vector) -> Iterator[float]:
+    """A start drawn from the normal distribution is brought to its mean by J, and surely by no other matrix."""
+    target = float(start.mean())
+    scale = float(np.linalg.norm(start - target))
+    for value in islice(values, 1, None):
+        yield float(np.linalg.norm(value - target)) / scale

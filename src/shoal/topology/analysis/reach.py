@@ -1,0 +1,100 @@
+"""Who hears of whom, and after how many rounds: information spreading along edges, without the weights.
+
+An agent keeps what it has heard, and passes on all of it in each message. An edge whose weight is zero carries a
+message that counts nothing, and so is no edge here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._edges import Ranks
+from .window import Round, Window
+
+Bits: TypeAlias = NDArray[np.uint64]
+
+
+class Neighbours:
+    """Edges by the agent that they start from, as plain lists, which a walk from agent to agent reads fastest.
+
+    Args:
+        size: number of agents.
+        source, destination: ranks, int64 [edges].
+    """
+
+    def __init__(self, size: int, source: Ranks, destination: Ranks) -> None:
+        order = np.argsort(source, kind="stable")
+        self.size = size
+        self._heads: list[int] = destination[order].tolist()
+        self._starts: list[int] = np.searchsorted(source[order], np.arange(size + 1)).tolist()
+
+    def hops_from(self, source: int) -> NDArray[np.int64]:
+        """The fewest edges from `source` to each agent, int64 [n]; -1 for those out of reach."""
+        hops = [-1] * self.size
+        hops[source] = 0
+        frontier, distance = [source], 0
+        heads, starts = self._heads, self._starts
+        while frontier:
+            distance += 1
+            ahead = []
+            for rank in frontier:
+                for head in heads[starts[rank] : starts[rank + 1]]:
+                    if hops[head] < 0:
+                        hops[head] = distance
+                        ahead.append(head)
+            frontier = ahead
+        return np.array(hops, dtype=np.int64)
+
+
+def union(window: Window) -> tuple[Ranks, Ranks]:
+    """Sources and destinations of all edges of all rounds, each once."""
+    if len(window) == 1:
+        return window[0].weighty.source, window[0].weighty.destination
+    # Not np.unique, which hashes, and takes many times as long on keys that are as regular as these.
+    keys = np.sort(np.concatenate([round.weighty.source * window.size + round.weighty.destination for round in window]))
+    keys = keys[np.r_[True, keys[1:] != keys[:-1]]]
+    return keys // window.size, keys % window.size
+
+
+def is_connected(window: Window) -> bool:
+    """Whether, as the rounds repeat, every agent comes to hear of every other."""
+    source, destination = union(window)
+    forth = Neighbours(window.size, source, destination)
+    if (forth.hops_from(0) < 0).any():
+        return False
+    if window.stochasticity.doubly and window.stochasticity.nonnegative:
+        # What flows into a set of agents then flows out of it as well, so that a way there implies a way back.
+        return True
+    return bool((Neighbours(window.size, destination, source).hops_from(0) >= 0).all())
+
+
+def spread(window: Window, first: int, sources: Ranks) -> Iterator[Bits]:
+    """Who has heard of each source before round `first`, before the next one, and so on without end.
+
+    Yields:
+        bits, uint64 [n, words], bit ``k % 64`` of word ``k // 64`` for ``sources[k]``; one array, changed in place.
+    """
+    numbers = np.arange(len(sources))
+    heard = np.zeros((window.size, (len(sources) + 63) // 64), dtype=np.dtype("<u8"))
+    np.bitwise_or.at(heard, (sources, numbers // 64), np.uint64(1) << (numbers % 64).astype(np.uint64))
+    for round in count(first):
+        yield heard
+        _pass_on(heard, window[round])
+
+
+def unpack(heard: Bits, sources: int) -> NDArray[np.uint8]:
+    """The bits of :func:`spread` as zeros and ones, uint8 [n, sources]."""
+    return np.unpackbits(heard.view(np.uint8), axis=1, count=sources, bitorder="little")
+
+
+def _pass_on(heard: Bits, round: Round) -> None:
+    destination, source, _ = round.weighty
+    if not len(source):
+        return
+    starts = np.flatnonzero(np.r_[True, destination[1:] != destination[:-1]])
+    heard[destination[starts]] |= np.bitwise_or.reduceat(heard[source], starts, axis=0)

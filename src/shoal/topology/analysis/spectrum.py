@@ -1,0 +1,162 @@
+"""Spectral gaps and eigenvalues of topologies of any size, each with what is known of its error.
+
+Three ways, the first that applies: a Fourier transform if all agents see the same around them (`symmetry`), a dense
+decomposition up to :data:`~shoal.topology.analysis.window.DENSE_LIMIT` agents, and otherwise an iteration that only
+multiplies by sparse matrices (`extreme`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, log2, sqrt
+
+import numpy as np
+
+from .._validate import as_int, check_size
+from ..schedule import AnyTopology
+from .extreme import largest_eigenvalue
+from .symmetry import Invariance, find_invariance
+from .window import DENSE_LIMIT, Vector, Window
+
+_EPS = float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with what is known of its error. ``float(estimate)`` is its value, ``str(estimate)`` fit for a table.
+
+    Attributes:
+        value: the number. For a gap that was found by iteration the truth is at most this.
+        error: how far the truth may be from it: rounding, or the residual of an iteration. One as large as `value`
+            says that the truth is below `value`, and no more.
+        method: how it was found: ``"fourier"``, ``"dense"`` or ``"iterative"``.
+    """
+
+    value: float
+    error: float
+    method: str
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __str__(self) -> str:
+        if self.error <= max(5e-4 * abs(self.value), 1e-12):
+            return "0" if abs(self.value) <= 1e-12 else f"{self.value:.3g}"
+        if self.error < self.value:
+            return f"{self.value:.3g} ± {self.error:.1g}"
+        return f"below 1e{next(power for power in range(-12, 300) if 10.0**power >= self.value)}"
+
+
+def spectral_gap(topology: AnyTopology, round: int = 0) -> Estimate:
+    """``1 - ||W - J||_2`` of one round, with J the averaging matrix ``1 1^T / n``.
+
+    A doubly stochastic W multiplies the distance from consensus by at most ``1 - gap``: one is exact averaging, zero a
+    guarantee of nothing, as on a graph that is not connected. For weights whose rows or columns do not sum to one the
+    gap may be negative and guarantees nothing; :func:`~shoal.topology.classify` tells them apart.
+
+    Args:
+        topology: a graph with its weights, a mixing matrix, or a schedule.
+        round: of a schedule, counted from 0.
+
+    Raises:
+        ValueError: a round of more than :data:`~shoal.topology.analysis.window.EDGE_LIMIT` edges.
+    """
+    return gap_of(Window(topology, 1, _check_round(round)))
+
+
+def gap_over_period(topology: AnyTopology, rounds: int | None = None) -> Estimate:
+    """``1 - ||W_{p-1} ... W_1 W_0 - J||_2`` over the p rounds of a period: one if they average exactly.
+
+    Args:
+        topology: a graph with its weights, a mixing matrix, or a schedule.
+        rounds: p; by default the period.
+
+    Raises:
+        ValueError: no `rounds`, and the topology never repeats or is too large to hold a period of it.
+    """
+    window = Window(topology, None if rounds is None else check_size(rounds, "rounds"))
+    if rounds is None and not window.whole:
+        period = window.schedule.period
+        reason = "never repeats" if period is None else f"repeats after {period} rounds, which are too many to hold"
+        raise ValueError(
+            f"{window.schedule.describe()} {reason}. Say over how many rounds to take the gap: "
+            "gap_over_period(topology, rounds=...)."
+        )
+    if rounds is not None and len(window) < rounds:
+        raise ValueError(f"of {rounds} rounds of {window.size} agents only {len(window)} can be held. Pass fewer.")
+    return gap_of(window)
+
+
+def smallest_eigenvalue(topology: AnyTopology, round: int = 0) -> Estimate:
+    """The smallest eigenvalue of W, -1 to 1, of one round whose weights are symmetric.
+
+    D² and exact diffusion need it above -1/3, as (I + W) / 2 has it for every W (Tang et al. 2018, arXiv:1803.07068);
+    at -1, as on a two-colourable graph where no agent keeps a share of its own, averaging never ends.
+
+    Raises:
+        ValueError: W is not symmetric, so that its eigenvalues need not be real; or too many edges.
+    """
+    return smallest_of(Window(topology, 1, _check_round(round)))
+
+
+def gap_of(window: Window, invariance: Invariance | None = None) -> Estimate:
+    """The gap over the rounds of a window; `invariance` is looked for if not given."""
+    found = invariance or find_invariance(window)
+    if found is not None:
+        norm = max(np.abs(found.product[1:]).max(initial=0.0), abs(found.product[0] - 1.0))
+        return Estimate(float(1.0 - norm), fourier_error(window), "fourier")
+    if window.size <= DENSE_LIMIT:
+        norm = np.linalg.norm(window.matrix() - 1.0 / window.size, 2)
+        return Estimate(float(1.0 - norm), 4 * _EPS * window.size * len(window), "dense")
+    norm, error = _largest_factor(window)
+    return Estimate(1.0 - norm, error, "iterative")
+
+
+def smallest_of(window: Window, invariance: Invariance | None = None) -> Estimate:
+    """The smallest eigenvalue of a window of one symmetric round."""
+    if not window.stochasticity.symmetric:
+        raise ValueError(
+            f"{window.schedule.describe()} has weights that are not symmetric, and their eigenvalues are not all real. "
+            "Ask for its spectral_gap, or for the smallest eigenvalue of a symmetric topology."
+        )
+    found = invariance or find_invariance(window)
+    if found is not None:
+        return Estimate(float(found.product.real.min()), fourier_error(window), "fourier")
+    if window.size <= DENSE_LIMIT:
+        return Estimate(float(np.linalg.eigvalsh(window.matrix())[0]), 4 * _EPS * window.size, "dense")
+    value, error = largest_eigenvalue(lambda x: -window.apply(x), window.size, window.edges)
+    return Estimate(-value, error, "iterative")
+
+
+def _check_round(round: int) -> int:
+    checked = as_int(round, "round")
+    if checked < 0:
+        raise ValueError(f"round {checked} is negative. Rounds count from 0.")
+    return checked
+
+
+def fourier_error(window: Window) -> float:
+    """What rounding may do to the eigenvalues of a window that come from a Fourier transform."""
+    return 8 * _EPS * len(window) * (1.0 + log2(window.size))
+
+
+def _largest_factor(window: Window) -> tuple[float, float]:
+    """A value at or below ``||P - J||_2`` for the product P of the rounds, and the error of it."""
+
+    def deviation(x: Vector) -> Vector:
+        result: Vector = window.apply(x) - x.mean()
+        return result
+
+    if len(window) == 1 and window.stochasticity.symmetric:
+        upper = largest_eigenvalue(deviation, window.size, window.edges)
+        lower = largest_eigenvalue(lambda x: -deviation(x), window.size, window.edges)
+        return max(upper, lower)
+
+    def squared(x: Vector) -> Vector:
+        y = deviation(x)
+        result: Vector = window.apply_transposed(y) - y.mean()
+        return result
+
+    square, error = largest_eigenvalue(squared, window.size, 2 * window.edges)
+    norm = sqrt(max(square, 0.0))
+    return norm, min(error / norm if norm else inf, sqrt(error))

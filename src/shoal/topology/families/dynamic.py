@@ -1,0 +1,216 @@
+"""Time-varying one-peer schedules: in each round an agent sends to one neighbour, so a round costs one message.
+
+Each function returns an endless generator for one agent, which yields ``(send_ranks, receive_ranks)``, two lists, round
+after round; agents that step their generators together agree on who talks to whom. The names and sequences are those of
+BlueFog's ``topology_util``. Arguments are checked when the function is called, not when the generator first runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+
+import networkx as nx
+
+from .._validate import as_digraph, as_int, check_rank, check_size
+from .graphs import powers_below
+
+Round = tuple[list[int], list[int]]
+"""Whom one agent sends to and whom it receives from in one round, each in ascending order of rank."""
+
+
+def GetDynamicOnePeerSendRecvRanks(topo: nx.DiGraph, self_rank: int) -> Iterator[Round]:
+    """In round t each agent sends to its (t mod out-degree)-th out-neighbour, clockwise from itself.
+
+    On an exponential graph this is the one-peer exponential graph, whose rounds average exactly in log2(n) of them when
+    n is a power of two (Ying et al. 2021, arXiv:2110.13363). On an irregular graph an agent may receive from several in
+    one round, or from none. An agent without out-neighbours sends nothing, and self loops are optional; BlueFog fails
+    on both.
+
+    Args:
+        topo: the base graph, nodes 0 to n - 1; weights are not used.
+        self_rank: whose sends and receives.
+    """
+    digraph = as_digraph(topo)
+    self_rank = check_rank(self_rank, digraph.number_of_nodes(), "self_rank")
+    mine = _clockwise(digraph, self_rank)
+    heard: list[tuple[int, int, int]] = []
+    for source in sorted(set(digraph.predecessors(self_rank)) - {self_rank}):
+        theirs = _clockwise(digraph, source)
+        heard.append((source, theirs.index(self_rank), len(theirs)))
+    return _one_peer(mine, heard)
+
+
+def GetExp2DynamicSendRecvMachineRanks(
+    world_size: int, local_size: int, self_rank: int, local_rank: int
+) -> Iterator[Round]:
+    """One-peer exponential graph over machines: in round t to the machine ``2**(t mod ceil(log2(machines)))`` ahead.
+
+    Yields machine ranks, for `hierarchical_neighbor_allreduce`; all agents of a machine get the same. With one machine
+    there is nobody to talk to and both lists are empty (BlueFog refuses it).
+
+    Args:
+        world_size: number of agents.
+        local_size: number of agents on each machine.
+        self_rank: this agent among all.
+        local_rank: this agent on its machine, ``self_rank % local_size``.
+
+    Raises:
+        ValueError: machines of different sizes, or ranks that do not fit together.
+    """
+    machines, self_rank = _check_machines(world_size, local_size, self_rank)
+    local_rank = check_rank(local_rank, local_size, "local_rank")
+    if self_rank % local_size != local_rank:
+        raise ValueError(
+            f"with {local_size} agents on each machine, rank {self_rank} has local rank {self_rank % local_size}, not "
+            f"{local_rank}. Ranks must be numbered machine by machine, and all machines have the same size."
+        )
+    return _circle(machines, self_rank // local_size, _expo2_hops(machines))
+
+
+def GetInnerOuterRingDynamicSendRecvRanks(world_size: int, local_size: int, self_rank: int) -> Iterator[Round]:
+    """Rings inside and between machines; one agent of each machine at a time has the machine's network link to itself.
+
+    In round t the agents with local rank ``t mod local_size`` form a ring from each machine to the next; those that
+    stay form a ring inside their machine. With one machine nobody goes out, and with one agent a machine nobody stays;
+    BlueFog has the outgoing agent send to itself in the first case and refuses the second.
+
+    Args:
+        world_size: number of agents.
+        local_size: number of agents on each machine.
+        self_rank: this agent among all.
+
+    Raises:
+        ValueError: machines of different sizes, or several machines of two agents. There the agent that stays has
+            nobody to talk to, and the two would never exchange anything.
+    """
+    machines, self_rank = _check_inner_outer(world_size, local_size, self_rank)
+    return _inner_outer(machines, local_size, self_rank, _ring_hops)
+
+
+def GetInnerOuterExpo2DynamicSendRecvRanks(world_size: int, local_size: int, self_rank: int) -> Iterator[Round]:
+    """As :func:`GetInnerOuterRingDynamicSendRecvRanks`, with one-peer exponential graphs in place of both rings.
+
+    In round t the agents with local rank ``t mod local_size`` send to the machine ``2**(t mod a)`` ahead, the others to
+    the agent ``2**(t mod b)`` ahead among those that stay, where a and b count the powers of two below the number of
+    machines and of agents that stay. This is the "inner-outer exponential-2 graph" of the BlueFog paper's figure 11.
+
+    Args:
+        world_size: number of agents.
+        local_size: number of agents on each machine.
+        self_rank: this agent among all.
+
+    Raises:
+        ValueError: machines of different sizes, or several machines of two agents (see the ring).
+    """
+    machines, self_rank = _check_inner_outer(world_size, local_size, self_rank)
+    return _inner_outer(machines, local_size, self_rank, _expo2_hops)
+
+
+def collect_rounds(generators: Sequence[Iterator[Round]], rounds: int) -> list[list[tuple[int, int]]]:
+    """The next `rounds` rounds of a whole fleet, each the list of its edges (source, destination) in ascending order.
+
+    Args:
+        generators: one for each agent, in rank order, all at the same round; they are advanced.
+        rounds: how many.
+
+    Raises:
+        ValueError: an agent sends to one that does not expect it, or expects one that does not send.
+    """
+    collected: list[list[tuple[int, int]]] = []
+    for t in range(as_int(rounds, "rounds")):
+        sends: set[tuple[int, int]] = set()
+        receives: set[tuple[int, int]] = set()
+        for rank, generator in enumerate(generators):
+            destinations, sources = next(generator)
+            sends.update((rank, destination) for destination in destinations)
+            receives.update((source, rank) for source in sources)
+        if sends != receives:
+            source, destination = min(sends ^ receives)
+            missing = "receive" if (source, destination) in sends else "send"
+            raise ValueError(
+                f"in round {t} edge ({source}, {destination}) has no {missing}. "
+                "Pass one fresh generator for each agent, in rank order, all made from the same graph."
+            )
+        collected.append(sorted(sends))
+    return collected
+
+
+def _clockwise(graph: nx.DiGraph, rank: int) -> list[int]:
+    size = graph.number_of_nodes()
+    return sorted(set(graph.successors(rank)) - {rank}, key=lambda peer: (peer - rank) % size)
+
+
+def _one_peer(destinations: list[int], heard: list[tuple[int, int, int]]) -> Iterator[Round]:
+    """`heard` lists (source, index in its period of the round in which it sends here, its period)."""
+    for t in count():
+        send = [destinations[t % len(destinations)]] if destinations else []
+        yield send, [source for source, index, period in heard if t % period == index]
+
+
+def _circle(size: int, position: int, hops: list[int]) -> Iterator[Round]:
+    """One peer at a time on a circle: `hops` ahead for sending, as far behind for receiving."""
+    for t in count():
+        if not hops:
+            yield [], []
+            continue
+        hop = hops[t % len(hops)]
+        yield [(position + hop) % size], [(position - hop) % size]
+
+
+def _inner_outer(
+    machines: int, local_size: int, self_rank: int, hops_on: Callable[[int], list[int]]
+) -> Iterator[Round]:
+    """`hops_on(n)` lists the hops that a circle of n goes through."""
+    if machines == 1:
+        return _circle(local_size, self_rank, hops_on(local_size))
+    return _one_by_one_outside(machines, local_size, self_rank, hops_on(local_size - 1), hops_on(machines))
+
+
+def _one_by_one_outside(
+    machines: int, local_size: int, self_rank: int, inner_hops: list[int], outer_hops: list[int]
+) -> Iterator[Round]:
+    local_rank = self_rank % local_size
+    first = self_rank - local_rank
+    world_size, staying = machines * local_size, local_size - 1
+    for t in count():
+        outgoing = t % local_size
+        if local_rank == outgoing:
+            hop = outer_hops[t % len(outer_hops)] * local_size
+            yield [(self_rank + hop) % world_size], [(self_rank - hop) % world_size]
+            continue
+        # Those that stay close ranks: positions count them without the one that is out.
+        hop = inner_hops[t % len(inner_hops)]
+        position = local_rank - (local_rank > outgoing)
+        ahead, behind = (position + hop) % staying, (position - hop) % staying
+        yield [first + ahead + (ahead >= outgoing)], [first + behind + (behind >= outgoing)]
+
+
+def _ring_hops(size: int) -> list[int]:
+    return [1] if size > 1 else []
+
+
+def _expo2_hops(size: int) -> list[int]:
+    return list(powers_below(size))
+
+
+def _check_machines(world_size: int, local_size: int, self_rank: int) -> tuple[int, int]:
+    """The number of machines, and `self_rank` as a checked int."""
+    world_size, local_size = check_size(world_size, "world_size"), check_size(local_size, "local_size")
+    if world_size % local_size:
+        raise ValueError(
+            f"{world_size} agents do not fill machines of {local_size}. This schedule needs machines of one size: "
+            "start as many agents on each, or use GetDynamicOnePeerSendRecvRanks, which knows no machines."
+        )
+    return world_size // local_size, check_rank(self_rank, world_size, "self_rank")
+
+
+def _check_inner_outer(world_size: int, local_size: int, self_rank: int) -> tuple[int, int]:
+    machines, self_rank = _check_machines(world_size, local_size, self_rank)
+    if machines > 1 and local_size == 2:
+        raise ValueError(
+            f"with 2 agents on each of {machines} machines, the one that stays while the other goes out has nobody to "
+            "talk to, so the two never average. Use GetDynamicOnePeerSendRecvRanks, or "
+            "GetExp2DynamicSendRecvMachineRanks with hierarchical_neighbor_allreduce."
+        )
+    return machines, self_rank

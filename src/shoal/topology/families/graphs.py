@@ -1,0 +1,195 @@
+"""The standard communication graphs, under the names that BlueFog gave them, and questions to ask of a graph.
+
+Each constructor returns a ``networkx.DiGraph`` over the ranks 0 to n - 1. An edge (j, i) points the way the data flows,
+from source j to destination i, and its attribute ``weight`` is ``W[i, j]``, what agent i multiplies x_j by. Every agent
+has a self loop, its own share. All of them are doubly stochastic, so that agents agree on the plain average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import isqrt
+
+import networkx as nx
+
+from .._validate import as_digraph, as_int, check_rank, check_size
+from ..weights import with_metropolis_hastings_weights
+
+
+def ExponentialTwoGraph(size: int) -> nx.DiGraph:
+    """Each agent sends to those 1, 2, 4, 8, ... ranks ahead, equal weights ``1 / (ceil(log2(n)) + 1)``.
+
+    The default topology: degree O(log n) and a spectral gap of at least ``2 / (1 + ceil(log2(n)))``, with equality for
+    even n (Ying et al. 2021, "Exponential Graph is Provably Efficient", arXiv:2110.13363, proposition 1).
+
+    Args:
+        size: number of agents, at least 1.
+    """
+    return ExponentialGraph(size, base=2)
+
+
+def ExponentialGraph(size: int, base: int = 2) -> nx.DiGraph:
+    """Each agent sends to those 1, base, base**2, ... ranks ahead (below `size`), with equal weights.
+
+    Powers are exact integers. BlueFog tests for them with a floating-point logarithm and so misses some, such as
+    243 = 3**5 and 1000 = 10**3: there, graphs of base 3 with more than 243 agents lack edges that this one has.
+
+    Args:
+        size: number of agents, at least 1.
+        base: at least 2; a larger base gives fewer edges.
+    """
+    size = check_size(size)
+    return _circulant(size, powers_below(size, check_base(base)))
+
+
+def SymmetricExponentialGraph(size: int, base: int = 4) -> nx.DiGraph:
+    """Each agent exchanges with those 1, base, base**2, ... ranks ahead and behind, up to half way round.
+
+    All weights are equal, and the powers are exact, as in :func:`ExponentialGraph`.
+
+    Args:
+        size: number of agents, at least 1.
+        base: at least 2; a larger base gives fewer edges.
+    """
+    size = check_size(size)
+    hops = list(powers_below(size // 2 + 1, check_base(base)))
+    return _circulant(size, [*hops, *(-hop for hop in hops)])
+
+
+def RingGraph(size: int, connect_style: int = 0) -> nx.DiGraph:
+    """Agents in a circle, with equal weights: 1/3 in both directions, 1/2 in one.
+
+    Args:
+        size: number of agents, at least 1.
+        connect_style: 0 for both directions, 1 to send to the left only (i to i - 1), 2 to the right only (i to i + 1).
+    """
+    size = check_size(size)
+    style = as_int(connect_style, "connect_style")
+    if style not in (0, 1, 2):
+        raise ValueError(f"connect_style is {style}. Pass 0 for both directions, 1 for left only, 2 for right only.")
+    return _circulant(size, ((-1, 1), (-1,), (1,))[style])
+
+
+def StarGraph(size: int, center_rank: int = 0) -> nx.DiGraph:
+    """One agent in the middle that exchanges with all others, weight ``1 / n`` each way; leaves keep ``1 - 1 / n``.
+
+    These are the Metropolis-Hastings weights of a star. Uniform weights on it would not be doubly stochastic.
+
+    Args:
+        size: number of agents, at least 1.
+        center_rank: the agent in the middle, 0 to size - 1.
+    """
+    size = check_size(size)
+    center = check_rank(center_rank, size, "center_rank")
+    return _metropolis_hastings(size, ((center, leaf) for leaf in range(size) if leaf != center))
+
+
+def MeshGrid2DGraph(size: int, shape: tuple[int, int] | None = None) -> nx.DiGraph:
+    """A grid of rows and columns without wrap-around, ranks row by row, Metropolis-Hastings weights.
+
+    Args:
+        size: number of agents, at least 1.
+        shape: (rows, columns) with ``rows * columns == size``. By default the two factors of `size` that are closest
+            to each other, the smaller one first; for a prime number that is a chain.
+    """
+    size = check_size(size)
+    rows, columns = closest_factors(size) if shape is None else check_shape(shape, size)
+    right = ((rank, rank + 1) for rank in range(size) if (rank + 1) % columns)
+    down = ((rank, rank + columns) for rank in range((rows - 1) * columns))
+    return _metropolis_hastings(size, [*right, *down])
+
+
+def FullyConnectedGraph(size: int) -> nx.DiGraph:
+    """Each agent exchanges with every other, equal weights ``1 / n``: one round is the exact average.
+
+    Args:
+        size: number of agents, at least 1.
+    """
+    size = check_size(size)
+    return _circulant(size, range(size))
+
+
+def IsTopologyEquivalent(topo1: nx.DiGraph | None, topo2: nx.DiGraph | None) -> bool:
+    """Whether two graphs have the same ranks, the same edges, and exactly the same weights (absent means one).
+
+    Not isomorphism: ranks are not renamed. An edge of weight zero is an edge. None equals nothing, itself included.
+    """
+    if topo1 is None or topo2 is None:
+        return False
+    return _weighted_edges(topo1) == _weighted_edges(topo2)
+
+
+def IsRegularGraph(topo: nx.DiGraph) -> bool:
+    """Whether all agents have the same number of in-neighbours and of out-neighbours, themselves not counted.
+
+    Uniform weights on a regular graph are doubly stochastic. BlueFog compares the sums of in- and out-degree, and so
+    counts a one-way chain of two, where one agent only sends and the other only receives, as regular; this does not.
+    """
+    digraph = as_digraph(topo)
+    degrees = {
+        (digraph.in_degree(rank) - loop, digraph.out_degree(rank) - loop)
+        for rank in digraph
+        for loop in [int(digraph.has_edge(rank, rank))]
+    }
+    return len(degrees) == 1
+
+
+def powers_below(limit: int, base: int = 2) -> Iterator[int]:
+    """1, base, base**2, ... as long as they are below `limit`."""
+    power = 1
+    while power < limit:
+        yield power
+        power *= base
+
+
+def _circulant(size: int, hops: Iterable[int]) -> nx.DiGraph:
+    """Every agent sends to itself and `hops` ahead of it, modulo `size`, all with the same weight."""
+    shifts = {0, *(hop % size for hop in hops)}
+    weight = 1.0 / len(shifts)
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(size))
+    for source in range(size):
+        destinations = sorted((source + shift) % size for shift in shifts)
+        graph.add_weighted_edges_from((source, destination, weight) for destination in destinations)
+    return graph
+
+
+def _metropolis_hastings(size: int, edges: Iterable[tuple[int, int]]) -> nx.DiGraph:
+    support = nx.Graph()
+    support.add_nodes_from(range(size))
+    support.add_edges_from(edges)
+    return with_metropolis_hastings_weights(support)
+
+
+def closest_factors(size: int) -> tuple[int, int]:
+    """The rows and columns of a grid that is as near to a square as can be, rows first and not more than columns."""
+    rows = next(factor for factor in range(isqrt(size), 0, -1) if size % factor == 0)
+    return rows, size // rows
+
+
+def check_shape(shape: tuple[int, int], size: int) -> tuple[int, int]:
+    """The rows and columns in `shape`, if so many agents fill them."""
+    if len(shape) != 2:
+        raise ValueError(f"shape is {shape!r}. Pass two numbers, (rows, columns).")
+    rows, columns = check_size(shape[0], "shape[0]"), check_size(shape[1], "shape[1]")
+    if rows * columns != size:
+        closest = closest_factors(size)
+        raise ValueError(
+            f"a grid of {rows} x {columns} has {rows * columns} places for {size} agents. "
+            f"Pass a shape with product {size}, such as {closest}, or leave it out."
+        )
+    return rows, columns
+
+
+def check_base(base: int) -> int:
+    """A base of powers, at least two."""
+    checked = as_int(base, "base")
+    if checked < 2:
+        raise ValueError(f"base is {checked}. Pass a whole number of at least 2.")
+    return checked
+
+
+def _weighted_edges(graph: nx.DiGraph) -> tuple[int, dict[tuple[int, int], float]]:
+    digraph = as_digraph(graph)
+    edges = {(source, destination): weight for source, destination, weight in digraph.edges(data="weight", default=1.0)}
+    return digraph.number_of_nodes(), edges

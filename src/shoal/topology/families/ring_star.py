@@ -1,0 +1,162 @@
+"""Ring-Star: groups that average completely, and a ring of groups (Jameel et al., ECML-PKDD workshops 2019).
+
+"A ring of fully-connected meshes of workers" can be read in two ways, and both are here. The paper's delegates average
+their group and exchange the mean with the two beside them, after which everybody of a group holds the mean of three
+groups. That is :class:`RingStar`, whose W is the Kronecker product of a ring of G groups and the mean over L agents; as
+the paper says, L = 1 gives a ring and L = V an all-reduce. :class:`RingStarDelegates` spends three rounds on the same,
+message by message. The other reading joins the meshes by single edges: :func:`GatewayRingGraph`.
+
+doi 10.1007/978-3-030-43823-4_28, section 2.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+
+import networkx as nx
+import numpy as np
+
+from .._edges import Edges, assemble
+from .._validate import check_size
+from ..schedule import EdgeSchedule
+from ..weights import with_metropolis_hastings_weights
+from .circulant import ring
+from .compose import AllReduce, Kronecker
+from .one_peer import RingRandom, odd
+
+
+class RingStar(Kronecker):
+    """Ring-Star [G x L]: each group takes the mean of itself and the groups beside it, every round.
+
+    Args:
+        size: number of agents V, at least 1.
+        agents_per_machine: L, a divisor of V; by default the one closest to the square root of V, the smaller one of
+            two. For a prime V that is 1, and it is a ring.
+
+    Raises:
+        ValueError: L does not divide V.
+    """
+
+    def __init__(self, size: int, agents_per_machine: int | None = None) -> None:
+        local = group_size(size, agents_per_machine)
+        super().__init__(ring(size // local), AllReduce(local))
+
+    def describe(self) -> str:
+        return f"Ring-Star [{self.between.size} x {self.inside.size}] of {self.size} agents"
+
+
+class RingStarRandom(Kronecker):
+    """Ring-Star over RingRandom: in each round the groups average in pairs, as :class:`RingRandom` pairs them.
+
+    The paper's footnote 1: the average age is then O(log G) in place of O(G).
+
+    Args:
+        size: number of agents V, even; one agent alone is left alone.
+        agents_per_machine: L, a divisor of V that makes an even number of groups (or one); by default the one closest
+            to the square root of V.
+        seed: 0 to 2**64 - 1, the same on every agent.
+
+    Raises:
+        ValueError: L does not divide V, or there is an odd number of groups.
+    """
+
+    def __init__(self, size: int, agents_per_machine: int | None = None, seed: int = 0) -> None:
+        reason = odd(check_size(size))
+        if reason and agents_per_machine is None:
+            raise ValueError(f"Ring-Star over RingRandom pairs groups: {reason}")
+        local = group_size(size, agents_per_machine, lambda local: size == 1 or size // local % 2 == 0)
+        if odd(size // local):
+            raise ValueError(
+                f"{size // local} groups of {local} cannot be paired, as their number is odd. Choose another size of "
+                "groups, or RingStar."
+            )
+        super().__init__(RingRandom(size // local, seed), AllReduce(local))
+        self.seed = seed
+
+    def describe(self) -> str:
+        groups = f"[{self.between.size} x {self.inside.size}]"
+        return f"Ring-Star {groups} over RingRandom of {self.size} agents, seed {self.seed}"
+
+
+class RingStarDelegates(EdgeSchedule):
+    """:class:`RingStar` message by message, three rounds for one: collect, exchange along the ring, hand out.
+
+    The first agent of each group is its delegate and does what the paper's Table 1 counts: L - 1 messages in, two
+    exchanges on the ring, and L - 1 messages out. The single rounds are row-stochastic only; the product of the three
+    is the doubly stochastic W of :class:`RingStar`.
+
+    Args:
+        size: number of agents V, at least 1.
+        agents_per_machine: L, as for :class:`RingStar`.
+
+    Raises:
+        ValueError: L does not divide V.
+    """
+
+    period = 3
+
+    def __init__(self, size: int, agents_per_machine: int | None = None) -> None:
+        self.local = group_size(size, agents_per_machine)
+        self.size = size
+
+    def _edges(self, round: int) -> Edges:
+        everyone = np.arange(self.size)
+        delegates = everyone[:: self.local]
+        delegate_of = everyone - everyone % self.local
+        members = everyone[everyone != delegate_of]
+        if round == 0:
+            destination, source = np.concatenate([delegate_of, members]), np.concatenate([everyone, members])
+            weight = np.concatenate([np.full(self.size, 1.0 / self.local), np.ones(len(members))])
+        elif round == 1:
+            groups = ring(len(delegates)).edges(0)
+            destination = np.concatenate([delegates[groups.destination], members])
+            source = np.concatenate([delegates[groups.source], members])
+            weight = np.concatenate([groups.weight, np.ones(len(members))])
+        else:
+            destination, source, weight = everyone, delegate_of, np.ones(self.size)
+        return assemble(self.size, destination, source, weight)
+
+    def describe(self) -> str:
+        return f"Ring-Star [{self.size // self.local} x {self.local}] by delegates of {self.size} agents"
+
+
+def GatewayRingGraph(size: int, agents_per_machine: int | None = None) -> nx.DiGraph:
+    """Fully connected groups, the first agents of which form a ring; Metropolis-Hastings weights.
+
+    The sparse reading of Ring-Star: a message a round leaves a group for each group beside it, and one round does not
+    carry a group's mean any further than its gateway.
+
+    Args:
+        size: number of agents V, at least 1.
+        agents_per_machine: L, as for :class:`RingStar`.
+
+    Raises:
+        ValueError: L does not divide V.
+    """
+    local = group_size(size, agents_per_machine)
+    graph = nx.Graph()
+    graph.add_nodes_from(range(size))
+    for first in range(0, size, local):
+        graph.add_edges_from(combinations(range(first, first + local), 2))
+        if size > local:
+            graph.add_edge(first, (first + local) % size)
+    return with_metropolis_hastings_weights(graph)
+
+
+def group_size(size: int, agents_per_machine: int | None, allowed: Callable[[int], bool] = lambda local: True) -> int:
+    """How many agents a group has: as asked for, or by default the allowed divisor closest to the square root.
+
+    Raises:
+        ValueError: it does not divide the number of agents, or nothing is allowed.
+    """
+    size = check_size(size)
+    if agents_per_machine is not None:
+        local = check_size(agents_per_machine, "agents_per_machine")
+        if size % local:
+            raise ValueError(
+                f"{size} agents do not fill groups of {local}. All groups have the same size: pass a divisor of {size}."
+            )
+        return local
+    found = [local for local in range(1, size + 1) if size % local == 0 and allowed(local)]
+    return min(found, key=lambda local: (max(local**2, size) / min(local**2, size), local))

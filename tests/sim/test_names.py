@@ -1,0 +1,28 @@
+"""The names with which ``shoal.sim`` and ``shoal.netmodel`` begin are what the packages export."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shoal import netmodel, sim
+
+
+@pytest.mark.parametrize("package", [sim, netmodel], ids=lambda package: package.__name__)
+def test_its_docstring_names_what_it_exports_and_nothing_else(package: ModuleType) -> None:
+    assert package.__doc__ is not None
+    named = re.findall(r":(?:class|func):`(\w+)`", package.__doc__)
+    exported = {name for name, one in vars(package).items() if name[0] != "_" and not isinstance(one, ModuleType)}
+    assert sorted(named) == sorted(exported)
+
+
+def test_the_network_model_knows_nothing_of_stacked_fleets() -> None:
+    modules = list(Path(netmodel.__file__).parent.glob("*.py"))
+    imported = [node for module in modules for node in ast.walk(ast.parse(module.read_text()))]
+    froms = [node for node in imported if isinstance(node, ast.ImportFrom)]
+    assert len(froms) > len(modules)
+    assert not [ast.unparse(node) for node in froms if "sim" in (node.module or "").split(".")]
