@@ -1,8 +1,11 @@
 """Shoal: decentralized training on PyTorch. Agents average with a few neighbours instead of with everybody."""
 
+from . import data as data
 from . import topology as topology
 from . import topology_util as topology_util
 from ._version import __version__ as __version__
+from .data import AgentSampler as AgentSampler
+from .data import dirichlet_shards as dirichlet_shards
 from .errors import DeadlineExceeded as DeadlineExceeded
 from .errors import Mismatch as Mismatch
 from .errors import NotFinite as NotFinite
@@ -69,7 +72,6 @@ from .ops.window import win_slots as win_slots
 from .ops.window import win_update as win_update
 from .ops.window import win_update_then_collect as win_update_then_collect
 from .ops.window import win_wait as win_wait
-from .optim import AgentSampler as AgentSampler
 from .optim import Checkpoint as Checkpoint
 from .optim import CommunicationType as CommunicationType
 from .optim import DecentralizedOptimizer as DecentralizedOptimizer
@@ -89,7 +91,6 @@ from .optim import Metrics as Metrics
 from .optim import Warmup as Warmup
 from .optim import consensus as consensus
 from .optim import consensus_distance as consensus_distance
-from .optim import dirichlet_shards as dirichlet_shards
 from .optim import metrics as metrics
 from .runtime.agent import bind as bind
 from .runtime.bootstrap import init as init
