@@ -12,12 +12,12 @@ import torch
 from ..algorithms.needs import DOUBLY_STOCHASTIC
 from ..algorithms.view import View
 from ..errors import DeadlineExceeded
-from ..ops import window as ops
 from ..ops.collective import barrier
 from ..runtime.agent import current
 from ..runtime.identity import out_neighbor_ranks
 from ..runtime.operation import Handle
 from ..topology._validate import as_weight
+from ..windows import by_name as ops
 from ..windows.registry import windows_of
 from .buckets import Bucket
 from .flight import Flight, Params
