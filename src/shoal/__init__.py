@@ -1,6 +1,13 @@
-"""Shoal: decentralized training on PyTorch. Agents average with a few neighbours instead of with everybody."""
+"""Shoal: decentralized training on PyTorch. Agents average with a few neighbours instead of with everybody.
 
+``__all__`` is Shoal's own vocabulary. The attributes beside it are BlueFog's names for the same things, as in
+:mod:`shoal.bluefog`; ``docs/bluefog.md`` says which stands for which.
+"""
+
+from . import algorithms as algorithms
+from . import compression as compression
 from . import data as data
+from . import optim as optim
 from . import topology as topology
 from . import topology_util as topology_util
 from . import windows as windows
@@ -137,3 +144,88 @@ from .windows.by_name import win_slots as win_slots
 from .windows.by_name import win_update as win_update
 from .windows.by_name import win_update_then_collect as win_update_then_collect
 from .windows.by_name import win_wait as win_wait
+
+__all__ = [
+    "AgentSampler",
+    "Checkpoint",
+    "CommunicationType",
+    "DeadlineExceeded",
+    "DecentralizedOptimizer",
+    "Event",
+    "Fleet",
+    "Handle",
+    "InferDestinationFromSourceRanks",
+    "InferSourceFromDestinationRanks",
+    "Metric",
+    "Metrics",
+    "Mismatch",
+    "Mixing",
+    "NotFinite",
+    "NotInitialized",
+    "PeerLost",
+    "ShoalError",
+    "SlotState",
+    "Warmup",
+    "algorithms",
+    "allgather",
+    "allgather_nonblocking",
+    "allreduce",
+    "allreduce_",
+    "allreduce_nonblocking",
+    "allreduce_nonblocking_",
+    "allreduce_parameters",
+    "barrier",
+    "bind",
+    "broadcast",
+    "broadcast_",
+    "broadcast_nonblocking",
+    "broadcast_nonblocking_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "bytes_sent",
+    "compression",
+    "consensus",
+    "consensus_distance",
+    "data",
+    "dirichlet_shards",
+    "empty",
+    "events",
+    "hierarchical_neighbor_allreduce",
+    "hierarchical_neighbor_allreduce_nonblocking",
+    "in_neighbor_machine_ranks",
+    "in_neighbor_ranks",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "is_machine_topo_weighted",
+    "is_topo_weighted",
+    "load_machine_topology",
+    "load_topology",
+    "local_rank",
+    "local_size",
+    "machine_rank",
+    "machine_size",
+    "membership",
+    "metrics",
+    "neighbor_allgather",
+    "neighbor_allgather_nonblocking",
+    "neighbor_allreduce",
+    "neighbor_allreduce_nonblocking",
+    "neighbor_alltoall",
+    "optim",
+    "out_neighbor_machine_ranks",
+    "out_neighbor_ranks",
+    "pair_gossip",
+    "pair_gossip_nonblocking",
+    "rank",
+    "set_machine_topology",
+    "set_topology",
+    "shutdown",
+    "size",
+    "timeline_context",
+    "timeline_end_activity",
+    "timeline_start_activity",
+    "topology",
+    "windows",
+]
