@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 PICTURE = Path(__file__).parent / "images" / "windows.png"
 INK, PALE, CHANGED = "#1b1f23", "#eef1f4", "#e07b39"
 TITLES = (
-    'win_create(x, "x", zero_init=True), by all',
-    'win_put(10, "x"), by agent 0 alone',
-    'win_get("x"), by agent 0 alone',
+    'windows.create(x, "x", zero_init=True), by all',
+    'window.put(10), by agent 0 alone',
+    'window.get(), by agent 0 alone',
 )
 PLACES = [(0.0, 1.0), (-0.9, -0.6), (0.9, -0.6)]
 Held = dict[str, float]
@@ -33,24 +33,24 @@ Held = dict[str, float]
 def states() -> list[list[Held]]:
     """What each of three agents holds, [3 moments][3 agents]: its tensor "x", and the slot "from j" for each other."""
 
-    def held() -> Held:
+    def held(window: shoal.windows.Window) -> Held:
         shoal.barrier()
-        found = {"x": shoal.win_update("x", 1.0, {}, clone=True).item()}
-        for source in shoal.in_neighbor_ranks():
-            found[f"from {source}"] = shoal.win_update("x", 0.0, {source: 1.0}, clone=True).item()
+        found = {"x": window.update(1.0, {}, clone=True).item()}
+        for source in window.sources:
+            found[f"from {source}"] = window.update(0.0, {source: 1.0}, clone=True).item()
         shoal.barrier()
         return found
 
     def run() -> list[Held]:
         shoal.set_topology(shoal.FullyConnectedGraph(3))
-        shoal.win_create(torch.tensor(float(shoal.rank())), "x", zero_init=True)
-        moments = [held()]
+        window = shoal.windows.create(torch.tensor(float(shoal.rank())), "x", zero_init=True)
+        moments = [held(window)]
         if shoal.rank() == 0:
-            shoal.win_put(torch.tensor(10.0), "x")
-        moments.append(held())
+            window.put(torch.tensor(10.0))
+        moments.append(held(window))
         if shoal.rank() == 0:
-            shoal.win_get("x")
-        return [*moments, held()]
+            window.get()
+        return [*moments, held(window)]
 
     return [list(moment) for moment in zip(*shoal.Fleet(3).run(run), strict=True)]
 

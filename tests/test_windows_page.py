@@ -21,9 +21,9 @@ sys.path.append(str(DOCS))
 import windows_picture  # noqa: E402
 
 
-def names_of(code: str) -> dict[str, Any]:
+def names_of(code: str, **given: Any) -> dict[str, Any]:
     """Run a block of the page as this agent; the variables that it leaves."""
-    found: dict[str, Any] = {"shoal": shoal, "torch": torch}
+    found: dict[str, Any] = {"shoal": shoal, "torch": torch, **given}
     exec(code, found)
     return found
 
@@ -46,10 +46,9 @@ def test_the_first_lines_give_what_the_page_says() -> None:
 
 def test_push_sum_conserves_what_there_is() -> None:
     def run() -> tuple[float, float]:
-        x = names_of(PUSH_SUM)["x"]
+        window = names_of(PUSH_SUM)["window"]
         shoal.barrier()
-        shoal.win_update_then_collect("x")
-        return x.item(), shoal.win_associated_p("x")
+        return window.collect().item(), window.p
 
     found = among_three(run)
     assert sum(x for x, _ in found) == pytest.approx(3.0, abs=1e-12)
@@ -58,23 +57,23 @@ def test_push_sum_conserves_what_there_is() -> None:
 
 def test_the_mutex_lines_read_and_write_at_agent_0() -> None:
     def run() -> list[float]:
-        shoal.win_create(torch.tensor([7.0 - shoal.rank()]), "x", zero_init=True)
+        window = shoal.windows.create(torch.tensor([7.0 - shoal.rank()]), "x", zero_init=True)
         if shoal.rank():
-            names_of(MUTEX)
+            names_of(MUTEX, window=window)
         shoal.barrier()
-        return [shoal.win_update("x", 0.0, {j: 1.0}, clone=True).item() for j in shoal.in_neighbor_ranks()]
+        return [window.update(0.0, {source: 1.0}, clone=True).item() for source in window.sources]
 
     assert among_three(run)[0] == [8.0, 8.0]
 
 
 def test_staleness_tells_what_has_come() -> None:
     def run() -> tuple[dict[int, int], dict[int, int], float]:
-        shoal.win_create(torch.ones(2), "x")
+        window = shoal.windows.create(torch.ones(2), "x")
         if shoal.rank() == 2:
-            shoal.win_put(torch.ones(2), "x")
-            shoal.win_accumulate(torch.ones(2), "x")
+            window.put()
+            window.accumulate()
         shoal.barrier()
-        names = names_of(STALENESS)
+        names = names_of(STALENESS, window=window)
         return names["version"], names["came"], min(names["ages"].values())
 
     found = among_three(run)
@@ -100,6 +99,15 @@ def test_links_and_pictures_are_there() -> None:
 
 
 def test_every_call_on_the_page_exists() -> None:
-    named = set(re.findall(r"`(win_\w+|get_win\w+|turn_\w+)", PAGE)) - {"win_"}
-    assert len(named) > 10
-    assert [name for name in named if not hasattr(shoal, name)] == []
+    functions = set(re.findall(r"`(win_\w+|get_win\w+|turn_\w+)", PAGE))
+    methods, native = (set(re.findall(rf"`{where}\.(\w+)", PAGE)) for where in ("window", r"shoal\.windows"))
+    assert min(len(functions), len(methods)) > 10
+    assert [name for name in functions if not hasattr(shoal, name)] == []
+    assert [name for name in methods if not hasattr(shoal.windows.Window, name)] == []
+    assert native == set(shoal.windows.__all__) - {"SlotState", "Window", "turn_off_associated_p"}
+
+
+def test_every_method_is_on_the_page() -> None:
+    public = {name for name in vars(shoal.windows.Window) if not name.startswith("_")}
+    said = {name for name in public if f"window.{name}" in PAGE}
+    assert public - said == {"name", "tensor", *(name for name in public if name.endswith("_nonblocking"))}

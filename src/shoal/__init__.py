@@ -1,8 +1,19 @@
-"""Shoal: decentralized training on PyTorch. Agents average with a few neighbours instead of with everybody."""
+"""Shoal: decentralized training on PyTorch. Agents average with a few neighbours instead of with everybody.
 
+``__all__`` is Shoal's own vocabulary. The attributes beside it are BlueFog's names for the same things, as in
+:mod:`shoal.bluefog`; ``docs/bluefog.md`` says which stands for which.
+"""
+
+from . import algorithms as algorithms
+from . import compression as compression
+from . import data as data
+from . import optim as optim
 from . import topology as topology
 from . import topology_util as topology_util
+from . import windows as windows
 from ._version import __version__ as __version__
+from .data import AgentSampler as AgentSampler
+from .data import dirichlet_shards as dirichlet_shards
 from .engine.events import Event as Event
 from .engine.operation import Handle as Handle
 from .errors import DeadlineExceeded as DeadlineExceeded
@@ -45,33 +56,6 @@ from .ops.objects import allreduce_parameters as allreduce_parameters
 from .ops.objects import broadcast_object as broadcast_object
 from .ops.objects import broadcast_optimizer_state as broadcast_optimizer_state
 from .ops.objects import broadcast_parameters as broadcast_parameters
-from .ops.window import SlotState as SlotState
-from .ops.window import get_current_created_window_names as get_current_created_window_names
-from .ops.window import get_win_version as get_win_version
-from .ops.window import neighbor_win_accumulate as neighbor_win_accumulate
-from .ops.window import neighbor_win_accumulate_nonblocking as neighbor_win_accumulate_nonblocking
-from .ops.window import neighbor_win_get as neighbor_win_get
-from .ops.window import neighbor_win_get_nonblocking as neighbor_win_get_nonblocking
-from .ops.window import neighbor_win_put as neighbor_win_put
-from .ops.window import neighbor_win_put_nonblocking as neighbor_win_put_nonblocking
-from .ops.window import turn_off_win_ops_with_associated_p as turn_off_win_ops_with_associated_p
-from .ops.window import turn_on_win_ops_with_associated_p as turn_on_win_ops_with_associated_p
-from .ops.window import win_accumulate as win_accumulate
-from .ops.window import win_accumulate_nonblocking as win_accumulate_nonblocking
-from .ops.window import win_associated_p as win_associated_p
-from .ops.window import win_create as win_create
-from .ops.window import win_free as win_free
-from .ops.window import win_get as win_get
-from .ops.window import win_get_nonblocking as win_get_nonblocking
-from .ops.window import win_mutex as win_mutex
-from .ops.window import win_poll as win_poll
-from .ops.window import win_put as win_put
-from .ops.window import win_put_nonblocking as win_put_nonblocking
-from .ops.window import win_slots as win_slots
-from .ops.window import win_update as win_update
-from .ops.window import win_update_then_collect as win_update_then_collect
-from .ops.window import win_wait as win_wait
-from .optim import AgentSampler as AgentSampler
 from .optim import Checkpoint as Checkpoint
 from .optim import CommunicationType as CommunicationType
 from .optim import DecentralizedOptimizer as DecentralizedOptimizer
@@ -91,7 +75,6 @@ from .optim import Metrics as Metrics
 from .optim import Warmup as Warmup
 from .optim import consensus as consensus
 from .optim import consensus_distance as consensus_distance
-from .optim import dirichlet_shards as dirichlet_shards
 from .optim import metrics as metrics
 from .topology import ExponentialGraph as ExponentialGraph
 from .topology import ExponentialTwoGraph as ExponentialTwoGraph
@@ -109,6 +92,32 @@ from .topology import Mixing as Mixing
 from .topology import RingGraph as RingGraph
 from .topology import StarGraph as StarGraph
 from .topology import SymmetricExponentialGraph as SymmetricExponentialGraph
+from .windows import SlotState as SlotState
+from .windows.by_name import get_current_created_window_names as get_current_created_window_names
+from .windows.by_name import get_win_version as get_win_version
+from .windows.by_name import neighbor_win_accumulate as neighbor_win_accumulate
+from .windows.by_name import neighbor_win_accumulate_nonblocking as neighbor_win_accumulate_nonblocking
+from .windows.by_name import neighbor_win_get as neighbor_win_get
+from .windows.by_name import neighbor_win_get_nonblocking as neighbor_win_get_nonblocking
+from .windows.by_name import neighbor_win_put as neighbor_win_put
+from .windows.by_name import neighbor_win_put_nonblocking as neighbor_win_put_nonblocking
+from .windows.by_name import turn_off_win_ops_with_associated_p as turn_off_win_ops_with_associated_p
+from .windows.by_name import turn_on_win_ops_with_associated_p as turn_on_win_ops_with_associated_p
+from .windows.by_name import win_accumulate as win_accumulate
+from .windows.by_name import win_accumulate_nonblocking as win_accumulate_nonblocking
+from .windows.by_name import win_associated_p as win_associated_p
+from .windows.by_name import win_create as win_create
+from .windows.by_name import win_free as win_free
+from .windows.by_name import win_get as win_get
+from .windows.by_name import win_get_nonblocking as win_get_nonblocking
+from .windows.by_name import win_mutex as win_mutex
+from .windows.by_name import win_poll as win_poll
+from .windows.by_name import win_put as win_put
+from .windows.by_name import win_put_nonblocking as win_put_nonblocking
+from .windows.by_name import win_slots as win_slots
+from .windows.by_name import win_update as win_update
+from .windows.by_name import win_update_then_collect as win_update_then_collect
+from .windows.by_name import win_wait as win_wait
 from .world.agent import bind as bind
 from .world.bootstrap import init as init
 from .world.bootstrap import shutdown as shutdown
@@ -135,3 +144,88 @@ from .world.identity import rank as rank
 from .world.identity import set_machine_topology as set_machine_topology
 from .world.identity import set_topology as set_topology
 from .world.identity import size as size
+
+__all__ = [
+    "AgentSampler",
+    "Checkpoint",
+    "CommunicationType",
+    "DeadlineExceeded",
+    "DecentralizedOptimizer",
+    "Event",
+    "Fleet",
+    "Handle",
+    "InferDestinationFromSourceRanks",
+    "InferSourceFromDestinationRanks",
+    "Metric",
+    "Metrics",
+    "Mismatch",
+    "Mixing",
+    "NotFinite",
+    "NotInitialized",
+    "PeerLost",
+    "ShoalError",
+    "SlotState",
+    "Warmup",
+    "algorithms",
+    "allgather",
+    "allgather_nonblocking",
+    "allreduce",
+    "allreduce_",
+    "allreduce_nonblocking",
+    "allreduce_nonblocking_",
+    "allreduce_parameters",
+    "barrier",
+    "bind",
+    "broadcast",
+    "broadcast_",
+    "broadcast_nonblocking",
+    "broadcast_nonblocking_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "bytes_sent",
+    "compression",
+    "consensus",
+    "consensus_distance",
+    "data",
+    "dirichlet_shards",
+    "empty",
+    "events",
+    "hierarchical_neighbor_allreduce",
+    "hierarchical_neighbor_allreduce_nonblocking",
+    "in_neighbor_machine_ranks",
+    "in_neighbor_ranks",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "is_machine_topo_weighted",
+    "is_topo_weighted",
+    "load_machine_topology",
+    "load_topology",
+    "local_rank",
+    "local_size",
+    "machine_rank",
+    "machine_size",
+    "membership",
+    "metrics",
+    "neighbor_allgather",
+    "neighbor_allgather_nonblocking",
+    "neighbor_allreduce",
+    "neighbor_allreduce_nonblocking",
+    "neighbor_alltoall",
+    "optim",
+    "out_neighbor_machine_ranks",
+    "out_neighbor_ranks",
+    "pair_gossip",
+    "pair_gossip_nonblocking",
+    "rank",
+    "set_machine_topology",
+    "set_topology",
+    "shutdown",
+    "size",
+    "timeline_context",
+    "timeline_end_activity",
+    "timeline_start_activity",
+    "topology",
+    "windows",
+]

@@ -97,6 +97,79 @@ def test_push_sum_takes_the_gradient_step(fleet: Fleets) -> None:
         assert found == pytest.approx(expected, abs=1e-9)
 
 
+MAKES = (shoal.DistributedWinPutOptimizer, shoal.DistributedPullGetOptimizer, shoal.DistributedPushSumOptimizer)
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_unregister_window_frees_the_windows_and_the_next_step_makes_them_anew(fleet: Fleets, make: Make) -> None:
+    """So the topology may change in the middle of training."""
+
+    def run() -> torch.Tensor:
+        assert shoal.set_topology(shoal.RingGraph(SIZE))
+        model = deepcopy(MODEL)
+        torch.nn.utils.vector_to_parameters(flat(model) + shoal.rank(), model.parameters())
+        optimizer = make(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        optimizer.step()
+        assert shoal.windows.names()
+        before = flat(model)
+        optimizer.unregister_window()
+        assert shoal.windows.names() == []
+        assert torch.equal(flat(model), before)
+        assert shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        for _ in range(40):
+            optimizer.step()
+            shoal.barrier()
+        shoal.barrier()
+        optimizer.unregister_window()
+        optimizer.unregister_window()
+        return flat(model)
+
+    found = torch.stack(fleet(SIZE).run(run))
+    assert (found - found.mean(0)).abs().max() < 1e-3
+
+
+def test_windows_made_anew_do_not_go_back_to_a_state_that_was_loaded_before(fleet: Fleets) -> None:
+    def run() -> float:
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        optimizer = shoal.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        shoal.barrier()
+        optimizer.unregister_window()
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+        for _ in range(5):
+            optimizer.step()
+            shoal.barrier()
+        optimizer.close()
+        return model.weight.item()
+
+    assert fleet(2).run(run) == pytest.approx([7.0, 7.0])
+
+
+def test_force_barrier_lets_all_meet_before_each_step(fleet: Fleets) -> None:
+    begun: list[int] = []
+
+    def run() -> list[int]:
+        model = deepcopy(MODEL)
+        optimizer = shoal.DistributedWinPutOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        assert optimizer.force_barrier is False
+        optimizer.step()
+        optimizer.force_barrier = True
+        seen = []
+        for step in range(5):
+            time.sleep(0.01 * shoal.rank())
+            begun.append(step)
+            optimizer.step()
+            seen.append(begun.count(step))
+        shoal.barrier()
+        optimizer.close()
+        return seen
+
+    assert fleet(3).run(run) == [[3] * 5] * 3
+
+
 def test_push_sum_refuses_shares_that_do_not_sum_to_one(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.RingGraph(SIZE))

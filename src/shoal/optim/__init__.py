@@ -1,5 +1,7 @@
 """Decentralized training of any PyTorch model: wrap the optimizer, keep the loop."""
 
+from ..data import AgentSampler as AgentSampler
+from ..data import dirichlet_shards as dirichlet_shards
 from .bluefog import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
 from .bluefog import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
 from .bluefog import DistributedAllreduceOptimizer as DistributedAllreduceOptimizer
@@ -20,6 +22,4 @@ from .metric import metrics as metrics
 from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer
 from .rounds import CommunicationType as CommunicationType
 from .rounds import Settings as Settings
-from .sampler import AgentSampler as AgentSampler
-from .sampler import dirichlet_shards as dirichlet_shards
 from .warmup import Warmup as Warmup

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
+from ..ops.arguments import Internal
+from ..ops.collective import barrier
 from .optimizer import DecentralizedOptimizer
 from .rounds import CommunicationType
 from .window_flight import GetFlight, PushSumFlight, PutFlight
@@ -15,6 +17,36 @@ from .window_flight import GetFlight, PushSumFlight, PutFlight
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 
 _ATC, _AWC, _PARALLEL = GradientDescent(1.0), GradientDescent(1.0, atc=False), ParallelGradientDescent(1.0)
+
+
+class WindowOptimizer(DecentralizedOptimizer):
+    """An optimizer that exchanges through windows, with what BlueFog's has besides.
+
+    Attributes:
+        force_barrier: All agents meet at the beginning of each step; False, unless it is set.
+    """
+
+    _force_barrier = False
+
+    @property
+    def force_barrier(self) -> bool:
+        return self._force_barrier
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__("_force_barrier" if name == "force_barrier" else name, value)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        if self._force_barrier:
+            barrier(Internal("optimizer.force_barrier"))
+        return super().step(closure)
+
+    def unregister_window(self) -> None:
+        """Free the windows. All agents call it together, as they made them together.
+
+        What is under way arrives first; what lies in the windows then is not taken in. The next exchange makes windows
+        anew, in the topology that is set by then.
+        """
+        self._way.changed()
 
 
 def DistributedAdaptThenCombineOptimizer(
@@ -88,14 +120,14 @@ def DistributedWinPutOptimizer(
     num_steps_per_communication: int = 1,
     window_prefix: str | None = None,
     **options: Any,
-) -> DecentralizedOptimizer:
+) -> WindowOptimizer:
     """Asynchronous adapt with combine: put the parameters into the neighbours' windows while the model computes, then
     average with what the neighbours have put, whenever that was, and take the local step.
 
-    Read at each exchange: ``dst_weights``. ``close()`` frees the windows.
+    Read at each exchange: ``dst_weights``. ``close()`` frees the windows, and so does ``unregister_window()``.
     """
     options = _windows(num_steps_per_communication, window_prefix, options)
-    return DecentralizedOptimizer(optimizer, model, _AWC, flight=PutFlight, **options)
+    return WindowOptimizer(optimizer, model, _AWC, flight=PutFlight, **options)
 
 
 def DistributedPullGetOptimizer(
@@ -104,13 +136,13 @@ def DistributedPullGetOptimizer(
     num_steps_per_communication: int = 1,
     window_prefix: str | None = None,
     **options: Any,
-) -> DecentralizedOptimizer:
+) -> WindowOptimizer:
     """The same by getting: fetch the neighbours' parameters while the model computes.
 
     Read at each exchange: ``src_weights``.
     """
     options = _windows(num_steps_per_communication, window_prefix, options)
-    return DecentralizedOptimizer(optimizer, model, _AWC, flight=GetFlight, **options)
+    return WindowOptimizer(optimizer, model, _AWC, flight=GetFlight, **options)
 
 
 def DistributedPushSumOptimizer(
@@ -119,13 +151,13 @@ def DistributedPushSumOptimizer(
     num_steps_per_communication: int = 1,
     window_prefix: str | None = None,
     **options: Any,
-) -> DecentralizedOptimizer:
+) -> WindowOptimizer:
     """Asynchronous stochastic gradient push, for directed graphs: no mass is lost, whoever is slow.
 
     Read at each exchange: ``self_weight`` and ``dst_weights``, which must sum to 1; equal shares if they are not set.
     """
     options = _windows(num_steps_per_communication, window_prefix, options)
-    return DecentralizedOptimizer(optimizer, model, _ATC, flight=PushSumFlight, **options)
+    return WindowOptimizer(optimizer, model, _ATC, flight=PushSumFlight, **options)
 
 
 def _windows(steps: int, prefix: str | None, options: dict[str, Any]) -> dict[str, Any]:

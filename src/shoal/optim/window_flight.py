@@ -13,9 +13,9 @@ from ..algorithms.needs import DOUBLY_STOCHASTIC
 from ..algorithms.view import View
 from ..engine.operation import Handle
 from ..errors import DeadlineExceeded
-from ..ops import window as ops
 from ..ops.collective import barrier
 from ..topology._validate import as_weight
+from ..windows import by_name as ops
 from ..windows.registry import windows_of
 from ..world.agent import current
 from ..world.identity import out_neighbor_ranks
@@ -159,7 +159,7 @@ class PushSumFlight(WindowFlight):
         super().__init__(params, name, bucket_bytes, settings, view)
         self._biased: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
-        self._saved: Mapping[str, Any] = {}
+        self._saved: dict[str, Any] = {}  # until the windows are made for which it was loaded
         self._short_since: dict[str, float] = {}
 
     def _register(self, bucket: Bucket, name: str) -> None:
@@ -168,7 +168,7 @@ class PushSumFlight(WindowFlight):
         u.copy_(bucket.flat)
         self._biased[name], self._before[name] = u, bucket.flat.clone()
         ops.win_create(u, name, zero_init=True)
-        saved = self._saved.get(self._number(name))
+        saved = self._saved.pop(self._number(name), None)
         if saved is not None:
             ops.win_update(name, self_weight=saved["p"], neighbor_weights={})
             u.copy_(saved["u"])

@@ -1,0 +1,287 @@
+"""BlueFog's interface: every public name of ``bluefog.torch``, so that a script of its users runs on Shoal.
+
+    import shoal.bluefog as bf  # was: import bluefog.torch as bf
+
+Almost all of them are Shoal's own, or aliases for what Shoal says in another way; ``docs/bluefog.md`` has the list. At
+the end are those that only such a script asks for.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from . import topology_util as topology_util
+from .monitor.timeline import timeline_context as timeline_context
+from .monitor.timeline import timeline_end_activity as timeline_end_activity
+from .monitor.timeline import timeline_start_activity as timeline_start_activity
+from .ops.collective import allgather as allgather
+from .ops.collective import allgather_nonblocking as allgather_nonblocking
+from .ops.collective import allreduce as allreduce
+from .ops.collective import allreduce_ as allreduce_
+from .ops.collective import allreduce_nonblocking as allreduce_nonblocking
+from .ops.collective import allreduce_nonblocking_ as allreduce_nonblocking_
+from .ops.collective import barrier as barrier
+from .ops.collective import broadcast as broadcast
+from .ops.collective import broadcast_ as broadcast_
+from .ops.collective import broadcast_nonblocking as broadcast_nonblocking
+from .ops.collective import broadcast_nonblocking_ as broadcast_nonblocking_
+from .ops.handles import poll as poll
+from .ops.handles import synchronize as synchronize
+from .ops.handles import wait as wait
+from .ops.hierarchical import hierarchical_neighbor_allreduce as hierarchical_neighbor_allreduce
+from .ops.hierarchical import hierarchical_neighbor_allreduce_nonblocking as hierarchical_neighbor_allreduce_nonblocking
+from .ops.neighbor import neighbor_allgather as neighbor_allgather
+from .ops.neighbor import neighbor_allgather_nonblocking as neighbor_allgather_nonblocking
+from .ops.neighbor import neighbor_allreduce as neighbor_allreduce
+from .ops.neighbor import neighbor_allreduce_nonblocking as neighbor_allreduce_nonblocking
+from .ops.neighbor import pair_gossip as pair_gossip
+from .ops.neighbor import pair_gossip_nonblocking as pair_gossip_nonblocking
+from .ops.objects import InferDestinationFromSourceRanks as InferDestinationFromSourceRanks
+from .ops.objects import InferSourceFromDestinationRanks as InferSourceFromDestinationRanks
+from .ops.objects import allreduce_parameters as allreduce_parameters
+from .ops.objects import broadcast_optimizer_state as broadcast_optimizer_state
+from .ops.objects import broadcast_parameters as broadcast_parameters
+from .optim import CommunicationType as CommunicationType
+from .optim import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
+from .optim import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
+from .optim import DistributedAllreduceOptimizer as DistributedAllreduceOptimizer
+from .optim import DistributedGradientAllreduceOptimizer as DistributedGradientAllreduceOptimizer
+from .optim import (
+    DistributedHierarchicalNeighborAllreduceOptimizer as DistributedHierarchicalNeighborAllreduceOptimizer,
+)
+from .optim import DistributedNeighborAllreduceOptimizer as DistributedNeighborAllreduceOptimizer
+from .optim import DistributedPullGetOptimizer as DistributedPullGetOptimizer
+from .optim import DistributedPushSumOptimizer as DistributedPushSumOptimizer
+from .optim import DistributedWinPutOptimizer as DistributedWinPutOptimizer
+from .topology import ExponentialGraph as ExponentialGraph
+from .topology import ExponentialTwoGraph as ExponentialTwoGraph
+from .topology import FullyConnectedGraph as FullyConnectedGraph
+from .topology import GetDynamicOnePeerSendRecvRanks as GetDynamicOnePeerSendRecvRanks
+from .topology import GetExp2DynamicSendRecvMachineRanks as GetExp2DynamicSendRecvMachineRanks
+from .topology import GetInnerOuterExpo2DynamicSendRecvRanks as GetInnerOuterExpo2DynamicSendRecvRanks
+from .topology import GetInnerOuterRingDynamicSendRecvRanks as GetInnerOuterRingDynamicSendRecvRanks
+from .topology import GetRecvWeights as GetRecvWeights
+from .topology import GetSendWeights as GetSendWeights
+from .topology import IsRegularGraph as IsRegularGraph
+from .topology import IsTopologyEquivalent as IsTopologyEquivalent
+from .topology import MeshGrid2DGraph as MeshGrid2DGraph
+from .topology import RingGraph as RingGraph
+from .topology import StarGraph as StarGraph
+from .topology import SymmetricExponentialGraph as SymmetricExponentialGraph
+from .windows.by_name import get_current_created_window_names as get_current_created_window_names
+from .windows.by_name import get_win_version as get_win_version
+from .windows.by_name import neighbor_win_accumulate as neighbor_win_accumulate
+from .windows.by_name import neighbor_win_accumulate_nonblocking as neighbor_win_accumulate_nonblocking
+from .windows.by_name import neighbor_win_get as neighbor_win_get
+from .windows.by_name import neighbor_win_get_nonblocking as neighbor_win_get_nonblocking
+from .windows.by_name import neighbor_win_put as neighbor_win_put
+from .windows.by_name import neighbor_win_put_nonblocking as neighbor_win_put_nonblocking
+from .windows.by_name import turn_off_win_ops_with_associated_p as turn_off_win_ops_with_associated_p
+from .windows.by_name import turn_on_win_ops_with_associated_p as turn_on_win_ops_with_associated_p
+from .windows.by_name import win_accumulate as win_accumulate
+from .windows.by_name import win_accumulate_nonblocking as win_accumulate_nonblocking
+from .windows.by_name import win_associated_p as win_associated_p
+from .windows.by_name import win_create as win_create
+from .windows.by_name import win_free as win_free
+from .windows.by_name import win_get as win_get
+from .windows.by_name import win_get_nonblocking as win_get_nonblocking
+from .windows.by_name import win_mutex as win_mutex
+from .windows.by_name import win_poll as win_poll
+from .windows.by_name import win_put as win_put
+from .windows.by_name import win_put_nonblocking as win_put_nonblocking
+from .windows.by_name import win_update as win_update
+from .windows.by_name import win_update_then_collect as win_update_then_collect
+from .windows.by_name import win_wait as win_wait
+from .world.agent import current
+from .world.bootstrap import init as init
+from .world.bootstrap import shutdown as shutdown
+from .world.identity import in_neighbor_machine_ranks as in_neighbor_machine_ranks
+from .world.identity import in_neighbor_ranks as in_neighbor_ranks
+from .world.identity import is_homogeneous as is_homogeneous
+from .world.identity import is_machine_topo_weighted as is_machine_topo_weighted
+from .world.identity import is_topo_weighted as is_topo_weighted
+from .world.identity import load_machine_topology as load_machine_topology
+from .world.identity import load_topology as load_topology
+from .world.identity import local_rank as local_rank
+from .world.identity import local_size as local_size
+from .world.identity import machine_rank as machine_rank
+from .world.identity import machine_size as machine_size
+from .world.identity import out_neighbor_machine_ranks as out_neighbor_machine_ranks
+from .world.identity import out_neighbor_ranks as out_neighbor_ranks
+from .world.identity import rank as rank
+from .world.identity import set_machine_topology as set_machine_topology
+from .world.identity import set_topology as set_topology
+from .world.identity import size as size
+
+__all__ = [
+    "CommunicationType",
+    "DistributedAdaptThenCombineOptimizer",
+    "DistributedAdaptWithCombineOptimizer",
+    "DistributedAllreduceOptimizer",
+    "DistributedGradientAllreduceOptimizer",
+    "DistributedHierarchicalNeighborAllreduceOptimizer",
+    "DistributedNeighborAllreduceOptimizer",
+    "DistributedPullGetOptimizer",
+    "DistributedPushSumOptimizer",
+    "DistributedWinPutOptimizer",
+    "ExponentialGraph",
+    "ExponentialTwoGraph",
+    "FullyConnectedGraph",
+    "GetDynamicOnePeerSendRecvRanks",
+    "GetExp2DynamicSendRecvMachineRanks",
+    "GetInnerOuterExpo2DynamicSendRecvRanks",
+    "GetInnerOuterRingDynamicSendRecvRanks",
+    "GetRecvWeights",
+    "GetSendWeights",
+    "InferDestinationFromSourceRanks",
+    "InferSourceFromDestinationRanks",
+    "IsRegularGraph",
+    "IsTopologyEquivalent",
+    "MeshGrid2DGraph",
+    "RingGraph",
+    "StarGraph",
+    "SymmetricExponentialGraph",
+    "allgather",
+    "allgather_nonblocking",
+    "allreduce",
+    "allreduce_",
+    "allreduce_nonblocking",
+    "allreduce_nonblocking_",
+    "allreduce_parameters",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_nonblocking",
+    "broadcast_nonblocking_",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "get_current_created_window_names",
+    "get_skip_negotiate_stage",
+    "get_win_version",
+    "hierarchical_neighbor_allreduce",
+    "hierarchical_neighbor_allreduce_nonblocking",
+    "in_neighbor_machine_ranks",
+    "in_neighbor_ranks",
+    "init",
+    "is_homogeneous",
+    "is_machine_topo_weighted",
+    "is_topo_weighted",
+    "load_machine_topology",
+    "load_topology",
+    "local_rank",
+    "local_size",
+    "machine_rank",
+    "machine_size",
+    "mpi_threads_supported",
+    "nccl_built",
+    "neighbor_allgather",
+    "neighbor_allgather_nonblocking",
+    "neighbor_allreduce",
+    "neighbor_allreduce_nonblocking",
+    "neighbor_win_accumulate",
+    "neighbor_win_accumulate_nonblocking",
+    "neighbor_win_get",
+    "neighbor_win_get_nonblocking",
+    "neighbor_win_put",
+    "neighbor_win_put_nonblocking",
+    "out_neighbor_machine_ranks",
+    "out_neighbor_ranks",
+    "pair_gossip",
+    "pair_gossip_nonblocking",
+    "poll",
+    "rank",
+    "resume",
+    "set_machine_topology",
+    "set_skip_negotiate_stage",
+    "set_topology",
+    "shutdown",
+    "size",
+    "suspend",
+    "synchronize",
+    "timeline_context",
+    "timeline_end_activity",
+    "timeline_start_activity",
+    "topology_util",
+    "turn_off_win_ops_with_associated_p",
+    "turn_on_win_ops_with_associated_p",
+    "unified_mpi_window_model_supported",
+    "wait",
+    "win_accumulate",
+    "win_accumulate_nonblocking",
+    "win_associated_p",
+    "win_create",
+    "win_free",
+    "win_get",
+    "win_get_nonblocking",
+    "win_mutex",
+    "win_poll",
+    "win_put",
+    "win_put_nonblocking",
+    "win_update",
+    "win_update_then_collect",
+    "win_wait",
+]
+
+_skipping: weakref.WeakSet[object] = weakref.WeakSet()
+"""The engines of the agents that have switched the negotiation off."""
+
+
+def suspend() -> None:
+    """Nothing happens: what is called afterwards works as before.
+
+    BlueFog stops its background thread with it, which polls the whole time, also in a notebook in which no cell runs.
+    Shoal's waits in the kernel until something comes.
+
+    Raises:
+        NotInitialized: Before :func:`init`.
+    """
+    current("suspend()")
+
+
+def resume() -> None:
+    """Nothing happens; see :func:`suspend`.
+
+    Raises:
+        NotInitialized: Before :func:`init`.
+    """
+    current("resume()")
+
+
+def mpi_threads_supported() -> bool:
+    """True: any thread of an agent may communicate, and what a script does with MPI itself is its own affair."""
+    return True
+
+
+def unified_mpi_window_model_supported() -> bool:
+    """True: what a neighbour has written to a window is what its owner reads. No communication."""
+    return True
+
+
+def nccl_built() -> bool:
+    """False: tensors of a GPU travel through the CPU's memory."""
+    return False
+
+
+def set_skip_negotiate_stage(value: bool) -> None:
+    """Keep the value for :func:`get_skip_negotiate_stage`.
+
+    In BlueFog it lets operations begin without asking rank 0, unchecked. Shoal asks nobody before an operation begins,
+    and finds out all the same where agents do not agree.
+
+    Raises:
+        NotInitialized: Before :func:`init`.
+    """
+    engine = current("set_skip_negotiate_stage()").engine
+    if value:
+        _skipping.add(engine)
+    else:
+        _skipping.discard(engine)
+
+
+def get_skip_negotiate_stage() -> bool:
+    """What this agent has set; False in the beginning.
+
+    Raises:
+        NotInitialized: Before :func:`init`.
+    """
+    return current("get_skip_negotiate_stage()").engine in _skipping

@@ -1,0 +1,307 @@
+"""A script for BlueFog runs after its import has changed, and the page about its names says what became of each."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import shoal
+import shoal.bluefog as bf
+from support.scripts import in_processes
+from support.world import World
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "bluefog.md").read_text()
+
+BLUEFOGS = re.findall(
+    r"\w+",
+    """
+    init shutdown size rank local_size local_rank machine_size machine_rank is_homogeneous load_topology
+    set_topology load_machine_topology set_machine_topology is_topo_weighted is_machine_topo_weighted
+    in_neighbor_ranks out_neighbor_ranks in_neighbor_machine_ranks out_neighbor_machine_ranks
+    mpi_threads_supported unified_mpi_window_model_supported nccl_built set_skip_negotiate_stage
+    get_skip_negotiate_stage suspend resume barrier allreduce allreduce_ allreduce_nonblocking
+    allreduce_nonblocking_ broadcast broadcast_ broadcast_nonblocking broadcast_nonblocking_ allgather
+    allgather_nonblocking neighbor_allgather neighbor_allgather_nonblocking neighbor_allreduce
+    neighbor_allreduce_nonblocking hierarchical_neighbor_allreduce hierarchical_neighbor_allreduce_nonblocking
+    pair_gossip pair_gossip_nonblocking poll wait synchronize win_create win_free win_put win_put_nonblocking
+    win_accumulate win_accumulate_nonblocking win_get win_get_nonblocking neighbor_win_put
+    neighbor_win_put_nonblocking neighbor_win_accumulate neighbor_win_accumulate_nonblocking neighbor_win_get
+    neighbor_win_get_nonblocking win_update win_update_then_collect win_wait win_poll win_mutex
+    get_win_version get_current_created_window_names turn_on_win_ops_with_associated_p
+    turn_off_win_ops_with_associated_p win_associated_p broadcast_parameters allreduce_parameters
+    broadcast_optimizer_state timeline_start_activity timeline_end_activity timeline_context GetRecvWeights
+    GetSendWeights IsRegularGraph IsTopologyEquivalent ExponentialTwoGraph ExponentialGraph
+    FullyConnectedGraph MeshGrid2DGraph RingGraph StarGraph SymmetricExponentialGraph
+    GetDynamicOnePeerSendRecvRanks GetExp2DynamicSendRecvMachineRanks GetInnerOuterRingDynamicSendRecvRanks
+    GetInnerOuterExpo2DynamicSendRecvRanks InferSourceFromDestinationRanks InferDestinationFromSourceRanks
+    topology_util CommunicationType DistributedGradientAllreduceOptimizer DistributedAdaptWithCombineOptimizer
+    DistributedAdaptThenCombineOptimizer DistributedWinPutOptimizer DistributedAllreduceOptimizer
+    DistributedNeighborAllreduceOptimizer DistributedHierarchicalNeighborAllreduceOptimizer
+    DistributedPushSumOptimizer DistributedPullGetOptimizer
+    """,
+)
+"""The public names of bluefog.torch 0.3, with those of its operations and optimizers that it does not re-export."""
+
+SHOALS_OWN_ALIASES = {"win_slots"}
+"""In the manner of BlueFog's names, for what BlueFog has not."""
+
+
+def rows(section: str) -> dict[str, str]:
+    """Each name of the first column of a section's table, with what the second column says of it."""
+    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    table = re.findall(r"^\| (`.*?) \| ?(.*) \|$", text, re.MULTILINE)
+    found = [(name, said) for names, said in table for name in re.findall(r"`(\w+)`", names)]
+    assert len(found) == len(dict(found)), "a name is there twice"
+    return dict(found)
+
+
+SAME, ALIASES, ONLY = rows("The same"), rows("Another word in Shoal"), rows("Only in `shoal.bluefog`")
+
+
+def test_every_name_of_bluefog_is_in_the_module() -> None:
+    assert sorted(bf.__all__) == sorted(BLUEFOGS)
+    assert [name for name in bf.__all__ if not hasattr(bf, name)] == []
+
+
+def test_the_page_says_of_every_name_what_became_of_it() -> None:
+    assert sorted([*SAME, *ALIASES, *ONLY]) == sorted(bf.__all__)
+    assert [name for name in rows("Left out") if hasattr(bf, name)] == []
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_name_that_is_the_same_is_shoals_own(name: str) -> None:
+    assert getattr(bf, name) is getattr(shoal, name)
+    assert name in shoal.__all__
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_an_alias_stands_for_what_the_page_says(name: str) -> None:
+    """And remains an attribute of shoal without being one of the names that Shoal counts as its own."""
+    assert getattr(bf, name) is getattr(shoal, name)
+    assert name not in shoal.__all__
+    (native,) = re.findall(r"`shoal\.([\w.]+)`", ALIASES[name])
+    reduce(getattr, native.split("."), shoal)
+    assert native.split(".")[0] in shoal.__all__
+
+
+PARAMETERS = {
+    "init": "topology_fn is_weighted",
+    "set_topology": "topology is_weighted",
+    "set_machine_topology": "topology is_weighted",
+    "set_skip_negotiate_stage": "value",
+    "allreduce allreduce_nonblocking allreduce_ allreduce_nonblocking_": "tensor average is_hierarchical_local name",
+    "broadcast broadcast_nonblocking broadcast_ broadcast_nonblocking_": "tensor root_rank name",
+    "allgather allgather_nonblocking": "tensor name",
+    "neighbor_allgather neighbor_allgather_nonblocking": "tensor * src_ranks dst_ranks enable_topo_check name",
+    "neighbor_allreduce neighbor_allreduce_nonblocking": (
+        "tensor * self_weight src_weights dst_weights enable_topo_check name"
+    ),
+    "hierarchical_neighbor_allreduce hierarchical_neighbor_allreduce_nonblocking": (
+        "tensor * self_weight src_machine_weights dst_machine_weights enable_topo_check name"
+    ),
+    "pair_gossip pair_gossip_nonblocking": "tensor target_rank self_weight pair_weight name",
+    "poll wait synchronize win_poll win_wait": "handle",
+    "win_create": "tensor name zero_init",
+    "win_free get_win_version win_associated_p": "name",
+    "win_put win_put_nonblocking neighbor_win_put win_accumulate win_accumulate_nonblocking neighbor_win_accumulate": (
+        "tensor name self_weight dst_weights require_mutex"
+    ),
+    "win_update": "name self_weight neighbor_weights reset clone require_mutex",
+    "win_update_then_collect": "name require_mutex",
+    "win_mutex": "name for_self ranks",
+    "broadcast_parameters allreduce_parameters": "params",
+    "broadcast_optimizer_state": "optimizer root_rank",
+    "timeline_start_activity timeline_context": "tensor_name activity_name",
+    "timeline_end_activity": "tensor_name",
+    "InferSourceFromDestinationRanks": "dst_ranks construct_adjacency_matrix",
+    "InferDestinationFromSourceRanks": "src_ranks construct_adjacency_matrix",
+    "GetRecvWeights GetSendWeights": "topo rank",
+    "ExponentialGraph SymmetricExponentialGraph": "size base",
+    "ExponentialTwoGraph FullyConnectedGraph": "size",
+    "MeshGrid2DGraph": "size shape",
+    "StarGraph": "size center_rank",
+    "RingGraph": "size connect_style",
+    "GetDynamicOnePeerSendRecvRanks": "topo self_rank",
+    "GetExp2DynamicSendRecvMachineRanks": "world_size local_size self_rank local_rank",
+    "GetInnerOuterRingDynamicSendRecvRanks GetInnerOuterExpo2DynamicSendRecvRanks": "world_size local_size self_rank",
+    "DistributedAdaptThenCombineOptimizer DistributedAdaptWithCombineOptimizer": (
+        "optimizer model communication_type num_steps_per_communication"
+    ),
+    "DistributedGradientAllreduceOptimizer DistributedNeighborAllreduceOptimizer DistributedAllreduceOptimizer": (
+        "optimizer model num_steps_per_communication"
+    ),
+    "DistributedWinPutOptimizer": "optimizer model num_steps_per_communication window_prefix",
+}
+"""BlueFog's, in its order; after the star they are only by name."""
+
+
+@pytest.mark.parametrize("names", PARAMETERS)
+def test_the_parameters_are_bluefogs_in_its_order(names: str) -> None:
+    by_place, _, by_name = PARAMETERS[names].partition(" * ")
+    for name in names.split():
+        ours = inspect.signature(getattr(bf, name)).parameters
+        assert list(ours)[: len(by_place.split())] == by_place.split(), name
+        assert set(by_name.split()) <= set(ours), name
+
+
+def test_what_only_a_script_for_bluefog_asks_for_is_not_in_shoal() -> None:
+    assert [name for name in ONLY if hasattr(shoal, name)] == []
+
+
+def test_shoals_own_names_are_all_of_its_public_ones_but_the_aliases() -> None:
+    assert len(shoal.__all__) == len(set(shoal.__all__))
+    public = {name for name, value in vars(shoal).items() if name[0] != "_" and not isinstance(value, ModuleType)}
+    modules = {name for name in shoal.__all__ if isinstance(getattr(shoal, name), ModuleType)}
+    assert set(shoal.__all__) - modules == public - set(ALIASES) - SHOALS_OWN_ALIASES
+    assert modules >= {"algorithms", "data", "optim", "topology", "windows"}
+
+
+def test_the_links_of_the_page_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)#]+)", PAGE)
+    assert len(targets) >= 5
+    assert [target for target in targets if not (DOCS / target).exists()] == []
+
+
+def test_what_is_asked_of_the_library_is_answered_without_an_agent() -> None:
+    assert (bf.mpi_threads_supported(), bf.unified_mpi_window_model_supported(), bf.nccl_built()) == (True, True, False)
+
+
+def test_what_is_asked_of_an_agent_needs_one() -> None:
+    for call in (bf.suspend, bf.resume, bf.get_skip_negotiate_stage, lambda: bf.set_skip_negotiate_stage(True)):
+        with pytest.raises(shoal.NotInitialized):
+            call()
+
+
+def test_each_agent_keeps_whether_it_would_skip_the_negotiation() -> None:
+    def run() -> list[bool]:
+        found = [bf.get_skip_negotiate_stage()]
+        bf.set_skip_negotiate_stage(bf.rank() == 1)
+        bf.set_skip_negotiate_stage(bf.rank() == 1)
+        bf.barrier()
+        found.append(bf.get_skip_negotiate_stage())
+        bf.set_skip_negotiate_stage(False)
+        return [*found, bf.get_skip_negotiate_stage()]
+
+    assert shoal.Fleet(2).run(run) == [[False, False, False], [False, True, False]]
+
+
+def test_operations_work_between_suspend_and_resume() -> None:
+    def run() -> float:
+        bf.suspend()
+        found = bf.allreduce(torch.tensor(float(bf.rank()))).item()
+        bf.resume()
+        return found
+
+    assert shoal.Fleet(2).run(run) == [0.5, 0.5]
+
+
+def idle_seconds() -> float:
+    """Processor time of this agent's process, in all of its threads, while it does nothing for a second."""
+    shoal.barrier()
+    time.sleep(0.2)
+    before = time.process_time()
+    time.sleep(1.0)
+    return time.process_time() - before
+
+
+def test_an_agent_with_nothing_to_do_uses_no_processor_time() -> None:
+    """Which is why there is nothing to suspend."""
+    world = World(2)
+    try:
+        assert max(world.results(idle_seconds)) < 0.02
+    finally:
+        world.close()
+
+
+SCRIPT = """
+import torch
+import bluefog.torch as bf
+from bluefog.common import topology_util
+
+bf.init()
+assert bf.mpi_threads_supported() and not bf.nccl_built()
+bf.set_topology(topology_util.ExponentialTwoGraph(bf.size()), is_weighted=True)
+rank, size = bf.rank(), bf.size()
+
+# Average consensus, on a dynamic graph of one peer.
+x = torch.tensor([float(rank)])
+peers = topology_util.GetDynamicOnePeerSendRecvRanks(bf.load_topology(), rank)
+for _ in range(2):
+    send, receive = next(peers)
+    share = 1 / (len(receive) + 1)
+    x = bf.neighbor_allreduce(
+        x, name="x", self_weight=share, src_weights={one: share for one in receive}, dst_weights=send,
+        enable_topo_check=True,
+    )
+print(x.item())
+
+# Push-sum over windows.
+bf.set_skip_negotiate_stage(True)
+assert bf.get_skip_negotiate_stage()
+bf.turn_on_win_ops_with_associated_p()
+y = torch.tensor([float(rank)], dtype=torch.float64)
+assert bf.win_create(y, name="y", zero_init=True)
+share = 1.0 / (len(bf.out_neighbor_ranks()) + 1)
+for _ in range(30):
+    handle = bf.win_accumulate_nonblocking(
+        y, name="y", self_weight=share, dst_weights={one: share for one in bf.out_neighbor_ranks()}, require_mutex=True
+    )
+    assert bf.win_wait(handle)
+    bf.barrier()
+    bf.win_update_then_collect(name="y")
+    bf.barrier()
+print(round(y.item() / bf.win_associated_p(name="y"), 6))
+bf.barrier()
+bf.win_free(name="y")
+bf.turn_off_win_ops_with_associated_p()
+
+# Training.
+torch.manual_seed(rank)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+bf.broadcast_parameters(model.state_dict(), root_rank=0)
+bf.broadcast_optimizer_state(optimizer, root_rank=0)
+optimizer = bf.DistributedWinPutOptimizer(optimizer, model=model)
+optimizer.force_barrier = True
+for step in range(30):
+    optimizer.zero_grad()
+    with bf.timeline_context("step", "compute"):
+        torch.nn.functional.mse_loss(model(torch.eye(2)), torch.tensor([[1.0], [-1.0]])).backward()
+    optimizer.step()
+bf.barrier()
+optimizer.unregister_window()
+assert bf.get_current_created_window_names() == []
+bf.suspend()
+bf.resume()
+optimizer.close()
+optimizer = bf.DistributedNeighborAllreduceOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+optimizer.communication_type = bf.CommunicationType.allreduce
+loss = torch.nn.functional.mse_loss(model(torch.eye(2)), torch.tensor([[1.0], [-1.0]]))
+loss.backward()
+optimizer.step()
+handle = bf.allreduce_nonblocking(loss.detach(), average=True, name="loss")
+while not bf.poll(handle):
+    pass
+print(bf.synchronize(handle).item() < 1)
+bf.shutdown()
+"""
+
+
+def test_a_script_runs_after_its_import_has_changed(tmp_path: Path) -> None:
+    changed = SCRIPT
+    removed, added = (re.findall(rf"^\{sign} (.*)$", PAGE, re.MULTILINE)[:2] for sign in "-+")
+    for old, new in zip(removed, added, strict=True):
+        assert old in changed
+        changed = changed.replace(old, new)
+    script = tmp_path / "consensus.py"
+    script.write_text(changed)
+    assert "bluefog.torch" not in script.read_text()
+    assert in_processes(4, script) == ["1.5\n1.5\nTrue\n"] * 4

@@ -1,0 +1,336 @@
+"""A window as an object: what its methods leave where, over every transport, and BlueFog's functions beside them."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shoal
+from shoal.windows import SlotState, Window, by_name
+
+Fleets = Callable[..., shoal.Fleet]
+
+
+def ring_of_two() -> int:
+    """The other agent."""
+    shoal.set_topology(shoal.RingGraph(2))
+    return 1 - shoal.rank()
+
+
+def test_put_and_get_of_a_scalar_between_three_agents(fleet: Fleets) -> None:
+    """The BlueFog paper's figure 4."""
+
+    def run() -> tuple[float, float]:
+        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        window = shoal.windows.create(torch.tensor(float(shoal.rank())), "x", zero_init=True)
+        ones = dict.fromkeys(window.sources, 1.0)
+        if shoal.rank() == 0:
+            window.put(torch.tensor(10.0))
+        shoal.barrier()
+        put = window.update(0.0, ones, clone=True).item()
+        shoal.barrier()
+        if shoal.rank() == 0:
+            window.get()
+        got = window.update(0.0, ones, clone=True).item()
+        shoal.barrier()
+        return put, got
+
+    assert fleet(3).run(run) == [(0.0, 3.0), (10.0, 10.0), (10.0, 10.0)]
+
+
+def test_put_accumulate_and_collect_move_the_registered_tensor_if_none_is_given(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        other = ring_of_two()
+        x = torch.full((5,), shoal.rank() + 1.0)
+        window = shoal.windows.create(x, "x", zero_init=True)
+        window.put()
+        window.accumulate(dst_weights={other: 3})
+        shoal.barrier()
+        assert window.collect() is x is window.tensor
+        found = [x[0].item()]
+        shoal.barrier()
+        window.accumulate(self_weight=0.5)  # now the registered tensor keeps half
+        found.append(x[-1].item())
+        shoal.barrier()
+        return [*found, window.collect()[0].item()]
+
+    # 1 + 4 * 2, and 2 + 4 * 1; then half of it, and the other's whole.
+    assert fleet(2).run(run) == [[9.0, 4.5, 10.5], [6.0, 3.0, 12.0]]
+
+
+def test_the_forms_that_do_not_wait_take_effect_in_the_order_of_the_calls(fleet: Fleets) -> None:
+    def run() -> tuple[float, float]:
+        other = ring_of_two()
+        window = shoal.windows.create(torch.zeros(4), "x")
+        tensors = [torch.full((4,), float(number)) for number in range(20)]
+        handles = [window.put_nonblocking(one) for one in tensors]
+        handles.append(window.accumulate_nonblocking(tensors[1], dst_weights=[other]))
+        assert all(handle.wait() for handle in handles)
+        shoal.barrier()
+        put = window.update(0.0, {other: 1.0}, clone=True)[0].item()
+        window.tensor.fill_(7.0)
+        window.put(dst_weights={})  # nobody's slot; a get sees what is in the tensor now
+        shoal.barrier()
+        window.get_nonblocking({other: 2}).wait()
+        return put, window.update(0.0, {other: 1.0}, clone=True)[0].item()
+
+    assert fleet(2).run(run) == [(20.0, 14.0)] * 2
+
+
+def test_an_update_takes_the_weights_of_the_topology_and_empties_what_it_has_read(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        ring_of_two()
+        window = shoal.windows.create(torch.tensor([float(shoal.rank())]), "x", zero_init=True)
+        window.put()
+        shoal.barrier()
+        return [window.update(clone=True).item(), window.update(reset=True).item(), window.update(clone=True).item()]
+
+    assert fleet(2).run(run) == [[0.5, 0.5, 0.25]] * 2
+
+
+def test_the_associated_weight_goes_where_the_tensor_goes(fleet: Fleets) -> None:
+    def run() -> tuple[float, float]:
+        shoal.set_topology(shoal.RingGraph(3, connect_style=2))
+        shoal.windows.turn_on_associated_p()
+        x = torch.tensor([float(shoal.rank())], dtype=torch.float64)
+        window = shoal.windows.create(x, "x", zero_init=True)
+        for _ in range(50):
+            window.accumulate(self_weight=0.5, dst_weights=dict.fromkeys(window.destinations, 0.5))
+            window.collect()
+        shoal.barrier()
+        window.collect()
+        shoal.windows.turn_off_associated_p()
+        p = window.p
+        window.accumulate(self_weight=0.5, dst_weights={})
+        assert window.p == p
+        shoal.barrier()
+        return 2 * x.item(), window.p
+
+    found = fleet(3).run(run)
+    assert sum(x for x, _ in found) == pytest.approx(3.0, abs=1e-12)
+    assert sum(p for _, p in found) == pytest.approx(3.0, abs=1e-12)
+
+
+def test_it_knows_its_neighbours_and_what_has_come_from_them(fleet: Fleets) -> None:
+    def run() -> None:
+        shoal.set_topology(shoal.RingGraph(3, connect_style=2))
+        rank = shoal.rank()
+        x = torch.zeros(2)
+        window = shoal.windows.create(x, "x")
+        before, after = (rank - 1) % 3, (rank + 1) % 3
+        assert (window.name, window.sources, window.destinations) == ("x", (before,), (after,))
+        assert window.tensor is x
+        assert repr(window) == f"<Window 'x' of rank {rank}: float32 [2], from [{before}] to [{after}]>"
+        window.put()
+        window.put()
+        window.accumulate()
+        shoal.barrier()
+        slot = window.slots()[before]
+        assert isinstance(slot, SlotState)
+        assert (slot.puts, slot.accumulates, slot.gets) == (2, 1, 0)
+        assert 0 <= slot.age < 20
+        assert window.version() == {before: 2}
+        window.update(reset=True)
+        assert window.version() == {before: 0}
+        shoal.barrier()
+
+    fleet(3).run(run)
+
+
+def test_its_mutex_excludes_everybody_and_may_be_taken_again_by_its_holder(fleet: Fleets) -> None:
+    inside: list[int] = []
+
+    def run() -> bool:
+        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        window, rank = shoal.windows.create(torch.zeros(1), "x"), shoal.rank()
+        alone = True
+        for _ in range(20):
+            with window.mutex([0], for_self=rank == 0), window.mutex([0], for_self=rank == 0):
+                inside.append(rank)
+                window.put(dst_weights=[one for one in (0,) if one != rank])  # gives others their chance
+                alone = alone and inside == [rank]
+                inside.remove(rank)
+        shoal.barrier()
+        return alone
+
+    assert fleet(3).run(run) == [True] * 3
+
+
+def test_a_mutex_that_is_kept_ends_in_a_deadline_that_names_its_holder(fleet: Fleets) -> None:
+    def run() -> None:
+        ring_of_two()
+        window = shoal.windows.create(torch.zeros(2), "x")
+        if shoal.rank() == 0:
+            with window.mutex(for_self=True):
+                shoal.barrier()
+                shoal.barrier()
+        else:
+            shoal.barrier()
+            with (
+                pytest.raises(shoal.DeadlineExceeded, match="'x'") as caught,
+                window.mutex([0], timeout=0.1),
+            ):
+                raise AssertionError("two agents have it")
+            assert caught.value.ranks == (0,)
+            with pytest.raises(shoal.DeadlineExceeded):
+                window.put(require_mutex=True, timeout=0.1)
+            shoal.barrier()
+        shoal.barrier()
+        window.put(require_mutex=True)
+        shoal.barrier()
+
+    fleet(2).run(run)
+
+
+def test_wrong_calls_say_what_was_wrong_and_send_nothing(fleet: Fleets) -> None:
+    def run() -> None:
+        shoal.set_topology(shoal.RingGraph(4, connect_style=2))
+        before, after = (shoal.rank() - 1) % 4, (shoal.rank() + 1) % 4
+        window = shoal.windows.create(torch.zeros(2), "x")
+        whole = shoal.windows.create(torch.zeros(2, dtype=torch.int64), "whole")
+        for error, what, call in (
+            (ValueError, "has a window 'x' already", lambda: shoal.windows.create(torch.zeros(2), "x")),
+            (ValueError, "name", lambda: shoal.windows.create(torch.zeros(2), None)),  # type: ignore[arg-type]
+            (ValueError, "name", lambda: shoal.windows.create(torch.zeros(2), "~x")),
+            (TypeError, "bool", lambda: shoal.windows.create(torch.zeros(2, dtype=torch.bool), "y")),
+            (KeyError, "no window 'y'.*'whole', 'x'", lambda: shoal.windows.named("y")),
+            (TypeError, "torch.Tensor", lambda: window.put([0.0, 0.0])),  # type: ignore[arg-type]
+            (ValueError, "shape", lambda: window.put(torch.zeros(3))),
+            (ValueError, "float64", lambda: window.accumulate(torch.zeros(2, dtype=torch.float64))),
+            (ValueError, "out-neighbours", lambda: window.put(dst_weights=[before])),
+            (ValueError, "in-neighbours", lambda: window.get([after])),
+            (ValueError, "in-neighbours", lambda: window.update(0.5, {after: 0.5})),
+            (ValueError, "both", lambda: window.update(0.5)),
+            (ValueError, "both", lambda: window.update(src_weights={before: 0.5})),
+            (ValueError, "neighbours", lambda: window.mutex([(shoal.rank() + 2) % 4]).__enter__()),
+            (ValueError, "finite|nan", lambda: window.put(self_weight=float("nan"))),
+            (ValueError, "timeout", lambda: window.put(timeout=-1.0)),
+            (TypeError, "whole numbers", lambda: whole.update()),
+            (TypeError, "whole numbers", lambda: whole.put(dst_weights={after: 0.5})),
+        ):
+            with pytest.raises(error, match=what):
+                call()
+        shoal.barrier()
+        assert set(window.version().values()) == {0}
+        assert shoal.windows.names() == ["whole", "x"]
+
+    fleet(4).run(run)
+
+
+def test_a_window_that_was_freed_says_so_and_a_new_one_of_its_name_is_another(fleet: Fleets) -> None:
+    def run() -> float:
+        other = ring_of_two()
+        with shoal.windows.create(torch.zeros(2), "x") as window:
+            window.put()
+            shoal.barrier()
+        shoal.barrier()
+        assert shoal.windows.names() == []
+        for call in (window.put, window.accumulate, window.get, window.update, window.collect, window.slots):
+            with pytest.raises(ValueError, match=r"'x'.*freed"):
+                call()  # type: ignore[operator]
+        with pytest.raises(ValueError, match=r"'x'.*freed"):
+            window.put_nonblocking()
+        with pytest.raises(ValueError, match=r"'x'.*freed"):
+            window.mutex().__enter__()
+        again = shoal.windows.create(torch.ones(2), "x")
+        window.free()  # the old one, for which there is nothing left to do
+        assert shoal.windows.names() == ["x"]
+        shoal.barrier()
+        again.put()
+        shoal.barrier()
+        assert again == shoal.windows.named("x") != window
+        assert len({again, window, shoal.windows.named("x")}) == 2
+        return again.update(0.0, {other: 1.0})[0].item()
+
+    assert fleet(2).run(run) == [1.0, 1.0]
+
+
+def test_a_window_is_used_from_any_thread_of_its_agent(fleet: Fleets) -> None:
+    def run() -> float:
+        other = ring_of_two()
+        window = shoal.windows.create(torch.full((3,), shoal.rank() + 1.0), "x", zero_init=True)
+        helper = threading.Thread(target=window.put)  # which has no agent of its own in a fleet
+        helper.start()
+        helper.join()
+        shoal.barrier()
+        return window.update(0.0, {other: 1.0}, clone=True)[0].item()
+
+    assert fleet(2).run(run) == [2.0, 1.0]
+
+
+def test_after_shutdown_it_says_that_the_agent_is_gone(fleet: Fleets) -> None:
+    def run() -> None:
+        ring_of_two()
+        window = shoal.windows.create(torch.zeros(2), "x")
+        shoal.barrier()
+        shoal.shutdown()
+        with pytest.raises(shoal.NotInitialized, match="'x'"):
+            window.put()
+
+    fleet(2).run(run)
+
+
+def test_bluefogs_functions_and_the_methods_are_one_window(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        other = ring_of_two()
+        x = torch.tensor([shoal.rank() + 1.0])
+        assert shoal.win_create(x, "x", zero_init=True)
+        window = shoal.windows.named("x")
+        window.put()
+        shoal.win_accumulate(x, "x", dst_weights={other: 2.0})
+        shoal.barrier()
+        assert window.slots()[other].puts == shoal.win_slots("x")[other].puts == 1
+        assert window.version() == shoal.get_win_version("x")
+        assert window.p == shoal.win_associated_p("x")
+        found = [window.update(0.0, {other: 1.0}, clone=True).item(), shoal.win_update_then_collect("x").item()]
+        shoal.barrier()
+        assert shoal.win_free("x")
+        with pytest.raises(ValueError, match="freed"):
+            window.put()
+        return found
+
+    assert fleet(2).run(run) == [[6.0, 7.0], [3.0, 5.0]]
+
+
+def test_the_calls_of_both_forms_are_alike_in_the_events(fleet: Fleets) -> None:
+    """Who reads a trace finds one name for one thing."""
+
+    def run() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        ring_of_two()
+        x = torch.zeros(2)
+        window = shoal.windows.create(x, "x")
+        seen: list[tuple[str, str]] = []
+        unsubscribe = shoal.events().subscribe(
+            lambda event: seen.append((event.kind, event.operation)) if event.operation.startswith("win_") else None
+        )
+        window.put()
+        window.update()
+        window.collect()
+        window.put_nonblocking().wait()
+        shoal.barrier()
+        methods, seen[:] = list(seen), []
+        shoal.win_put(x, "x")
+        shoal.win_update("x")
+        shoal.win_update_then_collect("x", require_mutex=False)
+        shoal.win_wait(shoal.win_put_nonblocking(x, "x"))
+        shoal.barrier()
+        unsubscribe()
+        return methods, list(seen)
+
+    for methods, functions in fleet(2).run(run):
+        ours = [one for one in methods if one[0] in ("submitted", "finished")]
+        assert ours == [one for one in functions if one[0] in ("submitted", "finished")]
+        assert ("finished", "win_update_then_collect") in ours
+
+
+def test_every_form_that_does_not_wait_takes_what_its_twin_takes() -> None:
+    for where in (Window, by_name):
+        twins = [name for name in dir(where) if name.endswith("_nonblocking")]
+        assert len(twins) >= 3
+        for name in twins:
+            waits = inspect.signature(getattr(where, name.removesuffix("_nonblocking")))
+            assert inspect.signature(getattr(where, name)).parameters == waits.parameters
