@@ -76,6 +76,7 @@ def test_the_forms_that_do_not_wait_take_effect_in_the_order_of_the_calls(fleet:
         window.put(dst_weights={})  # nobody's slot; a get sees what is in the tensor now
         shoal.barrier()
         window.get_nonblocking({other: 2}).wait()
+        shoal.barrier()  # the other has got it, too, and may go
         return put, window.update(0.0, {other: 1.0}, clone=True)[0].item()
 
     assert fleet(2).run(run) == [(20.0, 14.0)] * 2
