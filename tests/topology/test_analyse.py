@@ -163,7 +163,7 @@ def test_a_dense_topology_is_refused_with_its_size_before_it_is_made() -> None:
 
 
 def test_a_dense_matrix_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.topology.analysis.window.EDGE_LIMIT", 99)
+    monkeypatch.setattr("shoal.topology.analysis.span.EDGE_LIMIT", 99)
     with pytest.raises(ValueError, match="10 agents with 100 edges in a round"):
         spectral_gap(np.full((10, 10), 0.1))
     with pytest.raises(ValueError, match="10 agents with 100 edges in a round"):
