@@ -10,8 +10,8 @@ from shoal.netmodel import Link, Network
 FAST, SLOW = Link(1e-6, 1e9), Link(5e-3, 1e6, 2e-3)
 
 
-def ways(network: Network, source: int, destination: int):
-    found = network.ways(np.array([source]), np.array([destination]))
+def paths(network: Network, source: int, destination: int):
+    found = network.paths(np.array([source]), np.array([destination]))
     return {name: column[0] for name, column in found._asdict().items()}
 
 
@@ -68,7 +68,7 @@ def test_ranks_fill_machine_after_machine_and_the_last_may_have_fewer() -> None:
 
 def test_a_message_inside_a_machine_passes_two_ports_and_no_nic() -> None:
     network = Network(4, SLOW, agents_per_machine=2, inside=FAST)
-    inside, between = ways(network, 0, 1), ways(network, 1, 2)
+    inside, between = paths(network, 0, 1), paths(network, 1, 2)
     assert (inside["latency"], inside["overhead"], inside["alone"]) == (1e-6, 0.0, 1e9)
     assert (between["latency"], between["overhead"], between["alone"]) == (5e-3, 2e-3, 1e6)
     assert np.isinf(network.capacity[inside["shared"][2:]]).all()
@@ -77,12 +77,12 @@ def test_a_message_inside_a_machine_passes_two_ports_and_no_nic() -> None:
 
 def test_what_goes_both_ways_shares_nothing() -> None:
     network = Network(2, FAST)
-    assert not set(ways(network, 0, 1)["shared"]) & set(ways(network, 1, 0)["shared"])
+    assert not set(paths(network, 0, 1)["shared"]) & set(paths(network, 1, 0)["shared"])
 
 
 def test_agents_of_one_machine_share_its_nic_and_not_their_ports() -> None:
     network = Network(4, FAST, agents_per_machine=2, inside=FAST)
-    first, second = ways(network, 0, 2)["shared"], ways(network, 1, 3)["shared"]
+    first, second = paths(network, 0, 2)["shared"], paths(network, 1, 3)["shared"]
     assert (first == second).tolist() == [False, False, True, True]
 
 
@@ -95,37 +95,37 @@ def test_a_way_has_the_largest_latency_and_the_smallest_bandwidth_along_it() -> 
         nics={1: Link(7e-3, 5e7)},
         ports={3: Link(9e-3, 1e6, 4e-4)},
     )
-    assert (ways(network, 0, 2)["latency"], ways(network, 0, 2)["alone"]) == (7e-3, 5e7)
-    assert (ways(network, 2, 0)["latency"], ways(network, 2, 0)["alone"]) == (7e-3, 5e7)
-    assert (ways(network, 0, 3)["latency"], ways(network, 0, 3)["alone"]) == (9e-3, 1e6)
-    assert ways(network, 3, 2)["overhead"] == 4e-4
-    assert (ways(network, 0, 1)["latency"], ways(network, 0, 1)["alone"]) == (1e-4, 1e9)
+    assert (paths(network, 0, 2)["latency"], paths(network, 0, 2)["alone"]) == (7e-3, 5e7)
+    assert (paths(network, 2, 0)["latency"], paths(network, 2, 0)["alone"]) == (7e-3, 5e7)
+    assert (paths(network, 0, 3)["latency"], paths(network, 0, 3)["alone"]) == (9e-3, 1e6)
+    assert paths(network, 3, 2)["overhead"] == 4e-4
+    assert (paths(network, 0, 1)["latency"], paths(network, 0, 1)["alone"]) == (1e-4, 1e9)
 
 
 def test_a_flow_limits_pairs_on_different_machines_only() -> None:
     network = Network(4, Link(0.0, 1e9), agents_per_machine=2, flow=Link(1e-3, 1e8))
-    assert ways(network, 0, 2)["alone"] == ways(network, 0, 2)["limit"] == 1e8
-    assert ways(network, 0, 2)["latency"] == 1e-3
-    assert ways(network, 0, 1)["limit"] == math.inf
+    assert paths(network, 0, 2)["alone"] == paths(network, 0, 2)["limit"] == 1e8
+    assert paths(network, 0, 2)["latency"] == 1e-3
+    assert paths(network, 0, 1)["limit"] == math.inf
 
 
 def test_a_single_link_of_one_direction_takes_the_place_of_the_flow() -> None:
     network = Network(3, Link(0.0, 1e9), flow=Link(0.0, 1e8), links={(0, 2): Link(2e-3, 5e8), (1, 0): SLOW})
-    assert (ways(network, 0, 2)["limit"], ways(network, 0, 2)["latency"]) == (5e8, 2e-3)
-    assert (ways(network, 2, 0)["limit"], ways(network, 2, 0)["latency"]) == (1e8, 0.0)
-    assert (ways(network, 1, 0)["alone"], ways(network, 1, 0)["overhead"]) == (1e6, 2e-3)
+    assert (paths(network, 0, 2)["limit"], paths(network, 0, 2)["latency"]) == (5e8, 2e-3)
+    assert (paths(network, 2, 0)["limit"], paths(network, 2, 0)["latency"]) == (1e8, 0.0)
+    assert (paths(network, 1, 0)["alone"], paths(network, 1, 0)["overhead"]) == (1e6, 2e-3)
 
 
 def test_a_nic_may_receive_at_another_rate_than_it_sends() -> None:
     network = Network(3, Link(0.0, 2e6, download=8e6), nics={2: Link(0.0, 16e6, download=1e6)})
     assert (
-        ways(network, 0, 1)["alone"] == ways(network, 1, 0)["alone"] == 2e6
+        paths(network, 0, 1)["alone"] == paths(network, 1, 0)["alone"] == 2e6
     )  # out of the one is slower than into the other
-    assert ways(network, 0, 2)["alone"] == 1e6
-    assert ways(network, 2, 0)["alone"] == 8e6
+    assert paths(network, 0, 2)["alone"] == 1e6
+    assert paths(network, 2, 0)["alone"] == 8e6
     assert Link(0.5, 2e6, download=8e6).seconds(4e6) == Link(0.5, 8e6, download=2e6).seconds(4e6) == 2.5
 
 
 def test_a_port_may_receive_at_another_rate_than_it_sends() -> None:
     network = Network(2, FAST, agents_per_machine=2, inside=Link(0.0, 3e6, download=7e6), ports={1: Link(0.0, 9e6)})
-    assert (ways(network, 0, 1)["alone"], ways(network, 1, 0)["alone"]) == (3e6, 7e6)
+    assert (paths(network, 0, 1)["alone"], paths(network, 1, 0)["alone"]) == (3e6, 7e6)

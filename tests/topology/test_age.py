@@ -122,7 +122,7 @@ def test_a_sample_is_as_near_as_it_says(name: str, monkeypatch: pytest.MonkeyPat
     schedule = find(name).schedule(90)
     truth = age_matrix(schedule).sum() / (90 * 89)
     monkeypatch.setattr("shoal.topology.analysis.age.ALL_SOURCES", 10)
-    monkeypatch.setattr("shoal.topology.analysis.age.find_invariance", lambda window: None)
+    monkeypatch.setattr("shoal.topology.analysis.age.find_invariance", lambda span: None)
     found = average_age(schedule)
     assert 0 < found.error < 0.1 * truth
     assert found.mean == pytest.approx(truth, abs=4 * found.error)

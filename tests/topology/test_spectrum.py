@@ -51,7 +51,7 @@ def directed(draw) -> nx.DiGraph:
 def by_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is decomposed: neither by a Fourier transform nor as a matrix."""
     monkeypatch.setattr("shoal.topology.analysis.spectrum.DENSE_LIMIT", 0)
-    monkeypatch.setattr("shoal.topology.analysis.spectrum.find_invariance", lambda window: None)
+    monkeypatch.setattr("shoal.topology.analysis.spectrum.find_invariance", lambda span: None)
 
 
 @few

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..topology.analysis.span import DENSE_LIMIT, EDGE_LIMIT, HELD_LIMIT, LONGEST_PERIOD, Span
 from ..topology.analysis.symmetry import find_invariance
-from ..topology.analysis.window import DENSE_LIMIT, EDGE_LIMIT, HELD_LIMIT, LONGEST_PERIOD, Window
 from .algorithm import Algorithm, Gradient
 from .mix import EVERYBODY, Mix
 from .needs import LOOKED_AT, Facts, Need
@@ -193,8 +193,8 @@ def _eigenvalues(facts: Facts, rounds: int) -> Callable[[int], Eigenvalues] | No
         return lambda number: others
     if facts.rounds[0].messages > EDGE_LIMIT:
         return None
-    window = Window(facts.schedule, rounds)
-    invariance = find_invariance(window) if len(window) == rounds else None
+    span = Span(facts.schedule, rounds)
+    invariance = find_invariance(span) if len(span) == rounds else None
     return None if invariance is None else lambda number: invariance.eigenvalues(number)[1:]
 
 

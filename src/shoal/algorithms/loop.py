@@ -22,7 +22,7 @@ _WHOLE = ("step", "rounds", "bytes")
 
 @dataclass
 class Run:
-    """What came out.
+    """The result of a run, with which another can go on.
 
     Attributes:
         x: What the steps left: ``[n, d]`` stacked, ``[d]`` in a real agent.

@@ -47,12 +47,12 @@ class RoundWeights:
 
     @property
     def destination(self) -> Ranks:
-        """int64."""
+        """The rank that each edge leads to, int64 [edges]."""
         return self._edges.destination
 
     @property
     def source(self) -> Ranks:
-        """int64."""
+        """The rank that each edge comes from, int64 [edges]."""
         return self._edges.source
 
     @property

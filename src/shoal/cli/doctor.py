@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report_versions(report: Report) -> None:
-    """What is installed."""
+    """Print the versions of what is installed."""
     report.section("versions")
     report.line("python", f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})")
     for package in ("torch", "numpy", "networkx", "rich"):
@@ -121,7 +121,7 @@ def report_versions(report: Report) -> None:
 
 
 def report_machine(report: Report) -> None:
-    """What agents share."""
+    """Print what the agents of this machine share: cores, memory, limits."""
     report.section("machine")
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
     report.line("cpu", cpu_name())
@@ -140,7 +140,7 @@ def report_machine(report: Report) -> None:
 
 
 def report_init(report: Report, environ: Mapping[str, str]) -> None:
-    """What ``init`` would choose, and why."""
+    """Print what ``init`` would choose here, and why."""
     report.section("shoal.init() here and now")
     ours = {name: text for name, text in environ.items() if name.startswith("SHOAL_")}
     for name, text in sorted(ours.items()):
@@ -163,7 +163,7 @@ def report_init(report: Report, environ: Mapping[str, str]) -> None:
 
 
 def report_checks(report: Report, checks: LiveChecks) -> None:
-    """What the live checks came to. A problem that several have in common is said once."""
+    """Print how the live checks ended. A problem that several have in common is said once."""
     report.section("live checks: two agents average a tensor")
     failed: dict[str, list[str]] = {}
     for name, problem, seconds in checks.results():
@@ -176,7 +176,7 @@ def report_checks(report: Report, checks: LiveChecks) -> None:
 
 
 def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What launchers have set."""
+    """The variables that launchers have set."""
     return {
         name: text for name, text in environ.items() if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
     }
@@ -285,7 +285,7 @@ def _limit(value: int, unit: int = 1, name: str = "") -> str:
 @dataclass(frozen=True)
 class _Process:
     checks: tuple[str, ...]
-    """What it tells about."""
+    """The names of the checks that this process makes."""
     process: subprocess.Popen[bytes]
     output: IO[str]
     errors: IO[str]

@@ -23,14 +23,14 @@ class CellWatch:
         self._thread: threading.Thread | None = None
 
     def begin(self, *_: Any) -> None:
-        """A cell begins: what others wait for may come yet."""
+        """Called when a cell begins: what others wait for may come yet."""
         self._next_cell.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def end(self, result: Any) -> None:
-        """A cell has ended."""
+        """Called when a cell has ended: if it failed and others wait for this agent, it leaves."""
         error = result.error_before_exec or result.error_in_exec
         if error is None or self._thread is not None:
             return
@@ -57,7 +57,7 @@ class CellWatch:
 
 
 def watch_cells(shell: Any) -> None:
-    """Begin to watch."""
+    """Have every cell of an IPython shell watched."""
     watch = CellWatch()
     shell.events.register("pre_run_cell", watch.begin)
     shell.events.register("post_run_cell", watch.end)

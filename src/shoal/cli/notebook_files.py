@@ -45,12 +45,12 @@ class Files:
 
     @property
     def client(self) -> Path:
-        """How a notebook reaches the job."""
+        """The file that tells a notebook how to reach the job."""
         return self.profile / "security" / "ipcontroller-client.json"
 
     @property
     def engine(self) -> Path:
-        """How an engine does."""
+        """The file that tells an engine how to reach the job."""
         return self.profile / "security" / "ipcontroller-engine.json"
 
     @property

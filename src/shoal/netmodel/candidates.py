@@ -13,7 +13,7 @@ from ..topology.families.compose import AllReduce, Kronecker
 from ..topology.schedule import Schedule
 from .allreduce import direct_allreduce, hierarchical_allreduce, parameter_server, ring_allreduce, tree_allreduce
 from .messages import Step, rounds_of
-from .operations import ALLREDUCE, NEIGHBOR, Operation, operations_of
+from .operations import ALLREDUCE, NEIGHBOR, ModelOperation, operations_of
 
 MOST_EDGES = 1_000_000
 """Of one round; above this a topology is passed over."""
@@ -24,8 +24,8 @@ _AS_ALLREDUCE = ("all-reduce", "fully-connected")
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to average.
+class Averaging:
+    """One way to average: a topology, or an all-reduce.
 
     Attributes:
         name: of the topology, or of the all-reduce.
@@ -37,34 +37,34 @@ class Way:
 
     name: str
     schedule: Schedule | None
-    operations: Callable[[float, int], list[Operation]]
-    messages: Callable[[float, int], list[Operation]] | None = None
+    operations: Callable[[float, int], list[ModelOperation]]
+    messages: Callable[[float, int], list[ModelOperation]] | None = None
     second_buffer: bool = False
 
 
-def ways(size: int, agents_per_machine: int) -> tuple[list[Way], dict[str, str]]:
+def averagings(size: int, agents_per_machine: int) -> tuple[list[Averaging], dict[str, str]]:
     """Those there are for so many agents, and ``{name: why}`` for those there are not."""
     passed_over: dict[str, str] = {}
-    found = [_collective(name, step_of) for name, step_of in _allreduces(size, agents_per_machine)]
+    found = [_by_allreduce(name, step_of) for name, step_of in _allreduces(size, agents_per_machine)]
     for name, schedule in _schedules(size, agents_per_machine, passed_over):
-        found.append(_averaging(name, schedule, agents_per_machine))
+        found.append(_by_rounds(name, schedule, agents_per_machine))
         if isinstance(schedule, (Ceca, CecaPairs)) and schedule.needs_second_buffer:
             found.append(replace(found[-1], name=f"{name} with its second buffer", second_buffer=True))
     return found, passed_over
 
 
-def _collective(name: str, step_of: Callable[[float], Step]) -> Way:
-    return Way(name, None, lambda nbytes, rounds: [Operation(ALLREDUCE, step_of(nbytes))] * rounds)
+def _by_allreduce(name: str, step_of: Callable[[float], Step]) -> Averaging:
+    return Averaging(name, None, lambda nbytes, rounds: [ModelOperation(ALLREDUCE, step_of(nbytes))] * rounds)
 
 
-def _averaging(name: str, schedule: Schedule, local: int) -> Way:
-    def operations(nbytes: float, rounds: int) -> list[Operation]:
+def _by_rounds(name: str, schedule: Schedule, local: int) -> Averaging:
+    def operations(nbytes: float, rounds: int) -> list[ModelOperation]:
         return operations_of(schedule, range(rounds), nbytes, local)
 
-    def messages(nbytes: float, rounds: int) -> list[Operation]:
-        return [Operation(NEIGHBOR, step) for step in rounds_of(schedule, nbytes, rounds)]
+    def messages(nbytes: float, rounds: int) -> list[ModelOperation]:
+        return [ModelOperation(NEIGHBOR, step) for step in rounds_of(schedule, nbytes, rounds)]
 
-    return Way(name, schedule, operations, messages)
+    return Averaging(name, schedule, operations, messages)
 
 
 def _allreduces(size: int, local: int) -> Iterator[tuple[str, Callable[[float], Step]]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .fair import fair_rates
 from .messages import Messages
-from .network import Floats, Ints, Network, Ways
+from .network import Floats, Ints, Network, Paths
 
 SAME_MOMENT = 1e-12
 """Relative difference below which two times are one."""
@@ -21,8 +21,10 @@ _DONE = 1e-9
 """Share of a message below which what is left of it is rounding."""
 
 
-class Exchange(NamedTuple):
-    """One exchange on a network, its messages ordered by source; each array [messages] but for the first and last.
+class RoutedMessages(NamedTuple):
+    """The messages of one exchange with what the network does to them, ordered by source.
+
+    Each array is [messages] but for the first and the last.
 
     Attributes:
         first: [agents + 1], where the messages of each agent begin.
@@ -41,7 +43,7 @@ class Exchange(NamedTuple):
     expected: Ints
 
 
-def prepare(network: Network, all_messages: Sequence[Messages]) -> tuple[list[Exchange], Floats]:
+def prepare(network: Network, all_messages: Sequence[Messages]) -> tuple[list[RoutedMessages], Floats]:
     """Exchanges, and the capacity of all that their messages share: what the network has, then single links.
 
     Exchanges of the same messages, as an object, are the same.
@@ -50,16 +52,16 @@ def prepare(network: Network, all_messages: Sequence[Messages]) -> tuple[list[Ex
         ValueError: a message names an agent beyond the network.
     """
     distinct = {id(messages): messages for messages in all_messages}
-    sorted_ways = {key: _Sorted.of(network, messages) for key, messages in distinct.items()}
+    sorted_paths = {key: _Sorted.of(network, messages) for key, messages in distinct.items()}
     pairs, limits = (
         np.concatenate([np.empty(0, kind), *columns])
         for kind, columns in (
-            (np.int64, [one.pairs[np.isfinite(one.ways.limit)] for one in sorted_ways.values()]),
-            (np.float64, [one.ways.limit[np.isfinite(one.ways.limit)] for one in sorted_ways.values()]),
+            (np.int64, [one.pairs[np.isfinite(one.paths.limit)] for one in sorted_paths.values()]),
+            (np.float64, [one.paths.limit[np.isfinite(one.paths.limit)] for one in sorted_paths.values()]),
         )
     )
     links, where = np.unique(pairs, return_index=True)
-    exchanges = {key: _exchange(network, one, links) for key, one in sorted_ways.items()}
+    exchanges = {key: _routed(network, one, links) for key, one in sorted_paths.items()}
     return [exchanges[id(messages)] for messages in all_messages], np.concatenate([network.capacity, limits[where]])
 
 
@@ -68,7 +70,7 @@ class _Sorted(NamedTuple):
     destination: Ints
     nbytes: Floats
     pairs: Ints
-    ways: Ways
+    paths: Paths
 
     @classmethod
     def of(cls, network: Network, messages: Messages) -> _Sorted:
@@ -77,23 +79,23 @@ class _Sorted(NamedTuple):
         order = np.argsort(messages.source, kind="stable")
         source, destination = messages.source[order], messages.destination[order]
         pairs = source * network.size + destination
-        return cls(source, destination, messages.nbytes[order], pairs, network.ways(source, destination))
+        return cls(source, destination, messages.nbytes[order], pairs, network.paths(source, destination))
 
 
-def _exchange(network: Network, one: _Sorted, links: Ints) -> Exchange:
-    ways = one.ways
+def _routed(network: Network, one: _Sorted, links: Ints) -> RoutedMessages:
+    paths = one.paths
     # The network's last capacity is the one without limit, and the links come behind it.
     without_limit = len(network.capacity) - 1
-    link = np.where(np.isfinite(ways.limit), without_limit + 1 + np.searchsorted(links, one.pairs), without_limit)
+    link = np.where(np.isfinite(paths.limit), without_limit + 1 + np.searchsorted(links, one.pairs), without_limit)
     # What an overhead costs, in bytes at the rate that the message has when it is alone. On a way without limit there
     # is no such rate: there only the latency can stand for it.
-    free = np.isinf(ways.alone)
-    overhead = np.where(free, 0.0, ways.overhead) * np.where(free, 0.0, ways.alone)
-    return Exchange(
+    free = np.isinf(paths.alone)
+    overhead = np.where(free, 0.0, paths.overhead) * np.where(free, 0.0, paths.alone)
+    return RoutedMessages(
         first=np.searchsorted(one.source, np.arange(network.size + 1)),
         destination=one.destination,
-        shared=np.concatenate([ways.shared, link[:, None]], axis=1),
-        latency=ways.latency + free * ways.overhead,
+        shared=np.concatenate([paths.shared, link[:, None]], axis=1),
+        latency=paths.latency + free * paths.overhead,
         volume=one.nbytes + overhead,
         expected=np.bincount(one.destination, minlength=network.size),
     )
@@ -114,7 +116,7 @@ class Flows:
         self._capacity = capacity
         self._shared: Ints = np.empty((0, 5), np.int64)
         self._numbers: Ints = np.empty((0, 2), np.int64)
-        """Exchange and destination."""
+        """Number of the exchange, and destination, of each message."""
         self._amounts: Floats = np.empty((0, 3))
         """Latency, volume, and what is left of it."""
         self._rates: Floats | None = None
@@ -122,7 +124,7 @@ class Flows:
     def __len__(self) -> int:
         return len(self._shared)
 
-    def add(self, number: int, exchange: Exchange, senders: Ints) -> None:
+    def add(self, number: int, exchange: RoutedMessages, senders: Ints) -> None:
         """Begin to send the messages of some agents in exchange `number`."""
         begin, end = exchange.first[senders], exchange.first[senders + 1]
         counts = end - begin

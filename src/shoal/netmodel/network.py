@@ -60,7 +60,7 @@ class Link:
         return messages * (self.overhead + nbytes / min(self.bandwidth, self.inward)) + self.latency
 
 
-class Ways(NamedTuple):
+class Paths(NamedTuple):
     """What each of some messages passes, each array [messages].
 
     Attributes:
@@ -136,7 +136,7 @@ class Network:
         ports, nics = self._ports, self._nics
         return np.concatenate([ports.bandwidth, ports.inward, nics.bandwidth, nics.inward, [math.inf]])
 
-    def ways(self, source: Ints, destination: Ints) -> Ways:
+    def paths(self, source: Ints, destination: Ints) -> Paths:
         """What messages from each `source` to the `destination` beside it pass; both int64 [messages]."""
         out, into = self.machine_of(source), self.machine_of(destination)
         unlimited = 2 * (self.size + self.machines)
@@ -154,7 +154,7 @@ class Network:
             )
         )
         alone = np.minimum(self.capacity[shared].min(axis=1), own.bandwidth)
-        return Ways(shared, own.bandwidth, latency, overhead, alone)
+        return Paths(shared, own.bandwidth, latency, overhead, alone)
 
     @cached_property
     def _ports(self) -> _Links:

@@ -24,8 +24,8 @@ NOTHING = "nothing"
 _EQUAL = 1e-12
 
 
-class Operation(NamedTuple):
-    """A round as it is run.
+class ModelOperation(NamedTuple):
+    """A round as one of Shoal's operations runs it.
 
     Attributes:
         name: of the operation.
@@ -38,7 +38,7 @@ class Operation(NamedTuple):
 
 def operations_of(
     schedule: Schedule, rounds: Iterable[int], nbytes: float, agents_per_machine: int = 1
-) -> list[Operation]:
+) -> list[ModelOperation]:
     """How some rounds of a schedule are run. Rounds of one period are the same objects each time.
 
     Args:
@@ -47,27 +47,29 @@ def operations_of(
         nbytes: of one agent's tensor.
         agents_per_machine: if machines are not all full, none is taken for one.
     """
-    known: dict[int, Operation] = {}
+    known: dict[int, ModelOperation] = {}
     found = []
     for number in rounds:
         index = schedule.in_period(number)
         if index not in known:
-            known[index] = _operation(schedule.edges(index), schedule.size, nbytes, agents_per_machine)
+            known[index] = _model_operation(schedule.edges(index), schedule.size, nbytes, agents_per_machine)
         found.append(known[index])
     return found
 
 
-def _operation(edges: Edges, size: int, nbytes: float, agents_per_machine: int) -> Operation:
+def _model_operation(edges: Edges, size: int, nbytes: float, agents_per_machine: int) -> ModelOperation:
     others = edges.destination != edges.source
     if not others.any():
-        return Operation(NOTHING, [])
+        return ModelOperation(NOTHING, [])
     if len(edges.weight) == size**2 > 4 and np.ptp(edges.weight) <= _EQUAL:
-        return Operation(ALLREDUCE, ring_allreduce(size, nbytes))
+        return ModelOperation(ALLREDUCE, ring_allreduce(size, nbytes))
     machines = _between_machines(edges, size, agents_per_machine)
     if machines is not None:
         between = [Messages.of(*machines, nbytes)] if len(machines[0]) else []
-        return Operation(HIERARCHICAL, hierarchical(size // agents_per_machine, agents_per_machine, nbytes, between))
-    return Operation(NEIGHBOR, [Messages.of(edges.source[others], edges.destination[others], nbytes)])
+        return ModelOperation(
+            HIERARCHICAL, hierarchical(size // agents_per_machine, agents_per_machine, nbytes, between)
+        )
+    return ModelOperation(NEIGHBOR, [Messages.of(edges.source[others], edges.destination[others], nbytes)])
 
 
 def _between_machines(edges: Edges, size: int, local: int) -> tuple[list[int], list[int]] | None:

@@ -19,7 +19,7 @@ import numpy as np
 from ..topology.analysis.consensus import EXACT, rounds_to
 from ..topology.families.compose import AllReduce, Kronecker
 from ..topology.schedule import Schedule
-from .candidates import Way, ways
+from .candidates import Averaging, averagings
 from .messages import Step
 from .network import Network
 from .operations import ALLREDUCE, HIERARCHICAL, NEIGHBOR
@@ -143,7 +143,7 @@ def recommend(
     error: float = 1e-3,
     *,
     training: Training = _PLAIN,
-    watched: Callable[[Sequence[Way]], Iterable[Way]] = iter,
+    watched: Callable[[Sequence[Averaging]], Iterable[Averaging]] = iter,
 ) -> Recommendation:
     """Rank every topology of the catalog, and the all-reduces, for a network. For a thousand agents it takes a minute.
 
@@ -164,14 +164,14 @@ def recommend(
         raise ValueError(f"the model has {nbytes} bytes. Pass a number above 0.")
     if not 0 < error < 1:
         raise ValueError(f"error is {error}. Pass a number between 0 and 1, such as 1e-3; the start's is 1.")
-    possible, passed_over = ways(network.size, network.agents_per_machine)
+    possible, passed_over = averagings(network.size, network.agents_per_machine)
     found = []
-    for way in watched(possible):
-        one = _candidate(network, way, nbytes, error)
-        if way.schedule is not None and one.operation == ALLREDUCE:
-            passed_over[way.name] = "for so many agents it is an all-reduce of all in every round"
+    for averaging in watched(possible):
+        one = _candidate(network, averaging, nbytes, error)
+        if averaging.schedule is not None and one.operation == ALLREDUCE:
+            passed_over[averaging.name] = "for so many agents it is an all-reduce of all in every round"
         else:
-            found.append(_trained(network, way, nbytes, training, one))
+            found.append(_trained(network, averaging, nbytes, training, one))
     if not any(one.seconds_per_round for one in found):
         raise ValueError(
             "no message takes any time on this network, so there is nothing to rank by. Say what an agent can send "
@@ -182,54 +182,54 @@ def recommend(
     return Recommendation(network, nbytes, error, told, passed_over, training)
 
 
-def _candidate(network: Network, way: Way, nbytes: float, error: float) -> Candidate:
-    needed = _rounds(way, error)
+def _candidate(network: Network, averaging: Averaging, nbytes: float, error: float) -> Candidate:
+    needed = _rounds(averaging, error)
     played = min(_WINDOW, needed or _WINDOW)
-    operations = way.operations(nbytes, played)
+    operations = averaging.operations(nbytes, played)
     steps = [operation.step for operation in operations]
     timed = _timed(network, steps, needed or played)
-    bare = [operation.step for operation in way.operations(0.0, min(played, _BARE_ROUNDS))]
+    bare = [operation.step for operation in averaging.operations(0.0, min(played, _BARE_ROUNDS))]
     idle = _timed(network, bare, len(bare))
     loads = {id(step): _through_a_nic(network, step) for step in steps}
     return Candidate(
-        name=way.name,
+        name=averaging.name,
         operation=" and ".join(sorted({operation.name for operation in operations})),
         rounds=needed,
         # What takes longer only comes closer and closer.
-        exact=way.schedule is None
-        or (needed is not None and needed <= _LONGEST_EXACT and _rounds(way, EXACT) == needed),
+        exact=averaging.schedule is None
+        or (needed is not None and needed <= _LONGEST_EXACT and _rounds(averaging, EXACT) == needed),
         seconds_per_round=timed.per_round,
         waiting_share=min(1.0, idle.per_round / timed.per_round) if timed.total else 0.0,
         models_on_a_nic=float(np.mean([loads[id(step)] for step in steps])) / nbytes,
         seconds=math.inf if needed is None else timed.total,
-        schedule=way.schedule,
+        schedule=averaging.schedule,
     )
 
 
-def _rounds(way: Way, error: float) -> int | None:
-    if way.schedule is None:
+def _rounds(averaging: Averaging, error: float) -> int | None:
+    if averaging.schedule is None:
         return 1
-    return rounds_to(way.schedule, error, second_buffer=way.second_buffer).at_most
+    return rounds_to(averaging.schedule, error, second_buffer=averaging.second_buffer).at_most
 
 
-def _trained(network: Network, way: Way, nbytes: float, training: Training, one: Candidate) -> Candidate:
+def _trained(network: Network, averaging: Averaging, nbytes: float, training: Training, one: Candidate) -> Candidate:
     """The same with what training on it costs."""
-    if way.second_buffer:
+    if averaging.second_buffer:
         return replace(one, refused="training mixes parameters by W alone, and has no second buffer")
-    refused = "" if way.schedule is None else training.refuses(way.schedule)
+    refused = "" if averaging.schedule is None else training.refuses(averaging.schedule)
     if refused:
         return replace(one, refused=refused)
-    trained_by = _trained_by(way.schedule, network, training)
+    trained_by = _trained_by(averaging.schedule, network, training)
     if (
         trained_by == one.operation
         and training.message(nbytes, trained_by) == nbytes
-        and _is_typical(one, way.schedule)
+        and _is_typical(one, averaging.schedule)
     ):
         per_round = one.seconds_per_round
     else:
-        per_round = _seconds_of_training(network, way, training.message(nbytes, trained_by), trained_by)
+        per_round = _seconds_of_training(network, averaging, training.message(nbytes, trained_by), trained_by)
     per_step = training.seconds_per_step(per_round)
-    apart = steps_apart(way.schedule, training.local_steps, training.kept)
+    apart = steps_apart(averaging.schedule, training.local_steps, training.kept)
     cost = per_step * training.times_the_steps(apart)
     return replace(one, trained_by=trained_by, seconds_per_step=per_step, steps_apart=apart, training_seconds=cost)
 
@@ -245,10 +245,10 @@ def _trained_by(schedule: Schedule | None, network: Network, training: Training)
     return HIERARCHICAL if of_machines and training.compressor is None else NEIGHBOR
 
 
-def _seconds_of_training(network: Network, way: Way, message: float, trained_by: str) -> float:
+def _seconds_of_training(network: Network, averaging: Averaging, message: float, trained_by: str) -> float:
     """Of a round, on average over all that there are."""
-    run = way.messages if way.messages is not None and trained_by == NEIGHBOR else way.operations
-    period = _period(way.schedule)
+    run = averaging.messages if averaging.messages is not None and trained_by == NEIGHBOR else averaging.operations
+    period = _period(averaging.schedule)
     rounds = period * max(1, min(_PERIODS, _WINDOW // period)) if period <= _LONGEST_PERIOD else _WINDOW
     steps = [operation.step for operation in run(message, rounds)]
     return simulate(network, steps).seconds_per_step(skip=period if rounds > period else 0)
@@ -301,8 +301,8 @@ def _through_a_nic(network: Network, step: Step) -> float:
     for messages in step:
         ends = network.machine_of(messages.source), network.machine_of(messages.destination)
         leaves = ends[0] != ends[1]
-        for way, end in zip(load, ends, strict=True):
-            way += np.bincount(end[leaves], weights=messages.nbytes[leaves], minlength=network.machines)
+        for direction, end in zip(load, ends, strict=True):
+            direction += np.bincount(end[leaves], weights=messages.nbytes[leaves], minlength=network.machines)
     return float(load.max())
 
 

@@ -51,7 +51,7 @@ class Timeline:
 def simulate(
     network: Network, steps: Iterable[Step], compute: ArrayLike = 0.0, *, lag: int = 0, overlap: float = 0.0
 ) -> Timeline:
-    """Play some steps.
+    """When each agent would end each of some steps of training on a network.
 
     Args:
         network: what messages pass.

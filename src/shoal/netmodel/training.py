@@ -24,7 +24,7 @@ from ..algorithms.gradient_descent import GradientDescent
 from ..algorithms.low_precision import LowPrecision
 from ..algorithms.needs import check
 from ..compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
-from ..topology.analysis.window import DENSE_LIMIT, Window
+from ..topology.analysis.span import DENSE_LIMIT, Span
 from ..topology.schedule import Schedule
 from .operations import NEIGHBOR
 
@@ -176,9 +176,9 @@ def steps_apart(schedule: Schedule | None, local_steps: int = 1, kept: float = 1
         return math.sqrt(second)
     drift = _drift(schedule.size)
     energy = float((drift**2).sum())
-    window = Window(schedule)
+    span = Span(schedule)
     apart, squares = np.zeros_like(drift), list[float]()
-    most = max(1, min(_MOST, _WORK // (len(window[0].edges.weight) * drift.shape[1])))
+    most = max(1, min(_MOST, _WORK // (len(span[0].edges.weight) * drift.shape[1])))
     matrices: dict[int, Rows] = {}
     for number in range(most):
         mean_square = float((apart**2).sum()) + 2 * first * float((apart * drift).sum())
@@ -186,7 +186,7 @@ def steps_apart(schedule: Schedule | None, local_steps: int = 1, kept: float = 1
         if len(squares) >= _FEWEST and _is_settled(squares):
             break
         ahead = apart + local_steps * drift
-        apart = (1 - kept) * ahead + kept * _mixed(window, number, ahead, matrices)
+        apart = (1 - kept) * ahead + kept * _mixed(span, number, ahead, matrices)
     return math.sqrt(max(0.0, float(np.mean(squares[len(squares) // 2 :]))))
 
 
@@ -198,15 +198,15 @@ def _drift(size: int) -> Rows:
     return np.linalg.qr(drift)[0]
 
 
-def _mixed(window: Window, number: int, x: Rows, matrices: dict[int, Rows]) -> Rows:
+def _mixed(span: Span, number: int, x: Rows, matrices: dict[int, Rows]) -> Rows:
     """``W x`` of a round; the matrices of a period are made once."""
-    if window.size > DENSE_LIMIT:
-        return np.stack([window[number].apply(column) for column in x.T], axis=1)
-    if not window.whole:
-        return window[number].matrix() @ x
-    index = number % len(window)
+    if span.size > DENSE_LIMIT:
+        return np.stack([span[number].apply(column) for column in x.T], axis=1)
+    if not span.whole:
+        return span[number].matrix() @ x
+    index = number % len(span)
     if index not in matrices:
-        matrices[index] = window[index].matrix()
+        matrices[index] = span[index].matrix()
     return matrices[index] @ x
 
 

@@ -28,7 +28,7 @@ _EQUAL = 1e-9
 
 
 class Said(NamedTuple):
-    """One exchange of a step.
+    """What a step told the network of one exchange: to whom, and how much.
 
     Attributes:
         to: the neighbours of the round, everybody, or those on the agent's machine.
@@ -54,7 +54,7 @@ class _Taken(NamedTuple):
 
 
 class Pace:
-    """Predicts the time of steps.
+    """The clock of a stacked run: what its steps would take on a network.
 
     An agent computes, and then makes its exchanges one after the other, each when what it needs of the one before has
     come. An average of all is :func:`~shoal.netmodel.direct_allreduce`, as Shoal's own is, up to 256 agents, and

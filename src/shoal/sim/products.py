@@ -24,7 +24,7 @@ Product = Callable[[torch.Tensor, torch.Tensor], None]
 """Writes ``W x`` to its first argument; both are ``[n, ...]`` and contiguous."""
 
 Term = tuple[int, float]
-"""Hop and share."""
+"""A hop, and the share that an agent takes of the one so far behind it."""
 
 _BLOCK_BYTES = 1 << 22
 """Little enough for a cache, and so much that the threads of a pass do not wait for each other too often."""

@@ -19,11 +19,11 @@ from .analysis.cost import round_seconds as round_seconds
 from .analysis.cost import traffic as traffic
 from .analysis.overview import Analysis as Analysis
 from .analysis.overview import analyse as analyse
+from .analysis.span import classify as classify
 from .analysis.spectrum import Estimate as Estimate
 from .analysis.spectrum import gap_over_period as gap_over_period
 from .analysis.spectrum import smallest_eigenvalue as smallest_eigenvalue
 from .analysis.spectrum import spectral_gap as spectral_gap
-from .analysis.window import classify as classify
 from .catalog import CATALOG as CATALOG
 from .catalog import Topology as Topology
 from .catalog import find as find

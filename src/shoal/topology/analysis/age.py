@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from .._edges import Ranks
 from ..schedule import AnyTopology
 from .reach import Neighbours, is_connected, spread, unpack
+from .span import SAMPLED_ROUNDS, Span
 from .symmetry import Invariance, find_invariance
-from .window import SAMPLED_ROUNDS, Window
 
 WORK = 300_000_000
 """Edges times 64 sources that may be visited: a few seconds. Starts are sampled if a whole period would cost more."""
@@ -65,8 +65,8 @@ def average_age(topology: AnyTopology) -> Age:
     Raises:
         ValueError: a round of too many edges.
     """
-    window = Window(topology)
-    return age_of(window, find_invariance(window), is_connected(window))
+    span = Span(topology)
+    return age_of(span, find_invariance(span), is_connected(span))
 
 
 def age_matrix(topology: AnyTopology) -> NDArray[np.float64]:
@@ -78,41 +78,41 @@ def age_matrix(topology: AnyTopology) -> NDArray[np.float64]:
     Raises:
         ValueError: more than :data:`ALL_SOURCES` agents, or a round of too many edges.
     """
-    window = Window(topology)
-    size = window.size
+    span = Span(topology)
+    size = span.size
     if size > ALL_SOURCES:
         raise ValueError(
             f"the age matrix of {size} agents has {size} x {size} entries, and the limit is {ALL_SOURCES} agents. "
             "average_age gives its mean for any number."
         )
     total = np.zeros((size, size))
-    for start in range(len(window)):
-        for missing in (followed := _Followed(window, start, np.arange(size))):
+    for start in range(len(span)):
+        for missing in (followed := _Followed(span, start, np.arange(size))):
             total += missing
         if followed.left:
             total[missing == 1] = inf
-    return total / len(window)
+    return total / len(span)
 
 
-def age_of(window: Window, invariance: Invariance | None, connected: bool) -> Age:
-    """:func:`average_age` for a window of which more is known."""
-    if window.size == 1:
+def age_of(span: Span, invariance: Invariance | None, connected: bool) -> Age:
+    """:func:`average_age` for a span of which more is known."""
+    if span.size == 1:
         return Age(0.0, 0.0, 0.0)
-    if window.whole and not connected:
+    if span.whole and not connected:
         return Age(inf, 0.0, inf)
-    sources = _some_sources(window.size, invariance, _SAMPLED_SOURCES)
-    first = _summed(_Followed(window, 0, sources, WORK // 4))
-    static = window.whole and len(window) == 1
+    sources = _some_sources(span.size, invariance, _SAMPLED_SOURCES)
+    first = _summed(_Followed(span, 0, sources, WORK // 4))
+    static = span.whole and len(span) == 1
     if static and not first.complete:
-        sources = _some_sources(window.size, invariance, _SAMPLED_WALKS)
-        first = _walked(window, sources)
-    further = [] if static else _further_starts(window, first)
-    every = [first, *(_summed(_Followed(window, start, sources, WORK // 4)) for start in further)]
-    means = np.array([one.ages / (window.size - 1) for one in every])
+        sources = _some_sources(span.size, invariance, _SAMPLED_WALKS)
+        first = _walked(span, sources)
+    further = [] if static else _further_starts(span, first)
+    every = [first, *(_summed(_Followed(span, start, sources, WORK // 4)) for start in further)]
+    means = np.array([one.ages / (span.size - 1) for one in every])
     variance = 0.0
-    if len(sources) < window.size and invariance is None:
+    if len(sources) < span.size and invariance is None:
         variance += float(means.mean(axis=0).var(ddof=1)) / len(sources)
-    if not window.whole or len(every) < len(window):
+    if not span.whole or len(every) < len(span):
         variance += float(means.mean(axis=1).var(ddof=1)) / len(every)
     error = sqrt(variance) if all(one.complete for one in every) else inf
     return Age(float(means.mean()), error, float(max(one.worst for one in every)))
@@ -135,12 +135,12 @@ def _some_sources(size: int, invariance: Invariance | None, sample: int) -> Rank
     return np.sort(np.random.default_rng(0).choice(size, sample, replace=False))
 
 
-def _further_starts(window: Window, first: _Summed) -> list[int]:
+def _further_starts(span: Span, first: _Summed) -> list[int]:
     """Rounds besides 0, evenly spaced: all of a period if that is affordable."""
-    span = window.schedule.period or SAMPLED_ROUNDS
-    most = span if window.schedule.period else _SAMPLED_STARTS
+    rounds = span.schedule.period or SAMPLED_ROUNDS
+    most = rounds if span.schedule.period else _SAMPLED_STARTS
     affordable = max(2, min(WORK // max(1, first.cost), most))
-    starts: list[int] = np.linspace(0, span, affordable, endpoint=False, dtype=int)[1:].tolist()
+    starts: list[int] = np.linspace(0, rounds, affordable, endpoint=False, dtype=int)[1:].tolist()
     return starts
 
 
@@ -153,16 +153,16 @@ class _Followed:
         gave_up: it ended because of the `limit` on the cost.
     """
 
-    def __init__(self, window: Window, start: int, sources: Ranks, limit: float = inf) -> None:
-        self._window, self._start, self._sources, self._limit = window, start, sources, limit
+    def __init__(self, span: Span, start: int, sources: Ranks, limit: float = inf) -> None:
+        self._span, self._start, self._sources, self._limit = span, start, sources, limit
         self.left = self.cost = 0
         self.gave_up = False
 
     def __iter__(self) -> Iterator[NDArray[np.uint8]]:
-        window, sources = self._window, self._sources
-        patience = len(window) if window.whole else SAMPLED_ROUNDS + 8 * window.size
+        span, sources = self._span, self._sources
+        patience = len(span) if span.whole else SAMPLED_ROUNDS + 8 * span.size
         idle, before = 0, -1
-        for round, heard in enumerate(spread(window, self._start, sources)):
+        for round, heard in enumerate(spread(span, self._start, sources)):
             missing = 1 - unpack(heard, len(sources))
             self.left = int(missing.sum(dtype=np.int64))
             idle = idle + 1 if self.left == before else 0
@@ -171,7 +171,7 @@ class _Followed:
                 return
             yield missing
             before = self.left
-            self.cost += heard.shape[1] * len(window[self._start + round].edges.weight) + missing.size // 8
+            self.cost += heard.shape[1] * len(span[self._start + round].edges.weight) + missing.size // 8
 
 
 def _summed(followed: _Followed) -> _Summed:
@@ -182,8 +182,8 @@ def _summed(followed: _Followed) -> _Summed:
     return _Summed(ages, float(len(rounds)), not followed.gave_up, followed.cost)
 
 
-def _walked(window: Window, sources: Ranks) -> _Summed:
-    edges = window[0].weighty
-    neighbours = Neighbours(window.size, edges.source, edges.destination)
+def _walked(span: Span, sources: Ranks) -> _Summed:
+    edges = span[0].weighty
+    neighbours = Neighbours(span.size, edges.source, edges.destination)
     hops = np.stack([neighbours.hops_from(source) for source in sources.tolist()], axis=1)
     return _Summed(hops.sum(axis=0).astype(np.float64), float(hops.max()), True, 0)

@@ -25,9 +25,9 @@ from ..families.ceca import Ceca, CecaPairs
 from ..schedule import AnyTopology
 from ..weights import TOLERANCE
 from .reach import is_connected
+from .span import DENSE_LIMIT, SAMPLED_ROUNDS, Span, Vector
 from .spectrum import Estimate, fourier_error, gap_of
 from .symmetry import Invariance, find_invariance
-from .window import DENSE_LIMIT, SAMPLED_ROUNDS, Vector, Window
 
 WORK = 500_000_000
 """Edges that may be visited to count rounds: a few seconds."""
@@ -87,9 +87,9 @@ def rounds_to(
         ValueError: `error` is not above 0, `start` is not n finite numbers, or there are too many edges.
     """
     check_error(error)
-    window = Window(topology)
-    invariance = find_invariance(window)
-    return rounds_of(window, error, _check_start(start, window.size), invariance, second_buffer=second_buffer)
+    span = Span(topology)
+    invariance = find_invariance(span)
+    return rounds_of(span, error, _check_start(start, span.size), invariance, second_buffer=second_buffer)
 
 
 def exact_length(topology: AnyTopology, limit: int | None = None) -> int | None:
@@ -105,8 +105,8 @@ def exact_length(topology: AnyTopology, limit: int | None = None) -> int | None:
     Returns:
         The number of rounds, or None if there is none up to `limit`.
     """
-    window = Window(topology)
-    return length_of(window, find_invariance(window), limit)
+    span = Span(topology)
+    return length_of(span, find_invariance(span), limit)
 
 
 def default_start(size: int) -> Vector:
@@ -115,7 +115,7 @@ def default_start(size: int) -> Vector:
 
 
 def rounds_of(
-    window: Window,
+    span: Span,
     error: float,
     start: Vector,
     invariance: Invariance | None,
@@ -123,43 +123,43 @@ def rounds_of(
     *,
     second_buffer: bool = True,
 ) -> Rounds:
-    """:func:`rounds_to` for a window whose `invariance`, and perhaps `gap`, are known."""
+    """:func:`rounds_to` for a span whose `invariance`, and perhaps `gap`, are known."""
     target = float(start.mean())
     scale = float(np.linalg.norm(start - target))
     if scale <= EXACT * float(np.linalg.norm(start)):
         return Rounds(0, 0)
-    if second_buffer and isinstance(window.schedule, (Ceca, CecaPairs)):
-        return _counted(_buffered_values(window.schedule, start), error * scale, start, target, _MOST_ROUNDS)
-    tame = window.whole and window.stochasticity.doubly and window.stochasticity.nonnegative
+    if second_buffer and isinstance(span.schedule, (Ceca, CecaPairs)):
+        return _counted(_buffered_values(span.schedule, start), error * scale, start, target, _MOST_ROUNDS)
+    tame = span.whole and span.stochasticity.doubly and span.stochasticity.nonnegative
     if tame and invariance is not None:
         return _by_eigenvalues(invariance, error, (start - target) / scale)
-    if window.whole and not (_keeps_the_mean(window) and is_connected(window)):
-        rounds = _counted(_values(window, start), error * scale, start, target, 2 * len(window) + SAMPLED_ROUNDS)
+    if span.whole and not (_keeps_the_mean(span) and is_connected(span)):
+        rounds = _counted(_values(span, start), error * scale, start, target, 2 * len(span) + SAMPLED_ROUNDS)
         return rounds if rounds.value is not None else Rounds(rounds.at_least, None, never=True)
-    small = window.size <= DENSE_LIMIT
+    small = span.size <= DENSE_LIMIT
     most = _QUICK_ROUNDS if tame and small else _MOST_ROUNDS
-    rounds = _counted(_values(window, start), error * scale, start, target, most)
-    if rounds.value is not None or rounds.never or not window.whole:
+    rounds = _counted(_values(span, start), error * scale, start, target, most)
+    if rounds.value is not None or rounds.never or not span.whole:
         return rounds
     if tame and small:
-        return _by_squaring(window, error, (start - target) / scale)
-    return _by_gap(rounds.at_least, window, error, gap or gap_of(window, invariance))
+        return _by_squaring(span, error, (start - target) / scale)
+    return _by_gap(rounds.at_least, span, error, gap or gap_of(span, invariance))
 
 
-def length_of(window: Window, invariance: Invariance | None, limit: int | None = None) -> int | None:
-    """:func:`exact_length` for a window whose `invariance` is known."""
-    if window.size == 1:
+def length_of(span: Span, invariance: Invariance | None, limit: int | None = None) -> int | None:
+    """:func:`exact_length` for a span whose `invariance` is known."""
+    if span.size == 1:
         return 0
     if limit is None:
-        limit = min(max(64, 2 * (window.schedule.period or 0)), _LONGEST_LENGTH)
+        limit = min(max(64, 2 * (span.schedule.period or 0)), _LONGEST_LENGTH)
     before = 1.0
-    start = default_start(window.size)
-    if isinstance(window.schedule, (Ceca, CecaPairs)):
-        errors = _errors(_buffered_values(window.schedule, start), start)
+    start = default_start(span.size)
+    if isinstance(span.schedule, (Ceca, CecaPairs)):
+        errors = _errors(_buffered_values(span.schedule, start), start)
     elif invariance is not None:
         errors = _errors_by_eigenvalues(invariance)
     else:
-        errors = _errors(_values(window, start), start)
+        errors = _errors(_values(span, start), start)
     for rounds, error in zip(range(1, limit + 1), errors, strict=False):
         if error <= EXACT:
             return rounds if error <= _DROP * before else None
@@ -187,23 +187,23 @@ def _check_start(start: ArrayLike | None, size: int) -> Vector:
     return given
 
 
-def _keeps_the_mean(window: Window) -> bool:
+def _keeps_the_mean(span: Span) -> bool:
     """Whether the product of the rounds does; its powers cannot come close to the average otherwise."""
-    ones = np.ones(window.size)
+    ones = np.ones(span.size)
     return bool(
-        np.allclose(window.apply(ones), ones, atol=TOLERANCE)
-        and np.allclose(window.apply_transposed(ones), ones, atol=TOLERANCE)
+        np.allclose(span.apply(ones), ones, atol=TOLERANCE)
+        and np.allclose(span.apply_transposed(ones), ones, atol=TOLERANCE)
     )
 
 
-def _values(window: Window, x: Vector) -> Iterator[Vector]:
+def _values(span: Span, x: Vector) -> Iterator[Vector]:
     """What agents have before the first round, after it, and so on; nothing more once it has taken too much work."""
     visited = 0
     for index in count():
         yield x
         if visited > WORK:
             return
-        round = window[index]
+        round = span[index]
         visited += len(round.edges.weight)
         x = round.apply(x)
 
@@ -233,7 +233,7 @@ def _counted(values: Iterator[Vector], distance: float, x: Vector, target: float
 
 
 def _by_eigenvalues(invariance: Invariance, error: float, start: Vector) -> Rounds:
-    window = invariance.window
+    span = invariance.span
     energy = np.abs(invariance.transform(start)) ** 2
     energy[0] = 0.0
     shrink = np.abs(invariance.product) ** 2
@@ -245,14 +245,14 @@ def _by_eigenvalues(invariance: Invariance, error: float, start: Vector) -> Roun
         return Rounds(1, None, never=True)
     periods = _last(lambda count: squared_error(count) > error**2)
     energy = energy * shrink ** float(periods)
-    rounds = periods * len(window)
-    for round in range(len(window)):
+    rounds = periods * len(span)
+    for round in range(len(span)):
         if energy.sum() <= error**2:
             break
         energy = energy * np.abs(invariance.eigenvalues(round)) ** 2
         rounds += 1
     slow = shrink[(energy > 0.0) & (shrink < 1.0 - _NEVER)].max(initial=0.0)
-    return _with_rounding(rounds, fourier_error(window) / (1.0 - slow))
+    return _with_rounding(rounds, fourier_error(span) / (1.0 - slow))
 
 
 def _last(holds: Callable[[int], bool]) -> int:
@@ -267,9 +267,9 @@ def _last(holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _by_squaring(window: Window, error: float, start: Vector) -> Rounds:
+def _by_squaring(span: Span, error: float, start: Vector) -> Rounds:
     """As P J = J P = J, powers of P - J are those of P without the part that everybody agrees on, which is 0 here."""
-    powers = [window.matrix() - 1.0 / window.size]
+    powers = [span.matrix() - 1.0 / span.size]
     while np.linalg.norm(powers[-1] @ start) > error:
         if len(powers) > _MOST_SQUARINGS:
             return Rounds(1, None, never=True)
@@ -279,21 +279,21 @@ def _by_squaring(window: Window, error: float, start: Vector) -> Rounds:
         ahead = power @ x
         if np.linalg.norm(ahead) > error:
             x, periods = ahead, periods + 2**exponent
-    rounds = periods * len(window)
-    for round in window:
+    rounds = periods * len(span)
+    for round in span:
         if np.linalg.norm(x) <= error:
             break
         x, rounds = round.apply(x), rounds + 1
     gap = 1.0 - float(np.linalg.norm(powers[0], 2))
-    return _with_rounding(rounds, 1e-16 * window.size / gap if gap > 0 else 0.0)
+    return _with_rounding(rounds, 1e-16 * span.size / gap if gap > 0 else 0.0)
 
 
-def _by_gap(at_least: int, window: Window, error: float, gap: Estimate) -> Rounds:
+def _by_gap(at_least: int, span: Span, error: float, gap: Estimate) -> Rounds:
     surely = gap.value - gap.error
     if surely <= 0.0:
         return Rounds(at_least, None)
     periods = 1 if surely >= 1.0 else ceil(log(error) / log1p(-surely))
-    return Rounds(at_least, max(at_least, periods * len(window)))
+    return Rounds(at_least, max(at_least, periods * len(span)))
 
 
 def _with_rounding(rounds: int, relative: float) -> Rounds:

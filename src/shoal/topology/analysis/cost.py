@@ -17,7 +17,7 @@ import numpy as np
 from .._edges import Ranks
 from .._validate import check_size
 from ..schedule import AnyTopology
-from .window import Round, Window
+from .span import Round, Span
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def traffic(topology: AnyTopology, *, nbytes: float, agents_per_machine: int = 1
     Raises:
         ValueError: machines that the agents do not fill, a size that is not one, or a round of too many edges.
     """
-    return traffic_of(Window(topology), nbytes, agents_per_machine)
+    return traffic_of(Span(topology), nbytes, agents_per_machine)
 
 
-def traffic_of(window: Window, nbytes: float, agents_per_machine: int = 1) -> Traffic:
-    """:func:`traffic` for the rounds of a window."""
+def traffic_of(span: Span, nbytes: float, agents_per_machine: int = 1) -> Traffic:
+    """:func:`traffic` for the rounds of a span."""
     check_network(nbytes=nbytes)
-    local = check_machines(window.size, agents_per_machine)
-    counts = np.array([astuple(_count(round, local)) for round in window], dtype=np.float64)
+    local = check_machines(span.size, agents_per_machine)
+    counts = np.array([astuple(_count(round, local)) for round in span], dtype=np.float64)
     messages, handshakes, busiest, partners, nic, senders = counts.T
     return Traffic(
         messages=float(messages.mean()),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .window import Vector
+from .span import Vector
 
 WORK = 500_000_000
 """Edges that an iteration may visit: a few seconds."""

@@ -20,9 +20,9 @@ from .age import Age, age_of
 from .consensus import Rounds, check_error, default_start, length_of, rounds_of
 from .cost import Traffic
 from .reach import is_connected
+from .span import Round, Span, Vector
 from .spectrum import Estimate, gap_of, smallest_of
 from .symmetry import find_invariance
-from .window import Round, Vector, Window
 
 DEFAULT_BYTES = 100_000_000
 """A model of 25 million float32 parameters, such as ResNet-50."""
@@ -121,47 +121,47 @@ def analyse(
     """
     check_error(error)
     cost.check_network(nbytes=nbytes, latency=latency, bandwidth=bandwidth)
-    window = Window(topology)
-    cost.check_machines(window.size, agents_per_machine)
-    invariance = find_invariance(window)
-    connected = is_connected(window)
-    start = default_start(window.size)
-    spanned = window if window.whole else window.head(_rounds_of_gap(window, start))
-    gap = gap_of(spanned, invariance if window.whole else None)
-    static_symmetric = window.whole and len(window) == 1 and window.stochasticity.symmetric
-    traffic = cost.traffic_of(window, nbytes, agents_per_machine)
+    span = Span(topology)
+    cost.check_machines(span.size, agents_per_machine)
+    invariance = find_invariance(span)
+    connected = is_connected(span)
+    start = default_start(span.size)
+    spanned = span if span.whole else span.head(_rounds_of_gap(span, start))
+    gap = gap_of(spanned, invariance if span.whole else None)
+    static_symmetric = span.whole and len(span) == 1 and span.stochasticity.symmetric
+    traffic = cost.traffic_of(span, nbytes, agents_per_machine)
     found = Analysis(
-        name=window.schedule.describe(),
-        size=window.size,
-        period=window.schedule.period,
-        sampled_rounds=len(window),
+        name=span.schedule.describe(),
+        size=span.size,
+        period=span.schedule.period,
+        sampled_rounds=len(span),
         agents_per_machine=agents_per_machine,
         nbytes=nbytes,
         latency=latency,
         bandwidth=bandwidth,
         error=error,
-        weights=window.stochasticity,
+        weights=span.stochasticity,
         connected=connected,
         gap=gap,
         gap_rounds=len(spanned),
-        smallest_eigenvalue=smallest_of(window, invariance) if static_symmetric else None,
-        rounds=rounds_of(window, error, start, invariance, gap),
-        exact_length=length_of(window, invariance),
-        age=age_of(window, invariance, connected),
+        smallest_eigenvalue=smallest_of(span, invariance) if static_symmetric else None,
+        rounds=rounds_of(span, error, start, invariance, gap),
+        exact_length=length_of(span, invariance),
+        age=age_of(span, invariance, connected),
         traffic=traffic,
         round_seconds=cost.seconds_of(traffic, nbytes, latency, bandwidth),
         notes=(),
     )
-    return replace(found, notes=tuple(_notes(found, window)))
+    return replace(found, notes=tuple(_notes(found, span)))
 
 
-def _rounds_of_gap(window: Window, start: Vector) -> int:
+def _rounds_of_gap(span: Span, start: Vector) -> int:
     """Rounds that take away most of the disagreement, and not all: rounding would say what the gap is otherwise."""
-    enough = rounds_of(window, _MOST_OF_IT, start, None).value
-    return len(window) if enough is None else max(1, min(enough, len(window)))
+    enough = rounds_of(span, _MOST_OF_IT, start, None).value
+    return len(span) if enough is None else max(1, min(enough, len(span)))
 
 
-def _notes(found: Analysis, window: Window) -> Iterator[str]:
+def _notes(found: Analysis, span: Span) -> Iterator[str]:
     if found.size == 1:
         yield "One agent has nobody to average with."
     if not found.connected:
@@ -186,19 +186,19 @@ def _notes(found: Analysis, window: Window) -> Iterator[str]:
             f"Up to {found.traffic.most_senders_on_a_nic} agents of one machine send to others in the same round, "
             "and wait for each other at its NIC."
         )
-    if isinstance(window.schedule, (Ceca, CecaPairs)) and window.schedule.needs_second_buffer:
-        alone = rounds_of(window, found.error, default_start(found.size), None, second_buffer=False)
+    if isinstance(span.schedule, (Ceca, CecaPairs)) and span.schedule.needs_second_buffer:
+        alone = rounds_of(span, found.error, default_start(found.size), None, second_buffer=False)
         yield (
             "Rounds and exact length are those of CECA with its second buffer; the gap is that of its weights alone. "
             f"Training mixes by the weights alone, and takes {alone} rounds to that error."
         )
-    if found.size > 2 and any(_averages_all(round) for round in window):
+    if found.size > 2 and any(_averages_all(round) for round in span):
         yield (
             "Some rounds average all agents. Counted is one message on every edge; a ring all-reduce does it with "
             f"{2 * (found.size - 1)} messages of 1/{found.size} of the bytes each."
         )
-    if not window.whole:
-        yield f"Figures that depend on the rounds are from the first {len(window)}."
+    if not span.whole:
+        yield f"Figures that depend on the rounds are from the first {len(span)}."
 
 
 def _averages_all(round: Round) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._edges import Ranks
-from .window import Round, Window
+from .span import Round, Span
 
 Bits: TypeAlias = NDArray[np.uint64]
 
@@ -51,40 +51,40 @@ class Neighbours:
         return np.array(hops, dtype=np.int64)
 
 
-def union(window: Window) -> tuple[Ranks, Ranks]:
+def union(span: Span) -> tuple[Ranks, Ranks]:
     """Sources and destinations of all edges of all rounds, each once."""
-    if len(window) == 1:
-        return window[0].weighty.source, window[0].weighty.destination
+    if len(span) == 1:
+        return span[0].weighty.source, span[0].weighty.destination
     # Not np.unique, which hashes, and takes many times as long on keys that are as regular as these.
-    keys = np.sort(np.concatenate([round.weighty.source * window.size + round.weighty.destination for round in window]))
+    keys = np.sort(np.concatenate([round.weighty.source * span.size + round.weighty.destination for round in span]))
     keys = keys[np.r_[True, keys[1:] != keys[:-1]]]
-    return keys // window.size, keys % window.size
+    return keys // span.size, keys % span.size
 
 
-def is_connected(window: Window) -> bool:
+def is_connected(span: Span) -> bool:
     """Whether, as the rounds repeat, every agent comes to hear of every other."""
-    source, destination = union(window)
-    forth = Neighbours(window.size, source, destination)
+    source, destination = union(span)
+    forth = Neighbours(span.size, source, destination)
     if (forth.hops_from(0) < 0).any():
         return False
-    if window.stochasticity.doubly and window.stochasticity.nonnegative:
+    if span.stochasticity.doubly and span.stochasticity.nonnegative:
         # What flows into a set of agents then flows out of it as well, so that a way there implies a way back.
         return True
-    return bool((Neighbours(window.size, destination, source).hops_from(0) >= 0).all())
+    return bool((Neighbours(span.size, destination, source).hops_from(0) >= 0).all())
 
 
-def spread(window: Window, first: int, sources: Ranks) -> Iterator[Bits]:
+def spread(span: Span, first: int, sources: Ranks) -> Iterator[Bits]:
     """Who has heard of each source before round `first`, before the next one, and so on without end.
 
     Yields:
         bits, uint64 [n, words], bit ``k % 64`` of word ``k // 64`` for ``sources[k]``; one array, changed in place.
     """
     numbers = np.arange(len(sources))
-    heard = np.zeros((window.size, (len(sources) + 63) // 64), dtype=np.dtype("<u8"))
+    heard = np.zeros((span.size, (len(sources) + 63) // 64), dtype=np.dtype("<u8"))
     np.bitwise_or.at(heard, (sources, numbers // 64), np.uint64(1) << (numbers % 64).astype(np.uint64))
     for round in count(first):
         yield heard
-        _pass_on(heard, window[round])
+        _pass_on(heard, span[round])
 
 
 def unpack(heard: Bits, sources: int) -> NDArray[np.uint8]:

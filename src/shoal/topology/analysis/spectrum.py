@@ -1,7 +1,7 @@
 """Spectral gaps and eigenvalues of topologies of any size, each with what is known of its error.
 
 Three ways, the first that applies: a Fourier transform if all agents see the same around them (`symmetry`), a dense
-decomposition up to :data:`~shoal.topology.analysis.window.DENSE_LIMIT` agents, and otherwise an iteration that only
+decomposition up to :data:`~shoal.topology.analysis.span.DENSE_LIMIT` agents, and otherwise an iteration that only
 multiplies by sparse matrices (`extreme`).
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 from .._validate import as_int, check_size
 from ..schedule import AnyTopology
 from .extreme import largest_eigenvalue
+from .span import DENSE_LIMIT, Span, Vector
 from .symmetry import Invariance, find_invariance
-from .window import DENSE_LIMIT, Vector, Window
 
 _EPS = float(np.finfo(np.float64).eps)
 
@@ -59,9 +59,9 @@ def spectral_gap(topology: AnyTopology, round: int = 0) -> Estimate:
         round: of a schedule, counted from 0.
 
     Raises:
-        ValueError: a round of more than :data:`~shoal.topology.analysis.window.EDGE_LIMIT` edges.
+        ValueError: a round of more than :data:`~shoal.topology.analysis.span.EDGE_LIMIT` edges.
     """
-    return gap_of(Window(topology, 1, _check_round(round)))
+    return gap_of(Span(topology, 1, _check_round(round)))
 
 
 def gap_over_period(topology: AnyTopology, rounds: int | None = None) -> Estimate:
@@ -74,17 +74,17 @@ def gap_over_period(topology: AnyTopology, rounds: int | None = None) -> Estimat
     Raises:
         ValueError: no `rounds`, and the topology never repeats or is too large to hold a period of it.
     """
-    window = Window(topology, None if rounds is None else check_size(rounds, "rounds"))
-    if rounds is None and not window.whole:
-        period = window.schedule.period
+    span = Span(topology, None if rounds is None else check_size(rounds, "rounds"))
+    if rounds is None and not span.whole:
+        period = span.schedule.period
         reason = "never repeats" if period is None else f"repeats after {period} rounds, which are too many to hold"
         raise ValueError(
-            f"{window.schedule.describe()} {reason}. Say over how many rounds to take the gap: "
+            f"{span.schedule.describe()} {reason}. Say over how many rounds to take the gap: "
             "gap_over_period(topology, rounds=...)."
         )
-    if rounds is not None and len(window) < rounds:
-        raise ValueError(f"of {rounds} rounds of {window.size} agents only {len(window)} can be held. Pass fewer.")
-    return gap_of(window)
+    if rounds is not None and len(span) < rounds:
+        raise ValueError(f"of {rounds} rounds of {span.size} agents only {len(span)} can be held. Pass fewer.")
+    return gap_of(span)
 
 
 def smallest_eigenvalue(topology: AnyTopology, round: int = 0) -> Estimate:
@@ -96,35 +96,35 @@ def smallest_eigenvalue(topology: AnyTopology, round: int = 0) -> Estimate:
     Raises:
         ValueError: W is not symmetric, so that its eigenvalues need not be real; or too many edges.
     """
-    return smallest_of(Window(topology, 1, _check_round(round)))
+    return smallest_of(Span(topology, 1, _check_round(round)))
 
 
-def gap_of(window: Window, invariance: Invariance | None = None) -> Estimate:
-    """The gap over the rounds of a window; `invariance` is looked for if not given."""
-    found = invariance or find_invariance(window)
+def gap_of(span: Span, invariance: Invariance | None = None) -> Estimate:
+    """The gap over the rounds of a span; `invariance` is looked for if not given."""
+    found = invariance or find_invariance(span)
     if found is not None:
         norm = max(np.abs(found.product[1:]).max(initial=0.0), abs(found.product[0] - 1.0))
-        return Estimate(float(1.0 - norm), fourier_error(window), "fourier")
-    if window.size <= DENSE_LIMIT:
-        norm = np.linalg.norm(window.matrix() - 1.0 / window.size, 2)
-        return Estimate(float(1.0 - norm), 4 * _EPS * window.size * len(window), "dense")
-    norm, error = _largest_factor(window)
+        return Estimate(float(1.0 - norm), fourier_error(span), "fourier")
+    if span.size <= DENSE_LIMIT:
+        norm = np.linalg.norm(span.matrix() - 1.0 / span.size, 2)
+        return Estimate(float(1.0 - norm), 4 * _EPS * span.size * len(span), "dense")
+    norm, error = _largest_factor(span)
     return Estimate(1.0 - norm, error, "iterative")
 
 
-def smallest_of(window: Window, invariance: Invariance | None = None) -> Estimate:
-    """The smallest eigenvalue of a window of one symmetric round."""
-    if not window.stochasticity.symmetric:
+def smallest_of(span: Span, invariance: Invariance | None = None) -> Estimate:
+    """The smallest eigenvalue of a span of one symmetric round."""
+    if not span.stochasticity.symmetric:
         raise ValueError(
-            f"{window.schedule.describe()} has weights that are not symmetric, and their eigenvalues are not all real. "
+            f"{span.schedule.describe()} has weights that are not symmetric, and their eigenvalues are not all real. "
             "Ask for its spectral_gap, or for the smallest eigenvalue of a symmetric topology."
         )
-    found = invariance or find_invariance(window)
+    found = invariance or find_invariance(span)
     if found is not None:
-        return Estimate(float(found.product.real.min()), fourier_error(window), "fourier")
-    if window.size <= DENSE_LIMIT:
-        return Estimate(float(np.linalg.eigvalsh(window.matrix())[0]), 4 * _EPS * window.size, "dense")
-    value, error = largest_eigenvalue(lambda x: -window.apply(x), window.size, window.edges)
+        return Estimate(float(found.product.real.min()), fourier_error(span), "fourier")
+    if span.size <= DENSE_LIMIT:
+        return Estimate(float(np.linalg.eigvalsh(span.matrix())[0]), 4 * _EPS * span.size, "dense")
+    value, error = largest_eigenvalue(lambda x: -span.apply(x), span.size, span.edges)
     return Estimate(-value, error, "iterative")
 
 
@@ -135,28 +135,28 @@ def _check_round(round: int) -> int:
     return checked
 
 
-def fourier_error(window: Window) -> float:
-    """What rounding may do to the eigenvalues of a window that come from a Fourier transform."""
-    return 8 * _EPS * len(window) * (1.0 + log2(window.size))
+def fourier_error(span: Span) -> float:
+    """What rounding may do to the eigenvalues of a span that come from a Fourier transform."""
+    return 8 * _EPS * len(span) * (1.0 + log2(span.size))
 
 
-def _largest_factor(window: Window) -> tuple[float, float]:
+def _largest_factor(span: Span) -> tuple[float, float]:
     """A value at or below ``||P - J||_2`` for the product P of the rounds, and the error of it."""
 
     def deviation(x: Vector) -> Vector:
-        result: Vector = window.apply(x) - x.mean()
+        result: Vector = span.apply(x) - x.mean()
         return result
 
-    if len(window) == 1 and window.stochasticity.symmetric:
-        upper = largest_eigenvalue(deviation, window.size, window.edges)
-        lower = largest_eigenvalue(lambda x: -deviation(x), window.size, window.edges)
+    if len(span) == 1 and span.stochasticity.symmetric:
+        upper = largest_eigenvalue(deviation, span.size, span.edges)
+        lower = largest_eigenvalue(lambda x: -deviation(x), span.size, span.edges)
         return max(upper, lower)
 
     def squared(x: Vector) -> Vector:
         y = deviation(x)
-        result: Vector = window.apply_transposed(y) - y.mean()
+        result: Vector = span.apply_transposed(y) - y.mean()
         return result
 
-    square, error = largest_eigenvalue(squared, window.size, 2 * window.edges)
+    square, error = largest_eigenvalue(squared, span.size, 2 * span.edges)
     norm = sqrt(max(square, 0.0))
     return norm, min(error / norm if norm else inf, sqrt(error))

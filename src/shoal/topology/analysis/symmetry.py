@@ -3,7 +3,7 @@
 Ranks are read as coordinates on a torus of some shape (n itself, rows and columns, bits, ...). If the weight between
 two agents depends only on the difference of their coordinates, W is a convolution, and the Fourier transform of one of
 its columns has all its eigenvalues: for rings and exponential graphs in one dimension (circulant matrices), for tori in
-two, for hypercubes in log2 n. All rounds of a window then have the same eigenvectors, so that products of matrices are
+two, for hypercubes in log2 n. All rounds of a span then have the same eigenvectors, so that products of matrices are
 products of numbers. And what one agent sees, all do: one source is enough to know every distance.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._edges import Edges, Ranks
-from .window import Round, Window
+from .span import Round, Span
 
 _SAME = 1e-13
 """Weights that differ by less were computed in another order, and count as equal."""
@@ -30,19 +30,19 @@ _CANDIDATES = 8
 
 @dataclass(frozen=True)
 class Invariance:
-    """A torus on which every round of a window is the same from every agent.
+    """A torus on which every round of a span is the same from every agent.
 
     Attributes:
         shape: the length of each dimension; rank r has the coordinates ``numpy.unravel_index(r, shape)``.
-        window: the rounds.
+        span: the rounds.
     """
 
     shape: tuple[int, ...]
-    window: Window
+    span: Span
 
     def eigenvalues(self, round: int) -> NDArray[np.complex128]:
         """Of one round, complex128 [n]; number k belongs to the k-th Fourier mode, number 0 to agreement."""
-        edges = self.window[round].weighty
+        edges = self.span[round].weighty
         column = np.zeros(prod(self.shape))
         first = edges.source == 0
         column[edges.destination[first]] = edges.weight[first]
@@ -50,9 +50,9 @@ class Invariance:
 
     @cached_property
     def product(self) -> NDArray[np.complex128]:
-        """Eigenvalues of ``W_{p-1} ... W_0`` over all rounds of the window, complex128 [n]."""
+        """Eigenvalues of ``W_{p-1} ... W_0`` over all rounds of the span, complex128 [n]."""
         product = np.ones(prod(self.shape), dtype=np.complex128)
-        for round in range(len(self.window)):
+        for round in range(len(self.span)):
             product *= self.eigenvalues(round)
         return product
 
@@ -61,14 +61,14 @@ class Invariance:
         return np.fft.fftn(x.reshape(self.shape), norm="ortho").ravel()
 
 
-def find_invariance(window: Window) -> Invariance | None:
+def find_invariance(span: Span) -> Invariance | None:
     """A shape in which the agents of all rounds are alike; None if there is none."""
-    if not all(_is_regular(round) for round in window):
+    if not all(_is_regular(round) for round in span):
         return None
-    rounds = [_Rows(round) for round in window]
-    for shape in islice(_shapes(window.size, rounds), _CANDIDATES):
+    rounds = [_Rows(round) for round in span]
+    for shape in islice(_shapes(span.size, rounds), _CANDIDATES):
         if all(round.is_invariant(shape) for round in rounds):
-            return Invariance(shape, window)
+            return Invariance(shape, span)
     return None
 
 

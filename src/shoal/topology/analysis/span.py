@@ -98,7 +98,7 @@ class Round:
         return bool((np.abs(both.weight) <= tolerance).all())
 
 
-class Window:
+class Span:
     """Consecutive rounds of a topology.
 
     Args:
@@ -145,7 +145,7 @@ class Window:
         return len(self.rounds)
 
     def __getitem__(self, round: int) -> Round:
-        """The round that is `round` after the first, also one beyond the window."""
+        """The round that is `round` after the first, also one beyond the span."""
         if self.whole:
             return self.rounds[round % len(self.rounds)]
         if round < len(self.rounds):
@@ -155,8 +155,8 @@ class Window:
     def __iter__(self) -> Iterator[Round]:
         return iter(self.rounds)
 
-    def head(self, rounds: int) -> Window:
-        """The first of its rounds."""
+    def head(self, rounds: int) -> Span:
+        """The span of its first `rounds` rounds, of all if there are fewer."""
         first = copy(self)
         first.__dict__.pop("stochasticity", None)
         first.rounds = self.rounds[:rounds]
@@ -202,7 +202,7 @@ def classify(topology: AnyTopology, *, tolerance: float = TOLERANCE) -> Stochast
         TypeError, ValueError: no topology, weights that are not finite real numbers, or more than :data:`EDGE_LIMIT`
             edges in a round.
     """
-    return _common(round.classified(tolerance) for round in Window(topology))
+    return _common(round.classified(tolerance) for round in Span(topology))
 
 
 def check_edges(size: int, edges: int) -> None:
