@@ -9,7 +9,7 @@ import torch
 
 from ..ops.alltoall import neighbor_alltoall
 from ..ops.collective import allreduce
-from ..ops.neighbor import neighbor_allreduce
+from ..ops.neighbor import submit
 from ..runtime.agent import current
 from ..topology.schedule import Schedule
 from .algorithm import Algorithm, Gradient
@@ -51,10 +51,10 @@ class Exchange(Mix):
         return self._weigh("push", x, None)
 
     def _weigh(self, form: Form, x: torch.Tensor, nbytes: int | torch.Tensor | None) -> torch.Tensor:
-        own, sources, destinations = self._view.part(self.round, form)
+        mixing = self._view.mixing(self.round, form)
         self.exchanges += 1
-        self.sent += len(destinations) * (x.nbytes if nbytes is None else int(nbytes))
-        return neighbor_allreduce(x, own, sources, destinations, enable_topo_check=False, name=self._name)
+        self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else int(nbytes))
+        return submit(current("neighbor_allreduce"), x, mixing, name=self._name).wait()
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         if group not in (EVERYBODY, MACHINE):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from .balance import Balance
 from .buckets import Bucket, into_buckets
 from .mixed_state import MixedState, StateBucket
 from .params import check_that_models_agree, check_that_values_agree
-from .rounds import BY_HAND, Settings
+from .rounds import BY_HAND, Round, Settings
 
 Params = Callable[[], Mapping[torch.nn.Parameter, str]]
 
@@ -55,7 +54,7 @@ class Flight:
         self.balance: Balance | None = None
         self.mixed: MixedState | None = None
         self._params, self._name, self._bucket_bytes, self._view = params, name, bucket_bytes, view
-        self._of_round = settings
+        self._round: Round | None = None
         self._buckets: list[Bucket] | None = None
         self._beside: list[list[StateBucket]] = []
         self._without_state: Mapping[str, Mapping[str, torch.Tensor]] = {}
@@ -73,25 +72,24 @@ class Flight:
     def take_off_with(self, number: int) -> None:
         """The same with one bucket; the others of the round follow, each once."""
         bucket, under_way = self.buckets()[number], bool(self._handles)
-        if not under_way:
-            self._of_round = replace(self.settings)
+        if not under_way or self._round is None:
             self._look()
-        round_ = self.rounds - under_way
+            self._round = self.settings.next_round(self._view, self.rounds)
         travelling: dict[str, Bucket] = {f"{self._name}.{number}": bucket}
         if self.mixed is not None:
-            self._of_round.check_that_none_is_negative(self._view, round_)
+            self._round.check_that_none_is_negative()
             for key, states in zip(self.mixed.keys, self._beside[number], strict=True):
                 states.adopt()
                 travelling[f"{self._name}.{number}.{key}"] = states
         for name, one in travelling.items():
             one.lend()
-            self._handles[one] = self._of_round.start(one.flat, one.room_for_result(), name, self._view, round_)
+            self._handles[one] = self._round.start(one.flat, one.room_for_result(), name)
         self.rounds += not under_way
 
     def _look(self) -> None:
         """At the weights of the round that begins."""
         if self.balance is not None:
-            self.balance.look(self._of_round)
+            self.balance.look(self.settings)
 
     def land(self) -> None:
         """Wait for the averages; they are the parameters from here on. Nothing happens if nothing is under way."""

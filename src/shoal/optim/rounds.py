@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from ..algorithms.view import View
-from ..ops.collective import allreduce_nonblocking
-from ..ops.hierarchical import hierarchical_neighbor_allreduce_nonblocking
-from ..ops.neighbor import neighbor_allreduce_nonblocking
-from ..runtime.agent import current
+from ..ops.collective import submit_allreduce
+from ..ops.hierarchical import machine_mixing
+from ..ops.hierarchical import submit as submit_between_machines
+from ..ops.neighbor import mixing_of, submit
+from ..runtime.agent import Agent, current
 from ..runtime.operation import Handle
 from ..topology._validate import check_size
+from ..topology.mixing import Mixing
 
 Weights = Mapping[int, float]
 
@@ -76,38 +78,73 @@ class Settings:
                 raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}") from None
         setattr(self, name, value)
 
-    def check_that_none_is_negative(self, view: View | None, round_: int) -> None:
+    def next_round(self, view: View | None, number: int) -> Round:
+        """What the next exchange is, as the settings are now.
+
+        Args:
+            view: The schedule that the weights come from, of agents or, where machines average, of machines.
+            number: Its round.
+
+        Raises:
+            TypeError, ValueError: The weights that are set by hand are incomplete, or name what there is not.
+        """
+        agent, kind = current("optim"), self.communication_type
+        mixing, form = None, "push-pull"
+        if kind in (CommunicationType.empty, CommunicationType.allreduce):
+            pass
+        elif view is not None:
+            mixing = view.mixing(number)
+        elif kind is CommunicationType.neighbor_allreduce:
+            mixing, form = mixing_of(agent, self.self_weight, self.src_weights, self.dst_weights)
+        else:
+            mixing = machine_mixing(agent, self.self_weight, self.src_machine_weights, self.dst_machine_weights)
+        return Round(agent, number, kind, mixing, form, self.enable_topo_check and view is None)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One exchange of all buckets of an optimizer.
+
+    Attributes:
+        agent: Who exchanges.
+        number: Which it is.
+        kind: How.
+        mixing: Its weights; None for the static topology's.
+        form: Who gives its edges, as for :func:`shoal.ops.neighbor.submit`.
+        checked: Confirm that both ends of an edge know of it.
+    """
+
+    agent: Agent
+    number: int
+    kind: CommunicationType
+    mixing: Mixing | None
+    form: str
+    checked: bool
+
+    def check_that_none_is_negative(self) -> None:
         """For what must stay positive while it is averaged, as second moments do.
 
         Raises:
-            ValueError: A weight of this agent in the round is below zero.
+            ValueError: A weight of this agent is below zero.
         """
-        if self.communication_type in (CommunicationType.empty, CommunicationType.allreduce):
+        if self.kind in (CommunicationType.empty, CommunicationType.allreduce):
             return
-        agent = current("optim")
-        between = self.communication_type is CommunicationType.hierarchical_neighbor_allreduce
-        static = agent.machine_topology if between else agent.topology
-        sources, destinations = (
-            (self.src_machine_weights, self.dst_machine_weights) if between else (self.src_weights, self.dst_weights)
-        )
-        if view is not None:
-            part = view.part(round_)
-            weights = [part.own, *part.sources.values()]
-        elif self.by_hand or static is None:
-            maps = [one for one in (sources, destinations) if isinstance(one, Mapping)]
-            weights = [self.self_weight or 0.0, *(weight for one in maps for weight in one.values())]
-        else:
-            weights = [static.mixing.self_weight, *static.mixing.source_weights]
-        if min(weights) < 0:
+        agent, mixing = self.agent, self.mixing
+        if mixing is None:
+            between = self.kind is CommunicationType.hierarchical_neighbor_allreduce
+            static = agent.machine_topology if between else agent.topology
+            if static is None:
+                return
+            mixing = static.mixing
+        least = min(mixing.self_weight, *mixing.source_weights, *mixing.destination_weights, 1.0)
+        if least < 0:
             raise ValueError(
-                f"mix_state: rank {agent.rank} has the weight {min(weights):g} in round {round_}, and an average with "
+                f"mix_state: rank {agent.rank} has the weight {least:g} in round {self.number}, and an average with "
                 "a negative weight may be negative, where Adam takes the root. Take weights of 0 or more, such as "
                 "Metropolis-Hastings weights, or leave mix_state out"
             )
 
-    def start(
-        self, tensor: torch.Tensor, out: torch.Tensor, name: str, view: View | None, round_: int
-    ) -> Handle[torch.Tensor] | None:
+    def start(self, tensor: torch.Tensor, out: torch.Tensor, name: str) -> Handle[torch.Tensor] | None:
         """Begin the exchange of a flat tensor; its result will be in ``out``. None where nothing is exchanged.
 
         The tensor must not change until then: it is read where it lies, if others can read there.
@@ -115,27 +152,16 @@ class Settings:
         Args:
             tensor, out: ``[numel]``.
             name: What the exchange is matched by.
-            view: The schedule that the weights come from, of agents or, where machines average, of machines.
-            round_: Its round.
         """
-        kind = self.communication_type
-        if kind is CommunicationType.empty:
+        if self.kind is CommunicationType.empty:
             return None
-        with current("optim").engine.publisher.lending(tensor):
-            if kind is CommunicationType.allreduce:
-                return allreduce_nonblocking(tensor, name=name, out=out)
-            average, sources, destinations = (
-                (neighbor_allreduce_nonblocking, self.src_weights, self.dst_weights)
-                if kind is CommunicationType.neighbor_allreduce
-                else (
-                    hierarchical_neighbor_allreduce_nonblocking,
-                    self.src_machine_weights,
-                    self.dst_machine_weights,
-                )
-            )
-            weights = (self.self_weight, sources, destinations) if view is None else view.part(round_)
-            check = self.enable_topo_check and view is None
-            return average(tensor, *weights, enable_topo_check=check, name=name, out=out)
+        agent, mixing = self.agent, self.mixing
+        if self.kind is CommunicationType.allreduce:
+            return submit_allreduce(agent, tensor, "average", name, out=out, zero_copy=True)
+        if self.kind is CommunicationType.neighbor_allreduce:
+            checked, form = self.checked, self.form
+            return submit(agent, tensor, mixing, form, name, checked=checked, out=out, zero_copy=True)
+        return submit_between_machines(agent, tensor, mixing, name, checked=self.checked, out=out, zero_copy=True)
 
 
 NAMES = tuple(field.name for field in fields(Settings))
