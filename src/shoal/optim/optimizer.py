@@ -29,6 +29,7 @@ from .equation import Equation
 from .flight import Flight
 from .heap import keep_freed_memory
 from .hooks import BeforeForward
+from .in_step_flight import GradientFlight, ParameterFlight
 from .join import Join
 from .local import LocalStep
 from .mixed_state import MixedState, warn_of_second_moments
@@ -107,7 +108,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int | None = None,
         name: str | None = None,
         mix_state: Sequence[str] | None = None,
-        flight: type[Flight] = Flight,
+        flight: type[Flight] = ParameterFlight,
         unchecked: str | Iterable[str] = (),
         **settings: Any,
     ) -> None:
@@ -136,7 +137,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         if topology is not None and algorithm == _PARALLEL:
             raise ValueError("gradients are averaged over all agents, whatever the topology; leave topology out")
         view = None if topology is None else _view(topology, self._settings.communication_type)
-        self._flight = flight(self._names, name, whole, self._settings, view)
+        travels = GradientFlight if algorithm == _PARALLEL and flight.in_step else flight
+        self._flight = travels(self._names, name, whole, self._settings, view)
         if overlap and any(isinstance(one, DistributedDataParallel) for one in self._models):
             raise ValueError(
                 'overlap="backward": DistributedDataParallel averages gradients after this optimizer would have used '

@@ -5,7 +5,7 @@ Not forward passes, of which an evaluation or a generator's turn may add more on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +24,8 @@ class Passes:
         self._before = 0  # in earlier steps
         self._of: dict[torch.Tensor, int] = {}  # since the last step, by parameter; not all take part in all
         self._hooks: dict[torch.nn.Parameter, RemovableHandle] = {}
+        self._watched: Mapping[torch.nn.Parameter, str] | None = None
+        self._frozen: list[torch.nn.Parameter] = []
         self.stepping = False
 
     @property
@@ -35,11 +37,17 @@ class Passes:
     def _since_step(self) -> int:
         return max(self._of.values(), default=0)
 
-    def watch(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Hear of the gradients of these, those that are learnt."""
-        for param in params:
-            if param.requires_grad and param not in self._hooks:
-                self._hooks[param] = tell_of_gradients(param, self)
+    def watch(self, params: Mapping[torch.nn.Parameter, str]) -> None:
+        """Hear of the gradients of these, those that are learnt; of those that were not, it is looked at again."""
+        if params is not self._watched:
+            self._watched, self._frozen = params, [param for param in params if param not in self._hooks]
+        if not self._frozen:
+            return
+        learnt = [param for param in self._frozen if param.requires_grad]
+        for param in learnt:
+            self._hooks[param] = tell_of_gradients(param, self)
+        if learnt:
+            self._frozen = [param for param in self._frozen if param not in self._hooks]
 
     def begin_step(self) -> int:
         """A step begins; how many passes there have been with its own. What its closure does counts no further."""
@@ -74,3 +82,4 @@ class Passes:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+        self._watched = None

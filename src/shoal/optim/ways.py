@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from .backward import Backward
 from .flight import Flight
+from .in_step_flight import GradientFlight, InStepFlight
 from .local import LocalStep
 
 
@@ -86,13 +87,13 @@ class AdaptWithCombine(Way):
 
     def begin_pass(self) -> None:
         if not self._flight.under_way:
-            self._flight.take_off()
+            self._flight.start()
 
     def step(self, due: bool) -> None:
         if due:
             self.begin_pass()
         self._local.evaluate()
-        self._flight.land()
+        self._flight.finish()
         self._step_locally()
 
 
@@ -104,42 +105,42 @@ class AverageGradients(Way):
 
     equation = "x+ = x - lr mean(g)"
     at_every_step = True
-
-    def __init__(self, flight: Flight, local: LocalStep) -> None:
-        super().__init__(flight, local)
-        flight.keeps_equal = True
+    _flight: GradientFlight
 
     def step(self, due: bool) -> None:
         self._local.evaluate()
         if not due:
             self._local()
             return
-        self._flight.average_gradients(zeros=self._local.overflowed)
+        self._flight.exchange(zeros=self._local.overflowed)
         self._local.with_mean_gradients()
 
     def follow(self) -> None:
         """Zeros, and the step with the others' mean, so that all models stay equal."""
-        self._flight.average_gradients(zeros=True)
+        self._flight.exchange(zeros=True)
         self._local.with_mean_gradients()
 
 
 class _DuringBackward(Way):
     """Buckets leave as soon as their gradients are there."""
 
+    _flight: InStepFlight
+
     def __init__(self, flight: Flight, local: LocalStep) -> None:
         super().__init__(flight, local)
         self._backward = Backward(self._leave)
 
     def begin_pass(self) -> None:
-        self._backward.arm(self._flight.buckets())
+        self._flight.prepare()
+        self._backward.arm(self._flight.buckets)
 
-    @abstractmethod
     def _leave(self, number: int) -> None:
         """A bucket has its gradients."""
+        self._flight.start_bucket(number)
 
-    @abstractmethod
     def _arrive(self) -> None:
         """All buckets have left; the step ends."""
+        self._flight.finish()
 
     def step(self, due: bool) -> None:
         if not due:
@@ -167,19 +168,15 @@ class AdaptThenCombineDuringBackward(_DuringBackward, AdaptThenCombine):
     """The same equation, bucket by bucket: a bucket steps and leaves while the gradients before it are computed."""
 
     def _leave(self, number: int) -> None:
-        self._local(self._flight.buckets()[number].params)
-        self._flight.take_off_with(number)
-
-    def _arrive(self) -> None:
-        self._flight.land()
+        self._local(self._flight.buckets[number].params)
+        super()._leave(number)
 
 
 class AverageGradientsDuringBackward(_DuringBackward, AverageGradients):
     """The same equation, bucket by bucket, as data-parallel training does it."""
 
-    def _leave(self, number: int) -> None:
-        self._flight.take_off_with_gradients(number)
+    _flight: GradientFlight
 
     def _arrive(self) -> None:
-        self._flight.land_gradients()
+        super()._arrive()
         self._local.with_mean_gradients()

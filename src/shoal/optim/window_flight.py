@@ -25,7 +25,7 @@ from .rounds import Settings
 
 
 class WindowFlight(Flight, ABC):
-    """Each bucket is a window. A subclass says what is moved at take-off, and what becomes of it at landing."""
+    """Each bucket is a window. A subclass says what is moved at the start, and what becomes of it at the end."""
 
     in_step: ClassVar[bool] = False
 
@@ -43,23 +43,37 @@ class WindowFlight(Flight, ABC):
     def under_way(self) -> bool:
         return self._moves is not None
 
-    def take_off(self) -> None:
-        self._look()
-        self._moves = [self._move(bucket, name) for bucket, name in self._open()]
-        self.rounds += 1
+    def start(self) -> None:
+        self.prepare()
+        self._move_all()
 
-    def land(self) -> None:
+    def finish(self) -> None:
         if self._moves is None:
             return
         self.abandon()
-        for bucket, name in self._open():
+        self.prepare()  # the parameters may have been put elsewhere meanwhile
+        self._take_all()
+
+    def exchange(self) -> None:
+        self.prepare()
+        self._move_all()
+        self.abandon()
+        self._take_all()
+
+    def _move_all(self) -> None:
+        self._look()
+        self._moves = [self._move(bucket, name) for bucket, name in self._windows_of_buckets()]
+        self.rounds += 1
+
+    def _take_all(self) -> None:
+        for bucket, name in self._windows_of_buckets():
             self._take(bucket, name)
 
     def settle(self) -> None:
         """All agents have ended: take in what is still in the windows. They call it together."""
         barrier(f"{self._name}.settled")
-        for bucket, name in self._open():
-            self._take(bucket, name)
+        self.prepare()
+        self._take_all()
 
     def _look(self) -> None:
         if self.balance is not None:
@@ -79,7 +93,12 @@ class WindowFlight(Flight, ABC):
             self._moves = None
 
     def prepare(self) -> None:
-        self._open()
+        """As it is; the first time windows are made with all neighbours."""
+        super().prepare()
+        for number, bucket in enumerate(self.buckets[len(self._windows) :], len(self._windows)):
+            name = f"{self._name}.{number}"
+            self._register(bucket, name)
+            self._windows.append(name)
 
     def changed(self) -> None:
         """As it is; all agents call it together, since windows are made anew with all neighbours."""
@@ -98,14 +117,8 @@ class WindowFlight(Flight, ABC):
                 if name in ops.get_current_created_window_names():
                     ops.win_free(name)
 
-    def _open(self) -> list[tuple[Bucket, str]]:
-        """The buckets with the names of their windows, made with all neighbours the first time."""
-        buckets = self.buckets()
-        for number, bucket in enumerate(buckets[len(self._windows) :], len(self._windows)):
-            name = f"{self._name}.{number}"
-            self._register(bucket, name)
-            self._windows.append(name)
-        return list(zip(buckets, self._windows, strict=True))
+    def _windows_of_buckets(self) -> list[tuple[Bucket, str]]:
+        return list(zip(self.buckets, self._windows, strict=True))
 
     def _register(self, bucket: Bucket, name: str) -> None:
         ops.win_create(bucket.flat, name)
@@ -195,14 +208,16 @@ class PushSumFlight(WindowFlight):
         self._saved = dict(state)
 
     def before_local_step(self) -> None:
-        for bucket, name in self._open():
+        self.prepare()
+        for bucket, name in self._windows_of_buckets():
             before = self._before[name]
             if not torch.equal(bucket.flat, before):
                 self._biased[name].add_(bucket.flat - before, alpha=ops.win_associated_p(name))
                 before.copy_(bucket.flat)
 
     def after_local_step(self) -> None:
-        for bucket, name in self._open():
+        self.prepare()
+        for bucket, name in self._windows_of_buckets():
             before = self._before[name]
             self._biased[name].add_(bucket.flat).sub_(before)
             before.copy_(bucket.flat)
