@@ -12,11 +12,11 @@ from ..ops.collective import allreduce
 from ..ops.neighbor import submit
 from ..runtime.agent import current
 from ..topology.schedule import Schedule
+from .agent_schedule import View
 from .algorithm import Algorithm, Gradient
 from .mix import EVERYBODY, MACHINE, Mix
 from .needs import check
 from .run import Measure, Run, steps_of
-from .view import View
 from .weights import Form
 
 

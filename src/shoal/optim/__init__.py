@@ -18,8 +18,8 @@ from .metrics import Metric as Metric
 from .metrics import Metrics as Metrics
 from .metrics import metrics as metrics
 from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer
-from .rounds import CommunicationType as CommunicationType
-from .rounds import Settings as Settings
 from .sampler import AgentSampler as AgentSampler
 from .sampler import dirichlet_shards as dirichlet_shards
+from .settings import CommunicationType as CommunicationType
+from .settings import Settings as Settings
 from .warmup import Warmup as Warmup

@@ -18,7 +18,7 @@ from ..algorithms.weights import TOLERANCE
 from ..ops.collective import allgather
 from ..runtime.agent import StaticTopology, current
 from ..topology.schedule import Static
-from .rounds import CommunicationType, Settings
+from .settings import CommunicationType, Settings
 
 _OWN, _FROM, _TO, _UNKNOWN = range(4)
 """What a line of an agent's weights is: its own, that of a source, that of a destination; or it has no such weights."""

@@ -9,7 +9,7 @@ import torch
 
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from .optimizer import DecentralizedOptimizer
-from .rounds import CommunicationType
+from .settings import CommunicationType
 from .window_flight import GetFlight, PushSumFlight, PutFlight
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]

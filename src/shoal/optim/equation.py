@@ -18,7 +18,7 @@ from .buckets import Bucket
 from .flight import Flight
 from .local import LocalStep
 from .rates import Rates
-from .ways import Way
+from .strategies import Way
 
 
 class Equation(Way):

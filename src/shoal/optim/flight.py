@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..algorithms.view import View
+from ..algorithms.agent_schedule import View
 from ..runtime.agent import current
 from ..runtime.operation import Handle
 from .balance import Balance
 from .buckets import Bucket, into_buckets
 from .mixed_state import MixedState, StateBucket
 from .params import check_that_models_agree, check_that_values_agree
-from .rounds import Settings
+from .settings import Settings
 
 Params = Callable[[], Mapping[torch.nn.Parameter, str]]
 

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from ..algorithms.view import View
+from ..algorithms.agent_schedule import View
 from ..ops.collective import allreduce_nonblocking
 from ..runtime.agent import current
 from ..runtime.operation import Handle
 from .buckets import Bucket
 from .flight import Flight, Params
-from .rounds import BY_HAND, Round, Settings
+from .settings import BY_HAND, Round, Settings
 
 
 class InStepFlight(Flight):

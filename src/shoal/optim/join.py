@@ -16,7 +16,7 @@ import torch
 from ..ops.collective import allreduce_nonblocking
 from ..runtime.operation import Handle
 from .flight import Flight
-from .ways import Way
+from .strategies import Way
 
 _PAUSE_SECONDS = 0.002
 """Between two rounds of an agent that only passes on what comes to it."""

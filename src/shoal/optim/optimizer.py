@@ -16,10 +16,10 @@ import networkx as nx
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ..algorithms.agent_schedule import View
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from ..algorithms.needs import check, without
-from ..algorithms.view import View
 from ..runtime.agent import current
 from ..topology._validate import check_size
 from ..topology.schedule import Schedule
@@ -27,16 +27,16 @@ from .balance import Balance
 from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
 from .equation import Equation
 from .flight import Flight
-from .heap import keep_freed_memory
 from .hooks import BeforeForward
 from .in_step_flight import GradientFlight, ParameterFlight
 from .join import Join
 from .local import LocalStep
+from .malloc_trimming import keep_freed_memory
 from .mixed_state import MixedState, warn_of_second_moments
 from .params import Names, name_of_optimizer
 from .passes import Passes
-from .rounds import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
-from .ways import (
+from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
+from .strategies import (
     AdaptThenCombine,
     AdaptThenCombineDuringBackward,
     AdaptWithCombine,

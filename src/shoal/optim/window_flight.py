@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..algorithms.agent_schedule import View
 from ..algorithms.needs import DOUBLY_STOCHASTIC
-from ..algorithms.view import View
 from ..errors import DeadlineExceeded
 from ..ops import window as ops
 from ..ops.collective import barrier
@@ -21,7 +21,7 @@ from ..topology._validate import as_weight
 from ..windows.registry import windows_of
 from .buckets import Bucket
 from .flight import Flight, Params
-from .rounds import Settings
+from .settings import Settings
 
 
 class WindowFlight(Flight, ABC):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..algorithms.view import View
+from ..algorithms.agent_schedule import View
 from ..ops.collective import submit_allreduce
 from ..ops.hierarchical import machine_mixing
 from ..ops.hierarchical import submit as submit_between_machines
