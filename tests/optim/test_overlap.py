@@ -211,7 +211,7 @@ def test_a_changed_parameter_under_way_is_an_error_and_not_a_loss(fleet: Fleets)
 
 
 def test_after_a_failure_nobody_reads_what_changes(fleet: Fleets) -> None:
-    """A neighbour that came too late may still read what was lent; the parameters have moved away from there."""
+    """A neighbour that came too late may still read what was not copied; the parameters have moved away from there."""
 
     def run() -> bool:
         model = nn.Linear(100, 100, bias=False)

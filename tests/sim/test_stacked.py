@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.algorithms import GradientDescent, GradientTracking
-from shoal.algorithms.weights import Rounds
+from shoal.algorithms.weights import ScheduleWeights
 from shoal.sim import StackedFleet, StackedMix, per_agent, products
 from shoal.topology import equitopo, graphs
 from shoal.topology.circulant import Circulant, exponential, ring, symmetric_exponential
@@ -266,7 +266,7 @@ def test_a_result_stays_as_it_is_while_somebody_has_it() -> None:
 def test_rounds_are_gone_with_those_who_asked() -> None:
     gc.disable()
     try:
-        rounds = Rounds(RandomMatchings(8))
+        rounds = ScheduleWeights(RandomMatchings(8))
         held = weakref.ref(rounds[3])
         assert rounds[3].messages == 8
         del rounds

@@ -7,13 +7,13 @@ import numpy as np
 
 from ..topology.mixing import Mixing
 from ..topology.schedule import Schedule
-from .weights import Form, Ranks, Rounds, Weights
+from .weights import Form, Ranks, ScheduleWeights, Weights
 
 _KEPT = 256
 """Rounds that are remembered; of a schedule without a period they never come again."""
 
 
-class View:
+class AgentSchedule:
     """What an agent does in each round of a topology.
 
     Args:
@@ -22,14 +22,14 @@ class View:
     """
 
     def __init__(self, topology: nx.Graph | Schedule, rank: int) -> None:
-        self._rounds, self._rank = Rounds(topology), rank
+        self._weights, self._rank = ScheduleWeights(topology), rank
         self._mixings: dict[tuple[int, str], Mixing] = {}
         self._neighbours: dict[int, list[int]] = {}
 
     @property
     def size(self) -> int:
         """How many agents the topology is for."""
-        return self._rounds.size
+        return self._weights.size
 
     def mixing(self, round_: int, form: Form = "mix") -> Mixing:
         """With the weights W, or those of its row-stochastic (``"pull"``) or column-stochastic (``"push"``) form.
@@ -39,9 +39,9 @@ class View:
         Raises:
             ValueError: A weight is not finite.
         """
-        key = self._rounds.turn(round_), form
+        key = self._weights.index_in_period(round_), form
         if key not in self._mixings:
-            weights = self._rounds[round_]
+            weights = self._weights[round_]
             used: Weights = getattr(weights, form)
             mine: Ranks = np.flatnonzero(weights.destination == self._rank)
             sources = dict(zip(weights.source[mine].tolist(), used[mine].tolist(), strict=True))
@@ -55,10 +55,10 @@ class View:
 
     def neighbours(self, round_: int) -> list[int]:
         """The agents that this one has links with, both ways."""
-        turn = self._rounds.turn(round_)
-        if turn not in self._neighbours:
-            here, there = self._rounds[round_].neighbours
+        index = self._weights.index_in_period(round_)
+        if index not in self._neighbours:
+            here, there = self._weights[round_].neighbours
             if len(self._neighbours) >= _KEPT:
                 self._neighbours.clear()
-            self._neighbours[turn] = there[here == self._rank].tolist()
-        return self._neighbours[turn]
+            self._neighbours[index] = there[here == self._rank].tolist()
+        return self._neighbours[index]

@@ -238,7 +238,7 @@ class _Modes(_Linear):
 
     def __init__(self, size: int, eigenvalues: Callable[[int], Eigenvalues], rounds: int) -> None:
         super().__init__(size)
-        self._of = lru_cache(LOOKED_AT)(lambda turn: torch.from_numpy(eigenvalues(turn)).unsqueeze(1))
+        self._of = lru_cache(LOOKED_AT)(lambda index: torch.from_numpy(eigenvalues(index)).unsqueeze(1))
         self._rounds = rounds
 
     def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
@@ -260,12 +260,12 @@ class _Rows(_Linear):
         destination, source, weight = self._of(self.round % self._rounds)
         return torch.zeros_like(x).index_add_(0, destination, weight * x[source])
 
-    def _of(self, turn: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if turn not in self._edges:
-            weights = self._facts.rounds[turn]
+    def _of(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if index not in self._edges:
+            weights = self._facts.rounds[index]
             arrays = (weights.destination, weights.source, weights.mix[:, None])
-            self._edges[turn] = tuple(torch.tensor(one) for one in arrays)  # type: ignore[assignment]
-        return self._edges[turn]
+            self._edges[index] = tuple(torch.tensor(one) for one in arrays)  # type: ignore[assignment]
+        return self._edges[index]
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         return x.mean(0, keepdim=True).expand_as(x)

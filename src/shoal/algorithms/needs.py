@@ -12,7 +12,7 @@ import numpy as np
 
 from ..topology.reach import Neighbours
 from ..topology.schedule import Schedule, as_schedule
-from .weights import TOLERANCE, Ranks, Rounds, RoundWeights
+from .weights import TOLERANCE, Ranks, RoundWeights, ScheduleWeights
 
 LOOKED_AT = 64
 """Rounds of a schedule that are checked when its period is longer, or when it has none."""
@@ -32,7 +32,7 @@ class Facts:
         self.size = self.schedule.size
         period = self.schedule.period
         self.static = period == 1
-        self.rounds = Rounds(self.schedule)
+        self.rounds = ScheduleWeights(self.schedule)
         self.looked_at = min(period or LOOKED_AT, LOOKED_AT)
 
     def first(self, fails: Callable[[RoundWeights], str]) -> str:

@@ -122,7 +122,7 @@ class RoundWeights:
         return np.searchsorted(here * self.size + there, there * self.size + here)
 
 
-class Rounds:
+class ScheduleWeights:
     """The rounds of a topology as algorithms read them; the last ones are kept, where they come again."""
 
     def __init__(self, topology: nx.Graph | Schedule) -> None:
@@ -130,14 +130,14 @@ class Rounds:
         size = self.size = schedule.size
 
         # A closure over self would be a cycle, and its arrays would stay until the garbage collector comes.
-        def make(turn: int) -> RoundWeights:
-            return RoundWeights(size, lambda: schedule.edges(turn), schedule.hop_shares(turn))
+        def make(index: int) -> RoundWeights:
+            return RoundWeights(size, lambda: schedule.edges(index), schedule.hop_shares(index))
 
         self._of = lru_cache(_KEPT_WITHOUT_PERIOD if schedule.period is None else _KEPT_ROUNDS)(make)
 
     def __getitem__(self, round_: int) -> RoundWeights:
-        return self._of(self.turn(round_))
+        return self._of(self.index_in_period(round_))
 
-    def turn(self, round_: int) -> int:
+    def index_in_period(self, round_: int) -> int:
         """The round below the period that it equals, if there is a period."""
         return round_ if self.schedule.period is None else round_ % self.schedule.period

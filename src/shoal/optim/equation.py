@@ -18,10 +18,10 @@ from .buckets import Bucket
 from .flight import Flight
 from .local import LocalStep
 from .rates import Rates
-from .strategies import Way
+from .strategies import StepStrategy
 
 
-class Equation(Way):
+class Equation(StepStrategy):
     """A step of an algorithm, with what the wrapped optimizer moves by in the place of the gradient.
 
     The algorithm sees ``grad(x) = (x - what the wrapped optimizer makes of x) / c`` and has ``c`` times its ``lr``, c

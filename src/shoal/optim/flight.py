@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..algorithms.agent_schedule import View
+from ..algorithms.agent_schedule import AgentSchedule
 from ..runtime.agent import current
 from ..runtime.operation import Handle
 from .balance import Balance
@@ -34,7 +34,7 @@ class Flight(ABC):
         name: What the exchanges are matched by.
         bucket_bytes: How much goes into one message.
         settings: How it exchanges, read when a round starts.
-        view: Where the weights come from, if not from the settings.
+        schedule: Where the weights come from, if not from the settings.
 
     Attributes:
         rounds: Exchanges that have begun.
@@ -54,14 +54,16 @@ class Flight(ABC):
     counts: ClassVar[frozenset[str]] = frozenset()
     does_without: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
         self.settings = settings
         self.rounds = 0
         self.present: Handle[torch.Tensor] | None = None
         self.balance: Balance | None = None
         self.mixed: MixedState | None = None
         self.buckets: list[Bucket] = []
-        self._params, self._name, self._bucket_bytes, self._view = params, name, bucket_bytes, view
+        self._params, self._name, self._bucket_bytes, self._schedule = params, name, bucket_bytes, schedule
         self._laid_out = False
         self._beside: list[list[StateBucket]] = []
         self._without_state: Mapping[str, Mapping[str, torch.Tensor]] = {}

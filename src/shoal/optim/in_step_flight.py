@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ..algorithms.agent_schedule import View
+from ..algorithms.agent_schedule import AgentSchedule
 from ..ops.collective import allreduce_nonblocking
 from ..runtime.agent import current
 from ..runtime.operation import Handle
@@ -19,8 +19,10 @@ from .settings import BY_HAND, Round, Settings
 class InStepFlight(Flight):
     """Each bucket is an operation of its own. A subclass says which, and what becomes of its result."""
 
-    def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
-        super().__init__(params, name, bucket_bytes, settings, view)
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
         self._handles: dict[Bucket, Handle[torch.Tensor] | None] = {}
 
     @property
@@ -69,8 +71,10 @@ class ParameterFlight(InStepFlight):
 
     counts: ClassVar[frozenset[str]] = frozenset((*BY_HAND, "communication_type"))
 
-    def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
-        super().__init__(params, name, bucket_bytes, settings, view)
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
         self._round: Round | None = None
 
     def exchange(self) -> None:
@@ -83,7 +87,7 @@ class ParameterFlight(InStepFlight):
         if self._round is None or not self._handles:
             if self.balance is not None:
                 self.balance.look(self.settings)
-            self._round = self.settings.next_round(self._view, self.rounds)
+            self._round = self.settings.next_round(self._schedule, self.rounds)
         travelling: dict[str, Bucket] = {f"{self._name}.{number}": self.buckets[number]}
         if self.mixed is not None:
             self._round.check_that_none_is_negative()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..algorithms.agent_schedule import View
+from ..algorithms.agent_schedule import AgentSchedule
 from ..ops.collective import submit_allreduce
 from ..ops.hierarchical import machine_mixing
 from ..ops.hierarchical import submit as submit_between_machines
@@ -78,11 +78,11 @@ class Settings:
                 raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}") from None
         setattr(self, name, value)
 
-    def next_round(self, view: View | None, number: int) -> Round:
+    def next_round(self, schedule: AgentSchedule | None, number: int) -> Round:
         """What the next exchange is, as the settings are now.
 
         Args:
-            view: The schedule that the weights come from, of agents or, where machines average, of machines.
+            schedule: The schedule that the weights come from, of agents or, where machines average, of machines.
             number: Its round.
 
         Raises:
@@ -92,13 +92,13 @@ class Settings:
         mixing, form = None, "push-pull"
         if kind in (CommunicationType.empty, CommunicationType.allreduce):
             pass
-        elif view is not None:
-            mixing = view.mixing(number)
+        elif schedule is not None:
+            mixing = schedule.mixing(number)
         elif kind is CommunicationType.neighbor_allreduce:
             mixing, form = mixing_of(agent, self.self_weight, self.src_weights, self.dst_weights)
         else:
             mixing = machine_mixing(agent, self.self_weight, self.src_machine_weights, self.dst_machine_weights)
-        return Round(agent, number, kind, mixing, form, self.enable_topo_check and view is None)
+        return Round(agent, number, kind, mixing, form, self.enable_topo_check and schedule is None)
 
 
 @dataclass(frozen=True)

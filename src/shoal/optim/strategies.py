@@ -12,8 +12,8 @@ from .in_step_flight import GradientFlight, InStepFlight
 from .local import LocalStep
 
 
-class Way(ABC):
-    """One kind of step.
+class StepStrategy(ABC):
+    """What a step is.
 
     Args:
         flight: What it exchanges with.
@@ -64,7 +64,7 @@ class Way(ABC):
         self._flight.load_state(state)
 
 
-class AdaptThenCombine(Way):
+class AdaptThenCombine(StepStrategy):
     """The local step, and then the average of what it has left."""
 
     equation = "x+ = W (x - lr g(x))"
@@ -76,7 +76,7 @@ class AdaptThenCombine(Way):
             self._flight.exchange()
 
 
-class AdaptWithCombine(Way):
+class AdaptWithCombine(StepStrategy):
     """The average of what the forward pass begins with, under way until the step, and then the local step.
 
     The gradient is at x, and the wrapped optimizer steps from W x: what it reads of the parameters, as weight decay
@@ -97,7 +97,7 @@ class AdaptWithCombine(Way):
         self._step_locally()
 
 
-class AverageGradients(Way):
+class AverageGradients(StepStrategy):
     """The mean of all agents' gradients, and then the local step. Those that overflowed on an agent count as zero.
 
     A step with an agent's own gradients would take its model away from the others' for good, so there is none.
@@ -121,7 +121,7 @@ class AverageGradients(Way):
         self._local.with_mean_gradients()
 
 
-class _DuringBackward(Way):
+class _DuringBackward(StepStrategy):
     """Buckets leave as soon as their gradients are there."""
 
     _flight: InStepFlight

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..algorithms.agent_schedule import View
+from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.needs import DOUBLY_STOCHASTIC
 from ..errors import DeadlineExceeded
 from ..ops import window as ops
@@ -29,13 +29,15 @@ class WindowFlight(Flight, ABC):
 
     in_step: ClassVar[bool] = False
 
-    def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
-        if view is not None:
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        if schedule is not None:
             raise ValueError(
                 f"{name}: windows exchange with the neighbours of the topology that is set when they are made, and "
                 "have no rounds: call shoal.set_topology(graph) instead of giving topology="
             )
-        super().__init__(params, name, bucket_bytes, settings, view)
+        super().__init__(params, name, bucket_bytes, settings, schedule)
         self._moves: list[Handle[bool] | None] | None = None
         self._windows: list[str] = []
 
@@ -168,8 +170,10 @@ class PushSumFlight(WindowFlight):
     counts = frozenset(("self_weight", "dst_weights"))
     does_without = frozenset((DOUBLY_STOCHASTIC.name,))
 
-    def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
-        super().__init__(params, name, bucket_bytes, settings, view)
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
         self._biased: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
         self._saved: Mapping[str, Any] = {}

@@ -18,7 +18,7 @@ from ..algorithms.algorithm import Algorithm, Gradient
 from ..algorithms.mix import EVERYBODY, MACHINE, Mix
 from ..algorithms.needs import check
 from ..algorithms.run import Measure, Run, steps_of
-from ..algorithms.weights import Form, Ranks, Rounds
+from ..algorithms.weights import Form, Ranks, ScheduleWeights
 from ..topology.schedule import Schedule, as_schedule
 from ..transport.memory import ResultPool
 from .network_model import Network
@@ -50,7 +50,7 @@ class StackedMix(Mix):
         pace: Pace | None = None,
     ) -> None:
         super().__init__(seed)
-        self._rounds = Rounds(topology)
+        self._rounds = ScheduleWeights(topology)
         self.size = self._rounds.size
         self._per_machine = agents_per_machine
         self._pace = pace
@@ -124,7 +124,7 @@ class StackedMix(Mix):
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Something that depends on the round's edges only, made when it is first asked for."""
-        key = self._rounds.turn(self.round), key
+        key = self._rounds.index_in_period(self.round), key
         if key not in self._kept:
             most = _KEPT_WITHOUT_PERIOD if self._rounds.schedule.period is None else _KEPT
             while len(self._kept) >= most:
