@@ -38,12 +38,12 @@ class Mix(ABC):
         self._draws = 0
 
     def begin(self, round_: int) -> None:
-        """A new step."""
+        """A step begins."""
         self.round = round_
         self._draws = 0
 
     def end(self) -> None:  # noqa: B027 - only some mixes have something to do then
-        """The step has been taken."""
+        """A step ends."""
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:

@@ -47,22 +47,22 @@ class RoundWeights:
 
     @property
     def destination(self) -> Ranks:
-        """int64."""
+        """The agent that each edge leads to, int64 [edges]."""
         return self._edges.destination
 
     @property
     def source(self) -> Ranks:
-        """int64."""
+        """The agent that each edge comes from, int64 [edges]."""
         return self._edges.source
 
     @property
     def mix(self) -> Weights:
-        """W, as the topology has it."""
+        """The weights W as the topology has them, float64 [edges]."""
         return self._edges.weight
 
     @cached_property
     def own(self) -> NDArray[np.bool_]:
-        """The edge goes from an agent to itself."""
+        """Which edges lead from an agent to itself, bool [edges]."""
         own: NDArray[np.bool_] = self.destination == self.source
         return own
 
@@ -97,7 +97,7 @@ class RoundWeights:
 
     @cached_property
     def messages(self) -> int:
-        """Messages of all agents."""
+        """How many messages all agents send to others."""
         return self.sends * self.size if isinstance(self.sends, int) else int(self.sends.sum())
 
     @cached_property

@@ -52,7 +52,7 @@ class Backward:
         return found
 
     def came(self, param: torch.Tensor) -> None:
-        """A parameter has its gradient.
+        """A hook's word that a parameter has its gradient.
 
         What ``ready`` raises waits for the step: torch never gives back the parameters, and so the memory that they lie
         in, whose gradients were still to come when a hook of a backward pass raised.
@@ -79,7 +79,7 @@ class Backward:
                 self._failed = error
 
     def close(self) -> None:
-        """No hook is left."""
+        """Take all hooks away."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()

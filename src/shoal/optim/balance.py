@@ -47,7 +47,7 @@ class Balance:
                 self._tell((DOUBLY_STOCHASTIC,), Static(W, name="weights by hand, of the first round"))
 
     def look(self, settings: Settings) -> None:
-        """A round is about to begin with these settings."""
+        """Look at the weights of the round that is about to begin with these settings."""
         if self._said:
             return
         agent, kind = current("optim"), settings.communication_type

@@ -126,7 +126,7 @@ class Flight(ABC):
         self._lay_out_states()
 
     def _agree(self) -> None:
-        """With all agents, on what is exchanged."""
+        """Compare with all agents what is to be exchanged."""
         if current("optim").size == 1:
             return
         params, keys = dict(self._params()), self.mixed.keys if self.mixed else ()
@@ -137,13 +137,13 @@ class Flight(ABC):
             self.balance.begin(self.settings, self._name)
 
     def changed(self) -> None:
-        """The optimizer has other parameters now."""
+        """The optimizer has got other parameters: they are laid out anew before the next round."""
         self.abandon()
         self._without_state = self._states_of_our_own()
         self._forget()
 
     def close(self) -> None:
-        """Give back what it holds. The parameters stay where they are."""
+        """Give back windows and memory. The parameters stay where they are."""
         try:
             self.abandon()
         finally:
@@ -160,7 +160,7 @@ class Flight(ABC):
         return {"mixed": found} if any(found.values()) else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; the parameters and the optimizer's state have been loaded."""
+        """Go on from what :meth:`state` gave; the parameters and the optimizer's state have been loaded."""
         self._without_state = dict(state.get("mixed", {}))
         self._lay_out_states()
 

@@ -36,7 +36,7 @@ class Join:
 
     @contextmanager
     def round(self, due: bool) -> Iterator[None]:
-        """A round of an agent that has batches."""
+        """Around a round of an agent that has batches; ``due``: there is an exchange in it."""
         if not due or not self._flight.in_step:
             yield
             return

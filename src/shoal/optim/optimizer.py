@@ -176,7 +176,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     @property
     def algorithm(self) -> Algorithm:
-        """What a step is."""
+        """The algorithm that says what a step is."""
         return self._algorithm
 
     @property
@@ -336,11 +336,11 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     @property
     def _alone(self) -> bool:
-        """There is nobody to exchange with; an algorithm's equation holds all the same."""
+        """There is nobody to exchange with. An algorithm's own equation holds all the same, and is stepped."""
         return current("optimizer.step").size == 1 and not isinstance(self._strategy, Equation)
 
     def _is_enough(self, passes: int) -> bool:
-        """So many backward passes are followed by an exchange."""
+        """Whether an exchange follows after so many backward passes."""
         return passes >= self._settings.num_steps_per_communication or self._strategy.at_every_step
 
     def _count_passes(self) -> None:
@@ -349,7 +349,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             self._passes.watch(self._names())
 
     def _begin_pass(self) -> None:
-        """A forward pass of training begins."""
+        """A forward pass of training begins: exchanges that start there do so."""
         self._count_passes()
         enough = self._passes.next >= self._settings.num_steps_per_communication
         if enough and not self._passes.stepping and not self._alone:
@@ -450,7 +450,7 @@ def _strategy_of(
 def _mixed(
     optimizer: torch.optim.Optimizer, keys: Sequence[str] | None, algorithm: Algorithm, flight: type[Flight]
 ) -> MixedState | None:
-    """The state that travels beside the parameters, if any does."""
+    """The state of the optimizer that travels beside the parameters, if any does."""
     if keys is None:
         agent = current("DecentralizedOptimizer")
         could = flight.in_step and algorithm != _PARALLEL and _by_buckets(algorithm)

@@ -1,6 +1,6 @@
 """Counts backward passes: where several go before an exchange, or before a step, all agents must agree which is last.
 
-Not forward passes, of which an evaluation or a generator's turn may add more on one agent than on another.
+Not forward passes, of which an evaluation or a generator's own pass may add more on one agent than on another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Passes:
     """The backward passes since the last exchange. A step without any, as one with a closure, counts as one.
 
     Attributes:
-        stepping: A step goes on.
+        stepping: The optimizer is in the middle of a step.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Passes:
 
     @property
     def next(self) -> int:
-        """The number of the pass that has not been yet, from 1 on."""
+        """The number of the pass that comes next, from 1 on."""
         return self._before + self._since_step + 1
 
     @property
@@ -50,35 +50,35 @@ class Passes:
             self._frozen = [param for param in self._frozen if param not in self._hooks]
 
     def begin_step(self) -> int:
-        """A step begins; how many passes there have been with its own. What its closure does counts no further."""
+        """Begin a step; how many passes there have been, with its own. What its closure does counts no further."""
         self.stepping = True
         self._before += max(1, self._since_step)
         self._of.clear()
         return self._before
 
     def end_step(self, exchanged: bool) -> None:
-        """It ends; the count begins anew after an exchange."""
+        """End a step; ``exchanged``: the count begins anew."""
         self.stepping = False
         if exchanged:
             self._before = 0
 
     def came(self, param: torch.Tensor) -> None:
-        """A parameter has its gradient."""
+        """A hook's word that a parameter has its gradient."""
         if not self.stepping:
             self._of[param] = self._of.get(param, 0) + 1
 
     @property
     def kept(self) -> int:
-        """What has to be saved, between steps."""
+        """The count that has to be saved between steps."""
         return self._before
 
     def load(self, kept: int) -> None:
-        """Go on from there."""
+        """Go on from a count that was saved."""
         self._before = kept
         self._of.clear()
 
     def close(self) -> None:
-        """No hook is left."""
+        """Take all hooks away."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()

@@ -27,7 +27,7 @@ class Rates:
         self._found: list[float] = []
 
     def look(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """A local step is about to be taken, with the rates as they are now."""
+        """Note the rates as they are now: a local step is about to be taken with them."""
         now = self._now(params)
         if self._last or 0.0 in now:
             now_or_before = zip(now, self._last or [0.0] * len(now), strict=True)
@@ -60,7 +60,7 @@ class Rates:
         return torch.tensor(found, dtype=bucket.flat.dtype).repeat_interleave(lengths).to(bucket.flat.device)
 
     def exchanged(self) -> None:
-        """What the local steps have made is in the algorithm's state from here on."""
+        """An exchange has taken in all local steps: forget their rates."""
         self._last = []
 
     def state(self) -> dict[str, list[float]]:
@@ -71,5 +71,5 @@ class Rates:
 
 
 def _number(rate: Any) -> float:
-    """1 for what is none, such as None where an optimizer finds its rate by itself."""
+    """The rate as a number; 1 for what is no number, such as None where an optimizer finds its rate by itself."""
     return float(rate) if isinstance(rate, int | float | torch.Tensor) else 1.0

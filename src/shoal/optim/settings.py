@@ -45,7 +45,7 @@ class Settings:
         dst_weights: ``{destination: weight}``, or destinations: push.
         src_machine_weights, dst_machine_weights: The same between machines.
         enable_topo_check: Confirm that both ends of an edge know of it.
-        communication_type: How.
+        communication_type: Which operation averages.
         num_steps_per_communication: Backward passes between two exchanges.
     """
 
@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def by_hand(self) -> list[str]:
-        """The weights that the user has set."""
+        """The names of the weights that the user has set."""
         return [name for name in BY_HAND if getattr(self, name) is not None]
 
     def set(self, name: str, value: Any) -> None:
@@ -107,8 +107,8 @@ class Round:
 
     Attributes:
         agent: Who exchanges.
-        number: Which it is.
-        kind: How.
+        number: The number of the round, from 0 on.
+        kind: Which operation averages.
         mixing: Its weights; None for the static topology's.
         form: Who gives its edges, as for :func:`shoal.ops.neighbor.submit`.
         checked: Confirm that both ends of an edge know of it.

@@ -28,31 +28,31 @@ class StepStrategy(ABC):
         self._flight, self._local = flight, local
 
     def begin_pass(self) -> None:  # noqa: B027 - only some have something to do then
-        """The forward pass begins that an exchange follows."""
+        """A forward pass begins, after which there will be an exchange."""
 
     @abstractmethod
     def step(self, due: bool) -> None:
-        """A step; ``due``: with this round's exchange."""
+        """Take a step; ``due``: with an exchange."""
 
     def _step_locally(self) -> None:
-        """The local step, of which the flight hears: some keep more than the parameters."""
+        """Take the local step, between two words to the flight: some keep more than the parameters."""
         self._flight.before_local_step()
         self._local()
         self._flight.after_local_step()
 
     def check_that_it_can_follow(self) -> None:  # noqa: B027 - most can
-        """ValueError if an agent that has no batch left cannot take part in the others' rounds."""
+        """Raise ValueError if an agent that has no batch left cannot take part in the others' rounds."""
 
     def follow(self) -> None:
-        """The exchange of a round by an agent that has no batch left: with its parameters as they are."""
+        """Take part in a round as an agent that has no batch left: with its parameters as they are."""
         self._flight.exchange()
 
     def changed(self) -> None:
-        """The optimizer has other parameters now."""
+        """The optimizer has got other parameters."""
         self._flight.changed()
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Give back windows, memory and hooks."""
         self._flight.close()
 
     def state(self) -> dict[str, Any]:
@@ -60,12 +60,12 @@ class StepStrategy(ABC):
         return self._flight.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; the parameters have been loaded."""
+        """Go on from what :meth:`state` gave; the parameters have been loaded."""
         self._flight.load_state(state)
 
 
 class AdaptThenCombine(StepStrategy):
-    """The local step, and then the average of what it has left."""
+    """The local step, and then the average of the parameters after it."""
 
     equation = "x+ = W (x - lr g(x))"
 
@@ -135,11 +135,11 @@ class _DuringBackward(StepStrategy):
         self._backward.arm(self._flight.buckets)
 
     def _leave(self, number: int) -> None:
-        """A bucket has its gradients."""
+        """Exchange a bucket, whose gradients are there."""
         self._flight.start_bucket(number)
 
     def _arrive(self) -> None:
-        """All buckets have left; the step ends."""
+        """End the step: all buckets have left."""
         self._flight.finish()
 
     def step(self, due: bool) -> None:

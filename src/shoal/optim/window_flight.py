@@ -127,7 +127,7 @@ class WindowFlight(Flight, ABC):
 
     @abstractmethod
     def _move(self, bucket: Bucket, name: str) -> Handle[bool] | None:
-        """Begin to move a bucket, if it is to be moved now."""
+        """Begin to put, get or accumulate a bucket; None where it is to wait for another round."""
 
     def _take(self, bucket: Bucket, name: str) -> None:
         ops.win_update(name)
@@ -204,7 +204,7 @@ class PushSumFlight(WindowFlight):
         return found
 
     def _number(self, window: str) -> str:
-        """A bucket's number, by which it is saved: the optimizer that goes on may have another name."""
+        """The number of a window's bucket, by which it is saved: the optimizer that goes on may have another name."""
         return window.removeprefix(f"{self._name}.")
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -249,7 +249,7 @@ class PushSumFlight(WindowFlight):
         return ops.win_accumulate_nonblocking(u, name, self_weight=own, dst_weights=given)
 
     def _wait_for_more(self, name: str) -> None:
-        """Not for ever: who sends nothing does not notice otherwise that its neighbours have ended."""
+        """Raise once it has taken too long: who sends nothing does not notice otherwise that its neighbours have ended."""
         agent = current("push-sum")
         windows_of(agent).get("win_accumulate", name).check_neighbours("win_accumulate")
         now = time.monotonic()
