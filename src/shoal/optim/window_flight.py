@@ -249,7 +249,7 @@ class PushSumFlight(WindowFlight):
         return ops.win_accumulate_nonblocking(u, name, self_weight=own, dst_weights=given)
 
     def _wait_for_more(self, name: str) -> None:
-        """Raise once it has taken too long: who sends nothing does not notice otherwise that its neighbours have ended."""
+        """Raise after the deadline: who sends nothing does not notice otherwise that its neighbours have ended."""
         agent = current("push-sum")
         windows_of(agent).get("win_accumulate", name).check_neighbours("win_accumulate")
         now = time.monotonic()
