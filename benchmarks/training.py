@@ -38,7 +38,7 @@ from shoal.bench.figures import Figures
 from shoal.bench.jobs import Progress, run_job
 from shoal.bench.machine import LoadWatch, here
 from shoal.bench.meter import Reporter
-from shoal.optim.heap import keep_freed_memory
+from shoal.optim.malloc_trimming import keep_freed_memory
 
 SCRIPT = str(Path(__file__).resolve())
 SLOW, MIDDLE, FAST = 100e6 / 8, 200e6 / 8, 500e6 / 8

@@ -211,7 +211,7 @@ def test_a_changed_parameter_under_way_is_an_error_and_not_a_loss(fleet: Fleets)
 
 
 def test_after_a_failure_nobody_reads_what_changes(fleet: Fleets) -> None:
-    """A neighbour that came too late may still read what was lent; the parameters have moved away from there."""
+    """A neighbour that came too late may still read what was not copied; the parameters have moved away from there."""
 
     def run() -> bool:
         model = nn.Linear(100, 100, bias=False)
@@ -236,7 +236,8 @@ def test_buckets_that_leave_early_are_smaller(fleet: Fleets) -> None:
     def run(overlap: str | None) -> int:
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3)))  # 4 MiB each
         optimizer = ATC(sgd(model), model, overlap=overlap)
-        return len(optimizer._flight.buckets())
+        optimizer._flight.prepare()
+        return len(optimizer._flight.buckets)
 
     agents = fleet(2)
     assert agents.run(run, None) == [1, 1]
@@ -255,7 +256,7 @@ def test_an_error_during_the_backward_pass_is_raised_by_step_and_keeps_no_parame
         def lost(number: int) -> None:
             raise shoal.PeerLost("rank 7 is gone", (7,))
 
-        optimizer._flight.take_off_with = lost  # type: ignore[method-assign]
+        optimizer._flight.start_bucket = lost  # type: ignore[method-assign]
         loss_of(model, 1).backward()
         with pytest.raises(shoal.PeerLost, match="rank 7"):
             optimizer.step()

@@ -55,7 +55,7 @@ class DecentralizedADMM(Algorithm):
 
 
 def _of_neighbours(x: torch.Tensor, mix: Mix) -> torch.Tensor:
-    """The sum of the neighbours' x."""
+    """The sum of the neighbours' ``x``."""
     return mix.gather(mix.edges(mix.spread(x)))
 
 

@@ -9,14 +9,14 @@ import torch
 
 from ..ops.alltoall import neighbor_alltoall
 from ..ops.collective import allreduce
-from ..ops.neighbor import neighbor_allreduce
+from ..ops.neighbor import submit
 from ..topology.schedule import Schedule
 from ..world.agent import current
+from .agent_schedule import AgentSchedule
 from .algorithm import Algorithm, Gradient
 from .loop import Measure, Run, steps_of
 from .mix import EVERYBODY, MACHINE, Mix
 from .needs import check
-from .view import View
 from .weights import Form
 
 
@@ -36,9 +36,9 @@ class Exchange(Mix):
         super().__init__(seed)
         agent = current("algorithms.Exchange")
         self.size, self.rank = agent.size, agent.rank
-        self._view = View(topology, self.rank)
-        if self._view.size != self.size:
-            raise ValueError(f"the topology has {self._view.size} agents, and there are {self.size}")
+        self._schedule = AgentSchedule(topology, self.rank)
+        if self._schedule.size != self.size:
+            raise ValueError(f"the topology has {self._schedule.size} agents, and there are {self.size}")
         self._name = name
 
     def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
@@ -51,10 +51,10 @@ class Exchange(Mix):
         return self._weigh("push", x, None)
 
     def _weigh(self, form: Form, x: torch.Tensor, nbytes: int | torch.Tensor | None) -> torch.Tensor:
-        own, sources, destinations = self._view.part(self.round, form)
+        mixing = self._schedule.mixing(self.round, form)
         self.exchanges += 1
-        self.sent += len(destinations) * (x.nbytes if nbytes is None else int(nbytes))
-        return neighbor_allreduce(x, own, sources, destinations, enable_topo_check=False, name=self._name)
+        self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else int(nbytes))
+        return submit(current("neighbor_allreduce"), x, mixing, name=self._name).wait()
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         if group not in (EVERYBODY, MACHINE):
@@ -64,19 +64,19 @@ class Exchange(Mix):
         return allreduce(x, average=True, is_hierarchical_local=group == MACHINE, name=f"{self._name} mean")
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        return x.expand(len(self._view.neighbours(self.round)), *x.shape)
+        return x.expand(len(self._schedule.neighbours(self.round)), *x.shape)
 
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         return messages.sum(0)
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
-        ranks = self._view.neighbours(self.round)
+        ranks = self._schedule.neighbours(self.round)
         self.exchanges += 1
         self.sent += messages.nbytes if nbytes is None else nbytes * len(ranks)
         return neighbor_alltoall(messages, ranks, name=f"{self._name} edges")
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
-        signs = [1.0 if self.rank < one else -1.0 for one in self._view.neighbours(self.round)]
+        signs = [1.0 if self.rank < one else -1.0 for one in self._schedule.neighbours(self.round)]
         return torch.tensor(signs, dtype=like.dtype, device=like.device).unsqueeze(1)
 
     def _agents(self, like: torch.Tensor) -> torch.Tensor:

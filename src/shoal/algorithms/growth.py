@@ -249,7 +249,7 @@ class _Modes(_Linear):
 
 
 class _Rows(_Linear):
-    """A row for each agent."""
+    """A row for each agent, and W as its edges."""
 
     def __init__(self, facts: Facts, rounds: int) -> None:
         super().__init__(facts.size)

@@ -15,7 +15,7 @@ from .algorithm import Algorithm, Gradient
 from .mix import Mix
 
 Measure = Callable[[torch.Tensor], Mapping[str, float]]
-"""Takes the estimates, gives figures of them."""
+"""Computes figures, by name, of the estimates."""
 
 _WHOLE = ("step", "rounds", "bytes")
 

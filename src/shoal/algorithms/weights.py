@@ -57,12 +57,12 @@ class RoundWeights:
 
     @property
     def mix(self) -> Weights:
-        """W, as the topology has it."""
+        """The weights W as the topology has them, float64 [edges]."""
         return self._edges.weight
 
     @cached_property
     def own(self) -> NDArray[np.bool_]:
-        """The edge goes from an agent to itself."""
+        """Which edges lead from an agent to itself, bool [edges]."""
         own: NDArray[np.bool_] = self.destination == self.source
         return own
 
@@ -97,7 +97,7 @@ class RoundWeights:
 
     @cached_property
     def messages(self) -> int:
-        """Messages of all agents."""
+        """How many messages all agents send to others."""
         return self.sends * self.size if isinstance(self.sends, int) else int(self.sends.sum())
 
     @cached_property

@@ -82,7 +82,7 @@ class Outbox:
                     published.lease.hold()
                 self._unacknowledged[token] = _Unacknowledged(send.destination, operation, published, channel)
                 channel.sent(operation.round, send.destination)
-                if exchange.checked or published.lent:
+                if exchange.checked or published.zero_copy:
                     operation.unconfirmed[token] = send.destination
             link = self._link(send.destination)
             if link is None:

@@ -1,13 +1,9 @@
-"""Puts tensors where other agents can read them: copies, or where they lie, if their owner lends them.
+"""Puts tensors where other agents can read them: as copies, or without one where they lie in such memory already.
 
 With ``SHOAL_CHECK_FINITE`` each is looked at first: NaN of one agent would be in everybody's parameters a step later.
 """
 
 from __future__ import annotations
-
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -32,20 +28,25 @@ class Publisher:
         self._rank = rank
         self._arena = arena
         self.finite = False  # refuse tensors with NaN or infinity; a window may hold what its owner likes
-        self._lent = threading.local()
 
-    def publish(self, operation: Operation, tensor: torch.Tensor) -> Published:
+    def publish(self, operation: Operation, tensor: torch.Tensor, *, zero_copy: bool = False) -> Published:
         """Copy a tensor to where other agents can read it, flat, until they all have and the operation has ended.
 
-        One that the caller's thread is :meth:`lending` is not copied.
+        Args:
+            operation: What it is published for.
+            tensor: Any strides, on any device.
+            zero_copy: Let them read it where it lies, if it is large, contiguous and in memory of ``arena.empty``; any
+                other is copied all the same. Nobody may change it meanwhile. The operation then ends only when all
+                others have read it; one that fails may leave readers behind, and the tensor must not change any more.
         """
         spoiled = self.problem(operation, tensor)
         if spoiled is not None:
             raise spoiled
-        if tensor is getattr(self._lent, "tensor", None):
-            return Published(tensor.view(-1), self._arena.find(tensor), lent=True)
         if tensor.is_cpu and tensor.nbytes <= PUBLISH_BYTES:
             return Published(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1))
+        region = self._arena.find(tensor) if zero_copy and tensor.is_cpu and tensor.is_contiguous() else None
+        if region is not None:
+            return Published(tensor.detach().view(-1), region, zero_copy=True)
         published = self._room(operation, tensor.numel(), tensor.dtype)
         published.data.view(tensor.shape).copy_(tensor.detach())
         return published
@@ -74,22 +75,6 @@ class Publisher:
             "infinite (SHOAL_CHECK_FINITE is set); nothing of it was sent",
             (self._rank,),
         )
-
-    @contextmanager
-    def lending(self, tensor: torch.Tensor) -> Iterator[None]:
-        """What this thread submits here reads ``tensor`` where it lies, and ends only when all others have read it.
-
-        For a contiguous tensor that ``arena.empty`` made and that nobody changes meanwhile; any other is copied. An
-        operation that fails may leave readers behind: the tensor must then not change any more.
-        """
-        if not tensor.is_cpu or tensor.nbytes <= PUBLISH_BYTES or self._arena.find(tensor) is None:
-            yield
-            return
-        self._lent.tensor = tensor
-        try:
-            yield
-        finally:
-            self._lent.tensor = None
 
     def _room(self, operation: Operation, numel: int, dtype: torch.dtype) -> Published:
         region = self._arena.allocate(numel * dtype.itemsize)

@@ -87,6 +87,15 @@ def channel_name(op: str, name: str | None) -> str:
     return name
 
 
+def split_name(op: str, self_weight: float | str | None, name: str | None) -> tuple[float | None, str | None]:
+    """The weight and the name of a call: a string in the place of the weight is the name, as in the BlueFog paper."""
+    if not isinstance(self_weight, str):
+        return self_weight, name
+    if name is not None:
+        raise ValueError(f"{op}: the name is given twice, {self_weight!r} and {name!r}")
+    return None, self_weight
+
+
 class Result:
     """Where a result goes: ``out``, or memory from the pool. ``flat`` is what the sum is written to."""
 

@@ -73,21 +73,42 @@ def allreduce_nonblocking(
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
     """:func:`allreduce` without waiting."""
-    agent = current("allreduce")
     how = op if op is not None else ("average" if average else "sum")
+    return submit_allreduce(current("allreduce"), tensor, how, name, is_hierarchical_local, out=out, timeout=timeout)
+
+
+def submit_allreduce(
+    agent: Agent,
+    tensor: torch.Tensor,
+    how: str,
+    name: str | None = None,
+    within_machine: bool = False,
+    *,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+    zero_copy: bool = False,
+) -> Handle[torch.Tensor]:
+    """Begin an all-reduce, for the public functions and the optimizers.
+
+    Args:
+        agent: Whose tensor.
+        tensor, name, out, timeout: As for :func:`allreduce`; ``how`` is its ``op``.
+        within_machine: Over the agents of this machine only.
+        zero_copy: Others read ``tensor`` where it lies, where they can: see :meth:`Publisher.publish`.
+    """
     if how not in REDUCTIONS:
-        raise ValueError(f"allreduce: op={op!r}; it may be one of {', '.join(REDUCTIONS)}")
+        raise ValueError(f"allreduce: op={how!r}; it may be one of {', '.join(REDUCTIONS)}")
     dtypes = WEIGHABLE if how == "average" else DTYPES
     if how in ("min", "max"):
         dtypes = tuple(dtype for dtype in DTYPES if not dtype.is_complex)
     tensor = check_tensor(f"allreduce with op {how}", tensor, dtypes)
     check_out("allreduce", out, tensor.shape, tensor.dtype)
-    group = agent.local_ranks if is_hierarchical_local else tuple(range(agent.size))
+    group = agent.local_ranks if within_machine else tuple(range(agent.size))
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return _allreduce(agent, operation, tensor, how, group, out)
+        return _allreduce(agent, operation, tensor, how, group, out, zero_copy)
 
-    kind = f"allreduce ({how}{', within the machine' if is_hierarchical_local else ''})"
+    kind = f"allreduce ({how}{', within the machine' if within_machine else ''})"
     return agent.engine.submit(kind, channel_name("allreduce", name), steps, timeout, name is not None)
 
 
@@ -129,9 +150,15 @@ def shape_digest(shape: Sequence[int]) -> int:
 
 
 def _allreduce(
-    agent: Agent, operation: Operation, tensor: torch.Tensor, how: str, group: Sequence[int], out: torch.Tensor | None
+    agent: Agent,
+    operation: Operation,
+    tensor: torch.Tensor,
+    how: str,
+    group: Sequence[int],
+    out: torch.Tensor | None,
+    zero_copy: bool,
 ) -> Steps[torch.Tensor]:
-    published = agent.engine.publisher.publish(operation, tensor)
+    published = agent.engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     shape, total = tuple(tensor.shape), published.data.numel()
     others = [rank for rank in group if rank != agent.rank]
     if total * tensor.element_size() <= DIRECT_BYTES or not others:

@@ -16,8 +16,10 @@ from ..arithmetic import weighted_sum
 from ..engine.operation import Exchange, Handle, Operation, Send, Steps
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
-from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload
+from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload, split_name
 from .collective import allgather_shares, reduce_scatter, rotated, shape_digest
+
+OP = "hierarchical_neighbor_allreduce"
 
 
 def hierarchical_neighbor_allreduce(
@@ -79,46 +81,68 @@ def hierarchical_neighbor_allreduce_nonblocking(
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
     """:func:`hierarchical_neighbor_allreduce` without waiting."""
-    op = "hierarchical_neighbor_allreduce"
-    agent = current(op)
-    if isinstance(self_weight, str):
-        if name is not None:
-            raise ValueError(f"{op}: the name is given twice, {self_weight!r} and {name!r}")
-        self_weight, name = None, self_weight
-    tensor = check_tensor(op, tensor, WEIGHABLE)
-    check_out(op, out, tensor.shape, tensor.dtype)
+    agent = current(OP)
+    self_weight, name = split_name(OP, self_weight, name)
+    mixing = machine_mixing(agent, self_weight, src_machine_weights, dst_machine_weights)
+    return submit(agent, tensor, mixing, name, checked=enable_topo_check, out=out, timeout=timeout)
+
+
+def submit(
+    agent: Agent,
+    tensor: torch.Tensor,
+    mixing: Mixing | None,
+    name: str | None = None,
+    *,
+    checked: bool = False,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+    zero_copy: bool = False,
+) -> Handle[torch.Tensor]:
+    """Begin an average between machines with a round as it is; as :func:`shoal.ops.neighbor.submit`.
+
+    Args:
+        mixing: The round as this agent's machine knows it; None: the static machine topology.
+    """
+    tensor = check_tensor(OP, tensor, WEIGHABLE)
+    check_out(OP, out, tensor.shape, tensor.dtype)
     if not agent.machines.homogeneous:
         raise ValueError(
-            f"{op} needs machines with equally many agents and consecutive ranks; the machines here have "
+            f"{OP} needs machines with equally many agents and consecutive ranks; the machines here have "
             f"{list(agent.machines.sizes)} agents (rank by rank, machines {list(agent.machines.of)})"
         )
-    mixing, static = _machine_mixing(op, agent, self_weight, src_machine_weights, dst_machine_weights)
+    static = agent.machine_topology if mixing is None else None
+    known = _static(agent, static) if mixing is None else mixing
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return _hierarchical(agent, operation, tensor, mixing, static, enable_topo_check, out)
+        return _hierarchical(agent, operation, tensor, known, static, out, checked=checked, zero_copy=zero_copy)
 
-    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None)
+    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None)
 
 
-def _machine_mixing(
-    op: str,
+def machine_mixing(
     agent: Agent,
     self_weight: float | None,
     sources: Mapping[int, float] | None,
     destinations: Mapping[int, float] | Iterable[int] | None,
-) -> tuple[Mixing, StaticTopology | None]:
-    given = [weight is not None for weight in (self_weight, sources, destinations)]
-    if not any(given):
-        if agent.machine_topology is not None:
-            return agent.machine_topology.mixing, agent.machine_topology
-        if agent.machines.count == 1:
-            return Mixing(0, 1.0), None
-        raise ValueError(
-            f"{op}: no machine topology is set; call shoal.set_machine_topology(graph), or give the weights"
-        )
+) -> Mixing | None:
+    """The round that the arguments of a call describe, checked; None where it is the static machine topology's.
+
+    Raises:
+        TypeError, ValueError: They are incomplete, or name what is no machine or no weight.
+    """
+    if self_weight is None and sources is None and destinations is None:
+        return None
     if self_weight is None or sources is None or destinations is None:
-        raise ValueError(f"{op}: give self_weight, src_machine_weights and dst_machine_weights, or none of the three")
-    return Mixing(agent.machine_rank, self_weight, sources, destinations, size=agent.machines.count), None
+        raise ValueError(f"{OP}: give self_weight, src_machine_weights and dst_machine_weights, or none of the three")
+    return Mixing(agent.machine_rank, self_weight, sources, destinations, size=agent.machines.count)
+
+
+def _static(agent: Agent, static: StaticTopology | None) -> Mixing:
+    if static is not None:
+        return static.mixing
+    if agent.machines.count == 1:
+        return Mixing(0, 1.0)
+    raise ValueError(f"{OP}: no machine topology is set; call shoal.set_machine_topology(graph), or give the weights")
 
 
 def _hierarchical(
@@ -127,12 +151,14 @@ def _hierarchical(
     tensor: torch.Tensor,
     mixing: Mixing,
     static: StaticTopology | None,
-    checked: bool,
     out: torch.Tensor | None,
+    *,
+    checked: bool,
+    zero_copy: bool,
 ) -> Steps[torch.Tensor]:
     engine, group = agent.engine, agent.local_ranks
     shape = tuple(tensor.shape)
-    published = engine.publisher.publish(operation, tensor)
+    published = engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     position = group.index(agent.rank)
     mean = yield from reduce_scatter(agent, published, shape, "average", group)
 

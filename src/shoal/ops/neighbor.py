@@ -34,8 +34,10 @@ from .arguments import (
     joined,
     payload,
     put,
+    split_name,
 )
 
+OP = "neighbor_allreduce"
 Weights = Mapping[int, float]
 _FORMS = {"static": 0, "push within": 1}
 """The forms whose edges are those of the static topology, which both sides must then agree on."""
@@ -92,7 +94,10 @@ def neighbor_allreduce(
         Mismatch: Agents disagree on shape, dtype, operation, topology, or on who sends to whom.
         PeerLost, DeadlineExceeded: Agents are gone, or did not come in time.
     """
-    return _submit(tensor, self_weight, src_weights, dst_weights, enable_topo_check, name, out, timeout, False).wait()
+    agent, checked = current(OP), enable_topo_check
+    self_weight, name = split_name(OP, self_weight, name)
+    mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
+    return submit(agent, tensor, mixing, form, name, checked=checked, out=out, timeout=timeout, fusible=False).wait()
 
 
 def neighbor_allreduce_nonblocking(
@@ -108,46 +113,58 @@ def neighbor_allreduce_nonblocking(
 ) -> Handle[torch.Tensor]:
     """:func:`neighbor_allreduce` without waiting: ``shoal.wait(handle)`` gives the result.
 
-    The tensor is copied now, so it may change before the wait. ``out`` must not be touched until then. Fusible tensors
+    The tensor is copied now, so it may change before the wait. ``out`` must not be touched until then. Small tensors
     that are submitted one after another on the static topology travel together.
     """
-    return _submit(tensor, self_weight, src_weights, dst_weights, enable_topo_check, name, out, timeout, True)
+    agent, checked = current(OP), enable_topo_check
+    self_weight, name = split_name(OP, self_weight, name)
+    mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
+    return submit(agent, tensor, mixing, form, name, checked=checked, out=out, timeout=timeout)
 
 
-def _submit(
+def submit(
+    agent: Agent,
     tensor: torch.Tensor,
-    self_weight: float | str | None,
-    src_weights: Weights | None,
-    dst_weights: Weights | Iterable[int] | None,
-    enable_topo_check: bool,
-    name: str | None,
-    out: torch.Tensor | None,
-    timeout: float | None,
-    more_may_follow: bool,
+    mixing: Mixing | None,
+    form: str = "push-pull",
+    name: str | None = None,
+    *,
+    checked: bool = False,
+    out: torch.Tensor | None = None,
+    timeout: float | None = None,
+    zero_copy: bool = False,
+    fusible: bool = True,
 ) -> Handle[torch.Tensor]:
-    op = "neighbor_allreduce"
-    agent = current(op)
-    if isinstance(self_weight, str):
-        if name is not None:
-            raise ValueError(f"{op}: the name is given twice, {self_weight!r} and {name!r}")
-        self_weight, name = None, self_weight
-    tensor = check_tensor(op, tensor, WEIGHABLE)
-    check_out(op, out, tensor.shape, tensor.dtype)
-    mixing, form = _mixing(op, agent, self_weight, src_weights, dst_weights)
-    if form in ("push", "pull") and not enable_topo_check:
-        _check_within(op, agent, mixing, form)
+    """Begin a weighted average with a round as it is, for the public functions, optimizers and algorithms.
+
+    Args:
+        agent: Whose tensor.
+        tensor, name, out, timeout: As for :func:`neighbor_allreduce`.
+        mixing: The round as this agent knows it; None: the static topology.
+        form: Who gives the edges of ``mixing``: the source (``"push"``), the destination (``"pull"``), both
+            (``"push-pull"``).
+        checked: As ``enable_topo_check``; False, where a schedule says the same to all agents.
+        zero_copy: Others read ``tensor`` where it lies, where they can: see :meth:`Publisher.publish`.
+        fusible: A small tensor on the static topology may wait for others, to travel with them.
+    """
+    tensor = check_tensor(OP, tensor, WEIGHABLE)
+    check_out(OP, out, tensor.shape, tensor.dtype)
+    static, known = agent.topology, mixing
+    if known is None:
+        known, form = static.mixing, "static"
+        small = 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES and tensor.is_cpu
+        if small and fusible and not agent.engine.events.active:
+            flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+            one = Fusible(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
+            return agent.engine.submit(OP, channel_name(OP, name), one, timeout, name is not None)
+    elif form in ("push", "pull") and not checked:
+        _check_within(agent, known, form)
         form += " within"
-    static = agent.topology
-    small = form == "static" and 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES and tensor.is_cpu
-    if small and more_may_follow and not agent.engine.events.active:
-        flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        one = Fusible(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
-        return agent.engine.submit(op, channel_name(op, name), one, timeout, name is not None)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return _mix(agent, operation, tensor, mixing, form, enable_topo_check, static, out)
+        return _mix(agent, operation, tensor, known, form, static, out, checked=checked, zero_copy=zero_copy)
 
-    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None)
+    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None)
 
 
 @dataclass(slots=True)
@@ -159,7 +176,7 @@ class _OnStaticTopology:
 
     def alone(self, operation: Operation, small: Fusible) -> Steps[torch.Tensor]:
         tensor = small.flat.view(small.shape)
-        return _mix(self.agent, operation, tensor, self.static.mixing, "static", True, self.static, small.out)
+        return _mix(self.agent, operation, tensor, self.static.mixing, "static", self.static, small.out)
 
     def together(self, operation: Operation, smalls: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
         mixing = self.static.mixing
@@ -191,39 +208,41 @@ class _OnStaticTopology:
             return error
 
 
-def _mixing(
-    op: str,
+def mixing_of(
     agent: Agent,
     self_weight: float | None,
     src_weights: Weights | None,
     dst_weights: Weights | Iterable[int] | None,
-) -> tuple[Mixing, str]:
-    """The round as this agent knows it, and which of the four forms it is."""
+) -> tuple[Mixing | None, str]:
+    """The round that the arguments of a call describe, checked, and its form; None where it is the static topology's.
+
+    Raises:
+        TypeError, ValueError: They are incomplete, or name what is no rank or no weight.
+    """
     if self_weight is None and src_weights is None and dst_weights is None:
-        return agent.topology.mixing, "static"
+        return None, "static"
     if self_weight is None or (src_weights is None and dst_weights is None):
         raise ValueError(
-            f"{op}: give self_weight together with src_weights (pull), dst_weights (push) or both, or none of the "
+            f"{OP}: give self_weight together with src_weights (pull), dst_weights (push) or both, or none of the "
             f"three (the static topology); got self_weight={self_weight}, src_weights={src_weights}, "
             f"dst_weights={dst_weights}"
         )
     if src_weights is not None and not isinstance(src_weights, Mapping):
-        raise TypeError(f"{op}: src_weights must be a dict {{rank: weight}}, not {type(src_weights).__name__}")
+        raise TypeError(f"{OP}: src_weights must be a dict {{rank: weight}}, not {type(src_weights).__name__}")
     if isinstance(dst_weights, str) or not isinstance(dst_weights, (Iterable, type(None))):
-        raise TypeError(f"{op}: dst_weights must be a dict {{rank: weight}} or a list of ranks, not {dst_weights!r}")
+        raise TypeError(f"{OP}: dst_weights must be a dict {{rank: weight}} or a list of ranks, not {dst_weights!r}")
     form = "pull" if dst_weights is None else "push" if src_weights is None else "push-pull"
-    mixing = Mixing(agent.rank, self_weight, src_weights or (), dst_weights or (), size=agent.size)
-    return mixing, form
+    return Mixing(agent.rank, self_weight, src_weights or (), dst_weights or (), size=agent.size), form
 
 
-def _check_within(op: str, agent: Agent, mixing: Mixing, form: str) -> None:
+def _check_within(agent: Agent, mixing: Mixing, form: str) -> None:
     static = agent.topology.mixing
     allowed = static.destination_ranks if form == "push" else static.source_ranks
     asked = mixing.destination_ranks if form == "push" else mixing.source_ranks
     beyond = sorted(set(asked) - set(allowed))
     if beyond:
         raise ValueError(
-            f"{op} on rank {agent.rank}: ranks {beyond} are no {'out' if form == 'push' else 'in'}-neighbours in the "
+            f"{OP} on rank {agent.rank}: ranks {beyond} are no {'out' if form == 'push' else 'in'}-neighbours in the "
             "static topology, and with enable_topo_check=False a pure push or pull stays within it; leave the check "
             "on, or give both src_weights and dst_weights"
         )
@@ -235,12 +254,14 @@ def _mix(
     tensor: torch.Tensor,
     mixing: Mixing,
     form: str,
-    checked: bool,
     static: StaticTopology,
     out: torch.Tensor | None,
+    *,
+    checked: bool = False,
+    zero_copy: bool = False,
 ) -> Steps[torch.Tensor]:
     engine = agent.engine
-    published = engine.publisher.publish(operation, tensor)
+    published = engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     shape, total = tuple(tensor.shape), published.data.numel()
     sources, destinations = mixing.sources, mixing.destinations
     nothing: list[int] = []
@@ -413,6 +434,6 @@ def pair_gossip_nonblocking(
     static = agent.topology
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return _mix(agent, operation, tensor, mixing, "push-pull", False, static, None)
+        return _mix(agent, operation, tensor, mixing, "push-pull", static, None)
 
     return agent.engine.submit(op, channel, steps, timeout, name is not None)

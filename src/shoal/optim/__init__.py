@@ -20,6 +20,6 @@ from .metric import Metric as Metric
 from .metric import Metrics as Metrics
 from .metric import metrics as metrics
 from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer
-from .rounds import CommunicationType as CommunicationType
-from .rounds import Settings as Settings
+from .settings import CommunicationType as CommunicationType
+from .settings import Settings as Settings
 from .warmup import Warmup as Warmup

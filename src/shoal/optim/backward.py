@@ -22,6 +22,7 @@ class Backward:
     def __init__(self, ready: Callable[[int], None]) -> None:
         self._ready = bind(ready)
         self._hooks: dict[torch.nn.Parameter, RemovableHandle] = {}
+        self._buckets: Sequence[Bucket] | None = None
         self._of: dict[torch.nn.Parameter, int] = {}
         self._missing: dict[int, set[torch.nn.Parameter]] = {}
         self._armed = False
@@ -35,14 +36,14 @@ class Backward:
         if self._armed:
             return
         self._armed = True
-        self._missing = {}
-        for number, bucket in enumerate(buckets):
-            wanted = [param for param in bucket.params if param.requires_grad]
-            self._missing[number] = set(wanted)
-            for param in wanted:
-                self._of[param] = number
-                if param not in self._hooks:
-                    self._hooks[param] = tell_of_gradients(param, self)
+        if buckets is not self._buckets:
+            self._buckets = buckets
+            self._of = {param: number for number, bucket in enumerate(buckets) for param in bucket.params}
+        self._missing = {
+            number: {param for param in bucket.params if param.requires_grad} for number, bucket in enumerate(buckets)
+        }
+        for param in set().union(*self._missing.values()).difference(self._hooks):
+            self._hooks[param] = tell_of_gradients(param, self)
 
     def late(self) -> list[int]:
         """The buckets that have not been ready, in order: the step goes on without what they still lack."""
@@ -51,7 +52,7 @@ class Backward:
         return found
 
     def came(self, param: torch.Tensor) -> None:
-        """A parameter has its gradient.
+        """A hook's word that a parameter has its gradient.
 
         What ``ready`` raises waits for the step: torch never gives back the parameters, and so the memory that they lie
         in, whose gradients were still to come when a hook of a backward pass raised.
@@ -78,7 +79,7 @@ class Backward:
                 self._failed = error
 
     def close(self) -> None:
-        """No hook is left."""
+        """Take all hooks away."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()

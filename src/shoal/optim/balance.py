@@ -18,7 +18,7 @@ from ..algorithms.weights import TOLERANCE
 from ..ops.collective import allgather
 from ..topology.schedule import Static
 from ..world.agent import StaticTopology, current
-from .rounds import CommunicationType, Settings
+from .settings import CommunicationType, Settings
 
 _OWN, _FROM, _TO, _UNKNOWN = range(4)
 """What a line of an agent's weights is: its own, that of a source, that of a destination; or it has no such weights."""
@@ -47,7 +47,7 @@ class Balance:
                 self._tell((DOUBLY_STOCHASTIC,), Static(W, name="weights by hand, of the first round"))
 
     def look(self, settings: Settings) -> None:
-        """A round is about to begin with these settings."""
+        """Look at the weights of the round that is about to begin with these settings."""
         if self._said:
             return
         agent, kind = current("optim"), settings.communication_type

@@ -11,7 +11,7 @@ from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDesce
 from ..ops.arguments import Internal
 from ..ops.collective import barrier
 from .optimizer import DecentralizedOptimizer
-from .rounds import CommunicationType
+from .settings import CommunicationType
 from .window_flight import GetFlight, PushSumFlight, PutFlight
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]

@@ -2,14 +2,21 @@
 
 Each parameter stays the tensor it was, with its shape and strides; its data lie in a bucket. The bucket lies in memory
 that neighbours read, so what is exchanged is not copied first: while neighbours read the parameters here, the average
-is written to a second bucket, to which the parameters then move.
+is written to a second bucket, to which the parameters then move. Where they are many and small it is copied back
+instead, which is one call and not one for each.
+
+What is done for each parameter in a step is done in C, as far as it goes: a thousand calls of Python's cost as much as
+the step of the wrapped optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
+from operator import attrgetter
 
 import torch
+from torch import Tensor
 
 from ..world.agent import current
 from .params import is_dense
@@ -20,6 +27,41 @@ OVERLAPPED_BUCKET_BYTES = 4 << 20
 """During the backward pass: small enough that the first leaves early, and that little is left when it ends."""
 
 
+MOVED_BYTES = 2 << 10
+"""Parameters that are larger than this on average move to where their average is; smaller ones have it copied."""
+
+_version, _shape, _nbytes = attrgetter("_version"), attrgetter("shape"), attrgetter("nbytes")
+_Places = list[tuple[torch.Size, tuple[int, ...] | None]]
+
+
+class _Memory:
+    """Room for all parameters of a bucket.
+
+    Attributes:
+        flat: ``[numel]``.
+    """
+
+    def __init__(self, flat: Tensor, places: _Places) -> None:
+        self.flat, self._places = flat, places
+
+    @cached_property
+    def views(self) -> list[Tensor]:
+        """Each parameter's part, in the shape and strides that it had at first."""
+        found, at = [], 0
+        for shape, strides in self._places:
+            part = self.flat[at : at + shape.numel()]
+            found.append(
+                part.view(shape) if strides is None else part.as_strided(shape, strides, part.storage_offset())
+            )
+            at += shape.numel()
+        return found
+
+    @cached_property
+    def addresses(self) -> list[int]:
+        """Where each part begins."""
+        return [view.data_ptr() for view in self.views]
+
+
 class Bucket:
     """Some parameters of one dtype on one device.
 
@@ -27,7 +69,7 @@ class Bucket:
         params: In the order in which they lie.
         of: The parameters that they belong to: themselves, but for state of the optimizer.
         kind: What they are of these; empty for the parameters themselves.
-        flat: Their data, ``[numel]``.
+        numel: How many numbers they are.
     """
 
     kind = ""
@@ -36,51 +78,40 @@ class Bucket:
         self.params = self.of = params
         self.numel = sum(param.numel() for param in params)
         # All agents', and for good: what lies where must not depend on what one of them does to a parameter later.
-        self._places = [(param.shape, param.stride() if is_dense(param) else None) for param in params]
-        self._spare: torch.Tensor | None = None
-        self._versions: list[int] = []
-        self.flat = self._room()
-        self._settle(self.flat)
+        self._places: _Places = [(param.shape, param.stride() if is_dense(param) else None) for param in params]
+        self._moves = sum(param.nbytes for param in params) > MOVED_BYTES * len(params)
+        # Where the average is copied a view of another shape of the same memory is as good as what was there.
+        self._size = _shape if self._moves else _nbytes
+        self._sizes = [self._size(param) for param in params]
+        self._has_empty = not all(param.numel() for param in params)  # whose addresses say nothing
+        self._spare: _Memory | None = None
+        self._versions: list[int] | None = None
+        self._here = self._memory()
+        self._move_in()
 
-    def _room(self) -> torch.Tensor:
+    @property
+    def flat(self) -> Tensor:
+        """Their data, ``[numel]``."""
+        return self._here.flat
+
+    def _memory(self) -> _Memory:
         like = self.params[0]
         if not like.is_cpu:
-            return torch.empty(self.numel, dtype=like.dtype, device=like.device)
-        return current("optim").engine.arena.empty((self.numel,), like.dtype)
+            return _Memory(torch.empty(self.numel, dtype=like.dtype, device=like.device), self._places)
+        return _Memory(current("optim").engine.arena.empty((self.numel,), like.dtype), self._places)
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of a flat tensor, in the shape and strides that it had at first."""
-        found, at = [], 0
-        for shape, strides in self._places:
-            part = flat[at : at + shape.numel()]
-            found.append(
-                part.view(shape) if strides is None else part.as_strided(shape, strides, part.storage_offset())
-            )
-            at += shape.numel()
-        return found
-
-    def room_for_result(self) -> torch.Tensor:
-        """Memory of the bucket's size that nothing lies in."""
-        if self._spare is None:
-            self._spare = self._room()
-        return self._spare
-
-    def move_to(self, flat: torch.Tensor) -> None:
-        """The parameters' data are now these; where they were is free for the next result."""
-        self._spare, self.flat = self.flat, flat
-        for param, view in zip(self.params, self.views(flat), strict=True):
-            param.data = view
-
-    def leave(self) -> None:
-        """Move to other memory: somebody may still read where the parameters are, and they are about to change."""
-        self._spare = None
-        self.flat = self._room()
-        self._settle(self.flat)
-
-    def _settle(self, flat: torch.Tensor) -> None:
-        for param, view in zip(self.params, self.views(flat), strict=True):
+    def _move_in(self) -> None:
+        for param, view in zip(self.params, self._here.views, strict=True):
             view.copy_(param.detach())
             param.data = view
+
+    # Where the parameters are
+
+    @property
+    def in_place(self) -> bool:
+        """All parameters lie where they were put, by one look at each."""
+        here = not self._has_empty and list(map(Tensor.data_ptr, self.params)) == self._here.addresses
+        return here and list(map(self._size, self.params)) == self._sizes
 
     @property
     def outgrown(self) -> bool:
@@ -91,48 +122,103 @@ class Bucket:
 
     def adopt(self) -> None:
         """Take in again what somebody has put elsewhere, as ``param.data = ...`` and ``module.to(...)`` do."""
-        for param, view in zip(self.params, self.views(self.flat), strict=True):
+        if self.in_place:
+            return
+        for param, view in zip(self.params, self._here.views, strict=True):
             if param.data_ptr() != view.data_ptr():
                 view.copy_(param.detach())
                 param.data = view
 
-    def lend(self) -> None:
-        """From here on the parameters must not change until :meth:`changed_while_lent` has been asked."""
-        self._versions = [param._version for param in self.params]
+    # While their average is under way
 
-    def changed_while_lent(self) -> list[int]:
-        """Which parameters have changed all the same."""
-        pairs = zip(self.params, self._versions, strict=True)
-        return [number for number, (param, version) in enumerate(pairs) if param._version != version]
+    def guard(self, guarded: bool) -> None:
+        """From here on the parameters must not change; ``guarded``: :meth:`changed` is to say whether they have."""
+        self._versions = list(map(_version, self.params)) if guarded else None
 
-    def gather_gradients(self) -> torch.Tensor:
-        """The gradients, flat, zeros where there is none."""
-        flat = self.room_for_result()
-        for param, view in zip(self.params, self.views(flat), strict=True):
-            if param.grad is None:
+    def changed(self) -> list[int]:
+        """Which parameters have changed since :meth:`guard`, in place or by ``param.data = ...``."""
+        versions = self._versions
+        if versions is None:
+            return []
+        there = list(map(Tensor.data_ptr, self.params))
+        if versions == list(map(_version, self.params)) and there == self._here.addresses:
+            return []
+        triples = zip(self.params, versions, self._here.addresses, strict=True)
+        return [
+            number
+            for number, (param, version, address) in enumerate(triples)
+            if param._version != version or param.data_ptr() != address
+        ]
+
+    def room_for_result(self) -> Tensor:
+        """Memory of the bucket's size that nothing lies in, ``[numel]``."""
+        return self._room.flat
+
+    @property
+    def _room(self) -> _Memory:
+        if self._spare is None:
+            self._spare = self._memory()
+        return self._spare
+
+    def take_result(self) -> None:
+        """The parameters' data are from here on what has been written to :meth:`room_for_result`."""
+        if not self._moves:
+            self.flat.copy_(self._room.flat)
+            return
+        self._here, self._spare = self._room, self._here
+        for param, view in zip(self.params, self._here.views, strict=True):
+            param.data = view
+
+    def leave(self) -> None:
+        """Move to other memory: somebody may still read where the parameters are, and they are about to change."""
+        self._spare = self._versions = None
+        self._here = self._memory()
+        self._move_in()
+
+    # Gradients
+
+    def gather_gradients(self) -> Tensor:
+        """The gradients, flat, in the room for the result; zeros where there is none."""
+        views, grads = [], []
+        for param, view in zip(self.params, self._room.views, strict=True):
+            grad = param.grad
+            if grad is None:
                 view.zero_()
+            elif grad.is_sparse:
+                view.copy_(grad.to_dense())
             else:
-                view.copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
-        return flat
+                views.append(view)
+                grads.append(grad)
+        if views:
+            torch._foreach_copy_(views, grads)
+        return self._room.flat
 
-    def spread_gradients(self, flat: torch.Tensor) -> None:
-        """The gradients are these; a parameter that had none, and is learnt, has one now."""
-        for param, view in zip(self.params, self.views(flat), strict=True):
-            if param.grad is not None and not param.grad.is_sparse:
-                param.grad.copy_(view)
+    def spread_gradients(self) -> None:
+        """The gradients are what is in the room for the result; who had none, and is learnt, has one from here on."""
+        views, grads = [], []
+        for param, view in zip(self.params, self._room.views, strict=True):
+            grad = param.grad
+            if grad is not None and not grad.is_sparse:
+                views.append(view)
+                grads.append(grad)
             elif param.requires_grad:
                 param.grad = view.clone()
+        if views:
+            torch._foreach_copy_(grads, views)
 
 
 def into_buckets(params: Iterable[torch.nn.Parameter], nbytes: float = BUCKET_BYTES) -> list[Bucket]:
     """Buckets of at most ``nbytes`` each (or of one larger parameter), in the order given."""
     open_: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+    held: dict[tuple[torch.dtype, torch.device], int] = {}
     full: list[list[torch.nn.Parameter]] = []
     for param in params:
-        group = open_.setdefault((param.dtype, param.device), [])
-        held = sum(one.numel() * one.element_size() for one in group)
-        if group and held + param.numel() * param.element_size() > nbytes:
+        kind = param.dtype, param.device
+        group = open_.setdefault(kind, [])
+        if group and held[kind] + param.nbytes > nbytes:
             full.append(group)
-            group = open_[param.dtype, param.device] = []
+            group, held[kind] = [], 0
+            open_[kind] = group
         group.append(param)
+        held[kind] = held.get(kind, 0) + param.nbytes
     return [Bucket(group) for group in [*full, *open_.values()] if group]

@@ -273,7 +273,7 @@ def _named(name: Any) -> str:
 
 
 def _of_rank_0(name: str, ask: Callable[[], T], timeout: float | None) -> T:
-    """What rank 0 finds, on all agents; its error, too."""
+    """What ``ask`` gives on rank 0, on all agents; an error of rank 0 is raised on all, too."""
     answer: dict[str, Any] = {}
     failure = None
     if current().rank == 0:
@@ -289,7 +289,7 @@ def _of_rank_0(name: str, ask: Callable[[], T], timeout: float | None) -> T:
 
 
 class _Failures(dict[int, str]):
-    """What went wrong, by rank; all agents have the same."""
+    """The agents' errors by rank, the same on all agents."""
 
     def error(self, what: str) -> ShoalError:
         return ShoalError(f"{what}: " + "; ".join(f"at rank {rank}, {text}" for rank, text in self.items()), self)

@@ -29,7 +29,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint is of."""
+    """What is known of a complete checkpoint: its step, and how many agents wrote it."""
 
     step: int
     agents: int
@@ -39,17 +39,17 @@ class Manifest:
 
 
 class Damaged(Exception):
-    """A file is not what was written."""
+    """A file that does not hold what was written to it."""
 
 
 def next_name(folder: Path, step: int) -> str:
-    """A new one even if the same step was saved, or begun, before."""
+    """The name of a new folder, also if the same step was saved, or begun, before."""
     number = max((number for number, _ in _begun(folder)), default=0) + 1
     return f"{number:06d}-step-{step}"
 
 
 def is_name(name: object) -> bool:
-    """It is that of a checkpoint's folder, and leads nowhere else."""
+    """Whether a name is that of a checkpoint's folder, and leads nowhere else."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
@@ -154,7 +154,7 @@ def _file_of(place: Path, rank: int) -> Path:
 
 
 def _begun(folder: Path) -> list[tuple[int, Path]]:
-    """Complete or not, by number."""
+    """The folders of checkpoints, complete or not, by number."""
     if not folder.is_dir():
         return []
     matches = [(_NAME.fullmatch(entry.name), entry) for entry in folder.iterdir()]
@@ -194,7 +194,7 @@ def _crc(path: Path) -> int:
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """The whole file is on the disk under its name, or nothing is."""
+    """Write a file so that all of it is on the disk under its name, or nothing."""
     partial = _partial(path)
     write(partial)
     _sync(partial)

@@ -18,10 +18,10 @@ from .buckets import Bucket
 from .flight import Flight
 from .local import LocalStep
 from .rates import Rates
-from .ways import Way
+from .strategies import StepStrategy
 
 
-class Equation(Way):
+class Equation(StepStrategy):
     """A step of an algorithm, with what the wrapped optimizer moves by in the place of the gradient.
 
     The algorithm sees ``grad(x) = (x - what the wrapped optimizer makes of x) / c`` and has ``c`` times its ``lr``, c
@@ -85,7 +85,7 @@ class Equation(Way):
             return
         algorithm, multiples = self._at_the_rate(bucket)
         grad = Gradient(lambda at: self._moved_by(bucket, at, multiples))
-        mix = self._exchange()
+        mix = self._exchange(bucket.numel)
         mix.begin(self._flight.rounds)
         if self._state is None:
             self._state = algorithm.init(self._x, grad, mix)
@@ -102,7 +102,8 @@ class Equation(Way):
         )
 
     def _bucket(self) -> Bucket:
-        buckets = self._flight.buckets()
+        self._flight.prepare()
+        buckets = self._flight.buckets
         if len(buckets) != 1:
             raise ValueError(
                 f"{self._name}: an algorithm takes all parameters as one vector, and these have {len(buckets)} dtypes "
@@ -110,12 +111,12 @@ class Equation(Way):
             )
         return buckets[0]
 
-    def _exchange(self) -> Exchange:
+    def _exchange(self, numel: int) -> Exchange:
         if self._mix is None:
             topology = self._topology
             if topology is None:
                 topology = schedule_of(current("optimizer.step").topology)
-                what, numel = type(self._algorithm).__name__, self._bucket().numel
+                what = type(self._algorithm).__name__
                 check(what, self._algorithm.needs, topology, dimension=numel, unchecked=self._unchecked)
             self._mix = Exchange(topology, name=self._name)
         return self._mix
@@ -135,6 +136,7 @@ class Equation(Way):
             bucket.flat.copy_(at)
             self._local.evaluate()
         self._local()
+        bucket.adopt()
         moved = at - bucket.flat
         if isinstance(multiples, float) and multiples:
             return moved if multiples == 1.0 else moved / multiples

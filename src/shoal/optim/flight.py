@@ -1,211 +1,156 @@
-"""The exchange of one optimizer's parameters: buckets, and what is under way."""
+"""The exchanges of one optimizer: what lies where, what all agents agree on first, and what every kind of exchange has.
+
+Of each optimizer one thing travels: its parameters, in step with the neighbours or through windows, or its gradients.
+So it has one :class:`Flight`, and what a step is (``strategies.py``) says when the flight starts and finishes.
+"""
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
-from ..algorithms.view import View
+from ..algorithms.agent_schedule import AgentSchedule
 from ..engine.operation import Handle
-from ..ops.collective import allreduce_nonblocking
 from ..world.agent import current
 from .balance import Balance
 from .buckets import Bucket, into_buckets
 from .mixed_state import MixedState, StateBucket
 from .params import check_that_models_agree, check_that_values_agree
-from .rounds import BY_HAND, Settings
+from .settings import Settings
 
 Params = Callable[[], Mapping[torch.nn.Parameter, str]]
 
 
-class Flight:
-    """Takes off with the parameters as they are, and lands with their averages.
+class Flight(ABC):
+    """Exchanges what an optimizer exchanges, round after round: a round starts with what there is, and finishes with
+    what has come of it.
 
     Args:
         params: The parameters with their names, in the model's order; asked for anew after :meth:`changed`.
         name: What the exchanges are matched by.
         bucket_bytes: How much goes into one message.
-        settings: How it exchanges, read at take-off.
-        view: Where the weights come from, if not from the settings.
+        settings: How it exchanges, read when a round starts.
+        schedule: Where the weights come from, if not from the settings.
 
     Attributes:
         rounds: Exchanges that have begun.
         in_step: A round of this agent is one of its neighbours', too.
-        present: While agents are joined (``join.py``), how many have still batches.
         keeps_equal: Models that are equal stay so; it is checked that they are, before the first exchange.
+        counts: The settings that say how it exchanges.
+        does_without: What an algorithm needs of W, by name, that this kind of exchange does not need.
+        present: While agents are joined (``join.py``), how many have still batches.
         balance: Looks at the weights of each round, where no schedule gives them.
         mixed: The optimizer's state that travels beside the parameters, if any does.
+        buckets: The parameters, once :meth:`prepare` has been called: in the order in which their gradients come, the
+            last layers' first; one vector of all in the model's order.
     """
 
     in_step: ClassVar[bool] = True
-    counts: ClassVar[frozenset[str]] = frozenset((*BY_HAND, "communication_type"))
-    """The settings that say how it exchanges."""
+    keeps_equal: ClassVar[bool] = False
+    counts: ClassVar[frozenset[str]] = frozenset()
     does_without: ClassVar[frozenset[str]] = frozenset()
-    """What an algorithm needs of W, by name, that this way to average does not need."""
 
-    def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
         self.settings = settings
         self.rounds = 0
         self.present: Handle[torch.Tensor] | None = None
-        self.keeps_equal = False
         self.balance: Balance | None = None
         self.mixed: MixedState | None = None
-        self._params, self._name, self._bucket_bytes, self._view = params, name, bucket_bytes, view
-        self._of_round = settings
-        self._buckets: list[Bucket] | None = None
+        self.buckets: list[Bucket] = []
+        self._params, self._name, self._bucket_bytes, self._schedule = params, name, bucket_bytes, schedule
+        self._laid_out = False
         self._beside: list[list[StateBucket]] = []
         self._without_state: Mapping[str, Mapping[str, torch.Tensor]] = {}
-        self._handles: dict[Bucket, Handle[torch.Tensor] | None] = {}
+
+    # An exchange
 
     @property
+    @abstractmethod
     def under_way(self) -> bool:
-        return bool(self._handles)
+        """An exchange has started that is not finished."""
 
-    def take_off(self) -> None:
-        """Begin to exchange the parameters as they are now."""
-        for number in range(len(self.buckets())):
-            self.take_off_with(number)
+    @abstractmethod
+    def start(self) -> None:
+        """Begin to exchange what there is now."""
 
-    def take_off_with(self, number: int) -> None:
-        """The same with one bucket; the others of the round follow, each once."""
-        bucket, under_way = self.buckets()[number], bool(self._handles)
-        if not under_way:
-            self._of_round = replace(self.settings)
-            self._look()
-        round_ = self.rounds - under_way
-        travelling: dict[str, Bucket] = {f"{self._name}.{number}": bucket}
-        if self.mixed is not None:
-            self._of_round.check_that_none_is_negative(self._view, round_)
-            for key, states in zip(self.mixed.keys, self._beside[number], strict=True):
-                states.adopt()
-                travelling[f"{self._name}.{number}.{key}"] = states
-        for name, one in travelling.items():
-            one.lend()
-            self._handles[one] = self._of_round.start(one.flat, one.room_for_result(), name, self._view, round_)
-        self.rounds += not under_way
-
-    def _look(self) -> None:
-        """At the weights of the round that begins."""
-        if self.balance is not None:
-            self.balance.look(self._of_round)
-
-    def land(self) -> None:
-        """Wait for the averages; they are the parameters from here on. Nothing happens if nothing is under way."""
-        results = self._results()
-        changed = [(bucket, bucket.of[number]) for bucket in results for number in bucket.changed_while_lent()]
-        if changed:
-            called = self._params()
-            names = ", ".join(f"{called[param]!r}{bucket.kind and f' ({bucket.kind})'}" for bucket, param in changed)
-            raise RuntimeError(
-                f"{self._name}: the parameters {names} were changed while their average was under way, and that change "
-                "would be lost. Adapt with combine exchanges from the forward pass to step(): change parameters after "
-                "step(), or take adapt, then combine"
-            )
-        for bucket, result in results.items():
-            bucket.move_to(result)
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for what has been started, and take it in. Nothing happens if nothing is under way."""
 
     def exchange(self) -> None:
-        """Take off and land."""
-        self.take_off()
-        self.land()
+        """Start and finish."""
+        self.start()
+        self.finish()
 
-    def settle(self) -> None:
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for what is under way."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Wait for what is under way, since the neighbours do, and leave everything as it is."""
+
+    def settle(self) -> None:  # noqa: B027 - only some have something to do then
         """All agents have ended: take in what is still on its way, if exchanges are not in step."""
 
-    def before_local_step(self) -> None:
-        """The parameters are about to be changed by the wrapped optimizer."""
+    def before_local_step(self) -> None:  # noqa: B027 - only some have something to do then
+        """The wrapped optimizer is about to change the parameters."""
 
-    def after_local_step(self) -> None:
-        """They have been."""
+    def after_local_step(self) -> None:  # noqa: B027 - only some have something to do then
+        """The wrapped optimizer has changed the parameters."""
+
+    # What lies where
+
+    def prepare(self) -> None:
+        """Have the parameters lie in the buckets, wherever they have been put since. Once before each round, and before
+        the first one together with all agents: they compare their models."""
+        if self.under_way:
+            return
+        moved = [bucket for bucket in self.buckets if not bucket.in_place]
+        if any(bucket.outgrown for bucket in moved):
+            self.changed()
+        if self._laid_out:
+            for bucket in moved:
+                bucket.adopt()
+            return
+        self._agree()
+        params = list(self._params())
+        order = params if self._bucket_bytes == float("inf") else params[::-1]
+        self.buckets, self._laid_out = into_buckets(order, self._bucket_bytes), True
+        self._lay_out_states()
+
+    def _agree(self) -> None:
+        """Compare with all agents what is to be exchanged."""
+        if current("optim").size == 1:
+            return
+        params, keys = dict(self._params()), self.mixed.keys if self.mixed else ()
+        check_that_models_agree(params, self._name, f" with {', '.join(keys)}" if keys else "")
+        if self.keeps_equal:
+            check_that_values_agree(params, self._name)
+        if self.balance is not None and self.in_step:
+            self.balance.begin(self.settings, self._name)
+
+    def changed(self) -> None:
+        """The optimizer has got other parameters: they are laid out anew before the next round."""
+        self.abandon()
+        self._without_state = self._states_of_our_own()
+        self._forget()
 
     def close(self) -> None:
-        """Give back what it holds. The parameters stay where they are."""
+        """Give back windows and memory. The parameters stay where they are."""
         try:
             self.abandon()
         finally:
-            self._buckets, self._beside = None, []
+            self._forget()
 
-    def wait(self) -> None:
-        """Wait for what is under way."""
-        for handle in self._handles.values():
-            if handle is not None:
-                handle.wait()
-
-    def abandon(self) -> None:
-        """Wait for what is under way, since the neighbours do, and leave the parameters as they are."""
-        self._results()
-
-    def _results(self) -> dict[Bucket, torch.Tensor]:
-        """What has been under way, by bucket."""
-        handles, self._handles = self._handles, {}
-        try:
-            return {bucket: handle.wait() for bucket, handle in handles.items() if handle is not None}
-        except BaseException:
-            # The others may still read.
-            for bucket in handles:
-                bucket.leave()
-            raise
-
-    # Gradients
-
-    def average_gradients(self, *, zeros: bool = False) -> None:
-        """Every gradient becomes the mean over all agents; one that an agent lacks counts as zero, as all may."""
-        for number in range(len(self.buckets())):
-            self.take_off_with_gradients(number, zeros=zeros)
-        self.land_gradients()
-
-    def take_off_with_gradients(self, number: int, *, zeros: bool = False) -> None:
-        """Begin to average the gradients of one bucket."""
-        bucket, under_way = self.buckets()[number], bool(self._handles)
-        flat = bucket.room_for_result().zero_() if zeros else bucket.gather_gradients()
-        self._handles[bucket] = allreduce_nonblocking(flat, name=f"{self._name}.gradients.{number}", out=flat)
-        self.rounds += not under_way
-
-    def land_gradients(self) -> None:
-        """Wait for the mean gradients; they are the gradients from here on."""
-        means = self._results()
-        share = 1.0
-        if self.present is not None:
-            share = current("optim").size / max(1.0, self.present.wait().item())
-        for bucket, mean in means.items():
-            bucket.spread_gradients(mean if share == 1.0 else mean.mul_(share))
-
-    # Buckets
-
-    def prepare(self) -> None:
-        """Do what all agents do together before the first exchange."""
-        self.buckets()
-
-    def changed(self) -> None:
-        """The optimizer has other parameters now."""
-        self.abandon()
-        self._without_state = self._states_of_our_own()
-        self._buckets, self._beside = None, []
-
-    def buckets(self) -> list[Bucket]:
-        """The parameters: in the order in which their gradients come, the last layers' first; one vector of all in the
-        model's order."""
-        if self._buckets and not self.under_way and any(bucket.outgrown for bucket in self._buckets):
-            self.changed()
-        if self._buckets is None:
-            params, keys = dict(self._params()), self.mixed.keys if self.mixed else ()
-            if current("optim").size > 1:
-                check_that_models_agree(params, self._name, f" with {', '.join(keys)}" if keys else "")
-                if self.keeps_equal:
-                    check_that_values_agree(params, self._name)
-                if self.balance is not None and self.in_step:
-                    self.balance.begin(self.settings, self._name)
-            order = list(params) if self._bucket_bytes == float("inf") else reversed(list(params))
-            self._buckets = into_buckets(order, self._bucket_bytes)
-            self._lay_out_states()
-        if not self._handles:
-            for bucket in self._buckets:
-                bucket.adopt()
-        return self._buckets
+    def _forget(self) -> None:
+        self.buckets, self._beside, self._laid_out = [], [], False
 
     # State
 
@@ -215,7 +160,7 @@ class Flight:
         return {"mixed": found} if any(found.values()) else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; the parameters and the optimizer's state have been loaded."""
+        """Go on from what :meth:`state` gave; the parameters and the optimizer's state have been loaded."""
         self._without_state = dict(state.get("mixed", {}))
         self._lay_out_states()
 
@@ -224,7 +169,7 @@ class Flight:
         mixed, saved = self.mixed, self._without_state
         self._beside = [
             [StateBucket(bucket, mixed, key, self._params(), saved.get(key, {})) for key in mixed.keys]
-            for bucket in self._buckets or ()
+            for bucket in self.buckets
             if mixed is not None
         ]
 

@@ -16,7 +16,7 @@ import torch
 from ..engine.operation import Handle
 from ..ops.collective import allreduce_nonblocking
 from .flight import Flight
-from .ways import Way
+from .strategies import StepStrategy
 
 _PAUSE_SECONDS = 0.002
 """Between two rounds of an agent that only passes on what comes to it."""
@@ -27,16 +27,16 @@ class Join:
 
     Args:
         flight: The parameters.
-        way: What a round is.
+        strategy: What a round is.
         name: What the counts are matched by.
     """
 
-    def __init__(self, flight: Flight, way: Way, name: str) -> None:
-        self._flight, self._way, self._name = flight, way, name
+    def __init__(self, flight: Flight, strategy: StepStrategy, name: str) -> None:
+        self._flight, self._strategy, self._name = flight, strategy, name
 
     @contextmanager
     def round(self, due: bool) -> Iterator[None]:
-        """A round of an agent that has batches."""
+        """Around a round of an agent that has batches; ``due``: there is an exchange in it."""
         if not due or not self._flight.in_step:
             yield
             return
@@ -67,13 +67,13 @@ class Join:
             present = self._flight.present = self._count(0.0)
             if present.wait().item() == 0:
                 break
-            self._way.follow()
+            self._strategy.follow()
         self._flight.present = None
 
     def _follow_at_leisure(self) -> None:
         ended = self._count(1.0)
         while not ended.poll():
-            self._way.follow()
+            self._strategy.follow()
             time.sleep(_PAUSE_SECONDS)
         ended.wait()
         self._flight.settle()

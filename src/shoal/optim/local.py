@@ -14,14 +14,14 @@ class LocalStep:
     """Steps the wrapped optimizer.
 
     Args:
-        optimizer: It.
+        optimizer: The wrapped one.
 
     Attributes:
-        optimizer: It.
-        scaled: A GradScaler is at work.
-        overflowed: It has found that this agent's gradients are not all finite.
+        optimizer: The wrapped one.
+        scaled: The gradients are a GradScaler's.
+        overflowed: The GradScaler has found that this agent's gradients are not all finite.
         closure: Evaluates the loss and the gradients at the model's parameters, if the user has given one.
-        loss: What it returned last.
+        loss: What the closure returned last.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -80,8 +80,10 @@ class MixedState:
         Raises:
             ValueError: It keeps nothing of a parameter that has a gradient.
         """
+        if self._confirmed:
+            return
         learnt = [param for param in names if param.grad is not None]
-        if self._confirmed or not learnt:
+        if not learnt:
             return
         if not any(self._optimizer.state.get(param) for param in learnt):
             raise ValueError(
@@ -89,6 +91,12 @@ class MixedState:
                 "stepped, so that there is nothing to mix; leave mix_state out"
             )
         self._confirmed = True
+
+    def are(self, tensors: Iterable[torch.Tensor], params: Iterable[torch.nn.Parameter], key: str) -> bool:
+        """The state of each of these parameters is the tensor that it was."""
+        state, none = self._optimizer.state, dict[str, Any]()
+        pairs = zip(params, tensors, strict=True)
+        return all(state.get(param, none).get(key) is tensor for param, tensor in pairs)
 
     def of(self, param: torch.nn.Parameter, key: str, called: str) -> torch.Tensor | None:
         """The state of a parameter; None where it has not been stepped yet.
@@ -148,6 +156,8 @@ class StateBucket(Bucket):
 
     def adopt(self) -> None:
         """Take in the state that the optimizer has now. What came before it had any is added to what it begins with."""
+        if not self._own and self._mixed.are(self.params, self.of, self.kind) and self.in_place:
+            return
         for number, param in enumerate(self.of):
             state: Any = self._mixed.of(param, self.kind, self._names[number])
             own = self._own.pop(number, None)

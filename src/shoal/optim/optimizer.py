@@ -1,7 +1,8 @@
 """A decentralized optimizer around any torch optimizer: the user's loop, the user's local step, and an exchange.
 
 The optimizer that is wrapped is not rebuilt and keeps its state; a step of ours is its step, before or after an average
-with the neighbours. When the exchange begins and where its result goes is what the ways differ in (:class:`Way`).
+with the neighbours. When the exchange begins and where its result goes is what strategies differ in
+(:class:`~shoal.optim.strategies.StepStrategy`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import networkx as nx
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from ..algorithms.needs import check, without
-from ..algorithms.view import View
 from ..topology._validate import check_size
 from ..topology.schedule import Schedule
 from ..world.agent import current
@@ -27,27 +28,28 @@ from .balance import Balance
 from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
 from .equation import Equation
 from .flight import Flight
-from .heap import keep_freed_memory
 from .hooks import BeforeForward
+from .in_step_flight import GradientFlight, ParameterFlight
 from .join import Join
 from .local import LocalStep
+from .malloc_trimming import keep_freed_memory
 from .mixed_state import MixedState, warn_of_second_moments
 from .params import Names, name_of_optimizer
 from .passes import Passes
-from .rounds import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
-from .ways import (
+from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
+from .strategies import (
     AdaptThenCombine,
     AdaptThenCombineDuringBackward,
     AdaptWithCombine,
     AverageGradients,
     AverageGradientsDuringBackward,
-    Way,
+    StepStrategy,
 )
 
 _joined: ContextVar[bool] = ContextVar("joined", default=False)
 _DEFAULTS = Settings()
 _ATC, _PARALLEL = GradientDescent(1.0), ParallelGradientDescent(1.0)
-_BY_BUCKETS: dict[Algorithm, tuple[type[Way], type[Way] | None]] = {
+_BY_BUCKETS: dict[Algorithm, tuple[type[StepStrategy], type[StepStrategy] | None]] = {
     _ATC: (AdaptThenCombine, AdaptThenCombineDuringBackward),
     GradientDescent(1.0, atc=False): (AdaptWithCombine, None),
     _PARALLEL: (AverageGradients, AverageGradientsDuringBackward),
@@ -107,7 +109,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         bucket_bytes: int | None = None,
         name: str | None = None,
         mix_state: Sequence[str] | None = None,
-        flight: type[Flight] = Flight,
+        flight: type[Flight] = ParameterFlight,
         unchecked: str | Iterable[str] = (),
         **settings: Any,
     ) -> None:
@@ -135,8 +137,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         whole = bucket_bytes if _by_buckets(algorithm) else float("inf")
         if topology is not None and algorithm == _PARALLEL:
             raise ValueError("gradients are averaged over all agents, whatever the topology; leave topology out")
-        view = None if topology is None else _view(topology, self._settings.communication_type)
-        self._flight = flight(self._names, name, whole, self._settings, view)
+        schedule = None if topology is None else _agent_schedule(topology, self._settings.communication_type)
+        travels = GradientFlight if algorithm == _PARALLEL and flight.in_step else flight
+        self._flight = travels(self._names, name, whole, self._settings, schedule)
         if overlap and any(isinstance(one, DistributedDataParallel) for one in self._models):
             raise ValueError(
                 'overlap="backward": DistributedDataParallel averages gradients after this optimizer would have used '
@@ -144,9 +147,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             )
         self._local = LocalStep(self._inner)
         self._flight.mixed = _mixed(self._inner, mix_state, algorithm, flight)
-        self._way = _way_of(algorithm, self._flight, self._local, overlap, topology, name, unchecked)
+        self._strategy = _strategy_of(algorithm, self._flight, self._local, overlap, topology, name, unchecked)
         self._check_needs(topology, name, unchecked)
-        self._join = Join(self._flight, self._way, name)
+        self._join = Join(self._flight, self._strategy, name)
         self._names.claim(self)
         keep_freed_memory()
         self._count_passes()
@@ -160,9 +163,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             check(what, algorithm.needs, topology, dimension=dimension, unchecked=unchecked)
             return
         left = without(unchecked, what, algorithm.needs)
-        if isinstance(algorithm, GradientDescent) and not isinstance(self._way, Equation):
+        if isinstance(algorithm, GradientDescent) and not isinstance(self._strategy, Equation):
             needs = [need for need in left if need.name not in self._flight.does_without]
-            self._flight.balance = Balance(f"{name} ({self._way.equation})", needs)
+            self._flight.balance = Balance(f"{name} ({self._strategy.equation})", needs)
 
     # It stands for the optimizer that it wraps
 
@@ -173,7 +176,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     @property
     def algorithm(self) -> Algorithm:
-        """What a step is."""
+        """The algorithm that says what a step is."""
         return self._algorithm
 
     @property
@@ -240,14 +243,14 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         raise TypeError("a decentralized optimizer cannot be pickled or copied; save its state_dict()")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._way.equation}; {self._inner!r})"
+        return f"{type(self).__name__}({self._strategy.equation}; {self._inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's. The parameters must be the model's; they are exchanged from the next round on."""
         self._inner.add_param_group(param_group)
         try:
             self._names.read(self)
-            self._way.changed()
+            self._strategy.changed()
         except BaseException:
             self._inner.param_groups.pop()
             self._names.read(self)
@@ -262,7 +265,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """The local step and this round's exchange, in the order of the way.
+        """The local step and this round's exchange, in the order that the algorithm says.
 
         Where the gradients of a ``GradScaler`` overflowed, the local step is left out and the exchange is not: the
         neighbours wait for it.
@@ -280,7 +283,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         due = enough and not self._alone
         try:
             with self._join.round(due) if self._joined else nullcontext():
-                self._way.step(due)
+                self._strategy.step(due)
             if self._flight.mixed is not None and not local.overflowed:
                 self._flight.mixed.confirm(self._names())
         finally:
@@ -313,7 +316,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             )
         alone = current("optimizer.join").size == 1
         if not alone:
-            self._way.check_that_it_can_follow()
+            self._strategy.check_that_it_can_follow()
             with torch.no_grad():
                 self._flight.prepare()
         self._joined = not alone
@@ -333,12 +336,12 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     @property
     def _alone(self) -> bool:
-        """There is nobody to exchange with; an algorithm's equation holds all the same."""
-        return current("optimizer.step").size == 1 and not isinstance(self._way, Equation)
+        """There is nobody to exchange with. An algorithm's own equation holds all the same, and is stepped."""
+        return current("optimizer.step").size == 1 and not isinstance(self._strategy, Equation)
 
     def _is_enough(self, passes: int) -> bool:
-        """So many backward passes are followed by an exchange."""
-        return passes >= self._settings.num_steps_per_communication or self._way.at_every_step
+        """Whether an exchange follows after so many backward passes."""
+        return passes >= self._settings.num_steps_per_communication or self._strategy.at_every_step
 
     def _count_passes(self) -> None:
         """Count them where one of several is the last: also with parameters that are learnt only now."""
@@ -346,12 +349,12 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             self._passes.watch(self._names())
 
     def _begin_pass(self) -> None:
-        """A forward pass of training begins."""
+        """A forward pass of training begins: exchanges that start there do so."""
         self._count_passes()
         enough = self._passes.next >= self._settings.num_steps_per_communication
         if enough and not self._passes.stepping and not self._alone:
             with torch.no_grad():
-                self._way.begin_pass()
+                self._strategy.begin_pass()
 
     def _warn_if_late(self, name: str) -> None:
         flight = self.__dict__.get("_flight")
@@ -376,7 +379,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             "agent": (agent.rank, agent.size),
             "rounds": self._flight.rounds,
             "passes": self._passes.kept,
-            "way": self._way.state(),
+            "way": self._strategy.state(),  # as it was called when the first of these were saved
         }
         return {**self._inner.state_dict(), "shoal": own}
 
@@ -391,9 +394,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         """
         state = dict(state_dict)
         own = state.pop("shoal", {})
-        agent, way = current("optimizer.load_state_dict"), own.get("way", {})
+        agent, kept = current("optimizer.load_state_dict"), own.get("way", {})
         rank, size = own.get("agent", (agent.rank, agent.size))
-        if size != agent.size or (way and rank != agent.rank):
+        if size != agent.size or (kept and rank != agent.rank):
             raise ValueError(
                 f"the state is of agent {rank} of {size}, and this is agent {agent.rank} of {agent.size}. For another "
                 "number of agents save with shoal.Checkpoint, and load with start='consensus'"
@@ -402,22 +405,22 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._inner.load_state_dict(state)
         self._flight.rounds = own.get("rounds", 0)
         self._passes.load(own.get("passes", 0))
-        self._way.load_state(way)
+        self._strategy.load_state(kept)
 
     def close(self) -> None:
         """Give the model back: no hook, no claim on its parameters, which keep their values."""
         self._hook.remove()
         self._passes.close()
         self._names.release()
-        self._way.close()
+        self._strategy.close()
 
 
-def _by_buckets(algorithm: Algorithm) -> tuple[type[Way], type[Way] | None] | None:
+def _by_buckets(algorithm: Algorithm) -> tuple[type[StepStrategy], type[StepStrategy] | None] | None:
     known = isinstance(algorithm, GradientDescent | ParallelGradientDescent)  # others may have no hash
     return _BY_BUCKETS.get(algorithm) if known else None
 
 
-def _way_of(
+def _strategy_of(
     algorithm: Algorithm,
     flight: Flight,
     local: LocalStep,
@@ -425,7 +428,7 @@ def _way_of(
     topology: nx.Graph | Schedule | None,
     name: str,
     unchecked: str | Iterable[str],
-) -> Way:
+) -> StepStrategy:
     """What a step is: an algorithm's own text, or for the common ones one that overlaps and copies less."""
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"an algorithm of shoal.algorithms is wanted, not {algorithm!r}")
@@ -447,7 +450,7 @@ def _way_of(
 def _mixed(
     optimizer: torch.optim.Optimizer, keys: Sequence[str] | None, algorithm: Algorithm, flight: type[Flight]
 ) -> MixedState | None:
-    """The state that travels beside the parameters, if any does."""
+    """The state of the optimizer that travels beside the parameters, if any does."""
     if keys is None:
         agent = current("DecentralizedOptimizer")
         could = flight.in_step and algorithm != _PARALLEL and _by_buckets(algorithm)
@@ -471,16 +474,16 @@ def _mixed(
     return mixed
 
 
-def _view(topology: nx.Graph | Schedule, kind: CommunicationType) -> View:
+def _agent_schedule(topology: nx.Graph | Schedule, kind: CommunicationType) -> AgentSchedule:
     """The topology as this agent sees it, or, where machines average, as its machine does."""
     agent = current("DecentralizedOptimizer(topology=)")
     between = kind is CommunicationType.hierarchical_neighbor_allreduce
-    view = View(topology, agent.machine_rank if between else agent.rank)
+    schedule = AgentSchedule(topology, agent.machine_rank if between else agent.rank)
     wanted = agent.machines.count if between else agent.size
-    if view.size != wanted:
+    if schedule.size != wanted:
         what = "machines" if between else "agents"
-        raise ValueError(f"the topology is for {view.size}, and there are {wanted} {what}")
-    return view
+        raise ValueError(f"the topology is for {schedule.size}, and there are {wanted} {what}")
+    return schedule
 
 
 def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

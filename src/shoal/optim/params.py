@@ -77,12 +77,12 @@ class Names:
             )
 
     def claim(self, owner: object) -> None:
-        """Mark the parameters as the owner's, for as long as it lives."""
+        """Claim the parameters for ``owner``, for as long as it lives: no other optimizer may take them."""
         for param in self._names:
             _owners[param] = weakref.ref(owner)
 
     def release(self) -> None:
-        """Take the marks away."""
+        """Give up the claim on the parameters."""
         for param in self._names:
             _owners.pop(param, None)
 
@@ -175,6 +175,6 @@ def _bytes_of(param: torch.Tensor) -> memoryview:
 
 
 def is_dense(param: torch.Tensor) -> bool:
-    """Its strides leave no gap, as in ``channels_last``."""
+    """Whether the strides leave no gap, as in ``channels_last``."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
     return param.numel() > 0 and span == param.numel()

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.needs import DOUBLY_STOCHASTIC
-from ..algorithms.view import View
 from ..engine.operation import Handle
 from ..errors import DeadlineExceeded
 from ..ops.collective import barrier
@@ -21,21 +21,23 @@ from ..world.agent import current
 from ..world.identity import out_neighbor_ranks
 from .buckets import Bucket
 from .flight import Flight, Params
-from .rounds import Settings
+from .settings import Settings
 
 
 class WindowFlight(Flight, ABC):
-    """Each bucket is a window. A subclass says what is moved at take-off, and what becomes of it at landing."""
+    """Each bucket is a window. A subclass says what is moved at the start, and what becomes of it at the end."""
 
     in_step: ClassVar[bool] = False
 
-    def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
-        if view is not None:
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        if schedule is not None:
             raise ValueError(
                 f"{name}: windows exchange with the neighbours of the topology that is set when they are made, and "
                 "have no rounds: call shoal.set_topology(graph) instead of giving topology="
             )
-        super().__init__(params, name, bucket_bytes, settings, view)
+        super().__init__(params, name, bucket_bytes, settings, schedule)
         self._moves: list[Handle[bool] | None] | None = None
         self._windows: list[str] = []
 
@@ -43,23 +45,37 @@ class WindowFlight(Flight, ABC):
     def under_way(self) -> bool:
         return self._moves is not None
 
-    def take_off(self) -> None:
-        self._look()
-        self._moves = [self._move(bucket, name) for bucket, name in self._open()]
-        self.rounds += 1
+    def start(self) -> None:
+        self.prepare()
+        self._move_all()
 
-    def land(self) -> None:
+    def finish(self) -> None:
         if self._moves is None:
             return
         self.abandon()
-        for bucket, name in self._open():
+        self.prepare()  # the parameters may have been put elsewhere meanwhile
+        self._take_all()
+
+    def exchange(self) -> None:
+        self.prepare()
+        self._move_all()
+        self.abandon()
+        self._take_all()
+
+    def _move_all(self) -> None:
+        self._look()
+        self._moves = [self._move(bucket, name) for bucket, name in self._windows_of_buckets()]
+        self.rounds += 1
+
+    def _take_all(self) -> None:
+        for bucket, name in self._windows_of_buckets():
             self._take(bucket, name)
 
     def settle(self) -> None:
         """All agents have ended: take in what is still in the windows. They call it together."""
         barrier(f"{self._name}.settled")
-        for bucket, name in self._open():
-            self._take(bucket, name)
+        self.prepare()
+        self._take_all()
 
     def _look(self) -> None:
         if self.balance is not None:
@@ -79,7 +95,12 @@ class WindowFlight(Flight, ABC):
             self._moves = None
 
     def prepare(self) -> None:
-        self._open()
+        """As it is; the first time windows are made with all neighbours."""
+        super().prepare()
+        for number, bucket in enumerate(self.buckets[len(self._windows) :], len(self._windows)):
+            name = f"{self._name}.{number}"
+            self._register(bucket, name)
+            self._windows.append(name)
 
     def changed(self) -> None:
         """As it is; all agents call it together, since windows are made anew with all neighbours."""
@@ -98,21 +119,15 @@ class WindowFlight(Flight, ABC):
                 if name in ops.get_current_created_window_names():
                     ops.win_free(name)
 
-    def _open(self) -> list[tuple[Bucket, str]]:
-        """The buckets with the names of their windows, made with all neighbours the first time."""
-        buckets = self.buckets()
-        for number, bucket in enumerate(buckets[len(self._windows) :], len(self._windows)):
-            name = f"{self._name}.{number}"
-            self._register(bucket, name)
-            self._windows.append(name)
-        return list(zip(buckets, self._windows, strict=True))
+    def _windows_of_buckets(self) -> list[tuple[Bucket, str]]:
+        return list(zip(self.buckets, self._windows, strict=True))
 
     def _register(self, bucket: Bucket, name: str) -> None:
         ops.win_create(bucket.flat, name)
 
     @abstractmethod
     def _move(self, bucket: Bucket, name: str) -> Handle[bool] | None:
-        """Begin to move a bucket, if it is to be moved now."""
+        """Begin to put, get or accumulate a bucket; None where it is to wait for another round."""
 
     def _take(self, bucket: Bucket, name: str) -> None:
         ops.win_update(name)
@@ -155,8 +170,10 @@ class PushSumFlight(WindowFlight):
     counts = frozenset(("self_weight", "dst_weights"))
     does_without = frozenset((DOUBLY_STOCHASTIC.name,))
 
-    def __init__(self, params: Params, name: str, bucket_bytes: float, settings: Settings, view: View | None) -> None:
-        super().__init__(params, name, bucket_bytes, settings, view)
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
         self._biased: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
         self._saved: dict[str, Any] = {}  # until the windows are made for which it was loaded
@@ -187,7 +204,7 @@ class PushSumFlight(WindowFlight):
         return found
 
     def _number(self, window: str) -> str:
-        """A bucket's number, by which it is saved: the optimizer that goes on may have another name."""
+        """The number of a window's bucket, by which it is saved: the optimizer that goes on may have another name."""
         return window.removeprefix(f"{self._name}.")
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -195,14 +212,16 @@ class PushSumFlight(WindowFlight):
         self._saved = dict(state)
 
     def before_local_step(self) -> None:
-        for bucket, name in self._open():
+        self.prepare()
+        for bucket, name in self._windows_of_buckets():
             before = self._before[name]
             if not torch.equal(bucket.flat, before):
                 self._biased[name].add_(bucket.flat - before, alpha=ops.win_associated_p(name))
                 before.copy_(bucket.flat)
 
     def after_local_step(self) -> None:
-        for bucket, name in self._open():
+        self.prepare()
+        for bucket, name in self._windows_of_buckets():
             before = self._before[name]
             self._biased[name].add_(bucket.flat).sub_(before)
             before.copy_(bucket.flat)
@@ -230,7 +249,7 @@ class PushSumFlight(WindowFlight):
         return ops.win_accumulate_nonblocking(u, name, self_weight=own, dst_weights=given)
 
     def _wait_for_more(self, name: str) -> None:
-        """Not for ever: who sends nothing does not notice otherwise that its neighbours have ended."""
+        """Raise after the deadline: who sends nothing does not notice otherwise that its neighbours have ended."""
         agent = current("push-sum")
         windows_of(agent).get("win_accumulate", name).check_neighbours("win_accumulate")
         now = time.monotonic()

@@ -19,18 +19,18 @@ from .wire import Message, Payload
 class Published:
     """A tensor where others can read it: flat and contiguous, in a region of the arena when it is large.
 
-    It is a copy, or, where it was lent, the tensor itself: its owner must not change it until all have read it.
+    It is a copy, or, with ``zero_copy``, the tensor itself: its owner must not change it until all have read it.
     """
 
-    __slots__ = ("_bytes", "data", "lease", "lent", "region")
+    __slots__ = ("_bytes", "data", "lease", "region", "zero_copy")
 
     def __init__(
-        self, data: torch.Tensor, region: Region | None = None, lease: Lease | None = None, lent: bool = False
+        self, data: torch.Tensor, region: Region | None = None, lease: Lease | None = None, zero_copy: bool = False
     ) -> None:
         self.data = data
         self.region = region
         self.lease = lease
-        self.lent = lent
+        self.zero_copy = zero_copy
         self._bytes: memoryview | None = None
 
     def part(self, start: int, stop: int) -> torch.Tensor:

@@ -111,8 +111,8 @@ class Region:
         return self.data[: self.nbytes].view(dtype)
 
 
-class _Loan(weakref.ref[Any]):
-    """Remembers what is lent for as long as an object lives."""
+class _HandedOut(weakref.ref[Any]):
+    """Remembers what is handed out for as long as an object lives."""
 
     __slots__ = ("item",)
     item: Any
@@ -126,8 +126,8 @@ class _Returns(ABC, Generic[T]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._returned: deque[T] = deque()
-        self._loans: dict[int, _Loan] = {}
-        self._ended: deque[_Loan] = deque()
+        self._handed_out: dict[int, _HandedOut] = {}
+        self._ended: deque[_HandedOut] = deque()
 
     def release(self, one: T) -> None:
         """Give something back. May be called from any thread."""
@@ -145,19 +145,19 @@ class _Returns(ABC, Generic[T]):
                 finally:
                     self._lock.release()
 
-    def _lend(self, owner: object, item: T) -> None:
+    def _hand_out(self, owner: object, item: T) -> None:
         """It comes back when ``owner`` is gone, which is no place for code of ours: an interrupt there would be lost,
-        and what it interrupts undone. So the callback is one of C, and tells only which loan has ended."""
-        loan = _Loan(owner, self._ended.append)
-        loan.item = item
-        self._loans[id(loan)] = loan
+        and what it interrupts undone. So the callback is one of C, and tells only which has ended."""
+        one = _HandedOut(owner, self._ended.append)
+        one.item = item
+        self._handed_out[id(one)] = one
 
     def _sort_in(self) -> None:
         """Make what has come back free for others; under the lock."""
         while self._ended:
-            loan = self._ended.popleft()
-            del self._loans[id(loan)]
-            self._take_in(loan.item)
+            one = self._ended.popleft()
+            del self._handed_out[id(one)]
+            self._take_in(one.item)
         while self._returned:
             self._take_in(self._returned.popleft())
 
@@ -176,7 +176,7 @@ class Arena(_Returns[Region]):
         self._free_large = 0
         self._next_ident = 1
         self._slabs: dict[int, tuple[Segment, int]] = {}  # by size: one that is cut into regions, and up to where
-        self._lent: dict[int, Region] = {}
+        self._of_tensors: dict[int, Region] = {}
         self.retired: list[int] = []  # memory files that readers may forget; the router tells them
         self.closed = False
 
@@ -211,8 +211,8 @@ class Arena(_Returns[Region]):
 
     def _take_in(self, one: Region) -> None:
         address = one.data.data_ptr()
-        if self._lent.get(address) is one:
-            del self._lent[address]
+        if self._of_tensors.get(address) is one:
+            del self._of_tensors[address]
         if self.closed:
             return
         self._free[one.size].append(one)
@@ -235,13 +235,13 @@ class Arena(_Returns[Region]):
             # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
             lease = (ctypes.c_char * nbytes).from_buffer(region.segment.area, region.offset)
             tensor = torch.frombuffer(lease, dtype=dtype).view(shape)
-            self._lent[tensor.data_ptr()] = region
-            self._lend(lease, region)
+            self._of_tensors[tensor.data_ptr()] = region
+            self._hand_out(lease, region)
         return tensor
 
     def find(self, tensor: torch.Tensor) -> Region | None:
         """The region of a tensor that :meth:`empty` made."""
-        return self._lent.get(tensor.data_ptr())
+        return self._of_tensors.get(tensor.data_ptr())
 
     def _trim(self, wanted: int) -> None:
         """Give back large regions that nobody uses before taking more, so that changing sizes do not pile up."""
@@ -364,7 +364,7 @@ class ResultPool(_Returns[tuple[mmap.mmap, int]]):
     def _over(self, block: mmap.mmap, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
         lease = (ctypes.c_char * nbytes).from_buffer(block)
-        self._lend(lease, (block, len(block)))
+        self._hand_out(lease, (block, len(block)))
         return torch.frombuffer(lease, dtype=dtype)
 
     def _take_in(self, one: tuple[mmap.mmap, int]) -> None:

@@ -1,4 +1,4 @@
-"""Operations on a tensor that is lent: it is read where it lies, and they end when all have read it."""
+"""Operations with ``zero_copy``: the tensor is read where it lies, and they end when all have read it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import pytest
 import torch
 
 import shoal
+from shoal.ops import hierarchical, neighbor
+from shoal.ops.collective import submit_allreduce
+from shoal.topology import Mixing
 from shoal.world.agent import current
 
 Fleets = Callable[..., shoal.Fleet]
 LARGE = 100_000
 
 
-@pytest.mark.parametrize("lent", [True, False])
-def test_the_sender_waits_for_its_reader_where_nothing_was_copied(fleet: Fleets, lent: bool) -> None:
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_the_sender_waits_for_its_reader_where_nothing_was_copied(fleet: Fleets, zero_copy: bool) -> None:
     """Rank 0 only sends, so it need not wait for anybody if it has sent a copy."""
 
     def run() -> tuple[bool, float]:
@@ -26,14 +29,10 @@ def test_the_sender_waits_for_its_reader_where_nothing_was_copied(fleet: Fleets,
             shoal.barrier()
             found = shoal.neighbor_allreduce(tensor, 0.5, {0: 0.5}, [], enable_topo_check=False)
             return True, found.mean().item()
-        if lent:
-            with engine.publisher.lending(tensor):
-                handle = shoal.neighbor_allreduce_nonblocking(tensor, 1.0, {}, [1], enable_topo_check=False)
-        else:
-            handle = shoal.neighbor_allreduce_nonblocking(tensor, 1.0, {}, [1], enable_topo_check=False)
+        handle = neighbor.submit(current(), tensor, Mixing(0, 1.0, {}, [1]), zero_copy=zero_copy)
         time.sleep(0.1)
         early = handle.poll()
-        if not lent:
+        if not zero_copy:
             tensor.fill_(9.0)
         shoal.barrier()
         handle.wait()
@@ -41,7 +40,7 @@ def test_the_sender_waits_for_its_reader_where_nothing_was_copied(fleet: Fleets,
         return early, 0.0
 
     (early, _), (_, found) = fleet(2).run(run)
-    assert early != lent
+    assert early != zero_copy
     assert found == 1.5
 
 
@@ -55,8 +54,7 @@ def test_it_is_given_back_to_nobody_while_it_is_read(fleet: Fleets) -> None:
             mine = torch.full((LARGE,), 2.0)
             return shoal.neighbor_allreduce(mine, 0.5, {0: 0.5}, [], enable_topo_check=False).mean().item()
         tensor = engine.arena.empty((LARGE,), torch.float32).fill_(1.0)
-        with engine.publisher.lending(tensor):
-            shoal.neighbor_allreduce_nonblocking(tensor, 1.0, {}, [1], enable_topo_check=False)
+        neighbor.submit(current(), tensor, Mixing(0, 1.0, {}, [1]), zero_copy=True)
         del tensor
         others = [engine.arena.empty((LARGE,), torch.float32).fill_(9.0) for _ in range(3)]
         shoal.barrier()
@@ -65,14 +63,17 @@ def test_it_is_given_back_to_nobody_while_it_is_read(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [9.0, 1.5]
 
 
-def test_other_tensors_are_copied_meanwhile(fleet: Fleets) -> None:
+@pytest.mark.parametrize("what", ["elsewhere", "not contiguous", "small"])
+def test_what_others_cannot_read_where_it_lies_is_copied(fleet: Fleets, what: str) -> None:
     def run() -> float:
-        engine = current().engine
-        tensor = engine.arena.empty((LARGE,), torch.float32).fill_(1.0)
-        other = torch.full((LARGE,), float(shoal.rank()))
-        with engine.publisher.lending(tensor):
-            handle = shoal.allreduce_nonblocking(other)
-        other.fill_(9.0)
+        tensor = {
+            "elsewhere": lambda: torch.empty(LARGE),
+            "not contiguous": lambda: current().engine.arena.empty((LARGE,), torch.float32).view(-1, 100).t(),
+            "small": lambda: current().engine.arena.empty((8,), torch.float32),
+        }[what]()
+        tensor.fill_(float(shoal.rank()))
+        handle = submit_allreduce(current(), tensor, "average", zero_copy=True)
+        tensor.fill_(9.0)
         return handle.wait().mean().item()
 
     assert fleet(3).run(run) == [1.0] * 3
@@ -83,16 +84,17 @@ def test_every_operation_gives_the_same_bits_on_it(fleet: Fleets, operation: str
     def run() -> bool:
         engine = current().engine
         shoal.set_machine_topology(shoal.RingGraph(2))
-        call = {
-            "allreduce": shoal.allreduce_nonblocking,
-            "hierarchical": shoal.hierarchical_neighbor_allreduce_nonblocking,
-            "neighbors": shoal.neighbor_allreduce_nonblocking,
-        }[operation]
+
+        def call(tensor: torch.Tensor, zero_copy: bool) -> torch.Tensor:
+            agent = current()
+            if operation == "allreduce":
+                return submit_allreduce(agent, tensor, "average", zero_copy=zero_copy).wait()
+            if operation == "hierarchical":
+                return hierarchical.submit(agent, tensor, None, zero_copy=zero_copy).wait()
+            return neighbor.submit(agent, tensor, None, zero_copy=zero_copy).wait()
+
         tensor = engine.arena.empty((LARGE,), torch.float32)
         tensor.copy_(torch.randn(LARGE, generator=torch.Generator().manual_seed(shoal.rank())))
-        plain = call(tensor).wait()
-        with engine.publisher.lending(tensor):
-            handle = call(tensor)
-        return torch.equal(handle.wait(), plain)
+        return torch.equal(call(tensor, True), call(tensor, False))
 
     assert all(fleet(4, agents_per_machine=2).run(run))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.optim import heap
+from shoal.optim import malloc_trimming
 
 PAGES = (4 * 2048 * 2048 * 4) // os.sysconf("SC_PAGE_SIZE")
 """Of the gradients of the script's model."""
@@ -72,6 +72,6 @@ def test_any_variable_of_the_heap_leaves_it_alone(
     monkeypatch.setenv(name, text)
     told: list[tuple[int, int]] = []
     libc = SimpleNamespace(mallopt=lambda what, value: told.append((what, value)) or 1)
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: libc)
-    assert heap.keep_freed_memory.__wrapped__() is not tuned
+    monkeypatch.setattr(malloc_trimming.ctypes, "CDLL", lambda _: libc)
+    assert malloc_trimming.keep_freed_memory.__wrapped__() is not tuned
     assert bool(told) is not tuned

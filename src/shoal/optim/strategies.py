@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 from .backward import Backward
 from .flight import Flight
+from .in_step_flight import GradientFlight, InStepFlight
 from .local import LocalStep
 
 
-class Way(ABC):
-    """One kind of step.
+class StepStrategy(ABC):
+    """What a step is.
 
     Args:
         flight: What it exchanges with.
@@ -27,31 +28,31 @@ class Way(ABC):
         self._flight, self._local = flight, local
 
     def begin_pass(self) -> None:  # noqa: B027 - only some have something to do then
-        """The forward pass begins that an exchange follows."""
+        """A forward pass begins, after which there will be an exchange."""
 
     @abstractmethod
     def step(self, due: bool) -> None:
-        """A step; ``due``: with this round's exchange."""
+        """Take a step; ``due``: with an exchange."""
 
     def _step_locally(self) -> None:
-        """The local step, of which the flight hears: some keep more than the parameters."""
+        """Take the local step, between two words to the flight: some keep more than the parameters."""
         self._flight.before_local_step()
         self._local()
         self._flight.after_local_step()
 
     def check_that_it_can_follow(self) -> None:  # noqa: B027 - most can
-        """ValueError if an agent that has no batch left cannot take part in the others' rounds."""
+        """Raise ValueError if an agent that has no batch left cannot take part in the others' rounds."""
 
     def follow(self) -> None:
-        """The exchange of a round by an agent that has no batch left: with its parameters as they are."""
+        """Take part in a round as an agent that has no batch left: with its parameters as they are."""
         self._flight.exchange()
 
     def changed(self) -> None:
-        """The optimizer has other parameters now."""
+        """The optimizer has got other parameters."""
         self._flight.changed()
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Give back windows, memory and hooks."""
         self._flight.close()
 
     def state(self) -> dict[str, Any]:
@@ -59,12 +60,12 @@ class Way(ABC):
         return self._flight.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; the parameters have been loaded."""
+        """Go on from what :meth:`state` gave; the parameters have been loaded."""
         self._flight.load_state(state)
 
 
-class AdaptThenCombine(Way):
-    """The local step, and then the average of what it has left."""
+class AdaptThenCombine(StepStrategy):
+    """The local step, and then the average of the parameters after it."""
 
     equation = "x+ = W (x - lr g(x))"
 
@@ -75,7 +76,7 @@ class AdaptThenCombine(Way):
             self._flight.exchange()
 
 
-class AdaptWithCombine(Way):
+class AdaptWithCombine(StepStrategy):
     """The average of what the forward pass begins with, under way until the step, and then the local step.
 
     The gradient is at x, and the wrapped optimizer steps from W x: what it reads of the parameters, as weight decay
@@ -86,17 +87,17 @@ class AdaptWithCombine(Way):
 
     def begin_pass(self) -> None:
         if not self._flight.under_way:
-            self._flight.take_off()
+            self._flight.start()
 
     def step(self, due: bool) -> None:
         if due:
             self.begin_pass()
         self._local.evaluate()
-        self._flight.land()
+        self._flight.finish()
         self._step_locally()
 
 
-class AverageGradients(Way):
+class AverageGradients(StepStrategy):
     """The mean of all agents' gradients, and then the local step. Those that overflowed on an agent count as zero.
 
     A step with an agent's own gradients would take its model away from the others' for good, so there is none.
@@ -104,42 +105,42 @@ class AverageGradients(Way):
 
     equation = "x+ = x - lr mean(g)"
     at_every_step = True
-
-    def __init__(self, flight: Flight, local: LocalStep) -> None:
-        super().__init__(flight, local)
-        flight.keeps_equal = True
+    _flight: GradientFlight
 
     def step(self, due: bool) -> None:
         self._local.evaluate()
         if not due:
             self._local()
             return
-        self._flight.average_gradients(zeros=self._local.overflowed)
+        self._flight.exchange(zeros=self._local.overflowed)
         self._local.with_mean_gradients()
 
     def follow(self) -> None:
         """Zeros, and the step with the others' mean, so that all models stay equal."""
-        self._flight.average_gradients(zeros=True)
+        self._flight.exchange(zeros=True)
         self._local.with_mean_gradients()
 
 
-class _DuringBackward(Way):
+class _DuringBackward(StepStrategy):
     """Buckets leave as soon as their gradients are there."""
+
+    _flight: InStepFlight
 
     def __init__(self, flight: Flight, local: LocalStep) -> None:
         super().__init__(flight, local)
         self._backward = Backward(self._leave)
 
     def begin_pass(self) -> None:
-        self._backward.arm(self._flight.buckets())
+        self._flight.prepare()
+        self._backward.arm(self._flight.buckets)
 
-    @abstractmethod
     def _leave(self, number: int) -> None:
-        """A bucket has its gradients."""
+        """Exchange a bucket, whose gradients are there."""
+        self._flight.start_bucket(number)
 
-    @abstractmethod
     def _arrive(self) -> None:
-        """All buckets have left; the step ends."""
+        """End the step: all buckets have left."""
+        self._flight.finish()
 
     def step(self, due: bool) -> None:
         if not due:
@@ -167,19 +168,15 @@ class AdaptThenCombineDuringBackward(_DuringBackward, AdaptThenCombine):
     """The same equation, bucket by bucket: a bucket steps and leaves while the gradients before it are computed."""
 
     def _leave(self, number: int) -> None:
-        self._local(self._flight.buckets()[number].params)
-        self._flight.take_off_with(number)
-
-    def _arrive(self) -> None:
-        self._flight.land()
+        self._local(self._flight.buckets[number].params)
+        super()._leave(number)
 
 
 class AverageGradientsDuringBackward(_DuringBackward, AverageGradients):
     """The same equation, bucket by bucket, as data-parallel training does it."""
 
-    def _leave(self, number: int) -> None:
-        self._flight.take_off_with_gradients(number)
+    _flight: GradientFlight
 
     def _arrive(self) -> None:
-        self._flight.land_gradients()
+        super()._arrive()
         self._local.with_mean_gradients()

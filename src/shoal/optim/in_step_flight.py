@@ -1,0 +1,147 @@
+"""Exchanges in step with the neighbours, bucket by bucket: of the parameters, and of the gradients."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+
+from ..algorithms.agent_schedule import AgentSchedule
+from ..engine.operation import Handle
+from ..ops.collective import allreduce_nonblocking
+from ..world.agent import current
+from .buckets import Bucket
+from .flight import Flight, Params
+from .settings import BY_HAND, Round, Settings
+
+
+class InStepFlight(Flight):
+    """Each bucket is an operation of its own. A subclass says which, and what becomes of its result."""
+
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
+        self._handles: dict[Bucket, Handle[torch.Tensor] | None] = {}
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._handles)
+
+    def start(self) -> None:
+        self.prepare()
+        for number in range(len(self.buckets)):
+            self._begin(number)
+
+    def start_bucket(self, number: int) -> None:
+        """Start with one bucket; the others of the round follow, each once."""
+        self.buckets[number].adopt()
+        self._begin(number)
+
+    @abstractmethod
+    def _begin(self, number: int) -> None:
+        """Begin the operation of a bucket."""
+
+    def wait(self) -> None:
+        for handle in self._handles.values():
+            if handle is not None:
+                handle.wait()
+
+    def abandon(self) -> None:
+        self._results()
+
+    def _results(self) -> list[Bucket]:
+        """Wait for what has been under way: the buckets that have a result in their room for it."""
+        handles, self._handles = self._handles, {}
+        try:
+            for handle in handles.values():
+                if handle is not None:
+                    handle.wait()
+        except BaseException:
+            # The others may still read.
+            for bucket in handles:
+                bucket.leave()
+            raise
+        return [bucket for bucket, handle in handles.items() if handle is not None]
+
+
+class ParameterFlight(InStepFlight):
+    """The parameters become their averages."""
+
+    counts: ClassVar[frozenset[str]] = frozenset((*BY_HAND, "communication_type"))
+
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
+        self._round: Round | None = None
+
+    def exchange(self) -> None:
+        self.prepare()
+        for number in range(len(self.buckets)):
+            self._begin(number, guarded=False)  # nobody comes in between
+        self.finish()
+
+    def _begin(self, number: int, *, guarded: bool = True) -> None:
+        if self._round is None or not self._handles:
+            if self.balance is not None:
+                self.balance.look(self.settings)
+            self._round = self.settings.next_round(self._schedule, self.rounds)
+        travelling: dict[str, Bucket] = {f"{self._name}.{number}": self.buckets[number]}
+        if self.mixed is not None:
+            self._round.check_that_none_is_negative()
+            for states in self._beside[number]:
+                states.adopt()
+                travelling[f"{self._name}.{number}.{states.kind}"] = states
+        first = not self._handles
+        for name, bucket in travelling.items():
+            bucket.guard(guarded)
+            self._handles[bucket] = self._round.start(bucket.flat, bucket.room_for_result(), name)
+        self.rounds += first
+
+    def finish(self) -> None:
+        buckets = self._results()
+        self._check_that_none_has_changed(buckets)
+        for bucket in buckets:
+            bucket.take_result()
+
+    def _check_that_none_has_changed(self, buckets: list[Bucket]) -> None:
+        changed = [(bucket, bucket.of[number]) for bucket in buckets for number in bucket.changed()]
+        if changed:
+            called = self._params()
+            names = ", ".join(f"{called[param]!r}{bucket.kind and f' ({bucket.kind})'}" for bucket, param in changed)
+            raise RuntimeError(
+                f"{self._name}: the parameters {names} were changed while their average was under way, and that change "
+                "would be lost. Adapt with combine exchanges from the forward pass to step(): change parameters after "
+                "step(), or take adapt, then combine"
+            )
+
+
+class GradientFlight(InStepFlight):
+    """Every gradient becomes the mean over all agents; one that an agent lacks counts as zero, as all may."""
+
+    keeps_equal: ClassVar[bool] = True
+
+    def exchange(self, *, zeros: bool = False) -> None:
+        """Start and finish; ``zeros``: with zeros in the place of this agent's gradients."""
+        self.prepare()
+        for number in range(len(self.buckets)):
+            self._begin(number, zeros=zeros)
+        self.finish()
+
+    def _begin(self, number: int, *, zeros: bool = False) -> None:
+        bucket, first = self.buckets[number], not self._handles
+        flat = bucket.room_for_result().zero_() if zeros else bucket.gather_gradients()
+        self._handles[bucket] = allreduce_nonblocking(flat, name=f"{self._name}.gradients.{number}", out=flat)
+        self.rounds += first
+
+    def finish(self) -> None:
+        buckets = self._results()
+        share = 1.0
+        if self.present is not None:
+            share = current("optim").size / max(1.0, self.present.wait().item())
+        for bucket in buckets:
+            if share != 1.0:
+                bucket.room_for_result().mul_(share)
+            bucket.spread_gradients()

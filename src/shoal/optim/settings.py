@@ -1,0 +1,168 @@
+"""What the next exchange of an optimizer is: the attributes that a user sets, or a schedule, read at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+import torch
+
+from ..algorithms.agent_schedule import AgentSchedule
+from ..engine.operation import Handle
+from ..ops.collective import submit_allreduce
+from ..ops.hierarchical import machine_mixing
+from ..ops.hierarchical import submit as submit_between_machines
+from ..ops.neighbor import mixing_of, submit
+from ..topology._validate import check_size
+from ..topology.mixing import Mixing
+from ..world.agent import Agent, current
+
+Weights = Mapping[int, float]
+
+
+class CommunicationType(Enum):
+    """How an optimizer exchanges."""
+
+    neighbor_allreduce = "neighbor.allreduce"
+    hierarchical_neighbor_allreduce = "hierarchical.neighbor.allreduce"
+    allreduce = "allreduce"
+    empty = "empty"
+
+
+BY_HAND = ("self_weight", "src_weights", "dst_weights", "src_machine_weights", "dst_machine_weights")
+"""The weights of a round, which a schedule gives if there is one."""
+
+
+@dataclass
+class Settings:
+    """The attributes of an optimizer that say how it exchanges. None of the weights: the static topology.
+
+    Attributes:
+        self_weight: w_ii of this agent (``self_weights``, as the paper writes it, is the same).
+        src_weights: ``{source: weight}``, pull.
+        dst_weights: ``{destination: weight}``, or destinations: push.
+        src_machine_weights, dst_machine_weights: The same between machines.
+        enable_topo_check: Confirm that both ends of an edge know of it.
+        communication_type: Which operation averages.
+        num_steps_per_communication: Backward passes between two exchanges.
+    """
+
+    self_weight: float | None = None
+    src_weights: Weights | None = None
+    dst_weights: Weights | Iterable[int] | None = None
+    src_machine_weights: Weights | None = None
+    dst_machine_weights: Weights | Iterable[int] | None = None
+    enable_topo_check: bool = True
+    communication_type: CommunicationType = CommunicationType.neighbor_allreduce
+    num_steps_per_communication: int = 1
+
+    @property
+    def by_hand(self) -> list[str]:
+        """The names of the weights that the user has set."""
+        return [name for name in BY_HAND if getattr(self, name) is not None]
+
+    def set(self, name: str, value: Any) -> None:
+        """Set one, checked.
+
+        Raises:
+            TypeError, ValueError: It is not what it must be.
+        """
+        if name == "communication_type" and not isinstance(value, CommunicationType):
+            raise TypeError(f"communication_type must be a shoal.CommunicationType, not {value!r}")
+        if name == "num_steps_per_communication":
+            try:
+                value = check_size(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}") from None
+        setattr(self, name, value)
+
+    def next_round(self, schedule: AgentSchedule | None, number: int) -> Round:
+        """What the next exchange is, as the settings are now.
+
+        Args:
+            schedule: The schedule that the weights come from, of agents or, where machines average, of machines.
+            number: Its round.
+
+        Raises:
+            TypeError, ValueError: The weights that are set by hand are incomplete, or name what there is not.
+        """
+        agent, kind = current("optim"), self.communication_type
+        mixing, form = None, "push-pull"
+        if kind in (CommunicationType.empty, CommunicationType.allreduce):
+            pass
+        elif schedule is not None:
+            mixing = schedule.mixing(number)
+        elif kind is CommunicationType.neighbor_allreduce:
+            mixing, form = mixing_of(agent, self.self_weight, self.src_weights, self.dst_weights)
+        else:
+            mixing = machine_mixing(agent, self.self_weight, self.src_machine_weights, self.dst_machine_weights)
+        return Round(agent, number, kind, mixing, form, self.enable_topo_check and schedule is None)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One exchange of all buckets of an optimizer.
+
+    Attributes:
+        agent: Who exchanges.
+        number: The number of the round, from 0 on.
+        kind: Which operation averages.
+        mixing: Its weights; None for the static topology's.
+        form: Who gives its edges, as for :func:`shoal.ops.neighbor.submit`.
+        checked: Confirm that both ends of an edge know of it.
+    """
+
+    agent: Agent
+    number: int
+    kind: CommunicationType
+    mixing: Mixing | None
+    form: str
+    checked: bool
+
+    def check_that_none_is_negative(self) -> None:
+        """For what must stay positive while it is averaged, as second moments do.
+
+        Raises:
+            ValueError: A weight of this agent is below zero.
+        """
+        if self.kind in (CommunicationType.empty, CommunicationType.allreduce):
+            return
+        agent, mixing = self.agent, self.mixing
+        if mixing is None:
+            between = self.kind is CommunicationType.hierarchical_neighbor_allreduce
+            static = agent.machine_topology if between else agent.topology
+            if static is None:
+                return
+            mixing = static.mixing
+        least = min(mixing.self_weight, *mixing.source_weights, *mixing.destination_weights, 1.0)
+        if least < 0:
+            raise ValueError(
+                f"mix_state: rank {agent.rank} has the weight {least:g} in round {self.number}, and an average with "
+                "a negative weight may be negative, where Adam takes the root. Take weights of 0 or more, such as "
+                "Metropolis-Hastings weights, or leave mix_state out"
+            )
+
+    def start(self, tensor: torch.Tensor, out: torch.Tensor, name: str) -> Handle[torch.Tensor] | None:
+        """Begin the exchange of a flat tensor; its result will be in ``out``. None where nothing is exchanged.
+
+        The tensor must not change until then: it is read where it lies, if others can read there.
+
+        Args:
+            tensor, out: ``[numel]``.
+            name: What the exchange is matched by.
+        """
+        if self.kind is CommunicationType.empty:
+            return None
+        agent, mixing = self.agent, self.mixing
+        if self.kind is CommunicationType.allreduce:
+            return submit_allreduce(agent, tensor, "average", name, out=out, zero_copy=True)
+        if self.kind is CommunicationType.neighbor_allreduce:
+            checked, form = self.checked, self.form
+            return submit(agent, tensor, mixing, form, name, checked=checked, out=out, zero_copy=True)
+        return submit_between_machines(agent, tensor, mixing, name, checked=self.checked, out=out, zero_copy=True)
+
+
+NAMES = tuple(field.name for field in fields(Settings))
+ALIASES = {"self_weights": "self_weight"}

@@ -1,0 +1,39 @@
+"""A topology as one agent sees it: what neighbour operations take, made once for each round of the period."""
+
+from __future__ import annotations
+
+import networkx as nx
+from networkx import DiGraph
+
+from shoal.algorithms.agent_schedule import AgentSchedule
+from shoal.topology import Mixing, OnePeerExponential, RandomMatchings, RingGraph
+
+
+def test_a_round_is_the_mixing_of_its_graph() -> None:
+    graph = RingGraph(5)
+    for rank in range(5):
+        assert AgentSchedule(graph, rank).mixing(3) == Mixing.from_graph(graph, rank)
+
+
+def test_rounds_of_one_period_are_one_object() -> None:
+    schedule = AgentSchedule(OnePeerExponential(8), 2)
+    first = [schedule.mixing(round_) for round_ in range(3)]
+    assert len({id(one) for one in first}) == 3
+    assert all(schedule.mixing(round_) is first[round_ % 3] for round_ in range(9))
+
+
+def test_rounds_that_never_come_again_are_not_kept_for_ever() -> None:
+    schedule = AgentSchedule(RandomMatchings(4), 0)
+    for round_ in range(600):
+        schedule.mixing(round_)
+    assert len(schedule._mixings) <= 256
+
+
+def test_its_row_and_column_stochastic_forms_are_those_of_the_stacked_fleet() -> None:
+    """One-way edges: agent 1 hears 0, agent 2 hears 0 and 1; neither rows nor columns sum to one."""
+    graph = DiGraph([(0, 1), (0, 2), (1, 2)])
+    graph.add_nodes_from(range(3))
+    nx.set_edge_attributes(graph, 0.7, "weight")
+    schedule = AgentSchedule(graph, 1)
+    assert schedule.mixing(0, "pull") == Mixing(1, 1 / 2, {0: 1 / 2}, [2])
+    assert schedule.mixing(0, "push") == Mixing(1, 1 / 2, {0: 1 / 3}, [2])
