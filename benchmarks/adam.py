@@ -28,7 +28,7 @@ from rich.table import Table
 
 from _adam_methods import METHODS, Local
 from _adam_tasks import Task, Text, cifar10, digits, text
-from shoal.algorithms.weights import Rounds
+from shoal.algorithms.weights import ScheduleWeights
 from shoal.topology.families.graphs import RingGraph
 from shoal.topology.families.one_peer import OnePeerExponential
 from shoal.topology.schedule import Schedule, Static
@@ -43,7 +43,7 @@ def matrices(schedule: Schedule) -> list[torch.Tensor]:
     """W of each round of a period, ``[n, n]``."""
     found = []
     for number in range(schedule.period or 1):
-        weights = Rounds(schedule)[number]
+        weights = ScheduleWeights(schedule)[number]
         W = torch.zeros(schedule.size, schedule.size)
         W[weights.destination.tolist(), weights.source.tolist()] = torch.tensor(weights.mix.tolist(), dtype=W.dtype)
         found.append(W)
