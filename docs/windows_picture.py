@@ -23,8 +23,8 @@ PICTURE = Path(__file__).parent / "images" / "windows.png"
 INK, PALE, CHANGED = "#1b1f23", "#eef1f4", "#e07b39"
 TITLES = (
     'windows.create(x, "x", zero_init=True), by all',
-    'window.put(10), by agent 0 alone',
-    'window.get(), by agent 0 alone',
+    "window.put(10), by agent 0 alone",
+    "window.get(), by agent 0 alone",
 )
 PLACES = [(0.0, 1.0), (-0.9, -0.6), (0.9, -0.6)]
 Held = dict[str, float]

@@ -254,13 +254,18 @@ def test_a_window_is_used_from_any_thread_of_its_agent(fleet: Fleets) -> None:
     def run() -> float:
         other = ring_of_two()
         window = shoal.windows.create(torch.full((3,), shoal.rank() + 1.0), "x", zero_init=True)
-        helper = threading.Thread(target=window.put)  # which has no agent of its own in a fleet
+
+        def help_out() -> None:  # in a thread that has no agent of its own in a fleet
+            window.put()
+            window.accumulate_nonblocking().wait()
+
+        helper = threading.Thread(target=help_out)
         helper.start()
         helper.join()
         shoal.barrier()
         return window.update(0.0, {other: 1.0}, clone=True)[0].item()
 
-    assert fleet(2).run(run) == [2.0, 1.0]
+    assert fleet(2).run(run) == [4.0, 2.0]
 
 
 def test_after_shutdown_it_says_that_the_agent_is_gone(fleet: Fleets) -> None:
