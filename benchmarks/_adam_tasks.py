@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn.functional import cross_entropy
 
-from shoal.optim.sampler import dirichlet_shards
+from shoal.data import dirichlet_shards
 from shoal.sim.networks import StackedModel, loss_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
