@@ -8,7 +8,6 @@ from collections.abc import Callable
 import networkx as nx
 import pytest
 import torch
-from real_agents import binary_problem, binary_ring
 
 import shoal
 from shoal.algorithms import (
@@ -37,6 +36,7 @@ from shoal.topology import (
 from shoal.topology.families.circulant import Circulant, ring, symmetric_exponential
 from support.least_squares import DIMENSION, SIZE, optimum
 from support.quadratic import gradients
+from support.real_agents import binary_problem, binary_ring
 
 START = torch.zeros(DIMENSION, dtype=torch.float64)
 STAR = with_metropolis_hastings_weights(StarGraph(SIZE).to_undirected())

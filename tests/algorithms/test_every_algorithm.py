@@ -8,7 +8,6 @@ from itertools import cycle
 import networkx as nx
 import pytest
 import torch
-from real_agents import binary_problem, binary_ring, run_binary, run_one
 from torch import Tensor
 
 import shoal
@@ -17,6 +16,7 @@ from shoal.sim import StackedFleet, per_agent
 from support.algorithm_cases import CASES, case_of
 from support.least_squares import DIMENSION, SIZE, loss, optimum, problem
 from support.quadratic import gradients
+from support.real_agents import binary_problem, binary_ring, run_binary, run_one
 from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shoal
+from support.saved_runs import assert_same_bits, saved
 from support.scripts import in_processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -53,36 +54,6 @@ def folder(tmp_path: Path) -> Path:
 def in_fleet(size: int, folder: Path, *options: str) -> list[list[train_cifar10.Run]]:
     args = train_cifar10.parse(["--data", str(folder), *SMALL, *options])
     return shoal.Fleet(size, timeout=20.0).run(train_cifar10.main, args)
-
-
-def saved(checkpoints: Path) -> dict[str, Any]:
-    """What was saved last, without times and bytes: for each way of training, step and agent."""
-    states = {}
-    for algorithm in sorted(checkpoints.iterdir()):
-        last = max(algorithm.iterdir())
-        assert (last / "manifest.json").exists()
-        for path in sorted(last.glob("*.pt")):
-            state = torch.load(path, weights_only=True)
-            for name in ("seconds", "megabytes", "milliseconds"):
-                state["run"].pop(name, None)
-            states[f"{algorithm.name}/{last.name.partition('-')[2]}/{path.stem}"] = state
-    return states
-
-
-def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
-    assert type(one) is type(other), where
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype and torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_same_bits(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for number, pair in enumerate(zip(one, other, strict=True)):
-            assert_same_bits(*pair, f"{where}/{number}")
-    else:
-        assert one == other, where
 
 
 # Resuming

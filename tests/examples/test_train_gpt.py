@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_cifar10 import assert_same_bits, saved
 
 import shoal
+from support.saved_runs import assert_same_bits, saved
 from support.scripts import in_processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fault_points import Point, arm, average_until_it_fails, swept
 
 import shoal
 from shoal.engine.closing import HANG_UP_SECONDS
@@ -19,6 +18,7 @@ from shoal.transport.sockets import Outgoing
 from shoal.world import bootstrap
 from shoal.world.agent import current
 from support.agent_main import Outcome, die
+from support.fault_points import Point, arm, average_until_it_fails, swept
 from support.leftovers import wait_until
 from support.world import World
 

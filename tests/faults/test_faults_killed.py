@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault_points import (
+
+from support.agent_main import Outcome
+from support.fault_points import (
     Point,
     average_until_it_fails,
     fork_a_sleeper,
@@ -22,8 +24,6 @@ from fault_points import (
     until_killed_pushes,
     wait_for_no_orphans,
 )
-
-from support.agent_main import Outcome
 from support.namespaces import network_namespaces
 from support.world import World
 

@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
-from fault_points import average_until_it_fails
 
 import shoal
 from support.agent_main import Outcome
+from support.fault_points import average_until_it_fails
 from support.namespaces import Namespace, network_namespaces
 from support.world import World
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import interrupt_points
 import pytest
 
 import shoal
+from support import interrupt_points
 from support.world import World
 
 OVER = [

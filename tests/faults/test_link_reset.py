@@ -6,8 +6,8 @@ import subprocess
 import time
 
 import pytest
-from fault_points import average_until_it_fails
 
+from support.fault_points import average_until_it_fails
 from support.namespaces import network_namespaces
 from support.world import World
 

@@ -10,9 +10,9 @@ import signal
 import time
 
 import pytest
-from training_faults import KINDS, WRAPPERS, Ended, Fault, draw, ready, train
 
 from support.agent_main import Outcome
+from support.training_faults import KINDS, WRAPPERS, Ended, Fault, draw, ready, train
 from support.world import World
 
 SAMPLE = range(12)

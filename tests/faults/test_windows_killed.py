@@ -15,8 +15,13 @@ from functools import partial
 
 import pytest
 import torch
-from fault_points import Point, fork_a_sleeper, wait_for_no_orphans
-from window_points import (
+
+import shoal
+from support.agent_main import Outcome
+from support.fault_points import Point, fork_a_sleeper, wait_for_no_orphans
+from support.leftovers import wait_until
+from support.namespaces import network_namespaces
+from support.window_points import (
     ACCUMULATE,
     AFTER_THE_FLIP,
     NAME,
@@ -40,11 +45,6 @@ from window_points import (
     write_for_ever_without_waiting,
     write_twice,
 )
-
-import shoal
-from support.agent_main import Outcome
-from support.leftovers import wait_until
-from support.namespaces import network_namespaces
 from support.world import PATIENCE, World, template
 
 SIZE, VICTIM, TARGET = 4, 2, 0
@@ -155,6 +155,16 @@ def kill_a_sender_at_a_random_time(environment: dict[str, str], how: str, seed: 
             assert world.results(accumulates, VICTIM, on=[TARGET]) == [slot.largest]
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(25))
+@HOW
+@OVER
+def test_a_sender_killed_at_any_of_many_times_leaves_a_whole_value(
+    environment: dict[str, str], how: str, seed: int
+) -> None:
+    kill_a_sender_at_a_random_time(environment, how, 1000 + seed)
+
+
 # The target
 
 
@@ -239,7 +249,7 @@ def test_a_target_killed_in_the_middle_of_a_transfer_is_named(count: int) -> Non
 
 
 def arm_chunk(count: int) -> None:
-    from fault_points import arm
+    from support.fault_points import arm
 
     arm(Point("Chunk in", count))
 

@@ -15,15 +15,21 @@ from contextlib import contextmanager, suppress
 import networkx as nx
 import pytest
 import torch
-from test_windows_killed import HOW, OVER, kill_a_sender_at_a_random_time
-from window_points import cycle
 
 import shoal
 from shoal.windows.locks import ByteLocks, Freed
 from support.leftovers import nothing_is_left
+from support.window_points import cycle
 from support.world import World
 
 MEGABYTE = 1 << 20
+OVER = pytest.mark.parametrize(
+    "environment",
+    [
+        pytest.param({}, id="shared_memory", marks=pytest.mark.transport("shared_memory")),
+        pytest.param({"SHOAL_TRANSPORT": "network"}, id="network", marks=pytest.mark.transport("network")),
+    ],
+)
 Fleets = Callable[..., shoal.Fleet]
 
 
@@ -52,16 +58,6 @@ def test_windows_of_threads_made_and_freed_500_times_leave_nothing_behind() -> N
 @OVER
 def test_windows_made_and_freed_10_000_times_leave_nothing_behind(environment: dict[str, str]) -> None:
     cycle_in_processes(environment, 10_000, 500)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(25))
-@HOW
-@OVER
-def test_a_sender_killed_at_any_of_many_times_leaves_a_whole_value(
-    environment: dict[str, str], how: str, seed: int
-) -> None:
-    kill_a_sender_at_a_random_time(environment, how, 1000 + seed)
 
 
 # Freed while it is used

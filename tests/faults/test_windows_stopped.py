@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from fault_points import Point
-from window_points import (
+
+import shoal
+from support.agent_main import Outcome
+from support.fault_points import Point
+from support.leftovers import wait_until
+from support.window_points import (
     ACCUMULATE,
     NAME,
     PUT,
@@ -32,10 +36,6 @@ from window_points import (
     write,
     write_twice,
 )
-
-import shoal
-from support.agent_main import Outcome
-from support.leftovers import wait_until
 from support.world import Pending, World
 
 SIZE, STOPPED, OTHER = 3, 2, 0

@@ -9,14 +9,14 @@ import itertools
 import time
 from collections.abc import Callable
 
-import fault_points
 import pytest
 import torch
-from fault_points import Point
-from window_points import PLACES, arm_write, open_window
 
 import shoal
+from support import fault_points
 from support.agent_main import Outcome, die
+from support.fault_points import Point
+from support.window_points import PLACES, arm_write, open_window
 from support.world import World
 
 SIZE, VICTIM = 5, 1

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
-from processes.window_agents import READS, WRITES, Program, record_history, starts
 from shoal.windows.memory import EDGES
 from shoal.windows.registry import Windows
 from shoal.windows.window import PREFIX
@@ -44,6 +43,7 @@ from support.histories import (
     find_order,
     merged,
 )
+from support.window_agents import READS, WRITES, Program, record_history, starts
 from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 import shoal
-from processes.window_agents import Flow, Mass, first_mass, move_mass
+from support.window_agents import Flow, Mass, first_mass, move_mass
 from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]

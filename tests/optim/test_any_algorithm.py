@@ -8,7 +8,6 @@ from copy import deepcopy
 import networkx as nx
 import pytest
 import torch
-from test_optimizer import LR, MODEL, SIZE, batch, flat, gradient
 from torch import Tensor
 
 import shoal
@@ -27,6 +26,7 @@ from shoal.algorithms import (
     QuasiGlobalMomentum,
 )
 from shoal.sim import StackedFleet
+from support.optimizers import LR, MODEL, SIZE, batch, flat, gradient
 
 Fleets = Callable[..., shoal.Fleet]
 STEPS = 6

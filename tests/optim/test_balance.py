@@ -11,12 +11,12 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
-from test_optimizer import ATC, AWC, LR, MODEL, batch
 
 import shoal
 from shoal.algorithms import ChocoSGD, ExactDiffusion, QuasiGlobalMomentum
 from shoal.compression import RandomK
 from shoal.topology import OnePeerExponential, RingStar, RingStarDelegates, ShiftOne, with_uniform_weights
+from support.optimizers import ATC, AWC, LR, MODEL, batch
 
 Fleets = Callable[..., shoal.Fleet]
 Wrap = Callable[..., shoal.DecentralizedOptimizer]

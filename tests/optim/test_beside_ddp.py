@@ -9,10 +9,10 @@ import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
-from test_optimizer import LR, MODEL, SIZE, batch, flat, gradient
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
+from support.optimizers import LR, MODEL, SIZE, batch, flat, gradient
 from support.world import World
 
 STEPS = 4

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_checkpoint import MODEL, Run, same
 from torch import nn
 
 import shoal
+from support.checkpoints import MODEL, Run, same
 from support.world import World
 
 pytestmark = pytest.mark.transport("shared_memory")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint import folders, weight
 
 import shoal
 from shoal.optim import checkpoint
 from support.agent_main import die
+from support.checkpoints import folders, weight
 from support.world import World
 
 SIZE = 3

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from test_rates import LR, SIZE, START, Point, Vectors, W, slope
 
 import shoal
 from shoal.algorithms import Algorithm, GradientDescent
+from support.points import LR, SIZE, START, Point, Vectors, W, slope
 
 Fleets = Callable[..., shoal.Fleet]
 DECAY, STEPS = 0.3, 5

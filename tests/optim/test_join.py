@@ -8,12 +8,12 @@ from copy import deepcopy
 
 import pytest
 import torch
-from test_optimizer import ATC, AWC, LR, MODEL, PARALLEL, RING, SIZE, batch, flat, gradient
 from torch import Tensor
 
 import shoal
 from shoal.algorithms import Algorithm, ExactDiffusion
 from shoal.topology import OnePeerExponential
+from support.optimizers import ATC, AWC, LR, MODEL, PARALLEL, RING, SIZE, batch, flat, gradient
 
 Fleets = Callable[..., shoal.Fleet]
 BATCHES = [5, 2, 0, 4]

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_optimizer import LR, MODEL, RING, SIZE, batch, flat, gradient
 from torch import Tensor, nn
 
 import shoal
 from shoal.algorithms import ExactDiffusion, GradientDescent, Momentum
 from shoal.optim.window_flight import PushSumFlight
 from support.leftovers import wait_until
+from support.optimizers import LR, MODEL, RING, SIZE, batch, flat, gradient
 
 Fleets = Callable[..., shoal.Fleet]
 

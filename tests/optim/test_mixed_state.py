@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from test_optimizer import MEAN, MODEL, RING, SIZE, batch, flat, gradient
 from torch import Tensor, nn
 
 import shoal
 from shoal.algorithms import ExactDiffusion
 from shoal.topology import OnePeerExponential
+from support.optimizers import MEAN, MODEL, RING, SIZE, batch, flat, gradient
 
 Fleets = Callable[..., shoal.Fleet]
 Rows = NDArray[np.float64]

@@ -7,12 +7,12 @@ from copy import deepcopy
 
 import pytest
 import torch
-from test_optimizer import ATC, AWC, LR, MODEL, SIZE, batch, flat, gradient
 from torch import Tensor
 
 import shoal
 from shoal.algorithms import Algorithm
 from shoal.topology import OnePeerExponential
+from support.optimizers import ATC, AWC, LR, MODEL, SIZE, batch, flat, gradient
 
 Fleets = Callable[..., shoal.Fleet]
 STEPS = 5

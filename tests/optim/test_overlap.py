@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_optimizer import MODEL, SIZE, batch, flat
 from torch import Tensor, nn
 
 import shoal
 from shoal.world.agent import current
 from support.leftovers import wait_until
+from support.optimizers import MODEL, SIZE, batch, flat
 
 Fleets = Callable[..., shoal.Fleet]
 

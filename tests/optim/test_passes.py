@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_optimizer import LR, MODEL, SIZE, batch, flat
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import shoal
+from support.optimizers import LR, MODEL, SIZE, batch, flat
 
 Fleets = Callable[..., shoal.Fleet]
 Step = Callable[[torch.nn.Module, shoal.DecentralizedOptimizer, int], None]

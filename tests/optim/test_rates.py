@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 import shoal
 from shoal.algorithms import (
@@ -26,23 +25,13 @@ from shoal.algorithms import (
     PushPull,
     QuasiGlobalMomentum,
 )
+from support.points import LR, SIZE, START, D, Point, Vectors, W, slope
 
 Fleets = Callable[..., shoal.Fleet]
-Vectors = NDArray[np.float64]
-SIZE, D, BETA, LR = 4, 6, 0.9, 0.1
+BETA = 0.9
 DROP = [LR] * 6 + [LR / 10] * 6
 WARM_UP = [LR * one for one in (0.2, 0.4, 0.6, 0.8, 1.0, 0.7, 0.3, 0.1)]
-W = np.array(shoal.topology.mixing_matrix(shoal.RingGraph(SIZE)))
 LAZY = (np.eye(SIZE) + W) / 2
-_DRAW = np.random.default_rng(8)
-CURVED, CENTRES = _DRAW.uniform(0.2, 1.5, (SIZE, D)), _DRAW.normal(size=(SIZE, D))
-START = _DRAW.normal(size=(SIZE, D))
-
-
-def slope(x: Vectors) -> Vectors:
-    return CURVED * (x - CENTRES)
-
-
 # The papers
 
 
@@ -106,21 +95,6 @@ PAPERS: list[tuple[Algorithm, Callable[[list[float]], Vectors]]] = [
     (GradientTracking(1.0), tracking),
 ]
 every_paper = pytest.mark.parametrize(("algorithm", "paper"), [pytest.param(*one, id=str(one[0])) for one in PAPERS])
-
-
-class Point(torch.nn.Module):
-    """Parameters whose loss has the gradient of :func:`slope`: in one piece, or in several."""
-
-    def __init__(self, pieces: int = 1) -> None:
-        super().__init__()
-        self.pieces = torch.nn.ParameterList(torch.tensor(START[shoal.rank()]).chunk(pieces))
-
-    def x(self) -> torch.Tensor:
-        return torch.cat(list(self.pieces))
-
-    def forward(self) -> torch.Tensor:
-        curved, centre = torch.tensor(CURVED[shoal.rank()]), torch.tensor(CENTRES[shoal.rank()])
-        return (curved * (self.x() - centre).square()).sum() / 2
 
 
 def step(model: Point, optimizer: shoal.DecentralizedOptimizer) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint import MODEL, same
 
 from shoal.optim.state_trees import in_own_memory, mean_state
+from support.checkpoints import MODEL, same
 
 
 def test_the_mean_is_of_what_has_fractions_and_the_rest_is_the_first_agent_s() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_optimizer import LR, MODEL, RING, SIZE, batch, flat, gradient
 from torch import Tensor, nn
 
 import shoal
+from support.optimizers import LR, MODEL, RING, SIZE, batch, flat, gradient
 
 Fleets = Callable[..., shoal.Fleet]
 Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]

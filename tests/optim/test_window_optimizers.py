@@ -10,9 +10,9 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
-from test_optimizer import AWC, LR, MODEL, MOMENTUM, RING, SIZE, STEPS, batch, by_hand, flat
 
 import shoal
+from support.optimizers import AWC, LR, MODEL, MOMENTUM, RING, SIZE, STEPS, batch, by_hand, flat
 
 Fleets = Callable[..., shoal.Fleet]
 Make = Callable[..., shoal.DecentralizedOptimizer]

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from exchanges import EXCHANGES, Bits, Exchange, bits_of, times_of_a_barrier
 
 import shoal
+from support.exchanges import EXCHANGES, Bits, Exchange, bits_of, times_of_a_barrier
 from support.namespaces import network_namespaces
 from support.world import World
 

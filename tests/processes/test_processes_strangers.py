@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from strangers import (
+
+import shoal
+from shoal.transport.admission import MOST_UNKNOWN
+from shoal.transport.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting, Keys
+from shoal.transport.sealing import Keyed
+from shoal.transport.sockets import GREETING_SECONDS
+from shoal.transport.wire import ProtocolError
+from support.leftovers import wait_until
+from support.packets import over_tcp
+from support.strangers import (
     ASK,
     NONSENSE,
     NONSENSE_OVER_TCP,
@@ -29,15 +38,6 @@ from strangers import (
     rejected,
     send_packets,
 )
-
-import shoal
-from shoal.transport.admission import MOST_UNKNOWN
-from shoal.transport.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting, Keys
-from shoal.transport.sealing import Keyed
-from shoal.transport.sockets import GREETING_SECONDS
-from shoal.transport.wire import ProtocolError
-from support.leftovers import wait_until
-from support.packets import over_tcp
 from support.world import World
 
 SIZE, VICTIM, CLAIMED = 3, 0, 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shoal
-from processes.window_agents import every_operation
+from support.window_agents import every_operation
 from support.world import World
 
 CALLER, LEFT, STRANGER, RIGHT = 0, 3, 2, 1

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from processes.window_agents import (
+from support.histories import check_all, merged
+from support.namespaces import network_namespaces
+from support.window_agents import (
     READS,
     WRITES,
     Flow,
@@ -21,8 +23,6 @@ from processes.window_agents import (
     starts,
     times_in_mutex,
 )
-from support.histories import check_all, merged
-from support.namespaces import network_namespaces
 from support.world import World
 
 pytestmark = [

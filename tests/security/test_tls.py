@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_relay import attack
 
 import shoal
 from shoal.cli import certificates, doctor, main
@@ -28,6 +27,7 @@ from shoal.transport.wire import ProtocolError
 from shoal.world.agent import current
 from shoal.world.rendezvous import ThreadStore
 from support.relay import Change, in_the_middle
+from support.relay_attacks import attack
 from support.samples import ALL_DTYPES, sample
 from support.world import World
 

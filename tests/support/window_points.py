@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import fault_points
 import torch
 
 import shoal
@@ -22,6 +21,7 @@ from shoal.engine.events import Event
 from shoal.windows import memory
 from shoal.windows.locks import ByteLocks
 from shoal.windows.memory import WindowMemory
+from support import fault_points
 from support.agent_main import Holdings, die, holdings
 from support.leftovers import resident_bytes
 

@@ -1,0 +1,92 @@
+"""What somebody in the middle of a connection may do to what passes, and jobs that live through it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+
+import shoal
+from support.leftovers import nothing_is_left
+from support.relay import Change, in_the_middle
+
+SIZES = (3, 5_000, 400_000)
+MIB = 1 << 20
+
+
+def rounds() -> tuple[int, int, str]:
+    """How many results were right, how many wrong, and what ended it."""
+    right = wrong = 0
+    try:
+        for step in range(6):
+            x = torch.full((SIZES[step % 3],), 10.0 * step + shoal.rank())
+            found = shoal.neighbor_allreduce(x, name="x")
+            exact = bool((found == 10.0 * step + 0.5).all())
+            right, wrong = right + exact, wrong + (not exact)
+    except shoal.ShoalError as error:
+        return right, wrong, type(error).__name__
+    return right, wrong, ""
+
+
+def flips(draws: random.Random) -> Callable[[], Change]:
+    """One flipped bit in one direction of the first connection, at a place of any magnitude."""
+    place = int(10 ** draws.uniform(0, 6.6))
+    bit = 1 << draws.randrange(8)
+    count = 0
+
+    def of_a_connection() -> Change:
+        nonlocal count
+        count += 1
+        mine = count
+
+        def change(said: bytes, before: int) -> bytes:
+            if mine != 1 or not before <= place < before + len(said):
+                return said
+            changed = bytearray(said)
+            changed[place - before] ^= bit
+            return bytes(changed)
+
+        return change
+
+    return of_a_connection
+
+
+def leaves_out(draws: random.Random) -> Callable[[], Change]:
+    """Some bytes, or a whole packet, never arrive."""
+    place, nbytes = int(10 ** draws.uniform(0, 6.6)), draws.choice([1, 16, 1000, MIB])
+
+    def of_a_connection() -> Change:
+        def change(said: bytes, before: int) -> bytes:
+            start = max(0, place - before)
+            return said[:start] + said[max(start, place + nbytes - before) :]
+
+        return change
+
+    return of_a_connection
+
+
+def repeats(draws: random.Random) -> Callable[[], Change]:
+    """What comes at one time comes twice."""
+    place = int(10 ** draws.uniform(0, 6.6))
+
+    def of_a_connection() -> Change:
+        return lambda said, before: 2 * said if before <= place < before + len(said) else said
+
+    return of_a_connection
+
+
+def attack(over: str, first: int, count: int) -> None:
+    ends: dict[str, int] = {}
+    for seed in range(first, first + count):
+        draws = random.Random(seed)
+        with nothing_is_left(), in_the_middle(draws.choice([flips, flips, leaves_out, repeats])(draws)):
+            try:
+                # A packet that was left out is missed at the deadline, if nothing comes behind it.
+                found = shoal.Fleet(2, transport=over, timeout=1.0).run(rounds)
+            except shoal.ShoalError as error:
+                found = [(0, 0, type(error).__name__)]
+        assert not any(wrong for _, wrong, _ in found), (seed, found)
+        for *_, end in found:
+            ends[end] = ends.get(end, 0) + 1
+    assert count < 10 or ends.get("PeerLost", 0) > 0, ends
