@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.windows.memory import EDGES
+from shoal.windows.part import PREFIX
 from shoal.windows.registry import Windows
-from shoal.windows.window import PREFIX
 from shoal.world.agent import bind, current
 from support.histories import (
     NEVER,

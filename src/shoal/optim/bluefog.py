@@ -46,7 +46,7 @@ class WindowOptimizer(DecentralizedOptimizer):
         What is under way arrives first; what lies in the windows then is not taken in. The next exchange makes windows
         anew, in the topology that is set by then.
         """
-        self._way.changed()
+        self._strategy.changed()
 
 
 def DistributedAdaptThenCombineOptimizer(

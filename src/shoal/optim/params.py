@@ -50,9 +50,9 @@ class Names:
         for name, param in self._all():
             if param in wanted:
                 found.setdefault(param, name)
-        strangers = len(wanted) - len(found)
-        if strangers:
-            raise ValueError(f"the optimizer has {strangers} parameters that are not the model's; pass all its models")
+        unknown = len(wanted) - len(found)
+        if unknown:
+            raise ValueError(f"the optimizer has {unknown} parameters that are not the model's; pass all its models")
         for param, name in found.items():
             if _owner_of(param) not in (None, owner):
                 raise ValueError(f"another decentralized optimizer has the parameter {name!r}; call its close() first")

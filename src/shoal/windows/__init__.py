@@ -4,11 +4,11 @@
 """
 
 from .memory import SlotState as SlotState
-from .public import Window as Window
-from .public import create as create
-from .public import named as named
-from .public import names as names
-from .public import turn_off_associated_p as turn_off_associated_p
-from .public import turn_on_associated_p as turn_on_associated_p
+from .window import Window as Window
+from .window import create as create
+from .window import named as named
+from .window import names as names
+from .window import turn_off_associated_p as turn_off_associated_p
+from .window import turn_on_associated_p as turn_on_associated_p
 
 __all__ = ["SlotState", "Window", "create", "named", "names", "turn_off_associated_p", "turn_on_associated_p"]

@@ -15,10 +15,9 @@ from ..engine.operation import Handle
 from ..interrupts import held
 from ..ops.handles import poll, wait
 from ..world.agent import current
-from . import public
 from .memory import SlotState
-from .public import Weights, named, register
 from .registry import windows_of
+from .window import Weights, named, names, register, turn_off_associated_p, turn_on_associated_p
 
 
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, timeout: float | None = None) -> bool:
@@ -229,14 +228,14 @@ def win_associated_p(name: str) -> float:
 
 def get_current_created_window_names() -> list[str]:
     """:func:`shoal.windows.names`."""
-    return public.names()
+    return names()
 
 
 def turn_on_win_ops_with_associated_p() -> None:
     """:func:`shoal.windows.turn_on_associated_p`."""
-    public.turn_on_associated_p()
+    turn_on_associated_p()
 
 
 def turn_off_win_ops_with_associated_p() -> None:
     """:func:`shoal.windows.turn_off_associated_p`."""
-    public.turn_off_associated_p()
+    turn_off_associated_p()

@@ -19,8 +19,8 @@ from ..transport.wire import DTYPES, Message
 from ..world.agent import Agent, bind
 from .locks import ByteLocks
 from .memory import Layout, WindowMemory
+from .part import PREFIX, WindowPart, channel_of, name_of
 from .requests import AGAIN, Requests
-from .window import PREFIX, Window, channel_of, name_of
 from .worker import Worker
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Windows:
         self._lost: PeerLost | None = None  # what the last call that moved a tensor ended with, if it missed somebody
         self._because: dict[int, int] = {}  # of agents that have left since another was lost: whom
         self._requests = Requests(self, self.engine)
-        self._windows: dict[str, Window] = {}
+        self._windows: dict[str, WindowPart] = {}
         self._segments: dict[str, Segment] = {}
         self._worker: Worker | None = None
         self._closing = False
@@ -71,7 +71,7 @@ class Windows:
         self._waiting: dict[int, Callable[[], Sequence[int]]] = {}  # whom threads of this agent wait for
         self._lock = threading.Lock()
 
-    def find(self, channel: str) -> Window | None:
+    def find(self, channel: str) -> WindowPart | None:
         return self._windows.get(name_of(channel))
 
     def missed(self, error: PeerLost | None) -> None:
@@ -80,7 +80,7 @@ class Windows:
     def cause_of(self, rank: int) -> int | None:
         return self._because.get(rank)
 
-    def get(self, op: str, name: str) -> Window:
+    def get(self, op: str, name: str) -> WindowPart:
         """The window of this name.
 
         Raises:
@@ -111,7 +111,7 @@ class Windows:
         memory.begin(None if zero_init else value)
         if found is None:
             memory.own.copy_(value)
-        window = Window(self, self.engine, name, tensor, memory, found is not None, static.mixing)
+        window = WindowPart(self, self.engine, name, tensor, memory, found is not None, static.mixing)
         peers = sorted({*window.sources, *window.destinations})
         regions = [(segment.ident, segment.fd, True)]
         own = (segment.ident, layout.slot(len(layout.sources), 0))
@@ -148,7 +148,7 @@ class Windows:
                 segment.close()
             raise
 
-    def _open(self, window: Window, rank: int, told: list[int]) -> None:
+    def _open(self, window: WindowPart, rank: int, told: list[int]) -> None:
         """Find the way to the memory of a neighbour."""
         ident, own_ident, own_offset, code, *shape = told
         mine = window.memory.layout

@@ -19,8 +19,8 @@ from ..engine.engine import Engine
 from ..transport.wire import Message
 from .locks import Freed
 from .memory import MUTEX, OWN, How
+from .part import LOCK, UNLOCK, WindowPart, name_of
 from .switch_interval import short_switch_interval
-from .window import LOCK, UNLOCK, Window, name_of
 
 AGAIN = 0.001
 _HOW = {how.value: how for how in How}
@@ -37,7 +37,7 @@ class Owner(Protocol):
     def cause(self) -> int | None:
         """Whose loss is the reason where this agent gives up a window now; itself where it ends with windows open."""
 
-    def find(self, channel: str) -> Window | None:
+    def find(self, channel: str) -> WindowPart | None:
         """The window that a message is for."""
 
 
@@ -118,7 +118,7 @@ class Requests:
             self._refuse_freed(source, message, "has freed this window")
             return True
 
-    def _do(self, window: Window, source: int, message: Message) -> bool:
+    def _do(self, window: WindowPart, source: int, message: Message) -> bool:
         if message.op == LOCK:
             if not window.memory.try_acquire(MUTEX, source):
                 return False
@@ -142,7 +142,7 @@ class Requests:
         self._answer(source, message)
         return True
 
-    def _give(self, window: Window, source: int, message: Message) -> bool:
+    def _give(self, window: WindowPart, source: int, message: Message) -> bool:
         if not window.memory.try_acquire(OWN, source):
             return False
         try:
@@ -172,7 +172,7 @@ class Requests:
             if window is not None:
                 window.memory.locks.release(MUTEX)
 
-    def forget_window(self, window: Window, name: str) -> None:
+    def forget_window(self, window: WindowPart, name: str) -> None:
         """A window is freed: whoever wants something of it is told so."""
         if self._holders.pop(name, None) is not None:
             window.memory.locks.release(MUTEX)

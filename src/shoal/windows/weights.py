@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 
 from ..ops.arguments import as_ranks
 from ..topology._validate import as_int, as_weight
+from .part import WindowPart
 from .registry import Windows
-from .window import Window
 
 
 def weights_of(
     op: str,
-    window: Window,
+    window: WindowPart,
     windows: Windows,
     given: Mapping[int, float] | Iterable[int] | None,
     neighbours: tuple[int, ...],
@@ -29,11 +29,11 @@ def weights_of(
         return dict.fromkeys(neighbours, 1)
     rank, size = windows.engine.rank, windows.engine.size
     ranks = as_ranks(op, what, given, rank, size)
-    strangers = sorted(set(ranks) - set(neighbours))
-    if strangers:
+    not_neighbours = sorted(set(ranks) - set(neighbours))
+    if not_neighbours:
         side = "out" if what == "dst_weights" else "in"
         raise ValueError(
-            f"{op} {window.name!r} on rank {rank}: {what} names ranks {strangers}, which are no "
+            f"{op} {window.name!r} on rank {rank}: {what} names ranks {not_neighbours}, which are no "
             f"{side}-neighbours in the topology of this window; those are {list(neighbours)}"
         )
     weights = given.values() if isinstance(given, Mapping) else [1] * len(ranks)
@@ -41,7 +41,7 @@ def weights_of(
     return {one: weight_of(op, window, weight, f"{what}[{one}]") for one, weight in pairs}
 
 
-def weight_of(op: str, window: Window, weight: float, what: str) -> float:
+def weight_of(op: str, window: WindowPart, weight: float, what: str) -> float:
     """A finite number; a whole one for a window of whole numbers."""
     number = as_weight(weight, f"{op} {window.name!r}, {what},")
     dtype = window.tensor.dtype

@@ -1,449 +1,485 @@
-"""One agent's part in a window: its own memory, and the way to the memory of each neighbour.
+"""A window as its user holds it: register a tensor, and move tensors into and out of the neighbours' memory.
 
-On one machine a neighbour's memory is mapped and written to directly, so that its owner need not do anything, not even
-run. Between machines the owner's exchange does on request what a direct writer would do, under the same locks.
+Each agent registers a tensor under a name. It then has, for each in-neighbour j, a *slot* of that shape, which j writes
+(``put``, ``accumulate``) or which it fills itself from j's tensor (``get``); ``update`` averages its own tensor with
+its slots. Nothing waits for anybody, so a slow agent slows nobody down (Ying et al. 2021, arXiv:2111.04287, sections
+III-C and IV-C)::
+
+    with shoal.windows.create(x, "x") as window:
+        window.put()  # x into the slots that the out-neighbours have for this agent
+        window.update()  # x becomes its average with what lies in this agent's slots
+        shoal.barrier()  # nobody writes to the window any more
+
+What is promised. A write to a slot, and each slot's reading in an update, is one step: no reader sees half of one, also
+when its writer is killed, and no two mix, with or without a mutex. An accumulate loses nothing to another one, and
+``collect`` takes out exactly what it adds. An update over several slots is not one step: between two slots something
+may arrive. Writes of one agent to one slot take effect in the order of the calls. A call that ended in
+:class:`~shoal.DeadlineExceeded` or :class:`~shoal.PeerLost` may have taken effect, and is never repeated.
+
+Where the registered tensor lives. A tensor made by :func:`shoal.empty` is itself what neighbours get: they see what is
+written to it at once (and, while you write to it with your own operations, half of it). Of any other tensor the window
+keeps a copy, which this agent's calls of ``create``, ``put``, ``accumulate`` and ``update`` renew: neighbours see what
+was in it then.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Protocol
+from itertools import count
+from time import monotonic
+from types import TracebackType
+from typing import TypeVar
 
 import torch
 
-from ..engine.engine import Engine
-from ..engine.operation import MORE, Exchange, Handle, Operation, Send, Steps
-from ..engine.seconds import acquire_until
-from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
-from ..topology import Mixing
-from .locks import Busy, Freed
-from .memory import MUTEX, OWN, How, SlotState, WindowMemory
+from ..engine.operation import Handle
+from ..engine.seconds import as_seconds
+from ..errors import NotInitialized
+from ..interrupts import held
+from ..ops.arguments import as_ranks, channel_name, check_tensor
+from ..transport.wire import DTYPES
+from ..world.agent import current
+from .memory import How, SlotState
+from .part import WindowPart, channel_of
+from .registry import Windows, windows_of
+from .weights import weight_of, weights_of
 
-LOCK, UNLOCK = "win_lock", "win_unlock"
-PREFIX = "~window"
-"""The word by which requests for windows are told from other messages."""
-
-
-def channel_of(name: str) -> str:
-    """What requests for a window are matched by."""
-    return f"{PREFIX} {name}"
-
-
-def name_of(channel: str) -> str:
-    return channel.removeprefix(f"{PREFIX} ")
-
-
-class Owner(Protocol):
-    """What a window needs of the windows of its agent."""
-
-    @property
-    def with_p(self) -> bool:
-        """Calls carry the associated weight."""
-
-    def waiting(self, ranks: Callable[[], Sequence[int]]) -> AbstractContextManager[None]:
-        """The calling thread may have to wait for these."""
-
-    def missed(self, error: PeerLost | None) -> None:
-        """The last call that moved a tensor ended with this; None where it missed nobody."""
-
-    def cause_of(self, rank: int) -> int | None:
-        """Why an agent has left: the one that it had missed, if it said so."""
+T = TypeVar("T")
+Weights = Mapping[int, float]
+_NUMBERS = tuple(dtype for dtype in DTYPES if dtype != torch.bool)
+_calls = count()
+"""Tells the calls of this process apart for who listens to their events."""
+# What the calls are called in errors and traces; the neighbours' side knows them by the same names.
+_PUT, _ACCUMULATE, _GET = How.PUT.value, How.ACCUMULATE.value, How.GET.value
 
 
-@dataclass(slots=True)
-class _Held:
-    """A mutex that this agent has: which of its threads, how often, and in whose memory (None: on another machine)."""
+def create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, timeout: float | None = None) -> Window:
+    """Register a tensor as a window. All neighbours call it together; it returns when they have.
 
-    thread: int
-    times: int
-    memory: WindowMemory | None
+    Args:
+        tensor: Any dtype but bool, any shape; equal shape and dtype on all neighbours. The window keeps it, and
+            ``update`` and ``collect`` write to it. See the module for where it lives.
+        name: One window of a name at a time.
+        zero_init: The slots begin as zeros; else each begins as a copy of this agent's own tensor.
+        timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
+
+    Raises:
+        TypeError, ValueError: The tensor or the name cannot be one; or this agent has a window of that name.
+        Mismatch: A neighbour registers another shape or dtype, or has another topology.
+
+    The neighbours are those of the topology that is set now; :func:`~shoal.set_topology` does nothing while there is a
+    window. Memory: two slots for each in-neighbour, and the tensor unless :func:`shoal.empty` made it.
+    """
+    made = register("windows.create", tensor, name, zero_init, timeout)
+    if made is None:
+        raise ValueError(
+            f"windows.create: rank {current('windows.create').rank} has a window {name!r} already; "
+            f"shoal.windows.named({name!r}) is it, and free() makes room for another"
+        )
+    return made
+
+
+def register(op: str, tensor: torch.Tensor, name: str, zero_init: bool, timeout: float | None) -> Window | None:
+    """:func:`create`; None if this agent has a window of that name."""
+    agent = current(op)
+    check_tensor(op, tensor, _NUMBERS)
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise ValueError(f"{op}: the tensor is the result of a computation with gradients; pass tensor.detach()")
+    if name is None:
+        raise ValueError(f"{op}: give the window a name")
+    channel_name(op, name)
+    windows = windows_of(agent)
+    made = _shown(windows, "win_create", name, lambda: windows.create(name, tensor, zero_init, timeout))
+    return named(name, op=op) if made else None
+
+
+def named(name: str, *, op: str = "windows.named") -> Window:
+    """This agent's window of that name.
+
+    Raises:
+        KeyError: There is none; the error says which there are.
+    """
+    windows = windows_of(current(op))
+    return Window(windows, windows.get(op, name))
+
+
+def names() -> list[str]:
+    """The names of this agent's windows, sorted."""
+    return windows_of(current("windows.names")).names
+
+
+def turn_on_associated_p() -> None:
+    """From now on each window of this agent carries a scalar p that moves as its tensor does, for push-sum.
+
+    An agent's own p begins as 1 and those in its slots as 0. ``put`` and ``accumulate`` send ``w p`` beside
+    ``w tensor`` and multiply p by ``self_weight``; ``update`` gives it the same weights. ``x / window.p`` is then the
+    unbiased estimate (the BlueFog paper's equation 21). Call it on all agents.
+    """
+    windows_of(current("windows.turn_on_associated_p")).with_p = True
+
+
+def turn_off_associated_p() -> None:
+    """Leave associated weights as they are from now on."""
+    windows_of(current("windows.turn_off_associated_p")).with_p = False
 
 
 class Window:
-    """A window of this agent.
+    """A window of an agent, from :func:`create`, for any thread of that agent. A ``with`` block frees it at its end.
 
-    Args:
-        tensor: The registered tensor.
-        memory: This agent's memory of it.
-        in_place: ``tensor`` is what neighbours get, where it lies; else a copy is, which each call renews.
-        mixing: The topology when it was made: default weights, and who may write and read.
+    What is common to the calls:
 
-    Attributes:
-        number: Which window of this name it is, the same on all agents; tells it from one that was freed before.
+    - ``dst_weights`` and ``src_weights`` are ``{rank: w}``, or ranks for weights of 1; all neighbours if not given.
+      They must be neighbours in the topology of the window. Whole numbers for a window of whole numbers.
+    - ``require_mutex``: hold the :meth:`mutex` of each agent whose memory is written to, or read from, meanwhile.
+    - ``timeout``: seconds until :class:`~shoal.DeadlineExceeded`; ``SHOAL_TIMEOUT`` if not given.
+    - The forms called ``_nonblocking`` return a handle, and run one after the other in the order of the calls.
+
+    Raises:
+        ValueError: From every call: this agent has freed the window.
+        TypeError, ValueError: The tensor or the weights do not fit; nothing has been sent.
+        Mismatch: A neighbour has freed the window.
+        PeerLost, DeadlineExceeded: A neighbour is gone, or its slot was locked for too long.
+        NotInitialized: The agent has shut down.
     """
 
-    def __init__(
-        self,
-        owner: Owner,
-        engine: Engine,
-        name: str,
-        tensor: torch.Tensor,
-        memory: WindowMemory,
-        in_place: bool,
-        mixing: Mixing,
-    ) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.memory = memory
-        self.in_place = in_place
-        self.mixing = mixing
-        self.number = -1
-        self.p = 1.0
-        self.direct: dict[int, WindowMemory] = {}
-        self.seen: dict[int, SlotState] = {}
-        self._owner = owner
-        self._engine = engine
-        self._turn = threading.RLock()
-        self._gates: dict[int, threading.Lock] = defaultdict(threading.Lock)  # to mutexes on other machines
-        self._held: dict[int, _Held] = {}
-        self._mapped: list[WindowMemory] = []  # of processes of this machine
-        self._closed = False
+    __slots__ = ("_part", "_windows")
+
+    def __init__(self, windows: Windows, part: WindowPart) -> None:
+        self._windows = windows
+        self._part = part
+
+    @property
+    def name(self) -> str:
+        """What it is called, on all agents."""
+        return self._part.name
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The registered tensor."""
+        return self._part.tensor
 
     @property
     def sources(self) -> tuple[int, ...]:
-        return self.mixing.source_ranks
+        """The in-neighbours, which have a slot here; ascending."""
+        return self._part.sources
 
     @property
     def destinations(self) -> tuple[int, ...]:
-        return self.mixing.destination_ranks
+        """The out-neighbours, at which this agent has a slot; ascending."""
+        return self._part.destinations
+
+    @property
+    def p(self) -> float:
+        """This agent's own associated weight; 1 in the beginning. See :func:`turn_on_associated_p`."""
+        return self._part.p
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Window) and other._part is self._part
+
+    def __hash__(self) -> int:
+        return hash(self._part)
+
+    def __repr__(self) -> str:
+        rank, dtype = self._windows.engine.rank, str(self.tensor.dtype).removeprefix("torch.")
+        edges = f"from {list(self.sources)} to {list(self.destinations)}"
+        return f"<Window {self.name!r} of rank {rank}: {dtype} {list(self.tensor.shape)}, {edges}>"
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.free()
+
+    def free(self) -> None:
+        """Free it. Returns at once; again, it does nothing.
+
+        Neighbours that still write to it, or read from it, get :class:`~shoal.Mismatch`.
+        """
+        with held:
+            if not self._part.memory.freed:
+                self._windows.free(self.name)
 
     # Moving tensors
 
-    def send(
+    def put(
         self,
-        how: How,
-        tensor: torch.Tensor,
-        self_weight: float | None,
-        weights: Mapping[int, float],
-        require_mutex: bool,
-        deadline: float,
-    ) -> bool:
-        """Put or accumulate ``tensor``, times a weight for each, into the slots that neighbours have for this agent."""
-        with self._my_turn(deadline, how.value):
-            self._publish_own(deadline, how.value)
-            share = self.p if self._owner.with_p else None
-        order = [rank for rank in self.mixing.rotated_destinations(self._engine.size) if rank in weights]
-        source = tensor.detach()
-        outgoing = source.cpu()
-        if require_mutex:
-            for rank in order:
-                with self.mutex([rank], deadline, how.value):
-                    self._send(how, outgoing, {rank: weights[rank]}, share, deadline)
-        else:
-            self._send(how, outgoing, {rank: weights[rank] for rank in order}, share, deadline)
-        self._owner.missed(None)
-        if self_weight is None:
-            return True
-        with self._my_turn(deadline, how.value):
-            if share is not None:
-                self.p *= self_weight
-            with self._own(deadline, how.value) if self._is_own(tensor) else ExitStack():
-                source.mul_(self_weight)
-            self._publish_own(deadline, how.value)
-        return True
-
-    def _send(
-        self, how: How, tensor: torch.Tensor, weights: Mapping[int, float], share: float | None, deadline: float
+        tensor: torch.Tensor | None = None,
+        *,
+        self_weight: float | None = None,
+        dst_weights: Weights | Iterable[int] | None = None,
+        require_mutex: bool = False,
+        timeout: float | None = None,
     ) -> None:
-        far = {rank: weight for rank, weight in weights.items() if rank not in self.direct}
-        handle = self._ask(how.value, far, tensor, share, deadline) if far else None
-        for rank, weight in weights.items():
-            memory = self.direct.get(rank)
-            if memory is None:
-                continue
-            with self._explained(how.value, rank, deadline):
-                self._check(how.value, rank)
-                p = None if share is None else share * weight
-                memory.write(how, self._engine.rank, tensor, weight, p, deadline, partial(self._check, how.value, rank))
-        if handle is not None:
-            self._answers(handle)
+        """Write ``w tensor`` into the slots that out-neighbours have for this agent, over what was there.
 
-    def get(self, weights: Mapping[int, float], require_mutex: bool, deadline: float) -> bool:
-        """Fetch the registered tensors of in-neighbours, times a weight, into this agent's slots for them."""
-        op = How.GET.value
-        for rank, weight in weights.items():
-            with ExitStack() as held:
-                if require_mutex:
-                    held.enter_context(self.mutex([rank], deadline, op))
-                memory = self.direct.get(rank)
-                if memory is None:
-                    found = self._answers(self._ask(op, {rank: 1.0}, None, None, deadline))[rank]
-                else:
-                    self._check(op, rank)
-                    with self._explained(op, rank, deadline):
-                        memory.acquire(OWN, self._engine.rank, deadline, partial(self._check, op, rank))
-                        held.callback(memory.locks.release, OWN)
-                    found = memory.own
-                me = self._engine.rank
-                with self._explained(op, me, deadline):
-                    self.memory.write(How.GET, rank, found, weight, None, deadline, partial(self._check, op, me))
-        self._owner.missed(None)
-        return True
+        **With a ``self_weight`` the tensor that is passed is multiplied by it, in place, after it has been sent**, as
+        push-sum needs it (the BlueFog paper's listing 3). Without one it is not changed.
+
+        Args:
+            tensor: Shape and dtype of the window; the registered one if not given. It must not change during the call.
+            self_weight: See above.
+            dst_weights, require_mutex, timeout: See :class:`Window`.
+        """
+        deadline = self._deadline(timeout)
+        move = self._sending(_PUT, How.PUT, tensor, self_weight, dst_weights, require_mutex, deadline)
+        _shown(self._windows, _PUT, self._part.name, move)
+
+    def put_nonblocking(
+        self,
+        tensor: torch.Tensor | None = None,
+        *,
+        self_weight: float | None = None,
+        dst_weights: Weights | Iterable[int] | None = None,
+        require_mutex: bool = False,
+        timeout: float | None = None,
+    ) -> Handle[bool]:
+        """:meth:`put` without waiting. The tensor must not change until the handle is done."""
+        deadline = self._deadline(timeout)
+        move = self._sending(_PUT, How.PUT, tensor, self_weight, dst_weights, require_mutex, deadline)
+        return self._later(_PUT, move, deadline)
+
+    def accumulate(
+        self,
+        tensor: torch.Tensor | None = None,
+        *,
+        self_weight: float | None = None,
+        dst_weights: Weights | Iterable[int] | None = None,
+        require_mutex: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        """Add ``w tensor`` to the slots that out-neighbours have for this agent. Each addition is one step: none is
+        lost.
+
+        **With a ``self_weight`` the tensor that is passed is multiplied by it, in place, after it has been sent.**
+        Arguments as for :meth:`put`.
+        """
+        how, deadline = How.ACCUMULATE, self._deadline(timeout)
+        move = self._sending(_ACCUMULATE, how, tensor, self_weight, dst_weights, require_mutex, deadline)
+        _shown(self._windows, _ACCUMULATE, self._part.name, move)
+
+    def accumulate_nonblocking(
+        self,
+        tensor: torch.Tensor | None = None,
+        *,
+        self_weight: float | None = None,
+        dst_weights: Weights | Iterable[int] | None = None,
+        require_mutex: bool = False,
+        timeout: float | None = None,
+    ) -> Handle[bool]:
+        """:meth:`accumulate` without waiting. The tensor must not change until the handle is done.
+
+        With a ``self_weight``, do not update or collect this window before that either.
+        """
+        how, deadline = How.ACCUMULATE, self._deadline(timeout)
+        move = self._sending(_ACCUMULATE, how, tensor, self_weight, dst_weights, require_mutex, deadline)
+        return self._later(_ACCUMULATE, move, deadline)
+
+    def get(
+        self,
+        src_weights: Weights | Iterable[int] | None = None,
+        *,
+        require_mutex: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        """Fetch the registered tensors of in-neighbours, each times a weight, into this agent's slots for them.
+
+        Associated weights are not moved. Arguments: see :class:`Window`.
+        """
+        move = self._getting(src_weights, require_mutex, self._deadline(timeout))
+        _shown(self._windows, _GET, self._part.name, move)
+
+    def get_nonblocking(
+        self,
+        src_weights: Weights | Iterable[int] | None = None,
+        *,
+        require_mutex: bool = False,
+        timeout: float | None = None,
+    ) -> Handle[bool]:
+        """:meth:`get` without waiting."""
+        deadline = self._deadline(timeout)
+        return self._later(_GET, self._getting(src_weights, require_mutex, deadline), deadline)
 
     def update(
         self,
-        self_weight: float,
-        weights: Mapping[int, float],
-        reset: list[int],
-        clone: bool,
+        self_weight: float | None = None,
+        src_weights: Weights | None = None,
+        *,
+        reset: bool = False,
+        clone: bool = False,
+        require_mutex: bool = False,
+        timeout: float | None = None,
+    ) -> torch.Tensor:
+        """``self_weight x + sum of src_weights[j] slot_j``: the tensor averaged with what the slots hold.
+
+        Args:
+            self_weight, src_weights: Both, or neither for the weights of the topology, or uniform ones. A subset of the
+                in-neighbours leaves the others out. Whole numbers for a window of whole numbers.
+            reset: Empty the slots that were summed (all, if no weights are given), in the same step that reads each.
+            clone: Leave the registered tensor as it is and return a new one. The associated weight is updated all the
+                same.
+            require_mutex: Hold this agent's own mutex meanwhile.
+            timeout: See :class:`Window`.
+
+        Returns:
+            The registered tensor, changed in place, or the clone. Versions count from zero again.
+        """
+        op, part = "win_update", self._open("win_update")
+        if (self_weight is None) != (src_weights is None):
+            raise ValueError(
+                f"{op} {self.name!r}: give both self_weight and the in-neighbours' weights, or neither (the topology's "
+                "weights)"
+            )
+        if src_weights is None or self_weight is None:
+            self_weight, weights = part.mixing.self_weight, dict(part.mixing.sources)
+            if not part.tensor.dtype.is_floating_point and not part.tensor.dtype.is_complex:
+                raise TypeError(
+                    f"{op} {self.name!r}: the topology's weights are fractions and the window holds "
+                    f"{part.tensor.dtype}; give whole numbers as self_weight and as the in-neighbours' weights"
+                )
+        else:
+            weights = weights_of(op, part, self._windows, src_weights, part.sources, "src_weights")
+            self_weight = weight_of(op, part, self_weight, "self_weight")
+        emptied, deadline = sorted(weights) if reset else [], self._deadline(timeout)
+        move = partial(part.update, self_weight, weights, emptied, clone, require_mutex, deadline, op)
+        return _shown(self._windows, op, part.name, move)
+
+    def collect(self, *, require_mutex: bool = False, timeout: float | None = None) -> torch.Tensor:
+        """Add all slots to the registered tensor, in place, and empty them; nothing that arrives meanwhile is lost.
+
+        Args:
+            require_mutex: Hold this agent's own mutex meanwhile; not needed for the sum to be right.
+            timeout: See :class:`Window`.
+        """
+        op, part = "win_update_then_collect", self._open("win_update_then_collect")
+        ones, deadline = dict.fromkeys(part.sources, 1), self._deadline(timeout)
+        move = partial(part.update, 1, ones, list(ones), False, require_mutex, deadline, op)
+        return _shown(self._windows, op, part.name, move)
+
+    @contextmanager
+    def mutex(
+        self, ranks: Iterable[int] | None = None, *, for_self: bool = False, timeout: float | None = None
+    ) -> Iterator[None]:
+        """Hold mutexes of the window; each agent has one, and it excludes everybody.
+
+        Args:
+            ranks: Neighbours whose mutexes are wanted; the out-neighbours if not given. They are taken in ascending
+                order, so that agents that want several do not wait in a circle.
+            for_self: This agent's own mutex, and nobody else's; ``ranks`` say nothing then.
+            timeout: See :class:`Window`.
+
+        A thread that holds a mutex may take it again. One whose holder is killed is free at once. Take all that you
+        need in one call: who holds one and asks for another, also through ``require_mutex=True``, may wait in a circle
+        with others until the deadline.
+        """
+        op, part = "win_mutex", self._open("win_mutex")
+        rank, size = self._windows.engine.rank, self._windows.engine.size
+        if for_self:
+            wanted = [rank]
+        elif ranks is None:
+            wanted = list(part.destinations)
+        else:
+            wanted = list(as_ranks(op, "ranks", [one for one in ranks if one != rank], rank, size))
+            not_neighbours = sorted(set(wanted) - {*part.sources, *part.destinations})
+            if not_neighbours:
+                raise ValueError(
+                    f"{op} {self.name!r} on rank {rank}: ranks {not_neighbours} are no neighbours in this window"
+                )
+        with ExitStack() as taken:
+            with held:
+                taken.enter_context(part.mutex(wanted, self._deadline(timeout), op))
+            try:
+                yield
+            finally:
+                with held:
+                    taken.close()
+
+    # What has come
+
+    def version(self) -> dict[int, int]:
+        """For each in-neighbour, how often its slot has been put to or got since the last :meth:`update`."""
+        part = self._open("get_win_version")
+        return {source: part.version(source) for source in part.sources}
+
+    def slots(self) -> dict[int, SlotState]:
+        """For each in-neighbour, what has happened to its slot: puts, gets and accumulates, and its age in seconds."""
+        part = self._open("win_slots")
+        return {source: part.memory.state(source) for source in part.sources}
+
+    # What the calls share
+
+    def _open(self, op: str) -> WindowPart:
+        """The window, if it has not been freed."""
+        part = self._part
+        if not part.memory.freed:
+            return part
+        rank = self._windows.engine.rank
+        if part.memory.cause == rank:
+            raise NotInitialized(f"{op} {self.name!r}: the agent of this window, rank {rank}, has shut down")
+        raise ValueError(f"{op} {self.name!r} on rank {rank}: this window has been freed; make another one")
+
+    def _deadline(self, timeout: float | None) -> float:
+        engine = self._windows.engine
+        return monotonic() + (engine.timeout if timeout is None else as_seconds(timeout, engine.timeout))
+
+    def _sending(
+        self,
+        op: str,
+        how: How,
+        tensor: torch.Tensor | None,
+        self_weight: float | None,
+        dst_weights: Weights | Iterable[int] | None,
         require_mutex: bool,
         deadline: float,
-        op: str,
-    ) -> torch.Tensor:
-        """The weighted sum of the registered tensor and the slots, in place or as a new tensor."""
-        me = self._engine.rank
-        with ExitStack() as held:
-            if require_mutex:
-                held.enter_context(self.mutex([me], deadline, op))
-            held.enter_context(self._my_turn(deadline, op))
-            held.enter_context(self._own(deadline, op))
-            tensor = self.tensor.detach()
-            flat = tensor.view(-1) if tensor.is_contiguous() and tensor.is_cpu else self.memory.own
-            if flat is self.memory.own:
-                flat.view(tensor.shape).copy_(tensor)
-            out = torch.empty(flat.shape, dtype=flat.dtype) if clone else flat
-            with self._explained(op, me, deadline):
-                check = partial(self._check, op, me)
-                p, self.seen = self.memory.combine(out, flat, self_weight, weights, reset, deadline, check)
-            if self._owner.with_p:
-                self.p = self_weight * self.p + p
-            if clone:
-                return out.view(tensor.shape).to(tensor.device)
-            if flat is self.memory.own:
-                tensor.copy_(flat.view(tensor.shape))
-            elif not self.in_place:
-                self.memory.own.copy_(flat)
-            return self.tensor
+    ) -> Callable[[], bool]:
+        """A put or an accumulate, checked."""
+        part = self._open(op)
+        tensor = part.tensor if tensor is None else tensor
+        check_tensor(op, tensor, _NUMBERS)
+        layout = part.memory.layout
+        if tensor.shape != layout.shape or tensor.dtype != layout.dtype:
+            raise ValueError(
+                f"{op}: the window {self.name!r} holds a tensor of shape {list(layout.shape)} and {layout.dtype}, not "
+                f"one of shape {list(tensor.shape)} and {tensor.dtype}"
+            )
+        if self_weight is not None:
+            self_weight = weight_of(op, part, self_weight, "self_weight")
+            if tensor.requires_grad and not tensor.is_leaf:
+                raise ValueError(
+                    f"{op}: self_weight changes the tensor in place, and it has a gradient; pass its .detach()"
+                )
+        weights = weights_of(op, part, self._windows, dst_weights, part.destinations, "dst_weights")
+        return partial(part.send, how, tensor, self_weight, weights, require_mutex, deadline)
 
-    def check_neighbours(self, op: str) -> None:
-        """Raise if a neighbour is gone, or has freed this window, without moving anything."""
-        deadline = time.monotonic() + self._engine.timeout
-        for rank in sorted({*self.sources, *self.destinations}):
-            self._check(op, rank)
-            memory = self.direct.get(rank)
-            if memory is None:  # who asks for its mutex is told
-                with self.mutex([rank], deadline, op):
-                    pass
-            elif memory.freed:
-                raise self._freed_by(op, rank)
+    def _getting(
+        self, src_weights: Weights | Iterable[int] | None, require_mutex: bool, deadline: float
+    ) -> Callable[[], bool]:
+        part = self._open(_GET)
+        weights = weights_of(_GET, part, self._windows, src_weights, part.sources, "src_weights")
+        return partial(part.get, weights, require_mutex, deadline)
 
-    def version(self, source: int) -> int:
-        """Puts and gets into a slot since the last update."""
-        now, seen = self.memory.state(source), self.seen.get(source)
-        return now.puts + now.gets - (seen.puts + seen.gets if seen is not None else 0)
+    def _later(self, op: str, move: Callable[[], bool], deadline: float) -> Handle[bool]:
+        windows, name = self._windows, self._part.name
+        with held:
+            return windows.start(op, name, partial(_shown, windows, op, name, move), deadline)
 
-    # The registered tensor
 
-    def _is_own(self, tensor: torch.Tensor) -> bool:
-        return self.in_place and tensor.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr()
-
-    @contextmanager
-    def _my_turn(self, deadline: float, op: str) -> Iterator[None]:
-        """No other thread of this agent moves the registered tensor, or its associated weight, meanwhile."""
-        me = self._engine.rank
-        with self._explained(op, me, deadline, "the registered tensor"):
-            if not acquire_until(self._turn, deadline):
-                raise Busy(me)
+def _shown(windows: Windows, op: str, name: str, move: Callable[[], T]) -> T:
+    """Do it, and tell whoever listens to the agent's events when it began and how it ended."""
+    with held:
+        events = windows.engine.events
+        if not events.active:
+            return move()
+        channel = channel_of(name)
+        number = -1 - next(_calls)  # below zero: its exchanges between machines have this name, and rounds of 0 on
+        events.emit("submitted", op, channel, number)
         try:
-            yield
-        finally:
-            self._turn.release()
-
-    @contextmanager
-    def _own(self, deadline: float, op: str) -> Iterator[None]:
-        """Nobody gets the registered tensor meanwhile."""
-        me = self._engine.rank
-        with self._explained(op, me, deadline), self.memory.hold([OWN], me, deadline, partial(self._check, op, me)):
-            yield
-
-    def _publish_own(self, deadline: float, op: str) -> None:
-        if not self.in_place:
-            with self._own(deadline, op):
-                self.memory.own.view(self.tensor.shape).copy_(self.tensor.detach())
-
-    # Mutexes
-
-    @contextmanager
-    def mutex(self, ranks: list[int], deadline: float, op: str) -> Iterator[None]:
-        """Hold the mutexes of these agents, taken in ascending order. A thread may hold one several times."""
-        with ExitStack() as held:
-            for rank in sorted(ranks):
-                self._lock(rank, deadline, op)
-                held.callback(self._unlock, rank)
-            yield
-
-    def _lock(self, rank: int, deadline: float, op: str) -> None:
-        me = threading.get_ident()
-        held = self._held.get(rank)
-        if held is not None and held.thread == me:
-            held.times += 1
-            return
-        memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
-        with self._explained(op, rank, deadline, "the mutex"):
-            if memory is not None:
-                memory.acquire(MUTEX, self._engine.rank, deadline, partial(self._check, op, rank))
-            elif not acquire_until(self._gates[rank], deadline):
-                raise Busy(self._engine.rank)
-        if memory is None:
-            try:
-                self._answers(self._ask(LOCK, {rank: 1.0}, None, None, deadline))
-            except BaseException:
-                self._give_up_far(rank)  # it may be granted after we have given up
-                raise
-        self._held[rank] = _Held(me, 1, memory)
-
-    def _unlock(self, rank: int) -> None:
-        held = self._held[rank]
-        held.times -= 1
-        if held.times:
-            return
-        del self._held[rank]
-        if held.memory is None:
-            self._give_up_far(rank)
-        else:
-            held.memory.locks.release(MUTEX)
-
-    def _give_up_far(self, rank: int) -> None:
-        try:
-            if rank in self._engine.membership.view.alive and self._engine.reason_against(one_sided=True) is None:
-                self._ask(UNLOCK, {rank: 1.0}, None, None, time.monotonic() + self._engine.timeout)
-        finally:
-            self._gates[rank].release()
-
-    # Asking an owner on another machine
-
-    def _ask(
-        self, op: str, weights: Mapping[int, float], tensor: torch.Tensor | None, share: float | None, deadline: float
-    ) -> Handle[dict[int, torch.Tensor]]:
-        """Have the owners do it. The result is what each answered: a tensor, flat, for a get."""
-        engine = self._engine
-        for rank in weights:
-            self._check(op, rank)
-        layout = self.memory.layout
-
-        def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
-            published = {}
-            for weight in set(weights.values()):
-                scaled = torch.empty(0) if tensor is None else tensor if weight == 1 else tensor * weight
-                published[weight] = engine.publisher.publish(operation, scaled)
-            sends = []
-            for rank, weight in weights.items():
-                one = published[weight]
-                p = 0.0 if share is None else share * weight
-                sends.append(Send(rank, one, 0, one.data.numel(), (one.data.numel(),), p))
-            yield Exchange(sends, (), digest=self.number)
-            if op == UNLOCK:
-                return {}
-            arrived = yield Exchange((), list(weights), digest=self.number)
-            found = {}
-            for rank, message in arrived.items():
-                payload = message.payload
-                assert payload is not None
-                while not payload.complete:
-                    yield MORE
-                found[rank] = payload.data.clone() if op == How.GET.value else payload.data
-                if op == How.GET.value and (payload.data.numel(), payload.data.dtype) != (layout.numel, layout.dtype):
-                    raise Mismatch(f"{op} {self.name!r}: rank {rank} answered with another tensor", (rank, engine.rank))
-            return found
-
-        rest = max(0.001, deadline - time.monotonic())
-        return engine.submit(op, channel_of(self.name), steps, rest, alone=False, one_sided=True)
-
-    def _answers(self, handle: Handle[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """Wait for what the owners answer."""
-        with self._owner.waiting(lambda: handle.operation.waiting_for):
-            try:
-                return handle.wait()
-            except (Mismatch, PeerLost) as error:
-                for rank in sorted(set(error.ranks) - {self._engine.rank}):
-                    self._check(handle.operation.op, rank)  # it may know better who is the first to be missed
-                if isinstance(error, PeerLost):
-                    self._owner.missed(error)
-                raise
-
-    # Errors
-
-    def _check(self, op: str, rank: int) -> None:
-        """Raise if a call cannot, or can no longer, be done with the memory of an agent."""
-        engine = self._engine
-        ended = engine.reason_against(one_sided=True)
-        if ended is not None:
-            raise type(ended)(f"{op} {self.name!r} on rank {engine.rank}: {ended}", ended.ranks)
-        if self._closed and op != UNLOCK:
-            raise self._freed_by(op, engine.rank)
-        if rank != engine.rank and rank not in engine.membership.view.alive:
-            what = f"needs rank {rank}, which is gone: {engine.membership.describe(rank)}"
-            cause = self._cause_of(rank, rank)
-            raise self._lost(op, what if cause == rank else f"{what}, since rank {cause} is gone", cause)
-
-    def _cause_of(self, rank: int, otherwise: int | None) -> int | None:
-        """The rank that is missed where another, which has left or freed its window, is needed: the first to be gone,
-        for whose loss the others went."""
-        memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
-        cause = memory.cause if memory is not None else None
-        if cause is None or cause == rank:
-            said = self._owner.cause_of(rank)
-            cause = cause if said is None else said
-        return otherwise if cause is None else cause
-
-    def _lost(self, op: str, what: str, cause: int | None) -> PeerLost:
-        engine = self._engine
-        died = engine.membership.view.died
-        if cause in died and died[cause] not in what:
-            what += f" ({died[cause]})"
-        ranks = () if cause is None else (cause,)
-        lost = PeerLost(f"{op} {self.name!r} on rank {engine.rank} {what}", ranks)
-        self._owner.missed(lost)
-        return lost
-
-    @contextmanager
-    def _explained(self, op: str, rank: int, deadline: float, what: str = "") -> Iterator[None]:
-        """Say in the field's terms what went wrong with somebody's memory."""
-        try:
-            with self._owner.waiting(lambda: (rank,)):
-                yield
-        except Busy as busy:
-            me = self._engine.rank
-            keeper = rank if busy.keeper is None else busy.keeper
-            what = what or ("its own memory" if rank == me else "the memory")
-            by = f"another thread of rank {me}" if keeper == me else f"rank {keeper}"
-            raise DeadlineExceeded(
-                f"{op} {self.name!r} on rank {me} waited for {what} of this window at rank {rank}, which {by} kept "
-                "locked. If it is only slow, pass timeout= or raise SHOAL_TIMEOUT",
-                (keeper,),
-            ) from None
-        except Freed:
-            raise self._freed_by(op, self._engine.rank if self._closed else rank) from None
-
-    def _freed_by(self, op: str, rank: int) -> ShoalError:
-        """What it means that a window is gone: its owner has freed it; or it did not go on without another, or ends."""
-        me, ended = self._engine.rank, self._engine.ended
-        cause = self._cause_of(rank, ended.ranks[0] if ended is not None and ended.ranks else None)
-        if cause == me == rank:
-            return NotInitialized(f"{op} {self.name!r}: this agent has shut down while the call was under way")
-        if cause == rank:
-            return self._lost(op, f"needs rank {rank}, which has ended with its windows open", rank)
-        if cause is not None:
-            return self._lost(op, f"needs rank {rank}, which has freed this window since rank {cause} is gone", cause)
-        return Mismatch(f"{op} {self.name!r} on rank {me}: rank {rank} has freed this window", (rank, me))
-
-    # The memory
-
-    def map(self, rank: int, memory: WindowMemory) -> None:
-        """Reach a neighbour's memory directly, from another process."""
-        self._mapped.append(memory)
-        self.direct[rank] = memory
-
-    def close(self, cause: int | None = None) -> None:
-        """Give up the memory; neighbours that come are told so, and whose loss is the cause, if one is."""
-        self.memory.free(cause)
-        self._closed = True
-        for memory in (self.memory, *self._mapped):
-            memory.locks.close()
-        self.direct = {}
+            result = move()
+        except BaseException as error:
+            events.emit("failed", op, channel, number, detail=f"{type(error).__name__}: {error}")
+            raise
+        events.emit("finished", op, channel, number)
+        return result

@@ -255,7 +255,7 @@ class TcpStore:
 def open_store(launch: Launch, deadline: float) -> Store:
     """Open the store of this job; all agents call it.
 
-    A world of one gets a :class:`ThreadStore` and opens no port. A process group that the script has initialised lends
+    A world of one gets a :class:`ThreadStore` and opens no port. A process group that the script has initialised gives
     its store and stays as it was. Else the store is at ``launch.host`` and ``launch.port``: served by the launcher, or
     hosted there by rank 0 until rank 0 calls ``close``, which it may do when every agent has finished with the store.
 
@@ -268,12 +268,12 @@ def open_store(launch: Launch, deadline: float) -> Store:
         ValueError: the launch contradicts the process group, or has no address.
     """
     prefix = f"shoal/{launch.job}/{launch.attempt}/"
-    lent = _store_of_process_group(launch)
+    found = _store_of_process_group(launch)
     if launch.size == 1:
         return ThreadStore()
-    if lent is not None:
+    if found is not None:
         name = "the store of torch.distributed"
-        return TcpStore(lambda: lent, prefix=prefix, name=name, server_ranks=(), deadline=deadline)
+        return TcpStore(lambda: found, prefix=prefix, name=name, server_ranks=(), deadline=deadline)
     if launch.host is None or launch.port is None:
         raise ValueError(f"{launch.size} agents, but no address to meet at: set SHOAL_RENDEZVOUS=host:port")
     host, port = launch.host, launch.port
