@@ -24,7 +24,7 @@ pytest.importorskip("ipyparallel")
 zmq = pytest.importorskip("zmq")
 
 pytestmark = pytest.mark.timeout(240)
-CELLS = Path(__file__).with_name("notebook_cells.py")
+CELLS = Path(__file__).parents[1] / "support" / "notebook_cells.py"
 SIZE = 3
 START = "import shoal, torch, os\nshoal.shutdown()\nshoal.init()\n"
 AVERAGE = "print('mean', shoal.neighbor_allreduce(torch.tensor([float(shoal.rank())])).item())\n"

@@ -146,9 +146,9 @@ def test_a_deadline_in_the_middle_of_the_copy_gives_the_memory_back() -> None:
         engine, found = current("test").engine, []
         publish = engine.publisher.publish
 
-        def slowly(operation: Operation, tensor: torch.Tensor) -> Published:
+        def slowly(operation: Operation, tensor: torch.Tensor, **how: Any) -> Published:
             time.sleep(0.1)  # the progress thread looks at the clock meanwhile
-            return publish(operation, tensor)
+            return publish(operation, tensor, **how)
 
         engine.publisher.publish = slowly  # type: ignore[method-assign]
         for _ in range(12):
@@ -171,7 +171,7 @@ def test_a_small_tensor_whose_bytes_come_after_its_header_is_waited_for() -> Non
         engine = current("test").engine
         if shoal.rank() == 0:
 
-            def publish(operation: Operation, tensor: torch.Tensor) -> Published:
+            def publish(operation: Operation, tensor: torch.Tensor, **how: Any) -> Published:
                 published = engine.publisher._room(operation, tensor.numel(), tensor.dtype)
                 published.data.view(tensor.shape).copy_(tensor)
                 return published
