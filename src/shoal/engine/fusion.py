@@ -169,7 +169,7 @@ class Fusion:
     def _fuse(self, name: str, members: list[Operation]) -> FusedOperation | None:
         """One operation of several, unless that would only be split."""
         self._unread = [channel for channel in self._unread if channel.unacknowledged]
-        if len(self._unread) >= WINDOW:
+        if len(self._unread) >= WINDOW:  # receivers are behind: by itself each of them waits for its turn to send
             return None
         fused = FusedOperation(name, members, self)
         self._active[name] = fused
@@ -209,7 +209,7 @@ class Fusion:
             self._outbox.post(fused.channel, fused, stage)
         if fused.channel.unacknowledged:
             self._unread.append(fused.channel)
-        if not stage.posted:
+        if not stage.posted:  # somebody is gone: each member says so by its own name and round
             self._split(fused)
         elif stage.complete:
             self._lifecycle.make_ready(fused)
@@ -345,6 +345,7 @@ class Fusion:
         source, message = received
         stage = fused.stage
         assert stage is not None
+        # Where a part of it has come by itself, and is in its place, the whole must not be taken in besides.
         if source in fused.partial or disagreement(fused, stage, source, message, self._rank):
             self._split(fused)
             self._unpack(received)

@@ -317,7 +317,7 @@ class Lifecycle:
         """End an operation, with a result or an error."""
         operation.error = error
         ended_well = error is None
-        late, asks = self._matcher.end(operation, error)
+        late, asks = self._matcher.end(operation, error)  # first: what comes from here on must find the round ended
         self._leave_stage(operation)
         self.release(operation)
         for source, message in late:
