@@ -52,8 +52,8 @@ class Outbox:
     def post(self, channel: Channel, operation: Operation, stage: Stage) -> None:
         """Send what a stage wants sent."""
         exchange = stage.exchange
-        # Small messages lie in the receiver's memory until it takes them up. Now and then it says how far it is; without
-        # that a sender could be any number of rounds ahead.
+        # Small messages lie in the receiver's memory until it takes them up. Now and then it says how far it is;
+        # without that a sender could be any number of rounds ahead.
         often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
         tail = b""
         last: Send | None = None
