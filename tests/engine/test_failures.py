@@ -102,6 +102,18 @@ def test_a_goodbye_of_one_that_is_heard_counts_only_from_itself(clock: Clock) ->
     assert found.confirmed(clock.now + GRACE) == [left]
 
 
+def test_a_goodbye_does_not_undo_the_loss_that_made_it_leave(clock: Clock) -> None:
+    """Rank 1 has shut rank 2 out, and leaves after that; rank 2 says goodbye. Rank 2 is the cause, and comes first."""
+    found = detector(Connections(known={1, 2}, heard={2}))
+    due = found.suspect(1, "sending to it failed", final=False, certain=False)
+    assert found.notice(1, died(2, told_by=1, certain=True)) == due
+    assert found.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == due
+    lost = Departure(2, "its process ended", True, 1, certain=True)
+    assert lost in found.confirmed(due)
+    found.forget(1)
+    assert found.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == lost
+
+
 def test_it_hears_of_its_own_loss(clock: Clock) -> None:
     said = detector(Connections(known={1})).notice(1, died(0, told_by=1))
     assert said == Departure(0, "its process ended", True, 1)

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import random
+import re
 import resource
 import struct
 import time
@@ -254,7 +255,7 @@ with warnings.catch_warnings():
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "object": ({"a": [0, 1, 2, Foo()]}, r"value\['a'\]\[3\] is a test_plain.Foo"),
+    "object": ({"a": [0, 1, 2, Foo()]}, rf"value\['a'\]\[3\] is a {re.escape(Foo.__module__)}.Foo"),
     "class": (Foo, "value is a type"),
     "function": ([print], r"value\[0\] is a builtin_function"),
     "str": ((1, Word("x")), r"value\[1\] is a .*Word, and no plain str"),

@@ -56,9 +56,19 @@ class FailureDetector:
         said = Departure(rank, message.text, died, message.round if died else source, certain, because)
         if rank == self._rank:
             return said
+        if source == rank and not died:
+            said = self._unless_lost_before(said)
         if source == rank or (died and (certain or not self._router.knows(rank))):
             return self._after_those_before(said)
         return self.report(said)
+
+    def _unless_lost_before(self, said: Departure) -> Departure:
+        """A goodbye. Where another has lost that agent for certain, and this is only not believed yet because of a third,
+        that stays the cause: whoever is shut out by one says goodbye to the others."""
+        known = self._suspects.get(said.rank)
+        if known is not None and known[1].died and known[1].certain and known[1].told_by != self._rank:
+            return known[1]
+        return said
 
     def _after_those_before(self, said: Departure) -> Departure | float:
         """An agent goes. Where another is about to be counted as lost, that may be why, and comes first."""
