@@ -63,8 +63,8 @@ class FailureDetector:
         return self.report(said)
 
     def _unless_lost_before(self, said: Departure) -> Departure:
-        """A goodbye. Where another has lost that agent for certain, and this is only not believed yet because of a third,
-        that stays the cause: whoever is shut out by one says goodbye to the others."""
+        """A goodbye. Where another has lost that agent for certain, and that only waits here for a third to be confirmed
+        first, it stays the cause: whoever is shut out by one says goodbye to the others."""
         known = self._suspects.get(said.rank)
         if known is not None and known[1].died and known[1].certain and known[1].told_by != self._rank:
             return known[1]
