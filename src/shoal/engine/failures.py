@@ -63,7 +63,7 @@ class FailureDetector:
         return self.report(said)
 
     def _unless_lost_before(self, said: Departure) -> Departure:
-        """A goodbye. Where another has lost that agent for certain, and that only waits here for a third to be confirmed
+        """A goodbye. Where another has lost that agent for certain, and that waits here for a third to be confirmed
         first, it stays the cause: whoever is shut out by one says goodbye to the others."""
         known = self._suspects.get(said.rank)
         if known is not None and known[1].died and known[1].certain and known[1].told_by != self._rank:
