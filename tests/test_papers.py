@@ -37,6 +37,7 @@ def test_a_section_of_the_page_is_what_the_code_prints(section) -> None:
     assert page.text(section()) in PAGE.read_text()
 
 
+@pytest.mark.soak
 def test_the_rows_of_figure_12_for_few_gpus_are_those_of_the_page() -> None:
     on_page = PAGE.read_text().splitlines()
     (table,) = (part for part in page.figure_12((4, 16)) if part.startswith("| model |"))

@@ -189,6 +189,7 @@ def test_what_was_measured_later_replaces_its_part_only(tmp_path):
 # The whole command
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(200)
 def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
     options = ["--quick", "--only", "mlp", "--json", str(tmp_path / "figures.json")]

@@ -297,6 +297,7 @@ print(json.dumps({"figures": [{"kind": "test", "nbytes": 0, "agents": 1, "values
 # The command
 
 
+@pytest.mark.soak  # half a minute; its parts have tests of their own
 @pytest.mark.timeout(300)
 def test_the_quick_benchmark_measures_everything_and_judges_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -19,7 +19,7 @@ from shoal.topology import RingStarDelegates, find
 NIC, INSIDE = Link(1e-3, 1.25e8), Link(0.0, 4e9)
 NBYTES = 1e7
 PLAIN = Training()
-FLEETS = [(3, 1), (6, 1), (8, 1), (8, 4), (8, 8), (24, 4)]
+FLEETS = [(3, 1), (6, 1), (8, 1), (8, 4), (8, 8), pytest.param(24, 4, marks=pytest.mark.soak)]
 LR, STEPS, COLUMNS = 0.02, 750, 20
 
 
