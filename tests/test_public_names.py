@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -16,16 +14,6 @@ NAMES = Path(__file__).with_name("public_names.txt").read_text().splitlines()
 def test_every_public_name_is_still_there(package: str) -> None:
     names = [name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == package]
     assert not [name for name in names if not hasattr(importlib.import_module(package), name)]
-
-
-@pytest.mark.parametrize("package", ["shoal", "shoal.data", "shoal.windows"])
-def test_no_name_shadows_a_module(package: str) -> None:
-    """``import shoal.windows.window as m`` gives the module."""
-    room = importlib.import_module(package)
-    modules = [one.name for one in pkgutil.iter_modules(room.__path__) if one.name != "__main__"]
-    for name in modules:
-        importlib.import_module(f"{package}.{name}")
-    assert [name for name in modules if not isinstance(getattr(room, name), ModuleType)] == []
 
 
 @pytest.mark.parametrize("package", ["shoal", "shoal.bluefog", "shoal.data", "shoal.windows"])

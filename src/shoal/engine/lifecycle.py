@@ -330,7 +330,7 @@ class Lifecycle:
         self.send_deferred(self._matcher.channel(operation))
         handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
         assert handle is not None
-        self._keep(handle, result, error)
+        self.finish(handle, result, error)
         if self._events.active:
             kind, detail = ("finished", "") if error is None else ("failed", f"{type(error).__name__}: {error}")
             self._events.emit(kind, operation.op, operation.name, operation.round, detail=detail)
@@ -411,10 +411,7 @@ class Lifecycle:
     # Telling callers
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
-        """Keep the promise of something that a thread of this agent did by itself."""
-        self._keep(handle, result, error)
-
-    def _keep(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
+        """Keep the promise of a handle."""
         self.callbacks.extend((callback, handle) for callback in handle.end(result, error))
         self._progress.notify()
 
