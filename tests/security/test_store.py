@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import struct
@@ -101,6 +102,11 @@ def listeners(pid: int) -> list[tuple[str, int]]:
     return found
 
 
+def listeners_here() -> list[tuple[str, int]]:
+    """What this agent's machine listens on; who has answered is on its own machine and no longer on the test's."""
+    return listeners(os.getpid())
+
+
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
 @pytest.mark.parametrize("version", [4, 6])
@@ -108,6 +114,7 @@ def test_rank_0_hosts_the_store_on_the_one_interface_that_leads_to_it(version: i
     with network_namespaces(2) as machines:
         address = machines[0].address if version == 4 else machines[0].address6
         with World(2, namespaces=machines, environment={"MASTER_ADDR": address}, init=False) as world:
+            assert world.results(listeners_here) == [[], []]
             first = world.run_on(0, shoal.init)
             assert wait_until(lambda: listeners(world.members[0].pid))
             assert listeners(world.members[0].pid) == [(address, 29400)]
