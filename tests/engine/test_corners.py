@@ -60,8 +60,12 @@ def test_several_threads_call_back_without_getting_in_each_others_way() -> None:
 
 def test_a_callback_that_exits_does_not_end_the_progress_thread(fleet: Fleets) -> None:
     def run() -> bool:
+        if shoal.rank() == 1:
+            shoal.barrier()  # the other's callback is there before its call can end
         handle = shoal.allreduce_nonblocking(torch.ones(4))
-        handle.add_done_callback(lambda _: sys.exit(1))
+        if shoal.rank() == 0:
+            handle.add_done_callback(lambda _: sys.exit(1))
+            shoal.barrier()
         assert wait_until(handle.poll)
         again = shoal.allreduce_nonblocking(torch.ones(4))
         done = wait_until(again.poll)  # nobody waits for it, so the thread must drive

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -355,7 +355,7 @@ class Fusion:
     def put(self, operation: Operation, source: int, message: Message) -> None:
         """A neighbour has sent by itself what is a part of a fused operation here."""
         assert message.payload is not None
-        fused = _fused(operation)
+        fused: FusedOperation | None = operation.fused
         if not message.payload.complete and fused is not None:  # it cannot be put in its place yet
             self._split(fused)
         place = self._place(operation, source, message, message.shape) if message.payload.complete else None
@@ -417,7 +417,8 @@ class Fusion:
         self, operation: Operation, source: int, message: Message, shape: tuple[int, ...]
     ) -> torch.Tensor | None:
         """Where in a fused operation a tensor from a neighbour goes. Where it does not fit, that is split."""
-        fused, fusible = _fused(operation), operation.fusible
+        fused: FusedOperation | None = operation.fused
+        fusible = operation.fusible
         if fused is None or fusible is None:
             return None
         stage, partial = fused.stage, fused.partial.get(source)
@@ -440,7 +441,7 @@ class Fusion:
 
     def _count(self, operation: Operation, source: int) -> None:
         """A tensor has been put in its place; with the last one, a source has sent all."""
-        fused = _fused(operation)
+        fused: FusedOperation | None = operation.fused
         assert fused is not None
         stage, partial = fused.stage, fused.partial[source]
         assert stage is not None
@@ -467,11 +468,6 @@ class Fusion:
                 self._early.pop(key, None)
         if kept:
             self._matcher.release(*received)
-
-
-def _fused(operation: Operation) -> FusedOperation | None:
-    """What an operation is a part of; only fusion makes such, so it is one of ours."""
-    return cast("FusedOperation | None", operation.fused)
 
 
 def _piece(like: Message, name: str, round_: int, shape: tuple[int, ...], data: torch.Tensor) -> Message:

@@ -176,7 +176,7 @@ class Operation:
         self.stalled = False
         self.error: BaseException | None = None
         self.fusible: Fusible | None = None  # what it is about, where it may go together with others
-        self.fused: Operation | None = None  # the fused operation that it is a part of
+        self.fused: Any = None  # the FusedOperation that it is a part of; only fusion makes one
         self.one_sided = False  # the others need not call anything for it
         self.sent = False  # its first stage has been sent, as a part of a fused operation
 
@@ -194,8 +194,9 @@ class Operation:
     @property
     def waiting_for(self) -> list[int]:
         """The ranks that keep it from going on."""
-        if self.fused is not None:
-            return self.fused.waiting_for
+        fused: Operation | None = self.fused
+        if fused is not None:
+            return fused.waiting_for
         waiting = set(self.unconfirmed.values())
         if self.stage is not None:
             waiting |= self.stage.missing
@@ -212,8 +213,9 @@ class Operation:
     @property
     def computing(self) -> bool:
         """It has all messages of its stage and waits for nobody."""
-        if self.fused is not None:
-            return self.fused.computing
+        fused: Operation | None = self.fused
+        if fused is not None:
+            return fused.computing
         return self.stage is not None and self.stage.complete and not self.waiting_more
 
 

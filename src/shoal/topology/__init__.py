@@ -84,6 +84,7 @@ from .families.small_world import SmallWorldGraph as SmallWorldGraph
 from .families.trees import ChainGraph as ChainGraph
 from .families.trees import SpanningTreeGraph as SpanningTreeGraph
 from .families.trees import TreeGraph as TreeGraph
+from .healing import Without as Without
 from .mixing import Mixing as Mixing
 from .schedule import AnyTopology as AnyTopology
 from .schedule import Clock as Clock

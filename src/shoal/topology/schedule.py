@@ -9,7 +9,7 @@ for itself and saves with its state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from typing import TypeAlias
 from zlib import crc32
@@ -59,6 +59,19 @@ class Schedule(ABC):
 
         A schedule that knows says so without its edges, of which there are millions. None if it does not know, though
         the edges may be so; hops are 0 to n - 1, and 0 is the agent itself.
+        """
+        return None
+
+    def among(self, left: Sequence[int]) -> Schedule | None:
+        """A plan of its own for the agents that are left, where it has a better one than :class:`Without` makes of it.
+
+        For one that promises what is lost when an agent is merely left out, as the exact mean after a period.
+
+        Args:
+            left: ranks, ascending, at least one.
+
+        Returns:
+            A schedule of ``len(left)`` agents, agent k of which is ``left[k]``; None if it has none.
         """
         return None
 

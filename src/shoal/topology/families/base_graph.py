@@ -11,7 +11,7 @@ Learning via Finite-time Convergence", arXiv:2305.11420: algorithms 1, 2 and 3.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from .._edges import Edges, Ranks, symmetric
 from .._validate import check_size
-from ..schedule import EdgeSchedule
+from ..schedule import EdgeSchedule, Schedule
 
 Exchanges = tuple[Ranks, Ranks, NDArray[np.float64]]
 """Pairs of agents and the weight of the exchange between the two, three arrays [pairs]."""
@@ -75,6 +75,9 @@ class HyperHypercube(_Planned):
     def _plan(self, everyone: Ranks) -> Plan:
         return _hyper_hypercube(everyone, self.peers)
 
+    def among(self, left: Sequence[int]) -> Schedule:
+        return BaseGraph(len(left), self.peers)
+
     def describe(self) -> str:
         return f"hyper-hypercube of {self.size} agents, at most {self.peers} peers"
 
@@ -90,6 +93,9 @@ class SimpleBaseGraph(_Planned):
     def _plan(self, everyone: Ranks) -> Plan:
         return _simple_base(everyone, self.peers)
 
+    def among(self, left: Sequence[int]) -> Schedule:
+        return SimpleBaseGraph(len(left), self.peers)
+
     def describe(self) -> str:
         return f"simple Base-{self.peers + 1} graph of {self.size} agents"
 
@@ -104,6 +110,9 @@ class BaseGraph(_Planned):
 
     def _plan(self, everyone: Ranks) -> Plan:
         return min((_simple_base(everyone, self.peers), _factored(everyone, self.peers)), key=len)
+
+    def among(self, left: Sequence[int]) -> Schedule:
+        return BaseGraph(len(left), self.peers)
 
     def describe(self) -> str:
         return f"Base-{self.peers + 1} graph of {self.size} agents"

@@ -7,13 +7,15 @@ weights balance by themselves.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
 from .. import _random
 from .._edges import Edges, Ranks, one_peer
 from .._validate import check_size
-from ..schedule import EdgeSchedule
+from ..schedule import EdgeSchedule, Schedule
+from .base_graph import BaseGraph
 
 
 class OnePeer(EdgeSchedule):
@@ -80,6 +82,9 @@ class OnePeerHypercube(OnePeer):
     def _sources(self, round: int) -> Ranks:
         everyone = np.arange(self.size)
         return everyone ^ 2**round if self.size > 1 else everyone
+
+    def among(self, left: Sequence[int]) -> Schedule:
+        return BaseGraph(len(left))
 
     def describe(self) -> str:
         return f"one-peer hypercube of {self.size} agents"

@@ -11,7 +11,7 @@ doi 10.1007/978-3-030-43823-4_28, section 2.4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 
 import networkx as nx
@@ -19,7 +19,7 @@ import numpy as np
 
 from .._edges import Edges, assemble
 from .._validate import check_size
-from ..schedule import EdgeSchedule
+from ..schedule import EdgeSchedule, Schedule
 from ..weights import with_metropolis_hastings_weights
 from .circulant import ring
 from .compose import AllReduce, Kronecker
@@ -79,7 +79,62 @@ class RingStarRandom(Kronecker):
         return f"Ring-Star {groups} over RingRandom of {self.size} agents, seed {self.seed}"
 
 
-class RingStarDelegates(EdgeSchedule):
+class _Delegates(EdgeSchedule):
+    """Three rounds for one of groups of any sizes; see :class:`RingStarDelegates`.
+
+    Args:
+        sizes: how many agents each group has, in the order of ranks; those without any are left out.
+    """
+
+    period = 3
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = np.array([size for size in sizes if size], dtype=np.int64)
+        self.size = int(self._sizes.sum())
+
+    def _edges(self, round: int) -> Edges:
+        everyone = np.arange(self.size)
+        group_of = np.repeat(np.arange(len(self._sizes)), self._sizes)
+        delegates = np.cumsum(self._sizes) - self._sizes
+        delegate_of = delegates[group_of]
+        members = everyone[everyone != delegate_of]
+        if round == 0:
+            destination, source = np.concatenate([delegate_of, members]), np.concatenate([everyone, members])
+            weight = np.concatenate([1.0 / self._sizes[group_of], np.ones(len(members))])
+        elif round == 1:
+            groups = self._between_groups()
+            destination = np.concatenate([delegates[groups.destination], members])
+            source = np.concatenate([delegates[groups.source], members])
+            weight = np.concatenate([groups.weight, np.ones(len(members))])
+        else:
+            destination, source, weight = everyone, delegate_of, np.ones(self.size)
+        return assemble(self.size, destination, source, weight)
+
+    def _between_groups(self) -> Edges:
+        """The ring of groups; where one is smaller than another, with weights that leave the mean of all agents.
+
+        Every agent of group g takes a share P[g, h] of the mean of group h, so L_g P[g, h] must be symmetric, where L
+        are the sizes: ``P[g, h] = P_ring[g, h] min(1, L_h / L_g)``, and the rest is its own.
+        """
+        whole = ring(len(self._sizes)).edges(0)
+        apart = whole.destination != whole.source
+        to, of = whole.destination[apart], whole.source[apart]
+        share = whole.weight[apart] * np.minimum(1.0, self._sizes[of] / self._sizes[to])
+        each = np.arange(len(self._sizes))
+        own = 1.0 - np.bincount(to, weights=share, minlength=len(each))
+        ends = np.concatenate([to, each]), np.concatenate([of, each])
+        return assemble(len(each), *ends, np.concatenate([share, own]))
+
+    def among(self, left: Sequence[int]) -> Schedule:
+        """The same groups with whom they have left; the first of them is the delegate."""
+        group_of = np.repeat(np.arange(len(self._sizes)), self._sizes)
+        return _Delegates(np.bincount(group_of[list(left)], minlength=len(self._sizes)).tolist())
+
+    def describe(self) -> str:
+        return f"Ring-Star of groups of {', '.join(map(str, self._sizes))} by delegates"
+
+
+class RingStarDelegates(_Delegates):
     """:class:`RingStar` message by message, three rounds for one: collect, exchange along the ring, hand out.
 
     The first agent of each group is its delegate and does what the paper's Table 1 counts: L - 1 messages in, two
@@ -94,28 +149,9 @@ class RingStarDelegates(EdgeSchedule):
         ValueError: L does not divide V.
     """
 
-    period = 3
-
     def __init__(self, size: int, agents_per_machine: int | None = None) -> None:
         self.local = group_size(size, agents_per_machine)
-        self.size = size
-
-    def _edges(self, round: int) -> Edges:
-        everyone = np.arange(self.size)
-        delegates = everyone[:: self.local]
-        delegate_of = everyone - everyone % self.local
-        members = everyone[everyone != delegate_of]
-        if round == 0:
-            destination, source = np.concatenate([delegate_of, members]), np.concatenate([everyone, members])
-            weight = np.concatenate([np.full(self.size, 1.0 / self.local), np.ones(len(members))])
-        elif round == 1:
-            groups = ring(len(delegates)).edges(0)
-            destination = np.concatenate([delegates[groups.destination], members])
-            source = np.concatenate([delegates[groups.source], members])
-            weight = np.concatenate([groups.weight, np.ones(len(members))])
-        else:
-            destination, source, weight = everyone, delegate_of, np.ones(self.size)
-        return assemble(self.size, destination, source, weight)
+        super().__init__([self.local] * (size // self.local))
 
     def describe(self) -> str:
         return f"Ring-Star [{self.size // self.local} x {self.local}] by delegates of {self.size} agents"

@@ -1,0 +1,120 @@
+"""What is left of a topology when agents are gone.
+
+The naive repair gives the weight of each edge to a lost agent back to the agent at its other end. On a directed graph
+that biases the mean, and where the lost agent held the graph together (a star's centre) it falls apart. So those who
+were heard through a lost agent are heard directly: with S the agents that are left and D those that are gone,
+
+    W'  =  W_SS  +  W_SD (I - W_DD)^-1 W_DS,
+
+the stochastic complement of W (Meyer, "Stochastic complementation, uncoupling Markov chains, and the theory of nearly
+reducible systems", SIAM Review 31, 1989). Rows that sum to one still do, columns too, symmetric stays symmetric, what
+was connected in a round is connected, and a round of pairs is one of pairs.
+
+What holds over several rounds is another matter: where two hear of each other only because a third meets one and then
+the other, a round by itself does not show it. Families that plan over rounds say for themselves how they go on
+(:meth:`Schedule.among`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ._edges import Edges, Ranks, Weights, assemble
+from ._validate import check_rank
+from .schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
+
+_ALONE = 1e-12
+"""An agent whose self weight is so near one hears nobody whom others could hear through it."""
+
+
+class Without(EdgeSchedule):
+    """A topology without some of its agents: those who heard each other through them do so directly.
+
+    Ranks keep their values. Who is gone has a self weight of one and no edges. It is the same on every agent, whatever
+    the order in which agents were lost. The Base-(k+1) graphs, the hyper-hypercube and the one-peer hypercube become a
+    Base-(k+1) graph of the agents that are left, which is exact for any number; in Ring-Star by delegates the next
+    agent of a group takes a lost delegate's place.
+
+    >>> ring = [[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]  # agent 2 hears agent 1, and that hears agent 0
+    >>> Without(ring, [1]).matrix(0)
+    array([[0.5, 0. , 0.5],
+           [0. , 1. , 0. ],
+           [0.5, 0. , 0.5]])
+
+    Args:
+        topology: a graph, a schedule or a mixing matrix, of n agents.
+        gone: ranks. Of a topology that is a ``Without`` itself, the two sets are joined.
+
+    Attributes:
+        whole: the topology of all agents.
+        gone: those it is without, ascending.
+
+    Raises:
+        TypeError, ValueError: no topology, or what is no rank of it.
+    """
+
+    whole: Schedule
+    gone: tuple[int, ...]
+
+    def __init__(self, topology: AnyTopology, gone: Iterable[int]) -> None:
+        whole: Schedule = as_schedule(topology)
+        lost = {check_rank(rank, whole.size) for rank in gone}
+        if isinstance(whole, Without):
+            lost |= set(whole.gone)
+            whole = whole.whole
+        self.whole = whole
+        self.gone = tuple(sorted(lost))
+        self.size = whole.size
+        self._left = [rank for rank in range(whole.size) if rank not in lost]
+        self._planned = whole.among(self._left) if self._left and lost else None
+        self.period = whole.period if self._planned is None else self._planned.period
+
+    def _edges(self, round: int) -> Edges:
+        if self._planned is None:
+            return _eliminated(self.size, self.whole.edges(round), self.gone)
+        edges, left, gone = self._planned.edges(round), np.array(self._left), np.array(self.gone)
+        ends = np.concatenate([left[edges.destination], gone]), np.concatenate([left[edges.source], gone])
+        return assemble(self.size, *ends, np.concatenate([edges.weight, np.ones(len(gone))]))
+
+    def describe(self) -> str:
+        return f"{self.whole.describe()}, without {', '.join(map(str, self.gone)) or 'nobody'}"
+
+
+def _eliminated(size: int, edges: Edges, gone: tuple[int, ...]) -> Edges:
+    """The edges of a round without the agents that are gone, but for an edge of weight one from each to itself."""
+    destination, source, weight = edges
+    lost = np.zeros(size, dtype=bool)
+    lost[list(gone)] = True
+    beside = lost[destination] | lost[source]
+    nobody = np.flatnonzero(lost)
+    found: list[tuple[Ranks, Ranks, Weights]] = [
+        (destination[~beside], source[~beside], weight[~beside]),
+        (nobody, nobody, np.ones(len(nobody))),
+    ]
+    if beside.any():
+        found.append(_through(destination[beside], source[beside], weight[beside], gone))
+    return assemble(size, *(np.concatenate(part) for part in zip(*found, strict=True)))
+
+
+def _through(destination: Ranks, source: Ranks, weight: Weights, gone: tuple[int, ...]) -> tuple[Ranks, Ranks, Weights]:
+    """The edges that replace those from and to the agents that are gone, which are taken out one by one."""
+    agents = np.unique(np.concatenate([destination, source]))
+    matrix = np.zeros((len(agents), len(agents)))
+    matrix[np.searchsorted(agents, destination), np.searchsorted(agents, source)] = weight
+    for rank in gone:
+        at = np.searchsorted(agents, rank)
+        if at == len(agents) or agents[at] != rank:
+            continue
+        heard, hearers = matrix[at].copy(), matrix[:, at].copy()
+        others = 1.0 - heard[at]
+        heard[at] = hearers[at] = 0.0
+        matrix[at] = matrix[:, at] = 0.0
+        if abs(others) > _ALONE:
+            to, of = np.flatnonzero(hearers), np.flatnonzero(heard)
+            matrix[np.ix_(to, of)] += np.outer(hearers[to], heard[of]) / others
+        else:  # there is nobody to hear in its place; its share is its hearers' own
+            matrix[np.diag_indices_from(matrix)] += hearers
+    to, of = np.nonzero(matrix)
+    return agents[to], agents[of], matrix[to, of]

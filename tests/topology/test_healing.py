@@ -1,0 +1,168 @@
+"""Topologies without the agents that are gone: what is promised of them, for every topology that there is."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import networkx as nx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shoal.topology import (
+    CATALOG,
+    BaseGraph,
+    Clock,
+    MeshGrid2DGraph,
+    OnePeerExponential,
+    RandomMatchings,
+    RingGraph,
+    Schedule,
+    StarGraph,
+    Topology,
+    Without,
+)
+from support.topology_suite import schedule_of, sizes
+
+
+def losses(size: int) -> list[tuple[int, ...]]:
+    """One agent, the first, two beside each other, three apart, and all but one."""
+    found = [(0,), (size - 1,), (0, 1), tuple(range(0, size, 3)), tuple(range(1, size))]
+    return [gone for gone in dict.fromkeys(found) if len(gone) < size]
+
+
+CASES = [
+    pytest.param(topology, size, gone, id=f"{name}-{size}-without-{'-'.join(map(str, gone))}")
+    for name, topology in sorted(CATALOG.items())
+    for size in [one for one in (5, 8, 12) if one in sizes(topology)]
+    for gone in losses(size)
+]
+
+
+def complement(matrix: NDArray[np.float64], gone: tuple[int, ...]) -> NDArray[np.float64] | None:
+    """The stochastic complement as it is on paper; None where some of those that are gone hear only each other."""
+    left = [rank for rank in range(len(matrix)) if rank not in gone]
+    inner = np.eye(len(gone)) - matrix[np.ix_(gone, gone)]
+    if np.linalg.cond(inner) > 1e9:
+        return None
+    through = matrix[np.ix_(left, gone)] @ np.linalg.solve(inner, matrix[np.ix_(gone, left)])
+    found = np.eye(len(matrix))
+    found[np.ix_(left, left)] = matrix[np.ix_(left, left)] + through
+    return found
+
+
+@pytest.mark.parametrize(("topology", "size", "gone"), CASES)
+def test_the_agents_that_are_left_keep_what_the_topology_promised(
+    topology: Topology, size: int, gone: tuple[int, ...]
+) -> None:
+    whole = schedule_of(topology, size)
+    healed = Without(whole, gone)
+    planned = whole.among([rank for rank in range(size) if rank not in gone]) is not None
+    product = np.eye(size)
+    for round in range(min(healed.period or 6, 12)):
+        matrix = healed.matrix(round)
+        product = matrix @ product
+        expected = None if planned else complement(whole.matrix(round), gone)
+        if expected is not None:
+            np.testing.assert_allclose(matrix, expected, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(matrix.sum(axis=1), 1.0, rtol=0, atol=1e-12)
+        np.testing.assert_array_equal(matrix[list(gone)], np.eye(size)[list(gone)])
+        np.testing.assert_array_equal(matrix[:, list(gone)], np.eye(size)[:, list(gone)])
+        if topology.doubly:
+            np.testing.assert_allclose(matrix.sum(axis=0), 1.0, rtol=0, atol=1e-12)
+        if topology.symmetric:
+            np.testing.assert_array_equal(matrix, matrix.T)
+    if planned:  # what it promises over a period
+        left = [rank for rank in range(size) if rank not in gone]
+        np.testing.assert_allclose(product.sum(axis=0), 1.0, rtol=0, atol=1e-12)
+        if topology.exact:
+            np.testing.assert_allclose(product[np.ix_(left, left)], 1 / len(left), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("topology", "size", "gone"), CASES)
+def test_where_all_were_connected_those_that_are_left_are(topology: Topology, size: int, gone: tuple[int, ...]) -> None:
+    whole = schedule_of(topology, size)
+    healed = Without(whole, gone)
+    assert _connected(whole, list(range(min(whole.period or 40, 40))), ()), "the case shows nothing"
+    assert _connected(healed, list(range(min(healed.period or 40, 40))), gone)
+
+
+def _connected(schedule: Schedule, rounds: list[int], gone: tuple[int, ...]) -> bool:
+    union = nx.compose_all([schedule.graph(round) for round in rounds])
+    union.remove_nodes_from(gone)
+    return bool(nx.is_strongly_connected(union))
+
+
+@pytest.mark.parametrize("lost", [0, 3, 7])
+def test_a_round_of_pairs_stays_one_and_a_round_of_one_peer_too(lost: int) -> None:
+    for schedule in (RandomMatchings(8, seed=3), OnePeerExponential(8)):
+        healed = Without(schedule, [lost])
+        for round, rank in itertools.product(range(6), range(8)):
+            mixing = healed.mixing(round, rank)
+            assert len(mixing.sources) <= 1
+            assert len(mixing.destinations) <= 1
+
+
+def test_a_star_without_its_centre_is_no_heap_of_agents_that_hear_nobody() -> None:
+    matrix = Without(StarGraph(5), [0]).matrix(0)
+    assert (matrix[1:, 1:] > 0).all()
+    np.testing.assert_allclose(matrix[1:, 1:].sum(axis=0), 1.0, rtol=0, atol=1e-15)
+
+
+def test_the_order_in_which_agents_were_lost_does_not_matter() -> None:
+    graph = MeshGrid2DGraph(12)
+    at_once = Without(graph, [1, 5, 6])
+    one_by_one = Without(Without(Without(graph, [6]), [1]), [5])
+    assert at_once.gone == one_by_one.gone == (1, 5, 6)
+    assert at_once.describe() == one_by_one.describe()
+    np.testing.assert_array_equal(at_once.matrix(0), one_by_one.matrix(0))
+
+
+def test_the_mean_of_the_agents_that_are_left_is_reached_and_kept() -> None:
+    schedule, gone = Without(OnePeerExponential(8), [2, 5]), [2, 5]
+    left = [rank for rank in range(8) if rank not in gone]
+    values = np.random.default_rng(0).normal(size=8)
+    found = values.copy()
+    for round in range(60):
+        found = schedule.matrix(round) @ found
+    np.testing.assert_allclose(found[left], values[left].mean(), rtol=0, atol=1e-9)
+    np.testing.assert_array_equal(found[gone], values[gone])
+
+
+def test_nobody_gone_is_the_topology_itself() -> None:
+    for round in range(4):
+        np.testing.assert_array_equal(Without(BaseGraph(6), []).matrix(round), BaseGraph(6).matrix(round))
+    assert Without(RingGraph(4), []).describe().endswith("without nobody")
+
+
+def test_an_agent_that_heard_nobody_takes_nothing_with_it() -> None:
+    """Its weight in who heard it goes to that agent itself: there is nobody to hear in its place."""
+    matrix = np.array([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]])
+    np.testing.assert_array_equal(Without(matrix, [0]).matrix(0), [[1, 0, 0], [0, 1, 0], [0, 0.5, 0.5]])
+
+
+def test_it_is_a_schedule_like_any_other() -> None:
+    healed = Without(OnePeerExponential(8), [1])
+    assert healed.period == 3
+    again = pickle.loads(pickle.dumps(healed))
+    np.testing.assert_array_equal(again.matrix(1), healed.matrix(1))
+    clock = Clock(healed, 0)
+    next(clock)
+    with pytest.raises(ValueError, match="without 1"):
+        Clock(OnePeerExponential(8), 0).load_state_dict(clock.state_dict())
+
+
+@pytest.mark.parametrize("gone", [[8], [-1], [1.5], ["1"], [True]])
+def test_what_is_no_rank_is_refused(gone: list[object]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        Without(OnePeerExponential(8), gone)  # type: ignore[arg-type]
+
+
+def test_a_hundred_thousand_agents_lose_a_thousand() -> None:
+    size = 100_000
+    healed = Without(OnePeerExponential(size), range(0, size, 100))
+    edges = healed.edges(3)
+    sums = np.bincount(edges.destination, weights=edges.weight, minlength=size)
+    np.testing.assert_allclose(sums, 1.0, rtol=0, atol=1e-12)
+    assert len(edges.weight) < 2 * size
