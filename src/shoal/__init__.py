@@ -122,6 +122,7 @@ from .world.agent import bind as bind
 from .world.bootstrap import init as init
 from .world.bootstrap import shutdown as shutdown
 from .world.fleet import Fleet as Fleet
+from .world.identity import alive as alive
 from .world.identity import bytes_sent as bytes_sent
 from .world.identity import empty as empty
 from .world.identity import events as events
@@ -138,6 +139,7 @@ from .world.identity import local_size as local_size
 from .world.identity import machine_rank as machine_rank
 from .world.identity import machine_size as machine_size
 from .world.identity import membership as membership
+from .world.identity import on_membership_change as on_membership_change
 from .world.identity import out_neighbor_machine_ranks as out_neighbor_machine_ranks
 from .world.identity import out_neighbor_ranks as out_neighbor_ranks
 from .world.identity import rank as rank
@@ -167,6 +169,7 @@ __all__ = [
     "SlotState",
     "Warmup",
     "algorithms",
+    "alive",
     "allgather",
     "allgather_nonblocking",
     "allreduce",
@@ -213,6 +216,7 @@ __all__ = [
     "neighbor_allreduce",
     "neighbor_allreduce_nonblocking",
     "neighbor_alltoall",
+    "on_membership_change",
     "optim",
     "out_neighbor_machine_ranks",
     "out_neighbor_ranks",

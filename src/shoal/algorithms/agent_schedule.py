@@ -5,6 +5,7 @@ from __future__ import annotations
 import networkx as nx
 import numpy as np
 
+from ..topology.healing import Without
 from ..topology.mixing import Mixing
 from ..topology.schedule import Schedule
 from .weights import Form, Ranks, ScheduleWeights, Weights
@@ -23,7 +24,8 @@ class AgentSchedule:
 
     def __init__(self, topology: nx.Graph | Schedule, rank: int) -> None:
         self._weights, self._rank = ScheduleWeights(topology), rank
-        self._mixings: dict[tuple[int, str], Mixing] = {}
+        self._without: dict[tuple[int, ...], ScheduleWeights] = {(): self._weights}
+        self._mixings: dict[tuple[int, str, tuple[int, ...]], Mixing] = {}
         self._neighbours: dict[int, list[int]] = {}
 
     @property
@@ -31,17 +33,21 @@ class AgentSchedule:
         """How many agents the topology is for."""
         return self._weights.size
 
-    def mixing(self, round_: int, form: Form = "mix") -> Mixing:
+    def mixing(self, round_: int, form: Form = "mix", gone: tuple[int, ...] = ()) -> Mixing:
         """With the weights W, or those of its row-stochastic (``"pull"``) or column-stochastic (``"push"``) form.
 
-        The receiver applies the whole weight. Made once for each round of the period, and kept.
+        The receiver applies the whole weight. Made once for each round of the period, and kept. Where agents are
+        ``gone`` it is what is left of the topology: see :class:`shoal.topology.Without`.
 
         Raises:
             ValueError: A weight is not finite.
         """
-        key = self._weights.schedule.in_period(round_), form
+        if gone not in self._without:
+            self._without[gone] = ScheduleWeights(Without(self._weights.schedule, gone))
+        left = self._without[gone]
+        key = left.schedule.in_period(round_), form, gone
         if key not in self._mixings:
-            weights = self._weights[round_]
+            weights = left[round_]
             used: Weights = getattr(weights, form)
             mine: Ranks = np.flatnonzero(weights.destination == self._rank)
             sources = dict(zip(weights.source[mine].tolist(), used[mine].tolist(), strict=True))

@@ -54,7 +54,7 @@ class Exchange(Mix):
         mixing = self._schedule.mixing(self.round, form)
         self.exchanges += 1
         self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else int(nbytes))
-        return submit(current("neighbor_allreduce"), x, mixing, name=self._name).wait()
+        return submit(current("neighbor_allreduce"), x, mixing, name=self._name, survives=False).wait()
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         if group not in (EVERYBODY, MACHINE):

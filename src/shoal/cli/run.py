@@ -138,8 +138,9 @@ def run(args: argparse.Namespace) -> int:
     with AgentProcesses(output, survive=args.on_failure == "continue", grace=args.grace) as agents:
         if "OMP_NUM_THREADS" not in os.environ and args.agents > 1:
             agents.say("OMP_NUM_THREADS is not set: each agent gets 1 thread")
+        defaults = {"SHOAL_ON_LOSS": "continue"} if args.on_failure == "continue" else {}
         for local_rank in range(args.agents):
-            environ = job.environment(local_rank, os.environ)
+            environ = job.environment(local_rank, {**defaults, **os.environ})
             rank = int(environ["RANK"])
             agents.start(rank, command, environ, keeps_stdin=rank == 0)
         if listener is not None:

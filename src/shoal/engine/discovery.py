@@ -8,36 +8,64 @@ that power of two in it (Bruck's all-to-all, with only the notices that exist). 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
 from ..engine.engine import Engine
-from ..engine.operation import Arrived, Exchange, Operation, Send
+from ..engine.operation import Arrived, Exchange, Operation, Send, Steps
 from ..errors import Mismatch
 
+T = TypeVar("T")
 
-def discover(engine: Engine, operation: Operation, named: Iterable[int]) -> Generator[Exchange, Arrived, list[int]]:
-    """The ranks that name this agent, ascending, given the ranks that it names. Mismatch for what cannot be."""
-    rank, size = engine.rank, engine.size
-    notices = [(rank, other) for other in named]
+_ALL_HAVE_IT = 128
+"""The stage after those of any operation of all: agents say that they have its result."""
+
+
+def discover(
+    engine: Engine, operation: Operation, named: Iterable[int], first_stage: int | None = None
+) -> Generator[Exchange, Arrived, list[int]]:
+    """The ranks that name this agent, ascending, given the ranks that it names. Mismatch for what cannot be.
+
+    Among the agents that the operation is planned for: notices count these, and not all ranks. Where agents come to it
+    through different numbers of stages, ``first_stage`` is the number of its first.
+    """
+    gone = operation.gone
+    group: Sequence[int] = [one for one in range(engine.size) if one not in gone] if gone else range(engine.size)
+    rank, size = group.index(engine.rank), len(group)
+    notices = [(rank, group.index(other)) for other in named if other not in gone]
     step = 1
     while step < size:
         passing = [notice for notice in notices if (notice[1] - rank) % size & step]
         notices = [notice for notice in notices if not (notice[1] - rank) % size & step]
         pairs = torch.tensor(passing, dtype=torch.int32).view(-1)
-        ahead, behind = (rank + step) % size, (rank - step) % size
+        ahead, behind = group[(rank + step) % size], group[(rank - step) % size]
         send = Send(ahead, engine.publisher.publish(operation, pairs), 0, pairs.numel(), tuple(pairs.shape))
-        arrived = yield Exchange([send], [behind], torch.int32)
+        stage = None if first_stage is None else first_stage + step.bit_length() - 1
+        arrived = yield Exchange([send], [behind], torch.int32, stage=stage)
         message = arrived[behind]
         assert message.payload is not None
         flat = message.payload.data.tolist()
         # What this agent passes on, or answers, goes where these say.
         if len(flat) % 2 or not all(0 <= one < size for one in flat):
-            raise Mismatch(f"{operation}: rank {behind} passed on what are no pairs of {size} ranks", (behind, rank))
+            what = f"rank {behind} passed on what are no pairs of {size} ranks"
+            raise Mismatch(f"{operation}: {what}", (behind, engine.rank))
         notices += list(zip(flat[::2], flat[1::2], strict=True))
         step *= 2
-    found = sorted({origin for origin, other in notices if other == rank})
+    found = sorted({group[origin] for origin, other in notices if other == rank})
     if len(found) != len(notices):
-        raise Mismatch(f"{operation}: one of the agents passed on notices twice, or for others than this one", (rank,))
+        raise Mismatch(
+            f"{operation}: one of the agents passed on notices twice, or for others than this one", (engine.rank,)
+        )
     return found
+
+
+def held_by_all(engine: Engine, operation: Operation, steps: Steps[T]) -> Steps[T]:
+    """The steps of an operation that gives all agents the same. Where they go on after a loss, it ends only when all
+    have that: else one might go on with what the others can get from nobody any more."""
+    result = yield from steps
+    if operation.recovery is not None:
+        operation.recovery.keep(result)
+        yield from discover(engine, operation, (), _ALL_HAVE_IT)
+    return result

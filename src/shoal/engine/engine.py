@@ -25,11 +25,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from ..errors import NotInitialized, ShoalError
+from ..errors import DeadlineExceeded, NotInitialized, ShoalError
 from ..interrupts import held
 from ..transport.memory import Arena, ResultPool
 from ..transport.poller import Poller
 from ..transport.router import Router
+from .agreement import WORD, Agreement
 from .closing import HANG_UP_SECONDS, LAST_WORD_SECONDS, Drain
 from .dispatch import Dispatch
 from .events import Events
@@ -79,6 +80,7 @@ class Engine:
             membership,
             events,
             lambda operation: self.fusion.begins(operation),
+            lambda name, round_, restarts: self.agreement.plan(name, round_, restarts),
         )
         self.fusion = fusion = Fusion(
             rank,
@@ -89,8 +91,20 @@ class Engine:
             lifecycle,
             lambda source, message: self.dispatch.on_message(source, message),
         )
+        self.agreement = agreement = Agreement(
+            rank,
+            size,
+            matcher,
+            membership,
+            self.publisher,
+            outbox,
+            lifecycle,
+            fusion,
+            lambda said: self.failures.told(said),
+            progress.check_by,
+        )
         self.failures = failures = Failures(
-            rank, size, progress, matcher, membership, router, outbox, lifecycle, fusion, services, events
+            rank, size, progress, matcher, membership, router, outbox, lifecycle, fusion, services, agreement, events
         )
         self.watchdog = Watchdog(rank, lifecycle, matcher, outbox)
         self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, services, events)
@@ -125,6 +139,7 @@ class Engine:
         timeout: float | None = None,
         alone: bool = True,
         one_sided: bool = False,
+        restarts: bool | None = None,
     ) -> Handle[T]:
         """Begin an operation.
 
@@ -136,13 +151,49 @@ class Engine:
             timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
             alone: Refuse a second operation under the same name while one is in flight.
             one_sided: The others need not call anything for it; so it goes on when one is lost that it does not need.
+            restarts: With ``on_loss="continue"``, what becomes of it when an agent is lost that it needs. True: it
+                begins anew among those that are left, as all must have the same result. False: it goes on without what
+                that agent has not sent, in the one exchange that it has. None: it fails.
         """
         seconds = as_seconds(timeout, self.timeout)
+        survives = restarts if self.agreement.active else None
         with held:
-            handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided)
+            handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided, survives)
+        if handle is None:
+            limit = time.monotonic() + seconds
+            while handle is None:
+                self._await_agreement(op, name, limit, seconds)
+                with held:
+                    handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided, survives)
         if self.lifecycle.callbacks:
             self.after()
         return handle
+
+    def _await_agreement(self, op: str, name: str, limit: float, seconds: float) -> None:
+        """Wait until the agents that are left have agreed on a loss."""
+        agreement, progress = self.agreement, self.progress
+        what = f"{op} on rank {self.rank}"
+        if progress.mine:
+            raise RuntimeError(
+                f"{what}: an agent was lost just now, and nothing can begin inside a callback until then"
+            )
+        while not progress.drive_until(lambda: not agreement.changing, limit):
+            held.checkpoint()
+            if progress.stopped:
+                raise NotInitialized(f"{what}: this agent has shut down; call shoal.init() first")
+            if time.monotonic() >= limit:
+                with self.lock:
+                    missing = agreement.missing
+                raise DeadlineExceeded(
+                    f"{what} waited {seconds:g} s for ranks {missing}: an agent was lost, and they have not said that "
+                    "they know",
+                    missing,
+                )
+
+    def survive_losses(self) -> None:
+        """Let operations that can outlive the loss of an agent do so. Before the exchange starts."""
+        self.agreement.activate()
+        self.services.add(WORD, self.agreement)
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
         """Keep the promise of something that a thread of this agent did by itself."""
@@ -228,6 +279,10 @@ class Engine:
             return float("inf")
 
     def after(self) -> None:
+        if self.lifecycle.frozen:  # what callbacks begin would have to wait
+            return
+        if self.agreement.changes:
+            self.agreement.tell()
         if self.lifecycle.callbacks:
             self.lifecycle.call_back()
 

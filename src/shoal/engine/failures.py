@@ -13,6 +13,7 @@ import time
 from ..errors import ShoalError
 from ..transport.router import Router
 from ..transport.wire import CERTAIN, DIED, Message
+from .agreement import Agreement
 from .events import Events
 from .fusion import Fusion
 from .lifecycle import Lifecycle
@@ -127,6 +128,7 @@ class Failures:
         lifecycle: Lifecycle,
         fusion: Fusion,
         services: Services,
+        agreement: Agreement,
         events: Events,
     ) -> None:
         self.deaf = False
@@ -141,6 +143,7 @@ class Failures:
         self._lifecycle = lifecycle
         self._fusion = fusion
         self._services = services
+        self._agreement = agreement
         self._events = events
 
     # What shows that an agent is gone
@@ -155,7 +158,7 @@ class Failures:
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
         """An agent has said goodbye, because of the loss of another where that has a cause."""
         if cause and 0 <= lost < self._size and lost != self._rank:
-            self._told(Departure(lost, cause, True, peer))
+            self.told(Departure(lost, cause, True, peer))
         said = Departure(peer, "it called shoal.shutdown()", False, peer, because=-1 if cause else lost)
         self._progress.check_by(self._detector.report(said))
 
@@ -167,7 +170,7 @@ class Failures:
         else:
             self._progress.check_by(said)
 
-    def _told(self, said: Departure) -> None:
+    def told(self, said: Departure) -> None:
         """What another agent says of a third."""
         if self._router.knows(said.rank):
             self._progress.check_by(self._detector.report(said))
@@ -193,14 +196,16 @@ class Failures:
             return
         if not self._membership.remove(rank, cause, died):
             missed = died and rank in self._membership.view.left  # it left, and somebody needed it after that
-            if missed and self._lifecycle.ended is None:
+            if missed and self._agreement.active:
+                self._agreement.missed()
+            elif missed and self._lifecycle.ended is None:
                 self._outbox.pass_on(gone)
                 self._lose(f"rank {rank} is gone: {cause}", rank)
             return
         if self._events.active:
             self._events.emit("lost", "died" if died else "left", "", 0, peer=rank, detail=cause)
         self._outbox.pass_on(gone)
-        if died:
+        if died and not self._agreement.active:
             self._lose(*self._explained(gone))
         for token in self._outbox.unacknowledged_by(rank):
             self._lifecycle.acknowledged(rank, token)
@@ -212,12 +217,18 @@ class Failures:
             if stage is None:
                 continue
             # It also waits for somebody of whose tensor a part is still missing.
-            if rank in operation.waiting_for or (not stage.posted and stage.sends_to(rank)):
+            if rank not in operation.waiting_for and (stage.posted or not stage.sends_to(rank)):
+                continue
+            if self._agreement.active and not operation.one_sided:
+                self._lifecycle.tell_of(operation, [rank])  # what becomes of it is agreed on
+            else:
                 self._lifecycle.fail(operation, self._lifecycle.miss(operation, [rank]))
         if died:
             self._fusion.forget(rank)
             self._matcher.forget(rank)
         self._router.drop(rank)
+        if self._agreement.active and (died or self._agreement.changing):
+            self._agreement.change()
 
     def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:
         """What is to be said of a loss, and the ranks that it is about."""

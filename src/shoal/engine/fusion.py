@@ -267,6 +267,14 @@ class Fusion:
                 operation.sent = posted
                 self._lifecycle.begin(operation)
 
+    def split_all(self) -> None:
+        """Let every operation go its own way, also those that have not begun."""
+        for fused in list(self._active.values()):
+            if fused.stage is not None:
+                self._split(fused)
+        while self._lifecycle.unbegun:
+            self._lifecycle.begin(self._lifecycle.unbegun.popleft())
+
     def split_those_without(self, rank: int) -> None:
         """An agent has left: what waits for it has to say so for itself."""
         for fused in list(self._active.values()):

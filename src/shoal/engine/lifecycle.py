@@ -23,7 +23,20 @@ from ..transport.wire import Message
 from .events import Events
 from .matching import Channel, Matcher, disagreement, unexpected
 from .membership import Departure, Membership
-from .operation import MORE, Arrived, Driver, Exchange, Fusible, Handle, Operation, Send, Stage, Steps, describe
+from .operation import (
+    MORE,
+    Arrived,
+    Driver,
+    Exchange,
+    Fusible,
+    Handle,
+    Operation,
+    Recovery,
+    Send,
+    Stage,
+    Steps,
+    describe,
+)
 from .outbox import Outbox
 from .progress import AFTER_SMALL, Progress
 from .publishing import Publisher
@@ -40,6 +53,8 @@ class Lifecycle:
 
     Args:
         prepare: Told of an operation before it enters a stage: what came for it in another form is unpacked then.
+        planned_without: The agents that are gone for a round of a name, as all agree, of an operation that begins anew
+            or goes on.
 
     Attributes:
         ready: What can go on, for whoever drives.
@@ -48,6 +63,7 @@ class Lifecycle:
         aborted: Not even a one-sided one, which the loss of others does not end.
         closing: This agent has shut down, or is about to.
         callbacks: Whom to call back, for whoever drives.
+        frozen: Those that are left agree on a loss. Nothing begins until they have, and no operation of all goes on.
     """
 
     def __init__(
@@ -60,6 +76,7 @@ class Lifecycle:
         membership: Membership,
         events: Events,
         prepare: Callable[[Operation], None],
+        planned_without: Callable[[str, int, bool], tuple[int, ...]],
     ) -> None:
         self.ready: deque[Operation] = deque()
         self.unbegun: deque[Operation] = deque()
@@ -68,6 +85,8 @@ class Lifecycle:
         self.closing = False
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self.callbacks: deque[tuple[Callable[[Handle[Any]], None], Handle[Any]]] = deque()
+        self.frozen = False
+        self._on_missed: Callable[[], None] | None = None
         self._rank = rank
         self._progress = progress
         self._lock = progress.lock
@@ -77,6 +96,7 @@ class Lifecycle:
         self._membership = membership
         self._events = events
         self._prepare = prepare
+        self._planned_without = planned_without
 
     # Beginning
 
@@ -89,11 +109,24 @@ class Lifecycle:
         seconds: float,
         alone: bool,
         one_sided: bool,
-    ) -> Handle[T]:
-        """Begin an operation; see :meth:`Engine.submit`. Takes the lock: the generator begins without it."""
+        restarts: bool | None = None,
+    ) -> Handle[T] | None:
+        """Begin an operation; see :meth:`Engine.submit`. Takes the lock: the generator begins without it.
+
+        None where it has to wait until the agents that are left agree on a loss.
+        """
         with self._lock:
             self._check_open(op, one_sided)
+            if self.frozen and not one_sided:
+                return None
+            gone = self._planned_without(name, 0, True)
+            if gone and restarts is None and not one_sided:
+                raise cannot_go_on(op, gone)
             operation = self._matcher.begin(op, name, seconds, alone)
+            if restarts is not None:
+                begins = partial(_alone, steps) if isinstance(steps, Fusible) else steps
+                operation.recovery = Recovery(begins, restarts, self._planned_without(name, operation.round, restarts))
+                self.forget_before(operation, operation.recovery.first_stage)
             handle: Handle[T] = Handle(driver, operation)
             operation.handle = handle
             operation.one_sided = one_sided
@@ -165,7 +198,10 @@ class Lifecycle:
             self._events.emit("summed", operation.op, operation.name, operation.round, start)
         try:
             with self._lock:
-                operation.proceed(self, item, result, error)
+                if operation.generator is generator:
+                    operation.proceed(self, item, result, error)
+                else:  # it has begun anew meanwhile
+                    generator.close()
         except BaseException as interrupt:
             with self._lock:
                 self.fail(operation, interrupt)
@@ -179,7 +215,11 @@ class Lifecycle:
         while ready:
             operation = ready.popleft()
             stage = operation.stage
-            if stage is not None and operation.error is None:
+            if operation.error is not None or self.is_frozen(operation):
+                continue
+            if operation.recovery is not None and operation.recovery.again:
+                self._begin_again(operation, operation.recovery)
+            elif stage is not None:
                 self.resume(operation, stage.arrived)
 
     def proceed(
@@ -189,13 +229,15 @@ class Lifecycle:
         if operation.error is not None:  # it was failed meanwhile
             self.close_generator(operation)
             self.release(operation)
+        elif error is None and self.is_frozen(operation):
+            pass  # what becomes of it is about to be agreed on
         elif item is MORE:
             operation.waiting_more = True
         elif isinstance(item, Exchange):
             self._enter(operation, item)
         elif error is None and operation.unconfirmed:
             operation.outcome = (result,)
-            self._leave_stage(operation)
+            self.leave_stage(operation)
             if self._matcher.has_late(operation):
                 self.settle(operation, None, None)
         else:
@@ -207,8 +249,10 @@ class Lifecycle:
         In this order: what came early may not fit, and then nothing is sent that others would have to refuse.
         """
         if operation.stage is not None:
-            self._leave_stage(operation)
-        number = operation.next_stage if exchange.stage is None else exchange.stage
+            self.leave_stage(operation)
+        number = operation.next_stage
+        if exchange.stage is not None:
+            number = exchange.stage + (operation.recovery.first_stage if operation.recovery is not None else 0)
         stage = Stage(number, exchange, set(exchange.sources), {})
         self._prepare(operation)
         operation.stage = stage
@@ -222,8 +266,12 @@ class Lifecycle:
             ended = self.reason_against(operation.one_sided)
             if ended is not None:
                 self.fail(operation, type(ended)(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
-            elif gone:
+            elif operation.one_sided or self._on_missed is None:
                 self.fail(operation, self.miss(operation, gone))
+            else:
+                self.tell_of(operation, gone)
+                if operation.recovery is not None and not operation.recovery.restarts:
+                    stage.missing.difference_update(gone)
         if operation.error is not None:
             return
         for source in self._matcher.asked_early(operation, stage):
@@ -241,7 +289,7 @@ class Lifecycle:
         else:
             self._progress.check_by(time.monotonic() + ASK_AFTER)
 
-    def _leave_stage(self, operation: Operation) -> None:
+    def leave_stage(self, operation: Operation) -> None:
         """The operation is done with the messages of its stage: their senders may have their memory back."""
         stage = operation.stage
         if stage is None:
@@ -318,7 +366,7 @@ class Lifecycle:
         operation.error = error
         ended_well = error is None
         late, asks = self._matcher.end(operation, error)  # first: what comes from here on must find the round ended
-        self._leave_stage(operation)
+        self.leave_stage(operation)
         self.release(operation)
         for source, message in late:
             if ended_well:
@@ -352,6 +400,7 @@ class Lifecycle:
         for lease in operation.leases:
             lease.release()
         operation.leases = []
+        operation.recovery = None  # it holds what it began with, and perhaps the result
 
     @staticmethod
     def close_generator(operation: Operation) -> None:
@@ -364,15 +413,23 @@ class Lifecycle:
     def miss(self, operation: Operation, ranks: list[int]) -> PeerLost:
         """An operation needs agents that have left. To be missed makes that a loss, of which the others must hear;
         but not where nobody else takes part."""
-        rank = ranks[0]
         what = "; ".join(self._membership.describe(one) for one in ranks)
         error = PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
         if operation.one_sided:
             return error
-        cause = f"it left while rank {self._rank} needed it for {operation}"
-        self._outbox.pass_on(Departure(rank, cause, True, self._rank, certain=True))
+        self.tell_of(operation, ranks)
         self.ended = self.ended or PeerLost(f"{what}, and was needed; shut down and start again", ranks)
         return error
+
+    def tell_of(self, operation: Operation, ranks: list[int]) -> None:
+        """Agents that have left are missed: all others must hear of it."""
+        survives, left = self._on_missed is not None, self._membership.view.left
+        missed = [rank for rank in ranks if rank in left] if survives else ranks[:1]
+        for rank in missed:
+            cause = f"it left while rank {self._rank} needed it for {operation}"
+            self._outbox.pass_on(Departure(rank, cause, True, self._rank, certain=True))
+        if self._on_missed is not None and missed:
+            self._on_missed()
 
     def lose(self, what: str, ranks: tuple[int, ...]) -> ShoalError:
         """Without these agents nothing goes on that needs all: end such operations, now and from now on."""
@@ -428,6 +485,43 @@ class Lifecycle:
             except (Exception, SystemExit):
                 log.exception("a callback of %s failed", handle.operation)
 
+    # After a loss that the others outlive
+
+    def survive(self, on_missed: Callable[[], None]) -> None:
+        """A loss does not end what needs everybody; ``on_missed`` is told when somebody is missed who has left."""
+        self._on_missed = on_missed
+
+    def freeze(self) -> None:
+        """Begin nothing, and let no operation of all go on, until the agents that are left agree."""
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """The agents that are left have agreed: what waits may begin."""
+        self.frozen = False
+        self._progress.notify()
+
+    def is_frozen(self, operation: Operation) -> bool:
+        """What becomes of it is being agreed on."""
+        return self.frozen and operation.recovery is not None and operation.recovery.restarts
+
+    def forget_before(self, operation: Operation, stage: int) -> None:
+        """Begin with a stage: what was sent for those before it, for another attempt, is of no use."""
+        operation.next_stage = stage
+        for source, message in self._matcher.before(operation, stage):
+            self._outbox.acknowledge(source, message)
+
+    def _begin_again(self, operation: Operation, recovery: Recovery) -> None:
+        """Make the generator of an operation anew. Without the lock: it computes.
+
+        One that goes on in its stage is sent what has come for that once more; its first exchange is that stage.
+        """
+        recovery.again = False
+        stage, generator = operation.stage, recovery.steps(operation)
+        operation.generator = generator
+        if stage is not None:
+            next(generator)
+        self.resume(operation, None if stage is None else stage.arrived)
+
     # Answering
 
     def answer(self, source: int, request: Message, tensor: torch.Tensor) -> None:
@@ -439,3 +533,13 @@ class Lifecycle:
         exchange = Exchange([Send(source, published, 0, numel, (numel,))], (), digest=request.digest)
         self._outbox.post(Channel(request.name), reply, Stage(request.stage + 1, exchange, set(), {}))
         self.release(reply)
+
+
+def cannot_go_on(what: object, gone: tuple[int, ...]) -> PeerLost:
+    """Why an operation fails for which there is no way to go on."""
+    return PeerLost(f"{what} cannot go on without ranks {list(gone)}, which are gone; see docs/survival.md", gone)
+
+
+def _alone(fusible: Fusible, operation: Operation) -> Steps[Any]:
+    """The steps of what may be fused, by itself."""
+    return fusible.family.alone(operation, fusible)

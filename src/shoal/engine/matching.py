@@ -18,6 +18,8 @@ from .operation import Operation, Stage, describe
 WINDOW, SMALL_WINDOW = 2, 256
 """Rounds of one name that a receiver may be behind: of large tensors, and of ones that travel inside the message. Calls
 without a name share one, so of those only the rounds count that have ended here: the caller may have many in flight."""
+LAST_STAGE = 1 << 16
+"""Above the number of any stage."""
 TOMBSTONES = 4096
 MAX_REASON = 1000
 """Characters of why a round failed here, which those hear who wait for it."""
@@ -138,6 +140,10 @@ class Matcher:
         """How many rounds of a name this agent has begun."""
         return self._begun.get(name, 0)
 
+    def all_begun(self) -> dict[str, int]:
+        """How many rounds of each name this agent has begun."""
+        return dict(self._begun)
+
     def channel(self, operation: Operation) -> Channel:
         return self._channels[operation.name]
 
@@ -246,6 +252,11 @@ class Matcher:
         if early:
             for key in [key for key in early if key[0] == stage]:
                 yield self._out(key[1], early.pop(key))
+
+    def before(self, operation: Operation, stage: int) -> list[tuple[int, Message]]:
+        """Take out the messages that wait for stages that will not come any more."""
+        early = self._early.get((operation.name, operation.round), {})
+        return [self._out(key[1], early.pop(key)) for key in [key for key in early if key[0] < stage]]
 
     def asked_early(self, operation: Operation, stage: Stage) -> Iterator[int]:
         """Take out who has asked for something from a stage that begins."""

@@ -129,6 +129,37 @@ class Mover(Protocol):
     def end(self, operation: Operation, error: BaseException) -> None: ...
 
 
+@dataclass(slots=True)
+class Recovery:
+    """What an operation needs to outlive the loss of an agent.
+
+    Attributes:
+        steps: Makes its generator anew.
+        restarts: It begins anew among those that are left, since all must have the same result; else it goes on
+            without what the lost agent has not sent.
+        gone: Whom it is planned without, ascending; the same on all agents.
+        input: The tensor that it began with, and where that was published; it may be gone from where it was.
+        result: Of one that restarts, once it is here and before all others have theirs.
+        again: Its generator is to be made anew.
+    """
+
+    steps: Callable[[Operation], Steps[Any]]
+    restarts: bool
+    gone: tuple[int, ...]
+    input: tuple[torch.Tensor, Published] | None = None
+    result: tuple[Any] | None = None
+    again: bool = False
+
+    def keep(self, result: Any) -> None:
+        """It is here; whether all others have it, is to be seen."""
+        self.result = (result,)
+
+    @property
+    def first_stage(self) -> int:
+        """Stages of what began anew have other numbers, so that what was sent before is not taken for theirs."""
+        return (len(self.gone) & 0xFF) << 8 if self.restarts else 0
+
+
 class Operation:
     """One call, from its submission to its result.
 
@@ -148,6 +179,7 @@ class Operation:
         "one_sided",
         "op",
         "outcome",
+        "recovery",
         "round",
         "sent",
         "stage",
@@ -177,6 +209,7 @@ class Operation:
         self.error: BaseException | None = None
         self.fusible: Fusible | None = None  # what it is about, where it may go together with others
         self.fused: Any = None  # the FusedOperation that it is a part of; only fusion makes one
+        self.recovery: Recovery | None = None  # None: a loss ends it
         self.one_sided = False  # the others need not call anything for it
         self.sent = False  # its first stage has been sent, as a part of a fused operation
 
@@ -190,6 +223,11 @@ class Operation:
     def fail(self, mover: Mover, error: BaseException) -> None:
         """End it from outside."""
         mover.end(self, error)
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The ranks that it is planned without, ascending; the same on all agents."""
+        return self.recovery.gone if self.recovery is not None else ()
 
     @property
     def waiting_for(self) -> list[int]:

@@ -39,6 +39,17 @@ class Publisher:
                 other is copied all the same. Nobody may change it meanwhile. The operation then ends only when all
                 others have read it; one that fails may leave readers behind, and the tensor must not change any more.
         """
+        recovery = operation.recovery
+        if recovery is None:
+            return self._publish(operation, tensor, zero_copy)
+        if recovery.input is not None and recovery.input[0] is tensor:
+            return recovery.input[1]  # it begins anew, and the caller may have changed the tensor since
+        published = self._publish(operation, tensor, zero_copy)
+        if recovery.input is None:
+            recovery.input = tensor, published
+        return published
+
+    def _publish(self, operation: Operation, tensor: torch.Tensor, zero_copy: bool) -> Published:
         spoiled = self.problem(operation, tensor)
         if spoiled is not None:
             raise spoiled

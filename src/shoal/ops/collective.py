@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from ..arithmetic import REDUCTIONS, complete, reduce
-from ..engine.discovery import discover
+from ..engine.discovery import discover, held_by_all
 from ..engine.operation import Exchange, Handle, Operation, Send, Steps
+from ..errors import PeerLost
 from ..topology._validate import check_rank
 from ..transport.link import Published
 from ..transport.wire import DTYPES, Kind, Message, Payload
@@ -103,13 +104,15 @@ def submit_allreduce(
         dtypes = tuple(dtype for dtype in DTYPES if not dtype.is_complex)
     tensor = check_tensor(f"allreduce with op {how}", tensor, dtypes)
     check_out("allreduce", out, tensor.shape, tensor.dtype)
-    group = agent.local_ranks if within_machine else tuple(range(agent.size))
+    whole = agent.local_ranks if within_machine else range(agent.size)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return _allreduce(agent, operation, tensor, how, group, out, zero_copy)
+        group = [rank for rank in whole if rank not in operation.gone]
+        return held_by_all(agent.engine, operation, _allreduce(agent, operation, tensor, how, group, out, zero_copy))
 
     kind = f"allreduce ({how}{', within the machine' if within_machine else ''})"
-    return agent.engine.submit(kind, channel_name("allreduce", name), steps, timeout, name is not None)
+    channel = channel_name("allreduce", name)
+    return agent.engine.submit(kind, channel, steps, timeout, name is not None, restarts=True)
 
 
 def allreduce_(
@@ -260,7 +263,11 @@ def broadcast_nonblocking(
         result.flat.copy_(data)
         return result.finish()
 
-    return agent.engine.submit("broadcast", channel_name("broadcast", name), steps, timeout, name is not None)
+    def agreed(operation: Operation) -> Steps[torch.Tensor]:
+        return held_by_all(agent.engine, operation, steps(operation))
+
+    channel = channel_name("broadcast", name)
+    return agent.engine.submit("broadcast", channel, agreed, timeout, name is not None, restarts=True)
 
 
 def broadcast_(
@@ -298,12 +305,15 @@ def spread(
 
     Every parent waits until its children confirm, so that agents with different roots find out.
     """
-    size = agent.size
-    relative = (agent.rank - root) % size
+    group: Sequence[int] = [rank for rank in range(agent.size) if rank not in operation.gone]
+    if root not in group:
+        raise PeerLost(f"{operation} on rank {agent.rank}: its root, rank {root}, is gone", (root,))
+    size, first = len(group), group.index(root)
+    relative = (group.index(agent.rank) - first) % size
     depth = relative.bit_count()
     lowest = relative & -relative if relative else 1 << (size - 1).bit_length()
     if relative:
-        parent = (relative - lowest + root) % size
+        parent = group[(relative - lowest + first) % size]
         arrived = yield Exchange([], [parent], dtype, shape, digest=root, digest_of="root rank", stage=depth)
         yield from complete([payload(arrived, parent)])
         shape = arrived[parent].shape
@@ -316,7 +326,7 @@ def spread(
     step = lowest >> 1
     while step:
         if relative + step < size:
-            children.append((relative + step + root) % size)
+            children.append(group[(relative + step + first) % size])
         step >>= 1
     sends = [Send(child, published, 0, published.data.numel(), shape) for child in children]
     yield Exchange(sends, [], dtype, shape, checked=True, digest=root, digest_of="root rank", stage=depth + 1)
@@ -344,21 +354,30 @@ def allgather_nonblocking(
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         published = agent.engine.publisher.publish(operation, tensor)
         shape, total = tuple(tensor.shape), published.data.numel()
-        others = [rank for rank in range(agent.size) if rank != agent.rank]
+        group = [rank for rank in range(agent.size) if rank not in operation.gone]
+        others = [rank for rank in group if rank != agent.rank]
         sends = rotated([Send(rank, published, 0, total, shape) for rank in others], agent)
         arrived = yield Exchange(sends, others, tensor.dtype)
         own = Message(Kind.DATA, dtype=tensor.dtype, shape=shape, payload=Payload(published.data, total))
-        parts = [(rank, own if rank == agent.rank else arrived[rank]) for rank in range(agent.size)]
+        parts = [(rank, own if rank == agent.rank else arrived[rank]) for rank in group]
         return (yield from joined(agent, "allgather", tensor, parts))
 
-    return agent.engine.submit("allgather", channel_name("allgather", name), steps, timeout, name is not None)
+    def agreed(operation: Operation) -> Steps[torch.Tensor]:
+        return held_by_all(agent.engine, operation, steps(operation))
+
+    channel = channel_name("allgather", name)
+    return agent.engine.submit("allgather", channel, agreed, timeout, name is not None, restarts=True)
 
 
 def barrier(name: str | None = None, *, timeout: float | None = None) -> None:
     """Return when all agents have called it. ``ceil(log2(n))`` small messages for each agent."""
     agent = current("barrier")
 
-    def steps(operation: Operation) -> Steps[None]:
+    def everybody_is_here(operation: Operation) -> Steps[None]:
         yield from discover(agent.engine, operation, ())
 
-    agent.engine.submit("barrier", channel_name("barrier", name), steps, timeout, name is not None).wait()
+    def steps(operation: Operation) -> Steps[None]:
+        return held_by_all(agent.engine, operation, everybody_is_here(operation))
+
+    channel = channel_name("barrier", name)
+    agent.engine.submit("barrier", channel, steps, timeout, name is not None, restarts=True).wait()

@@ -12,7 +12,7 @@ side.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +134,8 @@ def submit(
     timeout: float | None = None,
     zero_copy: bool = False,
     fusible: bool = True,
+    replan: Callable[[tuple[int, ...]], Mixing] | None = None,
+    survives: bool = True,
 ) -> Handle[torch.Tensor]:
     """Begin a weighted average with a round as it is, for the public functions, optimizers and algorithms.
 
@@ -146,6 +148,9 @@ def submit(
         checked: As ``enable_topo_check``; False, where a schedule says the same to all agents.
         zero_copy: Others read ``tensor`` where it lies, where they can: see :meth:`Publisher.publish`.
         fusible: A small tensor on the static topology may wait for others, to travel with them.
+        replan: The same round without agents that are gone, for one that begins when they are. If not given, what they
+            would have sent weighs in this agent's own tensor; on a directed graph the mean leans to some agents then.
+        survives: It may outlive the loss of an agent, where a run does (``on_loss="continue"``).
     """
     tensor = check_tensor(OP, tensor, WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
@@ -153,18 +158,24 @@ def submit(
     if known is None:
         known, form = static.mixing, "static"
         small = 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES and tensor.is_cpu
-        if small and fusible and not agent.engine.events.active:
+        # After a loss the rounds under way may be planned for different agents.
+        if small and fusible and not agent.engine.events.active and not agent.engine.agreement.gone:
             flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
             one = Fusible(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
-            return agent.engine.submit(OP, channel_name(OP, name), one, timeout, name is not None)
+            return agent.engine.submit(OP, channel_name(OP, name), one, timeout, name is not None, restarts=False)
     elif form in ("push", "pull") and not checked:
         _check_within(agent, known, form)
         form += " within"
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return _mix(agent, operation, tensor, known, form, static, out, checked=checked, zero_copy=zero_copy)
+        now = static.without(operation.gone) if operation.gone else static
+        one = now.mixing if form == "static" else known
+        if replan is not None and operation.gone:
+            one = replan(operation.gone)
+        return _mix(agent, operation, tensor, one, form, now, out, checked=checked, zero_copy=zero_copy)
 
-    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None)
+    restarts = False if survives and form in ("static", "push-pull") else None
+    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None, restarts=restarts)
 
 
 @dataclass(slots=True)
@@ -176,7 +187,8 @@ class _OnStaticTopology:
 
     def alone(self, operation: Operation, small: Fusible) -> Steps[torch.Tensor]:
         tensor = small.flat.view(small.shape)
-        return _mix(self.agent, operation, tensor, self.static.mixing, "static", self.static, small.out)
+        static = self.static.without(operation.gone) if operation.gone else self.static
+        return _mix(self.agent, operation, tensor, static.mixing, "static", static, small.out)
 
     def together(self, operation: Operation, smalls: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
         mixing = self.static.mixing
@@ -289,12 +301,14 @@ def _mix(
         digest_of="topology, or form of the call",
     )
     result = Result(agent, out, tensor, shape)
+    # What an agent that is gone has not sent weighs here what it would have there.
+    own = mixing.self_weight + sum(weight for rank, weight in sources.items() if rank not in arrived)
     terms = [
         (payload(arrived, rank), sources[rank] * arrived[rank].scale)
         for rank in sources  # ascending, as in every Mixing
-        if not arrived[rank].nothing
+        if rank in arrived and not arrived[rank].nothing
     ]
-    yield from weighted_sum(result.flat, published.data, mixing.self_weight, terms)
+    yield from weighted_sum(result.flat, published.data, own, terms)
     return result.finish()
 
 
@@ -382,11 +396,15 @@ def neighbor_allgather_nonblocking(
         engine = agent.engine
         published = engine.publisher.publish(operation, tensor)
         shape, total = tuple(tensor.shape), published.data.numel()
-        sends = [Send(rank, published, 0, total, shape) for rank in _rotated(agent, targets)]
-        arrived = yield Exchange(sends, sorted(order), tensor.dtype, checked=checked, digest=digest)
-        return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in order]))
+        here, there, same = order, targets, digest
+        if operation.gone and src_ranks is None:
+            now = static.without(operation.gone)
+            here, there, same = now.mixing.source_ranks, now.mixing.destination_ranks, now.digest
+        sends = [Send(rank, published, 0, total, shape) for rank in _rotated(agent, there)]
+        arrived = yield Exchange(sends, sorted(here), tensor.dtype, checked=checked, digest=same)
+        return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in here if rank in arrived]))
 
-    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None)
+    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None, restarts=False)
 
 
 def pair_gossip(
@@ -436,4 +454,4 @@ def pair_gossip_nonblocking(
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         return _mix(agent, operation, tensor, mixing, "push-pull", static, None)
 
-    return agent.engine.submit(op, channel, steps, timeout, name is not None)
+    return agent.engine.submit(op, channel, steps, timeout, name is not None, restarts=False)

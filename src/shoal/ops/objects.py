@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..engine.discovery import held_by_all
 from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch
 from ..world.agent import current
@@ -61,9 +62,13 @@ def broadcast_object(
         data = yield from spread(agent, operation, tensor, root_rank, torch.uint8)
         return data.clone() if agent.rank != root_rank else data
 
+    def agreed(operation: Operation) -> Steps[torch.Tensor]:
+        return held_by_all(agent.engine, operation, steps(operation))
+
     op = "broadcast_object"
     kind = f"{op} (trusted)" if trusted else op
-    data = agent.engine.submit(kind, channel_name(op, name), steps, timeout, name is not None).wait()
+    channel = channel_name(op, name)
+    data = agent.engine.submit(kind, channel, agreed, timeout, name is not None, restarts=True).wait()
     if agent.rank == root_rank:
         return value
     try:

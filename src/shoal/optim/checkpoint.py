@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
-from ..errors import Mismatch, ShoalError
+from ..errors import Mismatch, PeerLost, ShoalError
 from ..ops.arguments import Internal
 from ..ops.collective import allgather
 from ..ops.objects import broadcast_object
@@ -105,6 +105,11 @@ class Checkpoint:
                 numbers, strings and collections of these is one: it would not be loaded again.
         """
         folder, agent = Path(folder), current("Checkpoint.save")
+        gone = agent.engine.agreement.gone
+        if gone:
+            raise PeerLost(
+                f"Checkpoint.save: a checkpoint is of all {agent.size} agents, and ranks {gone} are gone", gone
+            )
         if step < 0 or (keep is not None and keep < 1):
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
         name = _named(_of_rank_0("name", lambda: next_name(folder, step), timeout))

@@ -140,7 +140,8 @@ class GradientFlight(InStepFlight):
         buckets = self._results()
         share = 1.0
         if self.present is not None:
-            share = current("optim").size / max(1.0, self.present.wait().item())
+            there = len(current("optim").engine.agreement.alive)
+            share = there / max(1.0, self.present.wait().item())
         for bucket in buckets:
             if share != 1.0:
                 bucket.room_for_result().mul_(share)

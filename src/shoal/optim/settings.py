@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,15 +91,17 @@ class Settings:
         """
         agent, kind = current("optim"), self.communication_type
         mixing, form = None, "push-pull"
+        replan: Callable[[tuple[int, ...]], Mixing] | None = None
         if kind in (CommunicationType.empty, CommunicationType.allreduce):
             pass
         elif schedule is not None:
             mixing = schedule.mixing(number)
+            replan = partial(schedule.mixing, number, "mix")
         elif kind is CommunicationType.neighbor_allreduce:
             mixing, form = mixing_of(agent, self.self_weight, self.src_weights, self.dst_weights)
         else:
             mixing = machine_mixing(agent, self.self_weight, self.src_machine_weights, self.dst_machine_weights)
-        return Round(agent, number, kind, mixing, form, self.enable_topo_check and schedule is None)
+        return Round(agent, number, kind, mixing, form, self.enable_topo_check and schedule is None, replan)
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class Round:
         mixing: Its weights; None for the static topology's.
         form: Who gives its edges, as for :func:`shoal.ops.neighbor.submit`.
         checked: Confirm that both ends of an edge know of it.
+        replan: The weights without agents that are gone, where a schedule gives them.
     """
 
     agent: Agent
@@ -120,6 +124,7 @@ class Round:
     mixing: Mixing | None
     form: str
     checked: bool
+    replan: Callable[[tuple[int, ...]], Mixing] | None = None
 
     def check_that_none_is_negative(self) -> None:
         """For what must stay positive while it is averaged, as second moments do.
@@ -159,8 +164,17 @@ class Round:
         if self.kind is CommunicationType.allreduce:
             return submit_allreduce(agent, tensor, "average", name, out=out, zero_copy=True)
         if self.kind is CommunicationType.neighbor_allreduce:
-            checked, form = self.checked, self.form
-            return submit(agent, tensor, mixing, form, name, checked=checked, out=out, zero_copy=True)
+            return submit(
+                agent,
+                tensor,
+                mixing,
+                self.form,
+                name,
+                checked=self.checked,
+                out=out,
+                zero_copy=True,
+                replan=self.replan,
+            )
         return submit_between_machines(agent, tensor, mixing, name, checked=self.checked, out=out, zero_copy=True)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..engine.engine import Engine
 from ..errors import NotInitialized
-from ..topology import ExponentialTwoGraph, Mixing, classify, mixing_matrix, with_uniform_weights
+from ..topology import ExponentialTwoGraph, Mixing, Static, Without, classify, mixing_matrix, with_uniform_weights
 from ..topology._validate import as_weight
 from .launch import Launch
 from .rendezvous import Store
@@ -60,6 +60,7 @@ class StaticTopology:
     weighted: bool
     mixing: Mixing
     digest: int
+    _without: dict[tuple[int, ...], StaticTopology] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of(graph: nx.DiGraph, weighted: bool, rank: int) -> StaticTopology:
@@ -69,6 +70,13 @@ class StaticTopology:
         )
         digest = zlib.crc32(np.array(edges, dtype=np.float64).tobytes())
         return StaticTopology(graph, weighted, Mixing.from_graph(graph, rank, weighted=weighted), digest)
+
+    def without(self, gone: tuple[int, ...]) -> StaticTopology:
+        """What is left of it when agents are gone: see :class:`shoal.topology.Without`. Kept."""
+        if gone not in self._without:
+            rest = Without(Static(self.graph, weighted=self.weighted), gone).graph(0)
+            self._without[gone] = StaticTopology.of(rest, True, self.mixing.rank)
+        return self._without[gone]
 
 
 @dataclass

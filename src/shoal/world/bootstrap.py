@@ -20,6 +20,7 @@ from typing import Any
 import networkx as nx
 
 from ..engine.engine import Engine
+from ..engine.operation import Operation, Steps
 from ..errors import Mismatch, NotInitialized
 from ..interrupts import held
 from ..transport.router import Place
@@ -31,6 +32,7 @@ from .launch import current
 from .meeting import convene
 
 log = logging.getLogger("shoal")
+RAISE, CONTINUE = "raise", "continue"
 DEFAULT_TIMEOUT = 300.0
 FAREWELL_SECONDS = 10.0
 """How long ``shutdown`` waits for others to take what they still wait for, at most."""
@@ -42,7 +44,9 @@ on_start: list[Callable[[Agent], None]] = []
 on_stop: list[Callable[[Agent], None]] = []
 
 
-def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False) -> None:
+def init(
+    topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False, *, on_loss: str | None = None
+) -> None:
     """Become an agent: find the others and connect to them. All agents call it.
 
     Who this is comes from the variables of torchrun, ``shoal run``, Open MPI, PMI or Slurm; with none of them it is a
@@ -54,6 +58,9 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         topology_fn: Makes the static topology from the number of agents. If not given, it is the exponential graph, or,
             where this is an agent already, the one that it has.
         is_weighted: Use the weights of that graph's edges; else uniform ones.
+        on_loss: What the loss of an agent is to the others: ``"raise"`` :class:`~shoal.PeerLost` in all that needs
+            everybody, or ``"continue"`` without it, where that is possible (docs/survival.md says where). The same for
+            all agents. If not given, ``SHOAL_ON_LOSS``, else ``"raise"``.
 
     Environment:
         ``SHOAL_TIMEOUT``: seconds for every wait (300). ``SHOAL_TRANSPORT``: ``threads``, ``shared_memory`` or
@@ -62,7 +69,7 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
         ``SHOAL_RENDEZVOUS``: ``host:port`` of the store. ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity,
         with :class:`~shoal.NotFinite`. ``SHOAL_TLS``: ``on`` for TLS between machines, with the certificates in
-        the folder ``SHOAL_CERTIFICATES``.
+        the folder ``SHOAL_CERTIFICATES``. ``SHOAL_ON_LOSS``: ``raise`` or ``continue``.
 
     Raises:
         DeadlineExceeded: Agents did not come; the message names them.
@@ -72,11 +79,15 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         ValueError: A variable makes no sense.
     """
     with held:
-        _init(agent_context(), topology_fn, is_weighted)
+        _init(agent_context(), topology_fn, is_weighted, on_loss)
 
 
-def _init(mine: AgentContext, topology_fn: Callable[[int], nx.DiGraph] | None, is_weighted: bool) -> None:
+def _init(
+    mine: AgentContext, topology_fn: Callable[[int], nx.DiGraph] | None, is_weighted: bool, on_loss: str | None
+) -> None:
     if mine.agent is not None:
+        if on_loss is not None and (_on_loss(on_loss) == CONTINUE) != mine.agent.engine.agreement.active:
+            raise ValueError(f"shoal.init(on_loss={on_loss!r}): this agent has begun otherwise; shut down first")
         if topology_fn is not None:
             graph = topology_fn(mine.agent.size)
             if not mine.agent.has_topology(graph, is_weighted):
@@ -87,7 +98,7 @@ def _init(mine: AgentContext, topology_fn: Callable[[int], nx.DiGraph] | None, i
             f"shoal.init(): this process was forked from that of rank {mine.forked_from[0]}, which keeps its place "
             "among the agents. Agents are started by a launcher, or with multiprocessing's spawn before init()"
         )
-    agent = mine.agent = _connect(mine)
+    agent = mine.agent = _connect(mine, _on_loss(on_loss))
     for hook in on_start:
         hook(agent)
     agent.set_topology((topology_fn or _default_graph)(agent.size), is_weighted)
@@ -150,7 +161,15 @@ def _check_finite() -> bool:
     return text == "1"
 
 
-def _connect(mine: AgentContext) -> Agent:
+def _on_loss(given: str | None) -> str:
+    text = given if given is not None else os.environ.get("SHOAL_ON_LOSS", "") or RAISE
+    if text not in (RAISE, CONTINUE):
+        what = "SHOAL_ON_LOSS=" if given is None else "shoal.init(): on_loss="
+        raise ValueError(f"{what}{text!r}: it must be {RAISE!r} or {CONTINUE!r}")
+    return text
+
+
+def _connect(mine: AgentContext, on_loss: str) -> Agent:
     launch = mine.launch or current()
     timeout = mine.timeout if mine.timeout is not None else default_timeout()
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
@@ -161,9 +180,12 @@ def _connect(mine: AgentContext) -> Agent:
     mine.engine = engine = Engine(launch.rank, launch.size, timeout)
     engine.publisher.finite = finite
     engine.router.certificates = certificates
+    if on_loss == CONTINUE:
+        engine.survive_losses()
     _taken[id(mine)] = mine
     try:
         alike = {"SHOAL_AGENTS_PER_MACHINE": per_machine, "SHOAL_TLS": "on" if certificates else "off"}
+        alike["on_loss"] = on_loss
         said = {"place": asdict(engine.router.place), "alike": alike}
         with convene(mine.store, launch, deadline, said) as (meeting, found):
             places = [Place(**one["place"]) for one in found]
@@ -194,21 +216,22 @@ def _free(mine: AgentContext) -> None:
 
 def _settle(agent: Agent, deadline: float) -> None:
     """Everybody is here. It also opens each agent's link to rank + 1, so that news of a death reaches all."""
-    from ..engine.discovery import discover
+    from ..engine.discovery import discover, held_by_all
 
-    name = "~init"
+    def steps(operation: Operation) -> Steps[list[int]]:
+        return held_by_all(agent.engine, operation, discover(agent.engine, operation, ()))
+
     rest = max(1.0, deadline - time.monotonic())
-    agent.engine.submit("init", name, lambda operation: discover(agent.engine, operation, ()), rest, False).wait()
+    agent.engine.submit("init", "~init", steps, rest, False, restarts=True).wait()
 
 
 def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None:
     for name, value in alike.items():
-        others = [rank for rank, one in enumerate(found) if one["alike"][name] != value]
+        others = [rank for rank, one in enumerate(found) if one["alike"].get(name) != value]
         if others:
+            there = found[others[0]]["alike"].get(name)
             raise Mismatch(
-                f"{name} is {value} here and {found[others[0]]['alike'][name]} on ranks {others}; set it to one value "
-                "for all agents",
-                others,
+                f"{name} is {value} here and {there} on ranks {others}; set it to one value for all agents", others
             )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import networkx as nx
 import torch
 
+from ..engine.agreement import MembershipChange
 from ..engine.events import Events
 from ..engine.membership import View
 from ..topology import ExponentialTwoGraph
-from .agent import agent_context, current
+from .agent import agent_context, bind, current
 
 log = logging.getLogger("shoal")
 
@@ -54,6 +56,37 @@ def is_homogeneous() -> bool:
 def is_initialized() -> bool:
     """Whether :func:`init` has been called, and :func:`shutdown` not since."""
     return agent_context().agent is not None
+
+
+def alive() -> tuple[int, ...]:
+    """The ranks that are there, ascending.
+
+    With ``init(on_loss="continue")`` it is what the agents that are left have agreed on, the same on all of them in the
+    same round; otherwise what this agent knows. Ranks and :func:`size` keep their values for the life of a run.
+    """
+    engine = current("alive()").engine
+    return engine.agreement.alive if engine.agreement.active else engine.membership.view.alive
+
+
+def on_membership_change(listener: Callable[[MembershipChange], None]) -> Callable[[MembershipChange], None]:
+    """Call ``listener(change)`` whenever the agents that are left have agreed on a loss; also as a decorator.
+
+    With ``init(on_loss="continue")``. ``change.lost`` are the ranks that are gone since the last one, ``change.alive``
+    those that are left. It runs in the thread that drives the exchange, once the next operation may begin, and must be
+    quick; what it raises is logged.
+
+    Returns:
+        ``listener``.
+
+    Raises:
+        NotInitialized: There is no agent.
+        ValueError: A loss ends this run.
+    """
+    engine = current("on_membership_change()").engine
+    if not engine.agreement.active:
+        raise ValueError('on_membership_change(): a loss ends this run; shoal.init(on_loss="continue") lets it go on')
+    engine.agreement.listeners.append(bind(listener))
+    return listener
 
 
 def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) -> bool:

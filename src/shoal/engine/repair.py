@@ -1,0 +1,64 @@
+"""What becomes of an operation in flight when the agents that are left have agreed on a loss.
+
+One thread drives, and it is here: no generator is running but those whose first step another thread takes, and these
+have no stage yet.
+"""
+
+from __future__ import annotations
+
+from .lifecycle import Lifecycle
+from .matching import LAST_STAGE
+from .operation import Operation
+
+
+def go_on_without(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, ...]) -> None:
+    """Complete a round between neighbours without what those that are gone have not sent, or sent in part."""
+    stage, recovery = operation.stage, operation.recovery
+    if stage is None or recovery is None or operation.error is not None:  # what it enters, it enters without them
+        return
+    was_complete = stage.complete
+    stage.missing.difference_update(gone)
+    torn = [
+        source
+        for source, message in stage.arrived.items()
+        if source in gone and message.payload is not None and not message.payload.complete
+    ]
+    for source in torn:
+        del stage.arrived[source]
+    if torn and operation.generator is not None:  # it may have begun to sum: anew, without them
+        recovery.again, operation.waiting_more = True, False
+    if stage.complete and (torn or not was_complete):
+        _make_ready_once(lifecycle, operation)
+
+
+def conclude(lifecycle: Lifecycle, operation: Operation) -> None:
+    """All that are left have the result of an operation of all: it ends, whoever has not said so."""
+    recovery = operation.recovery
+    assert recovery is not None and recovery.result is not None
+    result = recovery.result
+    lifecycle.leave_stage(operation)
+    lifecycle.close_generator(operation)
+    lifecycle.forget_before(operation, LAST_STAGE)  # that others have it, too
+    if operation.unconfirmed:
+        operation.outcome = result
+    else:
+        lifecycle.settle(operation, result[0], None)
+
+
+def restart(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, ...]) -> None:
+    """Begin an operation of all anew among the agents that are left."""
+    recovery = operation.recovery
+    assert recovery is not None
+    lifecycle.leave_stage(operation)
+    lifecycle.close_generator(operation)
+    operation.generator, operation.waiting_more = None, False
+    operation.unconfirmed = {}  # by those to whom it was another attempt
+    recovery.gone, recovery.result, recovery.again = gone, None, True
+    lifecycle.forget_before(operation, recovery.first_stage)
+    _make_ready_once(lifecycle, operation)
+
+
+def _make_ready_once(lifecycle: Lifecycle, operation: Operation) -> None:
+    """It may wait already for whoever drives, for a reason that counts no more."""
+    if operation not in lifecycle.ready:
+        lifecycle.make_ready(operation)

@@ -1,0 +1,66 @@
+"""Training that goes on after a loss, on a problem whose answer is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import shoal
+from shoal import topology_util
+from shoal.topology import AnyTopology, Without
+from support.fault_points import Point, arm
+
+RATE, STEPS = 0.2, 300
+
+
+def curvature(rank: int) -> float:
+    return 0.5 + 0.25 * rank
+
+
+def target(rank: int) -> NDArray[np.float64]:
+    return np.array([rank, rank**2 / 3 - 1, 2.5 - rank])
+
+
+class Point3(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+
+def train_through(victims: dict[int, Point], options: dict[str, Any]) -> list[float]:
+    """Minimise the mean of ``h/2 |x - c|^2`` over the agents that are there; the parameters."""
+    rank, model = shoal.rank(), Point3()
+    shoal.set_topology(topology_util.RingGraph(shoal.size()), is_weighted=True)
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, **options)
+    shoal.barrier()
+    if rank in victims:
+        arm(victims[rank])
+    h, c = curvature(rank), torch.tensor(target(rank))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (0.5 * h * (model.x - c).square().sum()).backward()
+        optimizer.step()
+    assert sorted(victims) == [one for one in range(shoal.size()) if one not in shoal.alive()]
+    found: list[float] = model.x.detach().tolist()
+    return found
+
+
+def optimum(left: list[int]) -> NDArray[np.float64]:
+    weights = np.array([curvature(rank) for rank in left])
+    return (weights[:, None] * np.array([target(rank) for rank in left])).sum(0) / weights.sum()
+
+
+def resting_place(topology: AnyTopology, size: int, gone: list[int], overlapping: bool) -> NDArray[np.float64]:
+    """Where decentralized SGD with this constant rate comes to rest on what is left of a topology, after its last
+    round: ``x = W (x - rate h (x - c))``, or ``x = W x - rate h (x - c)`` with the step beside the exchange."""
+    schedule = Without(topology, gone)
+    x = np.zeros((size, 3))
+    h = np.array([curvature(rank) for rank in range(size)])[:, None]
+    c = np.array([target(rank) for rank in range(size)])
+    for number in range(STEPS + 500 * (schedule.period or 1)):
+        matrix, step = schedule.matrix(number), RATE * h * (x - c)
+        x = matrix @ x - step if overlapping else matrix @ (x - step)
+    return x

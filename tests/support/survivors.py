@@ -1,0 +1,157 @@
+"""What agents do that outlive others, and what the mathematics says they must find."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import shoal
+from shoal import topology_util
+from shoal.topology import Static, Without
+from support.fault_points import Point, arm
+
+Vector = NDArray[np.float64]
+CONTINUE = {"SHOAL_ON_LOSS": "continue"}
+
+
+def first_value(rank: int) -> float:
+    """Numbers of which no two sums are alike by accident."""
+    return float(np.sqrt(2 + 7 * rank))
+
+
+@dataclass
+class Diary:
+    """What an agent saw, round by round."""
+
+    values: list[float] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+    sums: list[float] = field(default_factory=list)
+    gathered: list[tuple[float, ...]] = field(default_factory=list)
+    heard: list[float] = field(default_factory=list)
+    changes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    alive: tuple[int, ...] = ()
+    slowest: float = 0.0
+
+
+def live_through(numel: int, rounds: int, victims: dict[int, Point], directed: bool = False) -> Diary:
+    """Average with the neighbours on a ring, and with all, while the victims end where they are told to."""
+    rank, size = shoal.rank(), shoal.size()
+    graph = topology_util.ExponentialTwoGraph(size) if directed else topology_util.RingGraph(size)
+    shoal.set_topology(graph, is_weighted=True)
+    diary = Diary()
+    shoal.on_membership_change(lambda change: diary.changes.append((change.lost, change.alive)))
+    shoal.barrier()
+    if rank in victims:
+        arm(victims[rank])
+    x = torch.full((numel,), first_value(rank), dtype=torch.float64)
+    diary.values.append(float(x[0]))
+    for number in range(rounds):
+        x = shoal.neighbor_allreduce(x, name="x")
+        assert bool((x == x[0]).all()), "a sum of which only a part holds what was lost"
+        diary.values.append(float(x[0]))
+        diary.means.append(float(shoal.allreduce(torch.tensor([float(rank)], dtype=torch.float64))))
+        total = shoal.allreduce(torch.full((numel,), 2.0**rank, dtype=torch.float64), average=False)
+        assert bool((total == total[0]).all())
+        diary.sums.append(float(total[0]))
+        if number % 3 == 0:
+            diary.gathered.append(tuple(shoal.allgather(torch.tensor([float(rank)])).tolist()))
+        if number % 4 == 0:
+            try:
+                diary.heard.append(float(shoal.broadcast(torch.tensor([float(rank + number)]), 0)))
+            except shoal.PeerLost:  # its root is gone, for all of them
+                assert 0 in victims
+                diary.heard.append(-1.0)
+        if number % 5 == 0:
+            shoal.barrier()
+    diary.alive = shoal.alive()
+    return diary
+
+
+def burst_through(numel: int, rounds: int, victims: dict[int, Point]) -> list[list[float]]:
+    """Many averages in flight under names of their own; the first number of each, by round."""
+    rank = shoal.rank()
+    shoal.set_topology(topology_util.RingGraph(shoal.size()), is_weighted=True)
+    shoal.barrier()
+    if rank in victims:
+        arm(victims[rank])
+    xs = [torch.full((numel,), first_value(rank) + k, dtype=torch.float64) for k in range(8)]
+    seen = [[float(x[0]) for x in xs]]
+    for _ in range(rounds):
+        handles = [shoal.neighbor_allreduce_nonblocking(x, name=f"x{k}") for k, x in enumerate(xs)]
+        xs = [handle.wait() for handle in handles]
+        assert all(bool((x == x[0]).all()) for x in xs)
+        seen.append([float(x[0]) for x in xs])
+    shoal.barrier()
+    return seen
+
+
+def check_all_alike(diaries: dict[int, Diary], size: int) -> None:
+    """Operations of all gave all the same: of everybody, and from some round on of those that are left."""
+    first, *others = diaries.values()
+    for other in others:
+        assert other.means == first.means
+        assert other.sums == first.sums
+        assert other.gathered == first.gathered
+        assert other.heard == first.heard
+        assert other.alive == first.alive
+    left = sorted(diaries)
+    assert first.alive == tuple(left)
+    chain = [tuple(range(size)), *(alive for _, alive in first.changes)]
+    at = 0
+    for mean in first.means:  # of all, then of all but one, ...
+        at = next(k for k in range(at, len(chain)) if mean == sum(chain[k]) / len(chain[k]))
+    assert first.means[-1] == sum(left) / len(left), "the loss came after the last round"
+    assert first.sums[-1] == sum(2.0**rank for rank in left)
+    assert first.gathered[-1] == tuple(float(rank) for rank in left)
+    for diary in diaries.values():
+        assert sorted(rank for lost, _ in diary.changes for rank in lost) == [r for r in range(size) if r not in left]
+        assert diary.changes[-1][1] == tuple(left)
+
+
+def check_averages(values: dict[int, list[float]], size: int, victim: int, directed: bool = False) -> int:
+    """Each average is that of the topology, with or without what the victim sent, and then of those that are left.
+
+    Returns:
+        In how many rounds not all had the same plan of whom to count.
+    """
+    graph = topology_util.ExponentialTwoGraph(size) if directed else topology_util.RingGraph(size)
+    whole, healed = Static(graph).matrix(0), Without(graph, [victim]).matrix(0)
+    states = []
+    rounds = len(next(iter(values.values())))
+    offset = next(iter(values.values()))[0] - first_value(min(values))
+    now = np.array([first_value(rank) for rank in range(size)]) + offset
+    mixed = 0
+    for k in range(rounds):
+        for rank, one in values.items():
+            now[rank] = one[k]
+        if k + 1 == rounds:
+            break
+        kinds = {rank: _kinds(rank, one[k + 1], now, whole, healed, victim) for rank, one in values.items()}
+        assert all(kinds.values()), f"round {k}: {kinds}: nobody could compute that"
+        states.append(kinds)
+        now[victim] = whole[victim] @ now
+    healed_from = next(k for k in range(len(states)) if all("healed" in one for one in states[k].values()))
+    assert all("healed" in one for kinds in states[healed_from:] for one in kinds.values())
+    for kinds in states[:healed_from]:
+        assert not any(one == {"healed"} for one in kinds.values()), "some had a new plan, and others not"
+        mixed += not all("whole" in one for one in kinds.values())
+    return mixed
+
+
+def _kinds(
+    rank: int,
+    found: float,
+    now: NDArray[np.float64],
+    whole: NDArray[np.float64],
+    healed: NDArray[np.float64],
+    gone: int,
+) -> set[str]:
+    """Which of the averages that there may be this is."""
+    own = whole[rank].copy()
+    own[rank] += own[gone]
+    own[gone] = 0.0
+    could = {"whole": whole[rank] @ now, "without": own @ now, "healed": healed[rank] @ now}
+    return {kind for kind, value in could.items() if abs(value - found) < 1e-9}

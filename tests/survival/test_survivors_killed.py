@@ -1,0 +1,129 @@
+"""``on_loss="continue"``: agents are killed at swept points, and those that are left compute what they must."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from support.agent_main import Outcome
+from support.fault_points import OVER as TRANSPORTS
+from support.fault_points import Point, swept
+from support.survivors import CONTINUE, burst_through, check_all_alike, check_averages, live_through
+from support.world import World
+
+SIZE, VICTIM = 5, 2
+SMALL, LARGE = 16, 100_000
+ROUNDS = 20
+
+SWEPT = [
+    *(Point("submitted", k) for k in (1, 2, 7)),
+    *(Point("sent", k) for k in (1, 2, 9, 24)),
+    *(Point("received", k) for k in (2, 9, 31)),
+    *(Point("summed", k) for k in (1, 2, 3, 8)),
+    *(Point("finished", k) for k in (2, 5, 6)),
+    *(Point("waited", k) for k in (3, 6)),
+]
+OVER = [pytest.param(one, id=name, marks=pytest.mark.transport(name)) for name, one in TRANSPORTS.items()]
+SECONDS = 1.0
+"""In which those that are left go on."""
+
+
+def a_few_rounds(count: int) -> float:
+    for _ in range(count):
+        mean = shoal.allreduce(torch.ones(3))
+    return float(mean[0])
+
+
+def rounds_until_it_is_gone(victim: int) -> float:
+    """Average until somebody takes part no more; when that was known, as ``time.monotonic()``."""
+    there = [victim]
+    while victim in there:
+        shoal.neighbor_allreduce(torch.ones(3))
+        there = shoal.allgather(torch.tensor([shoal.rank()])).tolist()
+    return time.monotonic()
+
+
+def survivors(outcomes: list[Outcome], victims: set[int]) -> dict[int, Any]:
+    for rank in victims:
+        assert (outcomes[rank].error, outcomes[rank].message) == ("Died", "exit code -9")
+    left = [one for one in outcomes if one.rank not in victims]
+    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in left if one.error]
+    assert not failed, "\n".join(failed)
+    return {one.rank: one.value for one in left}
+
+
+@swept(SWEPT, (SMALL, LARGE))
+def test_those_that_are_left_go_on_wherever_one_is_killed(
+    environment: dict[str, str], numel: int, point: Point
+) -> None:
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        outcomes = world.run(live_through, numel, ROUNDS, {VICTIM: point})
+        diaries = survivors(outcomes, {VICTIM})
+        check_all_alike(diaries, SIZE)
+        check_averages({rank: diary.values for rank, diary in diaries.items()}, SIZE, VICTIM)
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+@pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.soak), 14])
+def test_on_a_directed_graph_the_mean_of_those_that_are_left_does_not_lean(
+    environment: dict[str, str], numel: int, count: int
+) -> None:
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        outcomes = world.run(live_through, numel, 40, {VICTIM: Point("sent", 10 + count)}, True)
+        diaries = survivors(outcomes, {VICTIM})
+        values = {rank: diary.values for rank, diary in diaries.items()}
+        check_averages(values, SIZE, VICTIM, directed=True)
+        means = [sum(one[k] for one in values.values()) / len(values) for k in range(len(values[0]))]
+        assert max(means[20:]) - min(means[20:]) < 1e-12
+        assert max(abs(one[-1] - means[-1]) for one in values.values()) < 1e-6
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize("numel", [SMALL, pytest.param(5_000, marks=pytest.mark.soak), LARGE])
+@pytest.mark.parametrize("count", [3, 40, 77])
+def test_with_many_calls_in_flight_each_goes_on(environment: dict[str, str], numel: int, count: int) -> None:
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        outcomes = world.run(burst_through, numel, ROUNDS, {VICTIM: Point("sent", count)})
+        seen = survivors(outcomes, {VICTIM})
+        for k in range(8):
+            check_averages({rank: [one[k] for one in values] for rank, values in seen.items()}, SIZE, VICTIM)
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize("victims", [(1, 4), (0, 1), (0, 2, 3)])
+@pytest.mark.parametrize("apart", [0, pytest.param(1, marks=pytest.mark.soak), 30])
+def test_several_are_killed_at_once_or_one_after_another(
+    environment: dict[str, str], victims: tuple[int, ...], apart: int
+) -> None:
+    with World(6, environment=environment | CONTINUE) as world:
+        ends = {rank: Point("received", 40 + apart * number) for number, rank in enumerate(victims)}
+        diaries = survivors(world.run(live_through, SMALL, ROUNDS, ends), set(victims))
+        check_all_alike(diaries, 6)
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_the_last_one_goes_on_alone(environment: dict[str, str]) -> None:
+    with World(3, environment=environment | CONTINUE) as world:
+        ends = {0: Point("sent", 20), 2: Point("received", 26)}
+        diaries = survivors(world.run(live_through, SMALL, ROUNDS, ends), {0, 2})
+        check_all_alike(diaries, 3)
+        assert abs(diaries[1].values[-1] - diaries[1].values[-2]) < 1e-12
+
+
+@pytest.mark.parametrize("environment", OVER)
+def test_they_go_on_within_a_second(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        world.results(a_few_rounds, 20)
+        pending = [world.run_on(rank, rounds_until_it_is_gone, VICTIM) for rank in range(SIZE)]
+        time.sleep(0.3)
+        died = world.kill(VICTIM)
+        outcomes = [one.outcome() for one in pending]
+        found = survivors(outcomes, {VICTIM})
+        for rank, ended in found.items():
+            assert ended - died < SECONDS, f"rank {rank} went on after {ended - died:.2f} s"
+        assert world.results(a_few_rounds, 3, on=world.alive) == [4 / 4] * 4

@@ -1,0 +1,63 @@
+"""Training with ``on_loss="continue"``: those that are left come to rest where the mathematics says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal import topology_util
+from shoal.algorithms import GradientDescent, ParallelGradientDescent
+from shoal.topology import BaseGraph, OnePeerExponential, OnePeerHypercube
+from support.fault_points import OVER as TRANSPORTS
+from support.fault_points import Point
+from support.surviving_training import optimum, resting_place, train_through
+from support.survivors import CONTINUE
+from support.world import World
+
+SIZE, VICTIM = 4, 1
+LEFT = [rank for rank in range(SIZE) if rank != VICTIM]
+OVER = [pytest.param(one, id=name, marks=pytest.mark.transport(name)) for name, one in TRANSPORTS.items()]
+ATC, AWC = GradientDescent(1.0), GradientDescent(1.0, atc=False)
+POINTS = [
+    Point("sent", 30),
+    pytest.param(Point("received", 41), marks=pytest.mark.soak),
+    pytest.param(Point("summed", 22), marks=pytest.mark.soak),
+]
+
+
+def trained(environment: dict[str, str], point: Point, options: dict[str, Any]) -> dict[int, np.ndarray]:
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        outcomes = world.run(train_through, {VICTIM: point}, options)
+        failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+        assert len(failed) == 1, "\n".join(failed)
+        assert outcomes[VICTIM].error == "Died"
+        return {rank: np.array(outcomes[rank].value) for rank in LEFT}
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("topology", [None, OnePeerExponential(SIZE), OnePeerHypercube(SIZE), BaseGraph(SIZE)], ids=str)
+@pytest.mark.parametrize("algorithm", [ATC, AWC], ids=["adapt-then-combine", "adapt-with-combine"])
+def test_decentralized_sgd_comes_to_rest_among_those_that_are_left(
+    environment: dict[str, str], point: Point, topology: Any, algorithm: Any
+) -> None:
+    found = trained(environment, point, {"algorithm": algorithm, "topology": topology})
+    graph = topology_util.RingGraph(SIZE) if topology is None else topology
+    expected = resting_place(graph, SIZE, [VICTIM], overlapping=algorithm is AWC)
+    for rank, x in found.items():
+        np.testing.assert_allclose(x, expected[rank], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("environment", OVER)
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("overlap", [None, "backward"])
+def test_averaged_gradients_reach_the_optimum_of_those_that_are_left_and_stay_equal(
+    environment: dict[str, str], point: Point, overlap: str | None
+) -> None:
+    found = trained(environment, point, {"algorithm": ParallelGradientDescent(1.0), "overlap": overlap})
+    first, *others = found.values()
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+    np.testing.assert_allclose(first, optimum(LEFT), rtol=0, atol=1e-10)

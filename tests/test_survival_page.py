@@ -1,0 +1,36 @@
+"""docs/survival.md: its code runs, the tests that it names are there, and it lists the operations as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "survival.md").read_text()
+
+
+def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_ON_LOSS", "continue")  # agents of a fleet have begun when their function is called
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+    def run() -> list[int]:
+        found: dict[str, object] = {}
+        exec(code, found)
+        there = found["there"]
+        assert isinstance(there, list)
+        return there
+
+    assert shoal.Fleet(3).run(run) == [[0, 1, 2]] * 3
+
+
+def test_the_tests_that_it_names_are_there() -> None:
+    named = re.findall(r"`(test_\w+)`", PAGE)
+    assert len(named) > 4
+    written = "".join(path.read_text() for path in (ROOT / "tests" / "survival").glob("*.py"))
+    assert [name for name in named if f"def {name}(" not in written] == []
+    for path in re.findall(r"`(tests/[\w/]+\.py)`", PAGE):
+        assert (ROOT / path).exists()
