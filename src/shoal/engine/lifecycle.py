@@ -266,9 +266,9 @@ class Lifecycle:
             ended = self.reason_against(operation.one_sided)
             if ended is not None:
                 self.fail(operation, type(ended)(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
-            elif operation.one_sided or self._on_missed is None:
+            elif gone and (operation.one_sided or self._on_missed is None):
                 self.fail(operation, self.miss(operation, gone))
-            else:
+            elif gone:
                 self.tell_of(operation, gone)
                 if operation.recovery is not None and not operation.recovery.restarts:
                     stage.missing.difference_update(gone)
