@@ -56,10 +56,22 @@ def survivors(outcomes: list[Outcome], victims: set[int]) -> dict[int, Any]:
     return {one.rank: one.value for one in left}
 
 
-@swept(SWEPT, (SMALL, LARGE))
+@swept(SWEPT[::2], (SMALL, LARGE))
 def test_those_that_are_left_go_on_wherever_one_is_killed(
     environment: dict[str, str], numel: int, point: Point
 ) -> None:
+    check_that_they_go_on(environment, numel, point)
+
+
+@pytest.mark.soak
+@swept(SWEPT[1::2], (SMALL, LARGE))
+def test_those_that_are_left_go_on_wherever_else_one_is_killed(
+    environment: dict[str, str], numel: int, point: Point
+) -> None:
+    check_that_they_go_on(environment, numel, point)
+
+
+def check_that_they_go_on(environment: dict[str, str], numel: int, point: Point) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         outcomes = world.run(live_through, numel, ROUNDS, {VICTIM: point})
         diaries = survivors(outcomes, {VICTIM})

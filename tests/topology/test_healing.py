@@ -35,7 +35,7 @@ def losses(size: int) -> list[tuple[int, ...]]:
 CASES = [
     pytest.param(topology, size, gone, id=f"{name}-{size}-without-{'-'.join(map(str, gone))}")
     for name, topology in sorted(CATALOG.items())
-    for size in [one for one in (5, 8, 12) if one in sizes(topology)]
+    for size in [one for one in (5, 8) if one in sizes(topology)]
     for gone in losses(size)
 ]
 
