@@ -34,7 +34,7 @@ def discover(
     gone = operation.gone
     group: Sequence[int] = [one for one in range(engine.size) if one not in gone] if gone else range(engine.size)
     rank, size = group.index(engine.rank), len(group)
-    notices = [(rank, group.index(other)) for other in named if other not in gone]
+    notices = [(rank, group.index(other) if gone else other) for other in named if other not in gone]
     step = 1
     while step < size:
         passing = [notice for notice in notices if (notice[1] - rank) % size & step]
