@@ -142,4 +142,4 @@ def test_what_a_listener_raises_ends_nothing(fleet: Fleets, caplog: pytest.LogCa
         return seen[0]
 
     assert fleet(3).run(run) == [(FIRST,), (), (FIRST,)]
-    assert "a listener of" in caplog.text
+    assert "a callback of" in caplog.text

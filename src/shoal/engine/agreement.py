@@ -21,8 +21,6 @@ lost wrongly is told so, and ends.
 from __future__ import annotations
 
 import json
-import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,18 +28,14 @@ from typing import Any
 
 import torch
 
-from ..interrupts import released
-from ..transport.wire import Message, Payload, ProtocolError
+from ..transport.wire import Kind, Message, Payload, ProtocolError
+from .callbacks import Callbacks
 from .fusion import Fusion
 from .lifecycle import Lifecycle, cannot_go_on
-from .matching import Channel, Matcher
+from .matching import Matcher
 from .membership import Departure, Membership
-from .operation import Exchange, Operation, Send, Stage
-from .outbox import Outbox
-from .publishing import Publisher
+from .operation import OnLoss, Operation
 from .repair import conclude, go_on_without, restart
-
-log = logging.getLogger("shoal")
 
 WORD = "~agreement"
 Ranks = tuple[int, ...]
@@ -61,26 +55,47 @@ class MembershipChange:
 
 
 @dataclass(frozen=True)
-class _Report:
-    """What an agent has begun, by name; and what is open of operations of all, with whether it has the result."""
+class Decision:
+    """What was agreed on once: the ranks that are gone, and for each name the first round that is planned without them
+    (0 for a name that is not there)."""
 
+    gone: Ranks
     begun: dict[str, int]
-    open: dict[str, dict[int, bool]]
 
-    def has(self, name: str, round_: int) -> bool:
-        """The agent has the result of an operation of all."""
-        return self.begun.get(name, 0) > round_ and self.open.get(name, {}).get(round_, True)
+
+@dataclass(frozen=True)
+class _Report:
+    """What an agent says of a loss.
+
+    Attributes:
+        gone: The ranks that it knows to be gone, ascending.
+        begun: How many rounds of each name it has begun.
+        open: What is open of operations of all, by name and round: the attempt that it has a result of, or None.
+        decisions: What it has agreed on with others so far.
+    """
+
+    gone: Ranks
+    begun: dict[str, int]
+    open: dict[str, dict[int, int | None]]
+    decisions: list[Decision]
+
+    def has(self, name: str, round_: int, attempt: int) -> bool:
+        """The agent has the result of an operation of all, and by that attempt where it has not ended."""
+        return self.begun.get(name, 0) > round_ and self.open.get(name, {}).get(round_, attempt) == attempt
 
 
 class Agreement:
     """One agent's part in it. Used under the engine's lock.
 
+    Args:
+        send: Sends a peer what belongs to no operation; see :func:`~.outbox.send_alone`.
+        acknowledge: Says that a message has been read.
+        told: Takes what another agent says of a loss.
+        check_by: Has time looked at by then.
+
     Attributes:
         active: Losses are agreed on; else they end all operations, and nothing here is used.
-        gone: The ranks that are gone, as all that are left have agreed, ascending.
-        changing: A loss is being agreed on.
-        changes: What listeners have still to be told, for whoever drives.
-        listeners: Called with every change, in the thread that drives.
+        listeners: Called with every change, by whoever drives.
     """
 
     def __init__(
@@ -89,51 +104,40 @@ class Agreement:
         size: int,
         matcher: Matcher,
         membership: Membership,
-        publisher: Publisher,
-        outbox: Outbox,
         lifecycle: Lifecycle,
         fusion: Fusion,
+        callbacks: Callbacks,
+        send: Callable[[int, Message, torch.Tensor], None],
+        acknowledge: Callable[[int, Message], None],
         told: Callable[[Departure], None],
         check_by: Callable[[float], None],
     ) -> None:
         self.active = False
-        self.gone: Ranks = ()
-        self.changing = False
-        self.changes: deque[MembershipChange] = deque()
         self.listeners: list[Callable[[MembershipChange], None]] = []
         self._rank = rank
         self._size = size
         self._matcher = matcher
         self._membership = membership
-        self._publisher = publisher
-        self._outbox = outbox
         self._lifecycle = lifecycle
         self._fusion = fusion
+        self._callbacks = callbacks
+        self._send = send
+        self._acknowledge = acknowledge
         self._told = told
         self._check_by = check_by
-        self._rounds = 0
         self._missed = False  # somebody who left, where no loss is being agreed on
-        self._reports: dict[Ranks, dict[int, _Report]] = {}
-        self._history: list[tuple[Ranks, dict[str, int]]] = []  # whom rounds from these on are planned without
+        self._reports: dict[int, _Report] = {}  # the last of each agent
+        self._decisions: list[Decision] = []
 
     def activate(self) -> None:
         """Agree on losses, instead of ending all operations."""
         self.active = True
         self._lifecycle.survive(self.missed)
 
-    def tell(self) -> None:
-        """Tell whoever asked for it what has changed. Without the lock."""
-        while self.changes:
-            try:
-                change = self.changes.popleft()
-            except IndexError:  # another thread of this agent was quicker
-                return
-            for listener in list(self.listeners):
-                try:
-                    with released:
-                        listener(change)
-                except (Exception, SystemExit):
-                    log.exception("a listener of %s failed", change)
+    @property
+    def gone(self) -> Ranks:
+        """The ranks that are gone, as all that are left have agreed, ascending."""
+        return self._lifecycle.gone
 
     @property
     def alive(self) -> Ranks:
@@ -142,22 +146,26 @@ class Agreement:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have still to say whom they miss."""
-        said = self._reports.get(self._noticed, {})
-        return [rank for rank in self._membership.view.alive if rank not in said]
+        """The ranks that have still to say that they miss whom this agent misses."""
+        gone = self._noticed
+        return [
+            rank
+            for rank in self._membership.view.alive
+            if rank not in self._reports or self._reports[rank].gone != gone
+        ]
 
     @property
     def _noticed(self) -> Ranks:
         alive = self._membership.view.alive
         return tuple(rank for rank in range(self._size) if rank not in alive)
 
-    def plan(self, name: str, round_: int, restarts: bool) -> Ranks:
+    def plan(self, name: str, round_: int, on_loss: OnLoss) -> Ranks:
         """Whom a round that begins now is planned without."""
-        if restarts:
+        if on_loss is OnLoss.RESTART:
             return self.gone
-        for gone, begun in reversed(self._history):
-            if round_ >= begun.get(name, 0):
-                return gone
+        for decision in reversed(self._decisions):
+            if round_ >= decision.begun.get(name, 0):
+                return decision.gone
         return ()
 
     def missed(self) -> None:
@@ -170,40 +178,33 @@ class Agreement:
     def change(self) -> None:
         """Somebody is gone, and is missed: stop, and tell all that are left."""
         self._missed = False
-        if not self.changing:
-            self.changing = True
+        if not self._lifecycle.frozen:
             self._fusion.split_all()
             self._lifecycle.freeze()
-        gone, report = self._noticed, self._report()
-        self._reports.setdefault(gone, {})[self._rank] = report
-        said = {"gone": self._why(gone), "begun": report.begun, "open": report.open}
-        data = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+        report = self._report()
+        self._reports[self._rank] = report
+        data = torch.frombuffer(bytearray(self._written(report)), dtype=torch.uint8)
         for peer in self._membership.view.alive:
             if peer != self._rank:
-                self._send(peer, data)
+                self._send(peer, Message(Kind.DATA, WORD, WORD), data)
         self._decide()
 
     def _report(self) -> _Report:
-        open_: dict[str, dict[int, bool]] = {}
+        open_: dict[str, dict[int, int | None]] = {}
         for operation in self._matcher.in_flight():
             recovery = operation.recovery
-            if recovery is not None and recovery.restarts:
-                open_.setdefault(operation.name, {})[operation.round] = recovery.result is not None
-        return _Report(self._matcher.all_begun(), open_)
+            if recovery is not None and operation.restarts:
+                attempt = None if recovery.result is None else recovery.attempt
+                open_.setdefault(operation.name, {})[operation.round] = attempt
+        return _Report(self._noticed, self._matcher.all_begun(), open_, self._decisions)
 
-    def _why(self, gone: Ranks) -> list[tuple[int, str, bool]]:
-        """How the loss of each showed, and whether it died."""
+    def _written(self, report: _Report) -> bytes:
+        """What is said of it to others: also how the loss of each showed, and whether it died."""
         view = self._membership.view
-        return [(rank, view.died.get(rank, "it left"), rank in view.died) for rank in gone]
-
-    def _send(self, peer: int, data: torch.Tensor) -> None:
-        words = Operation(WORD, WORD, self._rounds, float("inf"))
-        words.one_sided = True
-        self._rounds += 1
-        published = self._publisher.publish(words, data)
-        exchange = Exchange([Send(peer, published, 0, data.numel(), tuple(data.shape))], ())
-        self._outbox.post(Channel(WORD), words, Stage(0, exchange, set(), {}))
-        self._lifecycle.release(words)
+        gone = [(rank, view.died.get(rank, "it left"), rank in view.died) for rank in report.gone]
+        decisions = [(decision.gone, decision.begun) for decision in report.decisions]
+        said = {"gone": gone, "begun": report.begun, "open": report.open, "decisions": decisions}
+        return json.dumps(said).encode()
 
     def serve(self, source: int, message: Message) -> None:
         """An agent says whom it misses; see :class:`~.services.Service`."""
@@ -221,17 +222,16 @@ class Agreement:
             self._heard(source, message, payload)
 
     def _heard(self, source: int, message: Message, payload: Payload) -> None:
-        said, report = _parsed(bytes(payload.data.numpy()), self._size)
-        self._outbox.acknowledge(source, message)
+        losses, report = _parsed(bytes(payload.data.numpy()), self._size)
+        self._acknowledge(source, message)
         if not self.active:
             return
-        gone = tuple(rank for rank, _, _ in said)
-        self._reports.setdefault(gone, {})[source] = report
+        self._reports[source] = report
         alive = self._membership.view.alive
-        for rank, cause, died in said:
+        for rank, cause, died in losses:
             if rank in alive:
                 self._told(Departure(rank, cause, died, source))
-        if not self.changing and set(self._noticed) >= set(gone) > set(self.gone):
+        if not self._lifecycle.frozen and set(self._noticed) >= set(report.gone) > set(self.gone):
             self.change()  # who left was not missed here, and is missed there
         else:
             self._decide()
@@ -239,31 +239,36 @@ class Agreement:
     # Deciding
 
     def _decide(self) -> None:
-        if not self.changing or self.missing:
+        if not self._lifecycle.frozen or self.missing:
             return
-        gone = self._noticed
-        reports = [report for rank, report in self._reports[gone].items() if rank in self._membership.view.alive]
+        gone, before = self._noticed, self.gone
+        reports = [self._reports[rank] for rank in self._membership.view.alive]
         begun: dict[str, int] = {}
         for report in reports:
             for name, count in report.begun.items():
                 begun[name] = max(count, begun.get(name, 0))
-        lost = tuple(rank for rank in gone if rank not in self.gone)
-        self.gone, self.changing = gone, False
-        self._reports = {key: value for key, value in self._reports.items() if len(key) > len(gone)}
-        self._history.append((gone, begun))
-        self.changes.append(MembershipChange(lost, self.alive))
-        self._lifecycle.thaw()
+        # Some may have agreed on a smaller loss, and have begun rounds since, while others heard of the larger one.
+        earlier = {decision.gone: decision for report in reports for decision in report.decisions}
+        self._decisions = [*sorted(earlier.values(), key=lambda decision: len(decision.gone)), Decision(gone, begun)]
+        self._reports = {}
+        self._lifecycle.thaw(gone)
+        change = MembershipChange(tuple(rank for rank in gone if rank not in before), self.alive)
+        for listener in self.listeners:
+            self._callbacks.add(listener, change, change)
         for operation in self._matcher.in_flight():
-            recovery = operation.recovery
-            if recovery is None:
-                if not operation.one_sided:
-                    self._lifecycle.fail(operation, cannot_go_on(operation, gone))
-            elif not recovery.restarts:
-                go_on_without(self._lifecycle, operation, gone)
-            elif all(report.has(operation.name, operation.round) for report in reports):
-                conclude(self._lifecycle, operation)
-            else:
-                restart(self._lifecycle, operation, gone)
+            self._repair(operation, reports)
+
+    def _repair(self, operation: Operation, reports: list[_Report]) -> None:
+        recovery, name, round_ = operation.recovery, operation.name, operation.round
+        if recovery is None:
+            if not operation.one_sided:
+                self._lifecycle.fail(operation, cannot_go_on(operation, self.gone))
+        elif not operation.restarts:
+            go_on_without(self._lifecycle, operation, self.gone)
+        elif all(report.has(name, round_, recovery.attempt) for report in reports):
+            conclude(self._lifecycle, operation)
+        else:
+            restart(self._lifecycle, operation, self.gone)
 
     # As a service
 
@@ -291,18 +296,26 @@ class Agreement:
 
 
 def _parsed(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
-    """What another agent said. ProtocolError if it is nonsense."""
+    """What another agent said: how the loss of each showed, and its report. ProtocolError if it is nonsense."""
     try:
         said: Any = json.loads(text)
-        gone = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died in said["gone"]]
-        begun = {str(name): int(count) for name, count in said["begun"].items()}
+        losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died in said["gone"]]
         open_ = {
-            str(name): {int(round_): bool(has) for round_, has in rounds.items()}
+            str(name): {int(round_): None if attempt is None else int(attempt) for round_, attempt in rounds.items()}
             for name, rounds in said["open"].items()
         }
-        ranks = [rank for rank, _, _ in gone]
-        if ranks != sorted(set(ranks)) or not all(0 <= rank < size for rank in ranks):
-            raise ValueError(f"ranks {ranks}")
+        decisions = [Decision(_ranks(gone, size), _counts(begun)) for gone, begun in said["decisions"]]
+        return losses, _Report(_ranks([rank for rank, _, _ in losses], size), _counts(said["begun"]), open_, decisions)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"what was said of a loss makes no sense: {error}") from None
-    return gone, _Report(begun, open_)
+
+
+def _ranks(said: Any, size: int) -> Ranks:
+    ranks = tuple(int(rank) for rank in said)
+    if list(ranks) != sorted(set(ranks)) or not all(0 <= rank < size for rank in ranks):
+        raise ValueError(f"ranks {ranks}")
+    return ranks
+
+
+def _counts(said: Any) -> dict[str, int]:
+    return {str(name): int(count) for name, count in said.items()}

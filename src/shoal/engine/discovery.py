@@ -8,13 +8,13 @@ that power of two in it (Bruck's all-to-all, with only the notices that exist). 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
 import torch
 
 from ..engine.engine import Engine
-from ..engine.operation import Arrived, Exchange, Operation, Send, Steps
+from ..engine.operation import Arrived, Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..errors import Mismatch
 
 T = TypeVar("T")
@@ -31,8 +31,7 @@ def discover(
     Among the agents that the operation is planned for: notices count these, and not all ranks. Where agents come to it
     through different numbers of stages, ``first_stage`` is the number of its first.
     """
-    gone = operation.gone
-    group: Sequence[int] = [one for one in range(engine.size) if one not in gone] if gone else range(engine.size)
+    gone, group = operation.gone, operation.left_of(range(engine.size))
     rank, size = group.index(engine.rank), len(group)
     notices = [(rank, group.index(other) if gone else other) for other in named if other not in gone]
     step = 1
@@ -61,11 +60,26 @@ def discover(
     return found
 
 
-def held_by_all(engine: Engine, operation: Operation, steps: Steps[T]) -> Steps[T]:
-    """The steps of an operation that gives all agents the same. Where they go on after a loss, it ends only when all
-    have that: else one might go on with what the others can get from nobody any more."""
-    result = yield from steps
-    if operation.recovery is not None:
+def submit_to_all(
+    engine: Engine,
+    op: str,
+    name: str,
+    steps: Callable[[Operation], Steps[T]],
+    timeout: float | None = None,
+    alone: bool = True,
+) -> Handle[T]:
+    """Begin an operation that gives all agents the same; see :meth:`Engine.submit`.
+
+    Where agents go on after a loss, it begins anew among those that are left, and ends only when all have its result:
+    else one might go on with what the others can get from nobody any more.
+    """
+
+    def held_by_all(operation: Operation) -> Steps[T]:
+        result = yield from steps(operation)
+        assert operation.recovery is not None
         operation.recovery.keep(result)
         yield from discover(engine, operation, (), _ALL_HAVE_IT)
-    return result
+        return result
+
+    begins = held_by_all if engine.agreement.active else steps
+    return engine.submit(op, name, begins, timeout, alone, on_loss=OnLoss.RESTART)

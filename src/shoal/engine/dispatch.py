@@ -131,7 +131,7 @@ class Dispatch:
             return
         if self._fusion.is_coming(source, (message.name, message.round)):  # it was sent before, and is longer
             return
-        if self._lifecycle.is_frozen(operation):  # there it has begun anew already
+        if self._lifecycle.frozen and operation.restarts:  # there it has begun anew already
             return
         why = (
             f"whose own call failed there ({message.text})"

@@ -31,6 +31,7 @@ from ..transport.memory import Arena, ResultPool
 from ..transport.poller import Poller
 from ..transport.router import Router
 from .agreement import WORD, Agreement
+from .callbacks import Callbacks
 from .closing import HANG_UP_SECONDS, LAST_WORD_SECONDS, Drain
 from .dispatch import Dispatch
 from .events import Events
@@ -39,8 +40,8 @@ from .fusion import Fusion
 from .lifecycle import Lifecycle
 from .matching import Matcher
 from .membership import Membership
-from .operation import Fusible, Handle, Operation, Steps
-from .outbox import Outbox
+from .operation import Fusible, Handle, OnLoss, Operation, Steps
+from .outbox import Outbox, send_alone
 from .progress import Progress
 from .publishing import Publisher
 from .seconds import as_seconds
@@ -71,6 +72,7 @@ class Engine:
         self.outbox = outbox = Outbox(
             rank, router, membership, events, lambda peer, cause: self.failures.on_closed(peer, cause)
         )
+        self.callbacks = callbacks = Callbacks()
         self.lifecycle = lifecycle = Lifecycle(
             rank,
             progress,
@@ -80,7 +82,8 @@ class Engine:
             membership,
             events,
             lambda operation: self.fusion.begins(operation),
-            lambda name, round_, restarts: self.agreement.plan(name, round_, restarts),
+            lambda name, round_, on_loss: self.agreement.plan(name, round_, on_loss),
+            callbacks,
         )
         self.fusion = fusion = Fusion(
             rank,
@@ -96,10 +99,11 @@ class Engine:
             size,
             matcher,
             membership,
-            self.publisher,
-            outbox,
             lifecycle,
             fusion,
+            callbacks,
+            lambda peer, what, tensor: send_alone(self.publisher, outbox, peer, what, tensor),
+            outbox.acknowledge,
             lambda said: self.failures.told(said),
             progress.check_by,
         )
@@ -139,7 +143,7 @@ class Engine:
         timeout: float | None = None,
         alone: bool = True,
         one_sided: bool = False,
-        restarts: bool | None = None,
+        on_loss: OnLoss = OnLoss.FAIL,
     ) -> Handle[T]:
         """Begin an operation.
 
@@ -151,39 +155,38 @@ class Engine:
             timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
             alone: Refuse a second operation under the same name while one is in flight.
             one_sided: The others need not call anything for it; so it goes on when one is lost that it does not need.
-            restarts: With ``on_loss="continue"``, what becomes of it when an agent is lost that it needs. True: it
-                begins anew among those that are left, as all must have the same result. False: it goes on without what
-                that agent has not sent, in the one exchange that it has. None: it fails.
+            on_loss: With ``on_loss="continue"``, what becomes of it when an agent is lost that it needs.
         """
         seconds = as_seconds(timeout, self.timeout)
-        survives = restarts if self.agreement.active else None
-        with held:
-            handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided, survives)
-        if handle is None:
-            limit = time.monotonic() + seconds
-            while handle is None:
-                self._await_agreement(op, name, limit, seconds)
-                with held:
-                    handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided, survives)
-        if self.lifecycle.callbacks:
+        if not self.agreement.active:
+            on_loss = OnLoss.FAIL
+        limit = 0.0
+        while True:
+            with held:
+                handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided, on_loss)
+            if handle is not None:
+                break
+            limit = limit or time.monotonic() + seconds
+            self._await_agreement(op, limit, seconds)
+        if self.callbacks:
             self.after()
         return handle
 
-    def _await_agreement(self, op: str, name: str, limit: float, seconds: float) -> None:
+    def _await_agreement(self, op: str, limit: float, seconds: float) -> None:
         """Wait until the agents that are left have agreed on a loss."""
-        agreement, progress = self.agreement, self.progress
+        lifecycle, progress = self.lifecycle, self.progress
         what = f"{op} on rank {self.rank}"
         if progress.mine:
             raise RuntimeError(
                 f"{what}: an agent was lost just now, and nothing can begin inside a callback until then"
             )
-        while not progress.drive_until(lambda: not agreement.changing, limit):
+        while not progress.drive_until(lambda: not lifecycle.frozen, limit):
             held.checkpoint()
             if progress.stopped:
                 raise NotInitialized(f"{what}: this agent has shut down; call shoal.init() first")
             if time.monotonic() >= limit:
                 with self.lock:
-                    missing = agreement.missing
+                    missing = self.agreement.missing
                 raise DeadlineExceeded(
                     f"{what} waited {seconds:g} s for ranks {missing}: an agent was lost, and they have not said that "
                     "they know",
@@ -281,10 +284,8 @@ class Engine:
     def after(self) -> None:
         if self.lifecycle.frozen:  # what callbacks begin would have to wait
             return
-        if self.agreement.changes:
-            self.agreement.tell()
-        if self.lifecycle.callbacks:
-            self.lifecycle.call_back()
+        if self.callbacks:
+            self.callbacks.run()
 
     def _break_off(self, error: Exception) -> None:
         log.error("rank %d: the exchange failed", self.rank, exc_info=error)

@@ -227,7 +227,7 @@ class Failures:
             self._fusion.forget(rank)
             self._matcher.forget(rank)
         self._router.drop(rank)
-        if self._agreement.active and (died or self._agreement.changing):
+        if self._agreement.active and (died or self._lifecycle.frozen):
             self._agreement.change()
 
     def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:

@@ -8,7 +8,6 @@ what belongs together to ``fusion.py``, which overrides how an operation proceed
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
-from ..interrupts import released
 from ..transport.wire import Message
+from .callbacks import Callbacks
 from .events import Events
 from .matching import Channel, Matcher, disagreement, unexpected
 from .membership import Departure, Membership
@@ -30,9 +29,9 @@ from .operation import (
     Exchange,
     Fusible,
     Handle,
+    OnLoss,
     Operation,
     Recovery,
-    Send,
     Stage,
     Steps,
     describe,
@@ -41,7 +40,6 @@ from .outbox import Outbox
 from .progress import AFTER_SMALL, Progress
 from .publishing import Publisher
 
-log = logging.getLogger("shoal")
 T = TypeVar("T")
 
 ASK_AFTER = 0.02
@@ -53,8 +51,8 @@ class Lifecycle:
 
     Args:
         prepare: Told of an operation before it enters a stage: what came for it in another form is unpacked then.
-        planned_without: The agents that are gone for a round of a name, as all agree, of an operation that begins anew
-            or goes on.
+        planned_without: The ranks that a round of a name is planned without, as all agree, of an operation that may
+            outlive a loss.
 
     Attributes:
         ready: What can go on, for whoever drives.
@@ -64,6 +62,7 @@ class Lifecycle:
         closing: This agent has shut down, or is about to.
         callbacks: Whom to call back, for whoever drives.
         frozen: Those that are left agree on a loss. Nothing begins until they have, and no operation of all goes on.
+        gone: The ranks that are gone, as all that are left have agreed, ascending.
     """
 
     def __init__(
@@ -76,7 +75,8 @@ class Lifecycle:
         membership: Membership,
         events: Events,
         prepare: Callable[[Operation], None],
-        planned_without: Callable[[str, int, bool], tuple[int, ...]],
+        planned_without: Callable[[str, int, OnLoss], tuple[int, ...]],
+        callbacks: Callbacks,
     ) -> None:
         self.ready: deque[Operation] = deque()
         self.unbegun: deque[Operation] = deque()
@@ -84,8 +84,9 @@ class Lifecycle:
         self.aborted = False
         self.closing = False
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
-        self.callbacks: deque[tuple[Callable[[Handle[Any]], None], Handle[Any]]] = deque()
+        self.callbacks = callbacks
         self.frozen = False
+        self.gone: tuple[int, ...] = ()
         self._on_missed: Callable[[], None] | None = None
         self._rank = rank
         self._progress = progress
@@ -109,7 +110,7 @@ class Lifecycle:
         seconds: float,
         alone: bool,
         one_sided: bool,
-        restarts: bool | None = None,
+        on_loss: OnLoss = OnLoss.FAIL,
     ) -> Handle[T] | None:
         """Begin an operation; see :meth:`Engine.submit`. Takes the lock: the generator begins without it.
 
@@ -119,13 +120,13 @@ class Lifecycle:
             self._check_open(op, one_sided)
             if self.frozen and not one_sided:
                 return None
-            gone = self._planned_without(name, 0, True)
-            if gone and restarts is None and not one_sided:
-                raise cannot_go_on(op, gone)
+            if self.gone and on_loss is OnLoss.FAIL and not one_sided:
+                raise cannot_go_on(op, self.gone)
             operation = self._matcher.begin(op, name, seconds, alone)
-            if restarts is not None:
-                begins = partial(_alone, steps) if isinstance(steps, Fusible) else steps
-                operation.recovery = Recovery(begins, restarts, self._planned_without(name, operation.round, restarts))
+            if on_loss is not OnLoss.FAIL:
+                begins = steps.alone if isinstance(steps, Fusible) else steps
+                gone = self._planned_without(name, operation.round, on_loss) if self.gone else ()
+                operation.recovery = Recovery(begins, on_loss, gone)
                 self.forget_before(operation, operation.recovery.first_stage)
             handle: Handle[T] = Handle(driver, operation)
             operation.handle = handle
@@ -168,7 +169,7 @@ class Lifecycle:
         """Begin by itself what may be fused. Also without the lock."""
         fusible = operation.fusible
         assert fusible is not None
-        operation.generator = fusible.family.alone(operation, fusible)
+        operation.generator = fusible.alone(operation)
         self.resume(operation, None)
 
     # Going on
@@ -215,7 +216,7 @@ class Lifecycle:
         while ready:
             operation = ready.popleft()
             stage = operation.stage
-            if operation.error is not None or self.is_frozen(operation):
+            if operation.error is not None or (self.frozen and operation.restarts):
                 continue
             if operation.recovery is not None and operation.recovery.again:
                 self._begin_again(operation, operation.recovery)
@@ -229,7 +230,7 @@ class Lifecycle:
         if operation.error is not None:  # it was failed meanwhile
             self.close_generator(operation)
             self.release(operation)
-        elif error is None and self.is_frozen(operation):
+        elif self.frozen and error is None and operation.restarts:
             pass  # what becomes of it is about to be agreed on
         elif item is MORE:
             operation.waiting_more = True
@@ -270,7 +271,7 @@ class Lifecycle:
                 self.fail(operation, self.miss(operation, gone))
             elif gone:
                 self.tell_of(operation, gone)
-                if operation.recovery is not None and not operation.recovery.restarts:
+                if operation.recovery is not None and operation.recovery.on_loss is OnLoss.GO_ON:
                     stage.missing.difference_update(gone)
         if operation.error is not None:
             return
@@ -469,21 +470,9 @@ class Lifecycle:
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
         """Keep the promise of a handle."""
-        self.callbacks.extend((callback, handle) for callback in handle.end(result, error))
+        for callback in handle.end(result, error):
+            self.callbacks.add(callback, handle, handle.operation)
         self._progress.notify()
-
-    def call_back(self) -> None:
-        """Call back whoever asked for it. Without the lock."""
-        while self.callbacks:
-            try:
-                callback, handle = self.callbacks.popleft()
-            except IndexError:  # another thread of this agent was quicker
-                return
-            try:
-                with released:
-                    callback(handle)
-            except (Exception, SystemExit):
-                log.exception("a callback of %s failed", handle.operation)
 
     # After a loss that the others outlive
 
@@ -495,14 +484,10 @@ class Lifecycle:
         """Begin nothing, and let no operation of all go on, until the agents that are left agree."""
         self.frozen = True
 
-    def thaw(self) -> None:
-        """The agents that are left have agreed: what waits may begin."""
-        self.frozen = False
+    def thaw(self, gone: tuple[int, ...]) -> None:
+        """The agents that are left have agreed on who is gone: what waits may begin."""
+        self.frozen, self.gone = False, gone
         self._progress.notify()
-
-    def is_frozen(self, operation: Operation) -> bool:
-        """What becomes of it is being agreed on."""
-        return self.frozen and operation.recovery is not None and operation.recovery.restarts
 
     def forget_before(self, operation: Operation, stage: int) -> None:
         """Begin with a stage: what was sent for those before it, for another attempt, is of no use."""
@@ -522,24 +507,7 @@ class Lifecycle:
             next(generator)
         self.resume(operation, None if stage is None else stage.arrived)
 
-    # Answering
-
-    def answer(self, source: int, request: Message, tensor: torch.Tensor) -> None:
-        """Send the one that asks for something, and waits for it as its second stage, a copy of a tensor."""
-        reply = Operation(request.op, request.name, request.round, float("inf"))
-        reply.one_sided = True
-        published = self._publisher.publish(reply, tensor)
-        numel = published.data.numel()
-        exchange = Exchange([Send(source, published, 0, numel, (numel,))], (), digest=request.digest)
-        self._outbox.post(Channel(request.name), reply, Stage(request.stage + 1, exchange, set(), {}))
-        self.release(reply)
-
 
 def cannot_go_on(what: object, gone: tuple[int, ...]) -> PeerLost:
     """Why an operation fails for which there is no way to go on."""
     return PeerLost(f"{what} cannot go on without ranks {list(gone)}, which are gone; see docs/survival.md", gone)
-
-
-def _alone(fusible: Fusible, operation: Operation) -> Steps[Any]:
-    """The steps of what may be fused, by itself."""
-    return fusible.family.alone(operation, fusible)

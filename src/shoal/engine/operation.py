@@ -14,6 +14,7 @@ import contextvars
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from threading import RLock
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -118,6 +119,10 @@ class Fusible:
     out: torch.Tensor | None
     family: Family
 
+    def alone(self, operation: Operation) -> Steps[torch.Tensor]:
+        """Its steps, by itself."""
+        return self.family.alone(operation, self)
+
 
 class Mover(Protocol):
     """What moves operations forward, as an operation knows it: its lifecycle."""
@@ -129,14 +134,21 @@ class Mover(Protocol):
     def end(self, operation: Operation, error: BaseException) -> None: ...
 
 
+class OnLoss(Enum):
+    """What becomes of an operation that needs an agent which is lost, where the others go on."""
+
+    FAIL = auto()
+    GO_ON = auto()  # without what that agent has not sent, in the one exchange that it has: each edge counts for itself
+    RESTART = auto()  # among those that are left: all must have the same result
+
+
 @dataclass(slots=True)
 class Recovery:
     """What an operation needs to outlive the loss of an agent.
 
     Attributes:
         steps: Makes its generator anew.
-        restarts: It begins anew among those that are left, since all must have the same result; else it goes on
-            without what the lost agent has not sent.
+        on_loss: Whether it goes on or begins anew.
         gone: Whom it is planned without, ascending; the same on all agents.
         input: The tensor that it began with, and where that was published; it may be gone from where it was.
         result: Of one that restarts, once it is here and before all others have theirs.
@@ -144,7 +156,7 @@ class Recovery:
     """
 
     steps: Callable[[Operation], Steps[Any]]
-    restarts: bool
+    on_loss: OnLoss
     gone: tuple[int, ...]
     input: tuple[torch.Tensor, Published] | None = None
     result: tuple[Any] | None = None
@@ -155,9 +167,14 @@ class Recovery:
         self.result = (result,)
 
     @property
+    def attempt(self) -> int:
+        """How many agents it is planned without: each loss that it begins anew after is one more."""
+        return len(self.gone)
+
+    @property
     def first_stage(self) -> int:
         """Stages of what began anew have other numbers, so that what was sent before is not taken for theirs."""
-        return (len(self.gone) & 0xFF) << 8 if self.restarts else 0
+        return (self.attempt & 0xFF) << 8 if self.on_loss is OnLoss.RESTART else 0
 
 
 class Operation:
@@ -228,6 +245,16 @@ class Operation:
     def gone(self) -> tuple[int, ...]:
         """The ranks that it is planned without, ascending; the same on all agents."""
         return self.recovery.gone if self.recovery is not None else ()
+
+    @property
+    def restarts(self) -> bool:
+        """A loss makes it begin anew among those that are left."""
+        return self.recovery is not None and self.recovery.on_loss is OnLoss.RESTART
+
+    def left_of(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Those of some ranks that it is planned for, in their order."""
+        gone = self.gone
+        return [rank for rank in ranks if rank not in gone] if gone else ranks
 
     @property
     def waiting_for(self) -> list[int]:

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
@@ -14,7 +16,8 @@ from ..transport.wire import CERTAIN, DIED, WANTS_REPLY, Kind, Message
 from .events import Events
 from .matching import SMALL_WINDOW, Channel
 from .membership import Departure, Membership
-from .operation import Operation, Send, Stage
+from .operation import Exchange, Operation, Send, Stage
+from .publishing import Publisher
 
 
 class _Unacknowledged(NamedTuple):
@@ -220,3 +223,22 @@ class Outbox:
     def empty(self) -> bool:
         """Everything has been handed to the system."""
         return all(link.idle for link in self._router.links.values())
+
+
+def send_alone(publisher: Publisher, outbox: Outbox, peer: int, what: Message, tensor: torch.Tensor) -> None:
+    """Send a peer a copy of a tensor that belongs to no operation of this agent: an answer, or news.
+
+    Args:
+        publisher, outbox: This agent's.
+        peer: Who gets it.
+        what: Says the operation, name, round, stage and digest of the message.
+        tensor: Any dtype; it arrives flat.
+    """
+    alone = Operation(what.op, what.name, what.round, float("inf"))
+    alone.one_sided = True
+    published = publisher.publish(alone, tensor)
+    numel = published.data.numel()
+    exchange = Exchange([Send(peer, published, 0, numel, (numel,))], (), digest=what.digest)
+    outbox.post(Channel(what.name), alone, Stage(what.stage, exchange, set(), {}))
+    for lease in alone.leases:
+        lease.release()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ..arithmetic import REDUCTIONS, complete, reduce
-from ..engine.discovery import discover, held_by_all
+from ..engine.discovery import discover, submit_to_all
 from ..engine.operation import Exchange, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..topology._validate import check_rank
@@ -107,12 +107,11 @@ def submit_allreduce(
     whole = agent.local_ranks if within_machine else range(agent.size)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        group = [rank for rank in whole if rank not in operation.gone]
-        return held_by_all(agent.engine, operation, _allreduce(agent, operation, tensor, how, group, out, zero_copy))
+        return _allreduce(agent, operation, tensor, how, operation.left_of(whole), out, zero_copy)
 
     kind = f"allreduce ({how}{', within the machine' if within_machine else ''})"
     channel = channel_name("allreduce", name)
-    return agent.engine.submit(kind, channel, steps, timeout, name is not None, restarts=True)
+    return submit_to_all(agent.engine, kind, channel, steps, timeout, name is not None)
 
 
 def allreduce_(
@@ -263,11 +262,7 @@ def broadcast_nonblocking(
         result.flat.copy_(data)
         return result.finish()
 
-    def agreed(operation: Operation) -> Steps[torch.Tensor]:
-        return held_by_all(agent.engine, operation, steps(operation))
-
-    channel = channel_name("broadcast", name)
-    return agent.engine.submit("broadcast", channel, agreed, timeout, name is not None, restarts=True)
+    return submit_to_all(agent.engine, "broadcast", channel_name("broadcast", name), steps, timeout, name is not None)
 
 
 def broadcast_(
@@ -305,7 +300,7 @@ def spread(
 
     Every parent waits until its children confirm, so that agents with different roots find out.
     """
-    group: Sequence[int] = [rank for rank in range(agent.size) if rank not in operation.gone]
+    group = operation.left_of(range(agent.size))
     if root not in group:
         raise PeerLost(f"{operation} on rank {agent.rank}: its root, rank {root}, is gone", (root,))
     size, first = len(group), group.index(root)
@@ -354,7 +349,7 @@ def allgather_nonblocking(
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         published = agent.engine.publisher.publish(operation, tensor)
         shape, total = tuple(tensor.shape), published.data.numel()
-        group = [rank for rank in range(agent.size) if rank not in operation.gone]
+        group = operation.left_of(range(agent.size))
         others = [rank for rank in group if rank != agent.rank]
         sends = rotated([Send(rank, published, 0, total, shape) for rank in others], agent)
         arrived = yield Exchange(sends, others, tensor.dtype)
@@ -362,22 +357,14 @@ def allgather_nonblocking(
         parts = [(rank, own if rank == agent.rank else arrived[rank]) for rank in group]
         return (yield from joined(agent, "allgather", tensor, parts))
 
-    def agreed(operation: Operation) -> Steps[torch.Tensor]:
-        return held_by_all(agent.engine, operation, steps(operation))
-
-    channel = channel_name("allgather", name)
-    return agent.engine.submit("allgather", channel, agreed, timeout, name is not None, restarts=True)
+    return submit_to_all(agent.engine, "allgather", channel_name("allgather", name), steps, timeout, name is not None)
 
 
 def barrier(name: str | None = None, *, timeout: float | None = None) -> None:
     """Return when all agents have called it. ``ceil(log2(n))`` small messages for each agent."""
     agent = current("barrier")
 
-    def everybody_is_here(operation: Operation) -> Steps[None]:
+    def steps(operation: Operation) -> Steps[None]:
         yield from discover(agent.engine, operation, ())
 
-    def steps(operation: Operation) -> Steps[None]:
-        return held_by_all(agent.engine, operation, everybody_is_here(operation))
-
-    channel = channel_name("barrier", name)
-    agent.engine.submit("barrier", channel, steps, timeout, name is not None, restarts=True).wait()
+    submit_to_all(agent.engine, "barrier", channel_name("barrier", name), steps, timeout, name is not None).wait()

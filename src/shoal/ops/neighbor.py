@@ -12,14 +12,14 @@ side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..arithmetic import weighted_sum
 from ..engine.discovery import discover
-from ..engine.operation import NOTHING, Arrived, Exchange, Fusible, Handle, Operation, Send, Steps
+from ..engine.operation import NOTHING, Arrived, Exchange, Fusible, Handle, OnLoss, Operation, Send, Steps
 from ..engine.publishing import PUBLISH_BYTES
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
@@ -162,20 +162,20 @@ def submit(
         if small and fusible and not agent.engine.events.active and not agent.engine.agreement.gone:
             flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
             one = Fusible(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
-            return agent.engine.submit(OP, channel_name(OP, name), one, timeout, name is not None, restarts=False)
+            return agent.engine.submit(OP, channel_name(OP, name), one, timeout, name is not None, on_loss=OnLoss.GO_ON)
     elif form in ("push", "pull") and not checked:
         _check_within(agent, known, form)
         form += " within"
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        now = static.without(operation.gone) if operation.gone else static
+        now = static.without(operation.gone)
         one = now.mixing if form == "static" else known
         if replan is not None and operation.gone:
             one = replan(operation.gone)
         return _mix(agent, operation, tensor, one, form, now, out, checked=checked, zero_copy=zero_copy)
 
-    restarts = False if survives and form in ("static", "push-pull") else None
-    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None, restarts=restarts)
+    on_loss = OnLoss.GO_ON if survives and form in ("static", "push-pull") else OnLoss.FAIL
+    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None, on_loss=on_loss)
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ class _OnStaticTopology:
 
     def alone(self, operation: Operation, small: Fusible) -> Steps[torch.Tensor]:
         tensor = small.flat.view(small.shape)
-        static = self.static.without(operation.gone) if operation.gone else self.static
+        static = self.static.without(operation.gone)
         return _mix(self.agent, operation, tensor, static.mixing, "static", static, small.out)
 
     def together(self, operation: Operation, smalls: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
@@ -301,8 +301,9 @@ def _mix(
         digest_of="topology, or form of the call",
     )
     result = Result(agent, out, tensor, shape)
-    # What an agent that is gone has not sent weighs here what it would have there.
-    own = mixing.self_weight + sum(weight for rank, weight in sources.items() if rank not in arrived)
+    own = mixing.self_weight
+    if len(arrived) < len(sources):  # what an agent that is gone has not sent weighs here what it would have there
+        own += sum(weight for rank, weight in sources.items() if rank not in arrived)
     terms = [
         (payload(arrived, rank), sources[rank] * arrived[rank].scale)
         for rank in sources  # ascending, as in every Mixing
@@ -380,31 +381,25 @@ def neighbor_allgather_nonblocking(
     if (src_ranks is None) != (dst_ranks is None):
         raise ValueError(f"{op}: give both src_ranks and dst_ranks (any ranks), or neither (the static topology)")
     static = agent.topology
-    if src_ranks is None or dst_ranks is None:
-        order, targets, digest, checked = (
-            static.mixing.source_ranks,
-            static.mixing.destination_ranks,
-            static.digest,
-            False,
+    given: tuple[Sequence[int], Sequence[int]] | None = None
+    if src_ranks is not None and dst_ranks is not None:
+        given = (
+            as_ranks(op, "src_ranks", src_ranks, agent.rank, agent.size),
+            as_ranks(op, "dst_ranks", dst_ranks, agent.rank, agent.size),
         )
-    else:
-        order = as_ranks(op, "src_ranks", src_ranks, agent.rank, agent.size)
-        targets = as_ranks(op, "dst_ranks", dst_ranks, agent.rank, agent.size)
-        digest, checked = 0, enable_topo_check
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         engine = agent.engine
         published = engine.publisher.publish(operation, tensor)
         shape, total = tuple(tensor.shape), published.data.numel()
-        here, there, same = order, targets, digest
-        if operation.gone and src_ranks is None:
-            now = static.without(operation.gone)
-            here, there, same = now.mixing.source_ranks, now.mixing.destination_ranks, now.digest
-        sends = [Send(rank, published, 0, total, shape) for rank in _rotated(agent, there)]
-        arrived = yield Exchange(sends, sorted(here), tensor.dtype, checked=checked, digest=same)
-        return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in here if rank in arrived]))
+        now = static.without(operation.gone)
+        sources, targets = given or (now.mixing.source_ranks, now.mixing.destination_ranks)
+        sends = [Send(rank, published, 0, total, shape) for rank in _rotated(agent, targets)]
+        digest, checked = (0, enable_topo_check) if given else (now.digest, False)
+        arrived = yield Exchange(sends, sorted(sources), tensor.dtype, checked=checked, digest=digest)
+        return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in sources if rank in arrived]))
 
-    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None, restarts=False)
+    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
 
 
 def pair_gossip(
@@ -454,4 +449,4 @@ def pair_gossip_nonblocking(
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         return _mix(agent, operation, tensor, mixing, "push-pull", static, None)
 
-    return agent.engine.submit(op, channel, steps, timeout, name is not None, restarts=False)
+    return agent.engine.submit(op, channel, steps, timeout, name is not None, on_loss=OnLoss.GO_ON)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..engine.discovery import held_by_all
+from ..engine.discovery import submit_to_all
 from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch
 from ..world.agent import current
@@ -62,13 +62,10 @@ def broadcast_object(
         data = yield from spread(agent, operation, tensor, root_rank, torch.uint8)
         return data.clone() if agent.rank != root_rank else data
 
-    def agreed(operation: Operation) -> Steps[torch.Tensor]:
-        return held_by_all(agent.engine, operation, steps(operation))
-
     op = "broadcast_object"
     kind = f"{op} (trusted)" if trusted else op
     channel = channel_name(op, name)
-    data = agent.engine.submit(kind, channel, agreed, timeout, name is not None, restarts=True).wait()
+    data = submit_to_all(agent.engine, kind, channel, steps, timeout, name is not None).wait()
     if agent.rank == root_rank:
         return value
     try:

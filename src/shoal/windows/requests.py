@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 
 from ..engine.engine import Engine
-from ..transport.wire import Message
+from ..engine.outbox import send_alone
+from ..transport.wire import Kind, Message
 from .locks import Freed
 from .memory import MUTEX, OWN, How
 from .part import LOCK, UNLOCK, WindowPart, name_of
@@ -180,8 +181,10 @@ class Requests:
             self._again()
 
     def _answer(self, source: int, message: Message, tensor: torch.Tensor | None = None) -> None:
-        self._engine.outbox.acknowledge(source, message)
-        self._engine.lifecycle.answer(source, message, torch.empty(0) if tensor is None else tensor)
+        engine = self._engine
+        engine.outbox.acknowledge(source, message)
+        reply = Message(Kind.DATA, message.op, message.name, message.round, message.stage + 1, digest=message.digest)
+        send_alone(engine.publisher, engine.outbox, source, reply, torch.empty(0) if tensor is None else tensor)
 
     def _refuse_freed(self, source: int, message: Message, why: str) -> None:
         cause = self._owner.cause

@@ -73,6 +73,8 @@ class StaticTopology:
 
     def without(self, gone: tuple[int, ...]) -> StaticTopology:
         """What is left of it when agents are gone: see :class:`shoal.topology.Without`. Kept."""
+        if not gone:
+            return self
         if gone not in self._without:
             rest = Without(Static(self.graph, weighted=self.weighted), gone).graph(0)
             self._without[gone] = StaticTopology.of(rest, True, self.mixing.rank)

@@ -216,13 +216,13 @@ def _free(mine: AgentContext) -> None:
 
 def _settle(agent: Agent, deadline: float) -> None:
     """Everybody is here. It also opens each agent's link to rank + 1, so that news of a death reaches all."""
-    from ..engine.discovery import discover, held_by_all
+    from ..engine.discovery import discover, submit_to_all
 
     def steps(operation: Operation) -> Steps[list[int]]:
-        return held_by_all(agent.engine, operation, discover(agent.engine, operation, ()))
+        return discover(agent.engine, operation, ())
 
     rest = max(1.0, deadline - time.monotonic())
-    agent.engine.submit("init", "~init", steps, rest, False, restarts=True).wait()
+    submit_to_all(agent.engine, "init", "~init", steps, rest, alone=False).wait()
 
 
 def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None:
