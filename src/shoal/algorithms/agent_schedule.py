@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import networkx as nx
 import numpy as np
 
 from ..topology.healing import Without
 from ..topology.mixing import Mixing
-from ..topology.schedule import Schedule
+from ..topology.schedule import AnyTopology, Schedule
 from .weights import Form, Ranks, ScheduleWeights, Weights
 
 _KEPT = 256
@@ -20,13 +22,19 @@ class AgentSchedule:
     Args:
         topology: A graph with its weights, or a schedule.
         rank: Which agent.
+        healed: What is left of the topology when some ranks are gone.
     """
 
-    def __init__(self, topology: nx.Graph | Schedule, rank: int) -> None:
-        self._weights, self._rank = ScheduleWeights(topology), rank
-        self._without: dict[tuple[int, ...], ScheduleWeights] = {(): self._weights}
+    def __init__(
+        self,
+        topology: nx.Graph | Schedule,
+        rank: int,
+        healed: Callable[[Schedule, tuple[int, ...]], AnyTopology] = Without,
+    ) -> None:
+        self._weights, self._rank, self._healed = ScheduleWeights(topology), rank, healed
+        self._left: dict[tuple[int, ...], ScheduleWeights] = {(): self._weights}
         self._mixings: dict[tuple[int, str, tuple[int, ...]], Mixing] = {}
-        self._neighbours: dict[int, list[int]] = {}
+        self._neighbours: dict[tuple[int, tuple[int, ...]], list[int]] = {}
 
     @property
     def size(self) -> int:
@@ -37,14 +45,12 @@ class AgentSchedule:
         """With the weights W, or those of its row-stochastic (``"pull"``) or column-stochastic (``"push"``) form.
 
         The receiver applies the whole weight. Made once for each round of the period, and kept. Where agents are
-        ``gone`` it is what is left of the topology: see :class:`shoal.topology.Without`.
+        ``gone`` it is what is left of the topology.
 
         Raises:
             ValueError: A weight is not finite.
         """
-        if gone not in self._without:
-            self._without[gone] = ScheduleWeights(Without(self._weights.schedule, gone))
-        left = self._without[gone]
+        left = self._left_without(gone)
         key = left.schedule.in_period(round_), form, gone
         if key not in self._mixings:
             weights = left[round_]
@@ -59,12 +65,18 @@ class AgentSchedule:
             self._mixings[key] = Mixing(self._rank, own, sources, destinations, size=self.size)
         return self._mixings[key]
 
-    def neighbours(self, round_: int) -> list[int]:
+    def neighbours(self, round_: int, gone: tuple[int, ...] = ()) -> list[int]:
         """The agents that this one has links with, both ways."""
-        index = self._weights.schedule.in_period(round_)
-        if index not in self._neighbours:
-            here, there = self._weights[round_].neighbours
+        left = self._left_without(gone)
+        key = left.schedule.in_period(round_), gone
+        if key not in self._neighbours:
+            here, there = left[round_].neighbours
             if len(self._neighbours) >= _KEPT:
                 self._neighbours.clear()
-            self._neighbours[index] = there[here == self._rank].tolist()
-        return self._neighbours[index]
+            self._neighbours[key] = there[here == self._rank].tolist()
+        return self._neighbours[key]
+
+    def _left_without(self, gone: tuple[int, ...]) -> ScheduleWeights:
+        if gone not in self._left:
+            self._left[gone] = ScheduleWeights(self._healed(self._weights.schedule, gone))
+        return self._left[gone]

@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..topology.healing import Without
+from ..topology.schedule import AnyTopology, Schedule
 from .mix import Mix
 from .needs import Need
 
@@ -98,6 +100,19 @@ class Algorithm(ABC):
     @abstractmethod
     def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
         """One step of every agent: the new ``x`` and the new state. ``x`` is not changed."""
+
+    def restart(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
+        """What to go on with after agents were lost, with which all that are left begin the same step.
+
+        Its answer so far, and a memory as new: what it remembers holds something of those that are gone, or lacks
+        something that they never sent.
+        """
+        x = self.estimate(x, state)
+        return x, self.init(x, grad, mix)
+
+    def healed(self, topology: Schedule, gone: tuple[int, ...]) -> AnyTopology:
+        """What is left of its topology without some ranks; these keep an edge to themselves at most."""
+        return Without(topology, gone)
 
     def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
         """What an agent would answer now; ``x`` itself unless the algorithm says otherwise."""

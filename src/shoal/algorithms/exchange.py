@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable
 import networkx as nx
 import torch
 
-from ..ops.alltoall import neighbor_alltoall
+from ..engine.operation import OnLoss
+from ..ops.alltoall import submit as submit_alltoall
+from ..ops.arguments import channel_name
 from ..ops.collective import allreduce
 from ..ops.neighbor import submit
+from ..topology.healing import Without
 from ..topology.schedule import Schedule
 from ..world.agent import current
 from .agent_schedule import AgentSchedule
@@ -27,19 +30,35 @@ class Exchange(Mix):
         topology: A graph with its weights, or a schedule, over all agents.
         seed: Of the algorithm's random numbers; the same on all agents.
         name: What the exchanges are matched by between agents.
+        algorithm: Whose they are: it says what its topology is when agents are gone (``on_loss="continue"``).
 
     Raises:
         ValueError: The topology is for another number of agents.
     """
 
-    def __init__(self, topology: nx.Graph | Schedule, seed: int = 0, name: str = "algorithm") -> None:
+    def __init__(
+        self,
+        topology: nx.Graph | Schedule,
+        seed: int = 0,
+        name: str = "algorithm",
+        algorithm: Algorithm | None = None,
+    ) -> None:
         super().__init__(seed)
         agent = current("algorithms.Exchange")
         self.size, self.rank = agent.size, agent.rank
-        self._schedule = AgentSchedule(topology, self.rank)
+        self._schedule = AgentSchedule(topology, self.rank, Without if algorithm is None else algorithm.healed)
         if self._schedule.size != self.size:
             raise ValueError(f"the topology has {self._schedule.size} agents, and there are {self.size}")
         self._name = name
+        self._gone: tuple[int, ...] = ()
+
+    def begin(self, round_: int) -> bool:
+        super().begin(round_)
+        agent = current("algorithms.Exchange")
+        # Of the step, and not of each exchange: all of a step is with the same agents, and so is what it remembers.
+        before, self._gone = self._gone, agent.engine.planned_without(channel_name("step", self._name))
+        self.size = agent.size - len(self._gone)
+        return self._gone != before
 
     def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
         return self._weigh("mix", x, nbytes)
@@ -51,10 +70,10 @@ class Exchange(Mix):
         return self._weigh("push", x, None)
 
     def _weigh(self, form: Form, x: torch.Tensor, nbytes: int | torch.Tensor | None) -> torch.Tensor:
-        mixing = self._schedule.mixing(self.round, form)
+        mixing = self._schedule.mixing(self.round, form, self._gone)
         self.exchanges += 1
         self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else int(nbytes))
-        return submit(current("neighbor_allreduce"), x, mixing, name=self._name, survives=False).wait()
+        return submit(current("neighbor_allreduce"), x, mixing, name=self._name).wait()
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         if group not in (EVERYBODY, MACHINE):
@@ -64,20 +83,25 @@ class Exchange(Mix):
         return allreduce(x, average=True, is_hierarchical_local=group == MACHINE, name=f"{self._name} mean")
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        return x.expand(len(self._schedule.neighbours(self.round)), *x.shape)
+        return x.expand(len(self._neighbours), *x.shape)
 
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         return messages.sum(0)
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
-        ranks = self._schedule.neighbours(self.round)
+        ranks = self._neighbours
         self.exchanges += 1
         self.sent += messages.nbytes if nbytes is None else nbytes * len(ranks)
-        return neighbor_alltoall(messages, ranks, name=f"{self._name} edges")
+        agent = current("neighbor_alltoall")
+        return submit_alltoall(agent, messages, ranks, f"{self._name} edges", on_loss=OnLoss.GO_ON).wait()
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
-        signs = [1.0 if self.rank < one else -1.0 for one in self._schedule.neighbours(self.round)]
+        signs = [1.0 if self.rank < one else -1.0 for one in self._neighbours]
         return torch.tensor(signs, dtype=like.dtype, device=like.device).unsqueeze(1)
+
+    @property
+    def _neighbours(self) -> list[int]:
+        return self._schedule.neighbours(self.round, self._gone)
 
     def _agents(self, like: torch.Tensor) -> torch.Tensor:
         return torch.tensor([self.rank])
@@ -105,7 +129,7 @@ def run(
         ValueError: The mixing is not what the algorithm needs; the message says which condition fails.
     """
     check(type(algorithm).__name__, algorithm.needs, topology, dimension=x.shape[-1], unchecked=unchecked)
-    mix = Exchange(topology, seed)
+    mix = Exchange(topology, seed, algorithm=algorithm)
     # Of many bars in one terminal nobody could read any.
     shown = progress and mix.rank == 0
     return steps_of(algorithm, x, gradient, mix, steps, measure=measure, every=every, progress=shown, resume=resume)

@@ -139,8 +139,10 @@ def steps_of(
             record(0)
         numbers = range(first, first + steps)
         for number in shown(numbers, "steps") if progress else numbers:
-            mix.begin(number)
+            lost = mix.begin(number)
             grad.draw(mix)
+            if lost:
+                x, state = algorithm.restart(x, state, grad, mix)
             x, state = algorithm.step(x, state, grad, mix)
             mix.end()
             if (number + 1 - first) % every == 0 or number + 1 == first + steps:

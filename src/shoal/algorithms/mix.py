@@ -37,10 +37,15 @@ class Mix(ABC):
         self.seconds: float | None = None
         self._draws = 0
 
-    def begin(self, round_: int) -> None:
-        """Told before each step which one it is: the verbs then mean its round."""
+    def begin(self, round_: int) -> bool:
+        """Told before each step which one it is: the verbs then mean its round.
+
+        Returns:
+            Agents have been lost since the last step: :meth:`Algorithm.restart` comes first.
+        """
         self.round = round_
         self._draws = 0
+        return False
 
     def end(self) -> None:  # noqa: B027 - only some mixes have something to do then
         """Told after each step."""

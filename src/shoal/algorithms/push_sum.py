@@ -46,6 +46,12 @@ def _keeps(weights: RoundWeights, form: Form) -> bool:
     return bool((values[weights.own] != 0).any())
 
 
+def push_both(u: torch.Tensor, w: torch.Tensor, mix: Mix) -> tuple[torch.Tensor, torch.Tensor]:
+    """``C u`` and ``C w`` in one message, so that nobody ever has the one of an agent and not the other."""
+    both = mix.push(torch.cat([u, w], dim=-1))
+    return both[..., :-1], both[..., -1:]
+
+
 @dataclass(frozen=True)
 class PushSum(Algorithm):
     """The mean of what the agents begin with; the gradient is not used.
@@ -68,7 +74,12 @@ class PushSum(Algorithm):
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (w,) = state
-        return mix.push(x), (mix.push(w),)
+        x, w = push_both(x, w, mix)
+        return x, (w,)
+
+    def restart(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        """As it is: what was lost of u was lost of w, too, and the answer is a mean of what was there."""
+        return x, state
 
     def estimate(self, x: torch.Tensor, state: State) -> torch.Tensor:
         return x / state[0]
@@ -96,7 +107,12 @@ class SGP(PushSum):
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (w,) = state
-        return mix.push(x - self.lr * grad(x / w)), (mix.push(w),)
+        x, w = push_both(x - self.lr * grad(x / w), w, mix)
+        return x, (w,)
+
+    def restart(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        """From the answer, with w of one: else a loss that takes much of w along makes the steps long for good."""
+        return Algorithm.restart(self, x, state, grad, mix)
 
 
 @dataclass(frozen=True)
@@ -124,9 +140,12 @@ class PushDIGing(PushSum):
         g = grad(x)
         return mix.ones(x), g, g
 
+    def restart(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        return Algorithm.restart(self, x, state, grad, mix)
+
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         w, y, g = state
-        x, w = mix.push(x - self.lr * y), mix.push(w)
+        x, w = push_both(x - self.lr * y, w, mix)
         new = grad(x / w)
         y = mix.push(y + new - g) if self.atc else mix.push(y) + new - g
         return x, (w, y, new)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import networkx as nx
 import torch
 
+from ..topology.healing import Without
+from ..topology.schedule import AnyTopology, Schedule
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
@@ -49,6 +52,18 @@ class RelaySum(Algorithm):
     @property
     def needs(self) -> tuple[Need, ...]:
         return TREE, CONNECTED
+
+    def healed(self, topology: Schedule, gone: tuple[int, ...]) -> AnyTopology:
+        """A tree again: the links that are left, and new ones between those that were joined through a lost agent."""
+        old, left = topology.graph(0), Without(topology, gone).graph(0)
+        links = nx.Graph()
+        for one, other in sorted(link for link in left.edges if link[0] < link[1]):
+            links.add_edge(one, other, weight=not old.has_edge(one, other))
+        tree = nx.DiGraph()
+        tree.add_nodes_from(range(topology.size))
+        for one, other in nx.minimum_spanning_edges(links, data=False):
+            tree.add_edges_from([(one, other), (other, one)])
+        return tree
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         start = (x,) if self.fill == "start" else ()

@@ -172,6 +172,13 @@ class Engine:
             self.after()
         return handle
 
+    def planned_without(self, name: str) -> tuple[int, ...]:
+        """The ranks that the next round of a name is planned without, the same on all agents: for what takes several
+        operations to do. It counts as that round."""
+        if not self.agreement.active:
+            return ()
+        return self.submit("plan", name, _planned_without, on_loss=OnLoss.GO_ON).wait()
+
     def _await_agreement(self, op: str, limit: float, seconds: float) -> None:
         """Wait until the agents that are left have agreed on a loss."""
         lifecycle, progress = self.lifecycle, self.progress
@@ -364,6 +371,11 @@ class Engine:
                 os.close(fd)
             except OSError:
                 pass
+
+
+def _planned_without(operation: Operation) -> Steps[tuple[int, ...]]:
+    return operation.gone
+    yield  # it exchanges nothing
 
 
 def _gone() -> NotInitialized:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from ..arithmetic import complete
-from ..engine.operation import Exchange, Operation, Send, Steps
-from ..world.agent import current
+from ..engine.operation import Exchange, Handle, OnLoss, Operation, Send, Steps
+from ..world.agent import Agent, current
 from .arguments import Result, as_ranks, channel_name, check_gatherable, payload
+
+OP = "neighbor_alltoall"
 
 
 def neighbor_alltoall(
@@ -31,12 +33,24 @@ def neighbor_alltoall(
         Mismatch: A neighbour sends rows of another shape or dtype.
         PeerLost, DeadlineExceeded: Agents are gone, or did not come in time.
     """
-    op = "neighbor_alltoall"
-    agent = current(op)
-    tensor = check_gatherable(op, tensor)
-    order = as_ranks(op, "ranks", ranks, agent.rank, agent.size)
+    return submit(current(OP), tensor, ranks, name, timeout=timeout).wait()
+
+
+def submit(
+    agent: Agent,
+    tensor: torch.Tensor,
+    ranks: Sequence[int],
+    name: str | None = None,
+    *,
+    timeout: float | None = None,
+    on_loss: OnLoss = OnLoss.FAIL,
+) -> Handle[torch.Tensor]:
+    """Begin it, for the public function and the algorithms. Where it goes on after a loss (``on_loss``), the row of a
+    rank that is gone is what this agent had for that rank."""
+    tensor = check_gatherable(OP, tensor)
+    order = as_ranks(OP, "ranks", ranks, agent.rank, agent.size)
     if len(order) != len(tensor):
-        raise ValueError(f"{op}: {len(tensor)} rows for {len(order)} ranks; give a row for each")
+        raise ValueError(f"{OP}: {len(tensor)} rows for {len(order)} ranks; give a row for each")
     row = tuple(tensor.shape[1:])
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
@@ -46,10 +60,12 @@ def neighbor_alltoall(
         sends = [Send(order[k], published, k * length, (k + 1) * length, row) for k in ahead]
         arrived = yield Exchange(sends, sorted(order), tensor.dtype, row)
         result = Result(agent, None, tensor, tuple(tensor.shape))
-        payloads = [payload(arrived, rank) for rank in order]
-        yield from complete(payloads)
-        for k, one in enumerate(payloads):
+        there = [(k, payload(arrived, rank)) for k, rank in enumerate(order) if rank in arrived]
+        yield from complete([one for _, one in there])
+        if len(there) < len(order):
+            result.flat.copy_(published.data)
+        for k, one in there:
             result.flat[k * length : (k + 1) * length].copy_(one.data)
         return result.finish()
 
-    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None).wait()
+    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None, on_loss=on_loss)

@@ -86,9 +86,11 @@ class Equation(StepStrategy):
         algorithm, multiples = self._at_the_rate(bucket)
         grad = Gradient(lambda at: self._moved_by(bucket, at, multiples))
         mix = self._exchange(bucket.numel)
-        mix.begin(self._flight.rounds)
+        lost = mix.begin(self._flight.rounds)
         if self._state is None:
             self._state = algorithm.init(self._x, grad, mix)
+        elif lost:
+            self._x, self._state = algorithm.restart(self._x, self._state, grad, mix)
         self._x, self._state = algorithm.step(self._x, self._state, grad, mix)
         mix.end()
         self._rates.exchanged()
@@ -118,7 +120,7 @@ class Equation(StepStrategy):
                 topology = schedule_of(current("optimizer.step").topology)
                 what = type(self._algorithm).__name__
                 check(what, self._algorithm.needs, topology, dimension=numel, unchecked=self._unchecked)
-            self._mix = Exchange(topology, name=self._name)
+            self._mix = Exchange(topology, name=self._name, algorithm=self._algorithm)
         return self._mix
 
     def _at_the_rate(self, bucket: Bucket) -> tuple[Algorithm, float | torch.Tensor]:
