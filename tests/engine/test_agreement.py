@@ -86,7 +86,8 @@ class Simulated:
 
     def misses_somebody(self) -> None:
         """A round needs an agent that has left, if there is one."""
-        self.agreement.missed()
+        for rank in self.membership.view.left:
+            self.agreement.missed(rank)
         self.agreement.check(0.0)
 
     def begin_a_round(self) -> None:

@@ -125,7 +125,7 @@ class Agreement:
         self._acknowledge = acknowledge
         self._told = told
         self._check_by = check_by
-        self._missed = False  # somebody who left, where no loss is being agreed on
+        self._missed: set[int] = set()  # who left, and is needed here
         self._reports: dict[int, _Report] = {}  # the last of each agent
         self._decisions: list[Decision] = []
 
@@ -168,16 +168,15 @@ class Agreement:
                 return decision.gone
         return ()
 
-    def missed(self) -> None:
-        """Somebody who has left is missed here; what follows, follows when time is looked at."""
-        self._missed = True
+    def missed(self, rank: int) -> None:
+        """An agent that has left is needed here; what follows, follows when time is looked at."""
+        self._missed.add(rank)
         self._check_by(0.0)
 
     # Telling, and hearing
 
     def change(self) -> None:
         """Somebody is gone, and is missed: stop, and tell all that are left."""
-        self._missed = False
         if not self._lifecycle.frozen:
             self._fusion.split_all()
             self._lifecycle.freeze()
@@ -281,7 +280,7 @@ class Agreement:
 
     def check(self, now: float) -> float:
         """Begin what was put off; see :class:`~.services.Service`."""
-        if self._missed and set(self._noticed) > set(self.gone):
+        if not self._lifecycle.frozen and self._missed.difference(self.gone):
             self.change()
         return float("inf")
 

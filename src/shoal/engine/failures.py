@@ -197,7 +197,7 @@ class Failures:
         if not self._membership.remove(rank, cause, died):
             missed = died and rank in self._membership.view.left  # it left, and somebody needed it after that
             if missed and self._agreement.active:
-                self._agreement.missed()
+                self._agreement.missed(rank)
             elif missed and self._lifecycle.ended is None:
                 self._outbox.pass_on(gone)
                 self._lose(f"rank {rank} is gone: {cause}", rank)

@@ -87,7 +87,7 @@ class Lifecycle:
         self.callbacks = callbacks
         self.frozen = False
         self.gone: tuple[int, ...] = ()
-        self._on_missed: Callable[[], None] | None = None
+        self._on_missed: Callable[[int], None] | None = None
         self._rank = rank
         self._progress = progress
         self._lock = progress.lock
@@ -425,12 +425,12 @@ class Lifecycle:
     def tell_of(self, operation: Operation, ranks: list[int]) -> None:
         """Agents that have left are missed: all others must hear of it."""
         survives, left = self._on_missed is not None, self._membership.view.left
-        missed = [rank for rank in ranks if rank in left] if survives else ranks[:1]
+        missed = [rank for rank in ranks if rank in left and rank not in self.gone] if survives else ranks[:1]
         for rank in missed:
             cause = f"it left while rank {self._rank} needed it for {operation}"
             self._outbox.pass_on(Departure(rank, cause, True, self._rank, certain=True))
-        if self._on_missed is not None and missed:
-            self._on_missed()
+            if self._on_missed is not None:
+                self._on_missed(rank)
 
     def lose(self, what: str, ranks: tuple[int, ...]) -> ShoalError:
         """Without these agents nothing goes on that needs all: end such operations, now and from now on."""
@@ -476,7 +476,7 @@ class Lifecycle:
 
     # After a loss that the others outlive
 
-    def survive(self, on_missed: Callable[[], None]) -> None:
+    def survive(self, on_missed: Callable[[int], None]) -> None:
         """A loss does not end what needs everybody; ``on_missed`` is told when somebody is missed who has left."""
         self._on_missed = on_missed
 

@@ -1,0 +1,83 @@
+"""Algorithms that go on after a loss, and the fleet of those that are left that they must equal from then on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import torch
+
+import shoal
+from shoal.algorithms import CATALOG, Algorithm, Mix, own, run
+from shoal.algorithms.loop import Run
+from shoal.sim import StackedFleet, per_agent
+from shoal.sim.stacked import StackedMix
+from shoal.topology import as_schedule
+from support.algorithm_cases import case_of
+from support.fault_points import Point, arm
+from support.least_squares import DIMENSION, loss, problem
+
+
+@dataclass
+class Story:
+    """What became of an agent: its estimate at the end, and with what it began anew, in which step."""
+
+    estimate: list[float]
+    restarts: list[tuple[int, list[float]]] = field(default_factory=list)
+    alive: tuple[int, ...] = ()
+
+
+def run_through(name: str, steps: int, leaves: dict[int, int], victims: dict[int, Point] | None = None) -> Story:
+    """Run an algorithm of the catalog, while some leave after so many steps, and victims end where they are told to."""
+    rank, size = shoal.rank(), shoal.size()
+    entry = CATALOG[name]
+    algorithm, story = entry.example(), Story([])
+    begin_anew = algorithm.restart
+
+    def restart(x: torch.Tensor, state: Any, grad: Any, mix: Mix) -> tuple[torch.Tensor, Any]:
+        story.restarts.append((mix.round, algorithm.estimate(x, state).tolist()))
+        return begin_anew(x, state, grad, mix)
+
+    object.__setattr__(algorithm, "restart", restart)  # the instance's own, of a frozen dataclass
+    A, b = problem(size)
+    start = torch.full((DIMENSION,), float(rank), dtype=torch.float64)
+    shoal.barrier()
+    if victims and rank in victims:
+        arm(victims[rank])
+    gradient, topology = own(loss, A[rank], b[rank]), case_of(entry).topology(size)
+    story.estimate = run(algorithm, start, gradient, topology, leaves.get(rank, steps), seed=3).estimate.tolist()
+    if rank not in leaves:
+        shoal.barrier()
+        story.alive = shoal.alive()
+    return story
+
+
+def left_of(name: str, size: int, left: list[int]) -> nx.DiGraph:
+    """What the algorithm's topology is among those that are left, numbered anew."""
+    entry = CATALOG[name]
+    gone = tuple(rank for rank in range(size) if rank not in left)
+    healed = as_schedule(entry.example().healed(as_schedule(case_of(entry).topology(size)), gone)).graph(0)
+    healed.remove_nodes_from(gone)
+    return nx.convert_node_labels_to_integers(healed)
+
+
+def fleet_of_the_rest(name: str, size: int, left: list[int], stories: dict[int, Story], steps: int) -> torch.Tensor:
+    """The estimates of a stacked fleet that begins with what they began anew with, at that step: [left, d]."""
+    algorithm: Algorithm = CATALOG[name].example()
+    topology = left_of(name, size, left)
+    A, b = (one[left] for one in problem(size))
+    gradient = per_agent(loss, A, b)
+    [first] = {stories[rank].restarts[-1][0] for rank in left}
+    x = torch.tensor([stories[rank].restarts[-1][1] for rank in left], dtype=torch.float64)
+    mix = StackedMix(as_schedule(topology), seed=3)
+    mix.begin(first)
+    begun = Run(x, x, algorithm.init(x, gradient, mix), first)
+    return StackedFleet(topology, seed=3).run(algorithm, x, gradient, steps - first, resume=begun).estimate
+
+
+def optimum_of(size: int, left: list[int]) -> torch.Tensor:
+    """Where the sum of the losses of those that are left is least, ``[d]``."""
+    A, b = (one[left] for one in problem(size))
+    found: torch.Tensor = torch.linalg.solve((A.mT @ A).sum(0), (A.mT @ b.unsqueeze(-1)).sum(0)).squeeze(-1)
+    return found

@@ -1,0 +1,100 @@
+"""``on_loss="continue"``: every algorithm of the catalog goes on as a fleet of those that are left would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle, product
+
+import pytest
+import torch
+
+import shoal
+from shoal.algorithms import CATALOG
+from support.algorithm_cases import case_of
+from support.fault_points import OVER, Point
+from support.surviving_algorithms import Story, fleet_of_the_rest, optimum_of, run_through
+from support.survivors import CONTINUE
+from support.world import World
+
+SIZE, GONE = 5, 1
+LEFT = [rank for rank in range(SIZE) if rank != GONE]
+STEPS = 120
+Fleets = Callable[..., shoal.Fleet]
+SMOOTH = [one.name for one in CATALOG.values() if not case_of(one).compressed and one.name != "push-sum"]
+COMPRESSED = [one.name for one in CATALOG.values() if case_of(one).compressed]
+POINTS = [Point("sent", 30), Point("received", 35), Point("summed", 12), Point("finished", 40)]
+KILLED = ("gradient tracking (ATC)", "exact diffusion (D2)", "push-sum gradient tracking", "RelaySGD", "SGP")
+
+
+@pytest.fixture(autouse=True)
+def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
+
+
+def in_turn(names: list[str]) -> list[object]:
+    """Each over one transport; the soak has the others."""
+    cases = []
+    for name, usual in zip(names, cycle(("threads", "shared_memory", "network")), strict=False):
+        for one in ("threads", "shared_memory", "network"):
+            marks = [pytest.mark.transport(one), *([pytest.mark.soak] if one != usual else [])]
+            cases.append(pytest.param(name, one, id=f"{name}-{one}", marks=marks))
+    return cases
+
+
+def killed() -> list[object]:
+    """Two points of each, the one over shared memory, the other over the network; the soak has all."""
+    cases = []
+    for (place, name), (at, point), (way, environment) in product(enumerate(SMOOTH), enumerate(POINTS), OVER.items()):
+        usual = name in KILLED and (at - place) % 4 == (way == "network")
+        marks = [pytest.mark.transport(way), *([] if usual else [pytest.mark.soak])]
+        cases.append(pytest.param(name, point, environment, id=f"{name}-{point}-{way}", marks=marks))
+    return cases
+
+
+def check_that_they_are_a_fleet_of_their_own(name: str, stories: dict[int, Story]) -> None:
+    assert [one.alive for one in stories.values()] == [tuple(LEFT)] * len(LEFT)
+    assert [len(one.restarts) for one in stories.values()] == [1] * len(LEFT)
+    expected = fleet_of_the_rest(name, SIZE, LEFT, stories, STEPS)
+    ended = torch.tensor([one.estimate for one in stories.values()], dtype=torch.float64)
+    assert (ended - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(("name", "transport"), in_turn(SMOOTH), indirect=["transport"])
+def test_those_that_are_left_are_a_fleet_of_their_own_from_one_step_on(name: str, fleet: Fleets) -> None:
+    found = fleet(SIZE).run(run_through, name, STEPS, {GONE: 40})
+    check_that_they_are_a_fleet_of_their_own(name, {rank: found[rank] for rank in LEFT})
+
+
+@pytest.mark.parametrize(("name", "point", "environment"), killed())
+def test_so_they_are_wherever_one_is_killed(name: str, point: Point, environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        outcomes = world.run(run_through, name, STEPS, {}, {GONE: point})
+        failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+        assert outcomes[GONE].error == "Died" and len(failed) == 1, "\n".join(failed)
+        check_that_they_are_a_fleet_of_their_own(name, {rank: outcomes[rank].value for rank in LEFT})
+
+
+@pytest.mark.parametrize(("name", "transport"), in_turn(COMPRESSED), indirect=["transport"])
+def test_compressed_ones_end_as_near_to_the_optimum_of_those_that_are_left(name: str, fleet: Fleets) -> None:
+    found = fleet(SIZE).run(run_through, name, 300, {GONE: 40})
+    stories = {rank: found[rank] for rank in LEFT}
+    assert [len(one.restarts) for one in stories.values()] == [1] * len(LEFT)
+    optimum = optimum_of(SIZE, LEFT)
+    expected = (fleet_of_the_rest(name, SIZE, LEFT, stories, 300) - optimum).norm()
+    ended = torch.tensor([one.estimate for one in stories.values()], dtype=torch.float64)
+    assert (ended - optimum).norm() < 2 * expected + 1e-3  # they draw by rank, and those that are left keep theirs
+
+
+@pytest.mark.parametrize(("name", "transport"), in_turn(["DIGing", "EXTRA", "push-pull"]), indirect=["transport"])
+def test_exact_ones_reach_the_optimum_of_those_that_are_left(name: str, fleet: Fleets) -> None:
+    found = fleet(SIZE).run(run_through, name, 600, {GONE: 40})
+    ended = torch.tensor([found[rank].estimate for rank in LEFT], dtype=torch.float64)
+    assert (ended - optimum_of(SIZE, LEFT)).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("leaves", [3, 40])
+def test_push_sum_agrees_on_a_mean_of_what_was_there(fleet: Fleets, leaves: int) -> None:
+    found = fleet(SIZE).run(run_through, "push-sum", STEPS, {GONE: leaves})
+    ended = torch.tensor([found[rank].estimate for rank in LEFT], dtype=torch.float64)
+    assert (ended - ended[0, 0]).abs().max() < 1e-10  # agents begin with their ranks, in every place
+    assert min(LEFT) < float(ended[0, 0]) < max(LEFT)
