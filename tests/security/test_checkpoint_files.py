@@ -114,16 +114,16 @@ def test_a_name_from_rank_0_leads_nowhere_else(
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("all that I have")
-    honest = module._of_rank_0
+    honest = module._of
     folder = tmp_path / "run"
 
-    def lie(what: str, ask: Callable[[], object], timeout: float | None) -> object:
-        found = honest(what, ask, timeout)
+    def lie(rank: int, what: str, ask: Callable[[], object], timeout: float | None) -> object:
+        found = honest(rank, what, ask, timeout)
         if what == "find":
             return {"found": [(name, {"step": 1, "agents": 2, "parts": ["model"]})], "steps": [1]}
         return name if what == "name" else found
 
-    monkeypatch.setattr(module, "_of_rank_0", lie)  # as if rank 0 had said it
+    monkeypatch.setattr(module, "_of", lie)  # as if rank 0 had said it
 
     def run() -> list[str]:
         model, told = torch.nn.Linear(2, 2), []

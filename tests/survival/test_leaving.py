@@ -50,50 +50,49 @@ def test_who_leaves_early_is_left_out_from_then_on(fleet: Fleets, last: int, cal
     assert 1 <= check_averages(left, SIZE, FIRST) <= 3
 
 
-def test_an_algorithm_with_memory_says_that_it_cannot_go_on(fleet: Fleets) -> None:
-    def run() -> str:
-        model = torch.nn.Linear(2, 1, bias=False)
-        torch.nn.init.zeros_(model.weight)
-        shoal.set_topology(topology_util.RingGraph(SIZE), is_weighted=True)
-        optimizer = shoal.DecentralizedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0), model, shoal.algorithms.GradientTracking(0.1)
-        )
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(torch.ones(1, 2)).square().sum()
-            loss.backward()
-            return loss
-
-        try:
-            for number in range(50):
-                if shoal.rank() == FIRST and number == 3:
-                    shoal.shutdown()
-                    return "left"
-                optimizer.step(closure)
-        except shoal.PeerLost as error:
-            return "stopped" if FIRST in error.ranks else str(error)
-        return "went on"
-
-    assert fleet(SIZE).run(run) == ["stopped", "left", "stopped", "stopped"]
+def until_it_is_gone() -> bool:
+    """Whether this is one of those that are left, all of whom know it."""
+    if shoal.rank() == FIRST:
+        shoal.shutdown()
+        return False
+    while FIRST in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
+        pass
+    return True
 
 
-def test_a_checkpoint_of_what_is_left_is_refused(fleet: Fleets, tmp_path: Any) -> None:
-    def run() -> str:
-        if shoal.rank() == FIRST:
-            shoal.shutdown()
-            return ""
-        while FIRST in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
-            pass
-        try:
-            shoal.Checkpoint(model=torch.nn.Linear(1, 1)).save(tmp_path, 1)
-        except shoal.PeerLost as error:
-            shoal.barrier()
-            return str(error)
-        return "saved"
+def saved(folder: Any) -> tuple[float, float] | None:
+    """A checkpoint of those that are left; the model's number, and what its optimizer remembers."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 10.0 + shoal.rank())
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    if not until_it_is_gone():
+        return None
+    checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
+    checkpoint.save(folder, 7)
+    before = model.weight.item()
+    torch.nn.init.zeros_(model.weight)
+    return before, 0.0
 
-    expected = "Checkpoint.save: a checkpoint is of all 4 agents, and ranks (1,) are gone"
-    assert fleet(SIZE).run(run) == [expected, "", expected, expected]
+
+def loaded(folder: Any, start: Any) -> float:
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+    assert shoal.Checkpoint(model=model, optimizer=optimizer).load(folder, start=start) == 7
+    model(torch.ones(1, 1)).sum().backward()
+    found = model.weight.item()
+    optimizer.step()
+    return found
+
+
+def test_a_checkpoint_of_those_that_are_left_loads_into_as_many_and_into_any_number(
+    fleet: Fleets, tmp_path: Any
+) -> None:
+    values = [one[0] for one in fleet(SIZE).run(saved, tmp_path) if one is not None]
+    assert len(values) == 3
+    assert fleet(3).run(loaded, tmp_path, "own") == values
+    assert fleet(5).run(loaded, tmp_path, "consensus") == [pytest.approx(sum(values) / 3)] * 5
 
 
 def test_the_policy_is_one_for_all_and_checked(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import networkx as nx
 import torch
 
-from ..engine.operation import OnLoss
 from ..ops.alltoall import submit as submit_alltoall
 from ..ops.arguments import channel_name
 from ..ops.collective import allreduce
@@ -93,7 +92,7 @@ class Exchange(Mix):
         self.exchanges += 1
         self.sent += messages.nbytes if nbytes is None else nbytes * len(ranks)
         agent = current("neighbor_alltoall")
-        return submit_alltoall(agent, messages, ranks, f"{self._name} edges", on_loss=OnLoss.GO_ON).wait()
+        return submit_alltoall(agent, messages, ranks, f"{self._name} edges", own_for_lost=True).wait()
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
         signs = [1.0 if self.rank < one else -1.0 for one in self._neighbours]

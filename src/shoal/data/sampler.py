@@ -14,8 +14,8 @@ from torch.utils.data import Sampler
 
 from ..errors import Mismatch
 from ..ops.arguments import Internal
-from ..ops.collective import allgather
-from ..world.agent import current
+from ..ops.collective import gather_by_rank
+from ..world.agent import agent_context, current
 
 _AGREED = ("a shard", "seed", "shuffle", "pad", "a dataset of the length")
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -42,7 +42,9 @@ class AgentSampler(Sampler[int]):
 
     All agents make it together, and hear of it if their datasets or arguments do not fit together. The order is a
     function of ``seed``, epoch and rank. ``state_dict()`` goes with the checkpoint, and resumes in the middle of an
-    epoch. (A ``DataLoader`` with worker processes has taken more from the sampler than the model has seen; after
+    epoch. With ``on_loss="continue"`` each epoch is dealt out among the agents that are there when it begins, the same
+    on all of them; what a lost agent had in the epoch of its loss is not seen again before the next, and a lost shard
+    is gone. (A ``DataLoader`` with worker processes has taken more from the sampler than the model has seen; after
     loading, say where to begin: ``sampler.set_epoch(epoch, start=batches * batch_size)``.)
 
     Args:
@@ -78,14 +80,10 @@ class AgentSampler(Sampler[int]):
         self._rank, self._size, self._seed, self._shuffle = agent.rank, agent.size, seed, shuffle
         self._shard: Indices | None = None if shard is None else np.asarray(shard)
         self._total = len(dataset if self._shard is None else self._shard)
-        totals = _agreed(self._total, self._shard is not None, seed, shuffle, pad, timeout)
-        if shard is None:
-            self._length = -(-self._total // self._size) if pad else self._total // self._size
-            self.weight = 1.0
-        else:
-            self._length = -(-sum(totals) // self._size)
-            self.weight = self._size * self._total / sum(totals)
-        empty = [rank for rank, total in enumerate(totals) if not total]
+        self._pad = pad
+        self._totals = _agreed(self._total, self._shard is not None, seed, shuffle, pad, timeout)
+        self._deal(list(self._totals))
+        empty = [rank for rank, total in self._totals.items() if not total]
         if empty or not self._length:
             raise ValueError(
                 f"the shards of ranks {empty} are empty: each agent needs a sample at least"
@@ -95,12 +93,31 @@ class AgentSampler(Sampler[int]):
         self.epoch = 0
         self._start = self._position = 0
 
+    def _deal(self, there: list[int]) -> None:
+        """Deal out to these agents, of whom this is one."""
+        self._there, count = there, len(there)
+        if self._shard is None:
+            self._length = -(-self._total // count) if self._pad else self._total // count
+            self.weight = 1.0
+        else:
+            samples = sum(self._totals[rank] for rank in there)
+            self._length = -(-samples // count)
+            self.weight = count * self._total / samples
+
+    def _look_who_is_there(self) -> None:
+        agent = agent_context().agent
+        gone = () if agent is None else agent.engine.planned_without("~samples")
+        there = [rank for rank in self._totals if rank not in gone]
+        if there != self._there:
+            self._deal(there)
+
     def __len__(self) -> int:
         """Samples of this agent in an epoch, as many as of any other."""
         return self._length
 
     def __iter__(self) -> Iterator[int]:
         """The epoch from its beginning, or from where a state was loaded; at its end the next one comes."""
+        self._look_who_is_there()
         epoch, self._position, self._start = self.epoch, self._start, 0
         for index in self._epoch_of(epoch)[self._position :]:
             self._position += 1
@@ -127,7 +144,7 @@ class AgentSampler(Sampler[int]):
             "position": self._position,
             "seed": self._seed,
             "length": self._length,
-            "agents": self._size,
+            "agents": len(self._there),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -138,7 +155,7 @@ class AgentSampler(Sampler[int]):
             ValueError: As many agents had more or fewer samples.
         """
         length, agents = state_dict["length"], state_dict["agents"]
-        if agents == self._size and length != self._length:
+        if agents == len(self._there) and length != self._length:
             raise ValueError(
                 f"the state is of epochs of {length} samples for each agent, and now there are {self._length}: the "
                 "dataset or the shards are not the same. To use these, begin an epoch with set_epoch(epoch)."
@@ -148,8 +165,9 @@ class AgentSampler(Sampler[int]):
 
     def _epoch_of(self, epoch: int) -> Indices:
         if self._shard is None:
-            dealt = np.resize(self._order(epoch), self._length * self._size)  # begins again where it is too short
-            return dealt[self._rank :: self._size]
+            count = len(self._there)
+            dealt = np.resize(self._order(epoch), self._length * count)  # begins again where it is too short
+            return dealt[self._there.index(self._rank) :: count]
         first, last = epoch * self._length, (epoch + 1) * self._length - 1
         passes = range(first // self._total, last // self._total + 1)
         begin = first - passes[0] * self._total
@@ -163,14 +181,13 @@ class AgentSampler(Sampler[int]):
         return np.random.default_rng((self._seed, *which)).permutation(self._total)
 
 
-def _agreed(total: int, sharded: bool, seed: int, shuffle: bool, pad: bool, timeout: float | None) -> list[int]:
+def _agreed(total: int, sharded: bool, seed: int, shuffle: bool, pad: bool, timeout: float | None) -> dict[int, int]:
     """How many samples each agent has, if all else is the same."""
     here = current("AgentSampler").rank
-    rows = allgather(
-        torch.tensor([[sharded, seed, shuffle, pad, total]]), Internal("AgentSampler"), timeout=timeout
-    ).tolist()
-    for rank, theirs in enumerate(rows):
-        for what, ours, other in zip(_AGREED, rows[here], theirs, strict=True):
+    own = torch.tensor([sharded, seed, shuffle, pad, total])
+    found = {rank: row.tolist() for rank, row in gather_by_rank(own, Internal("AgentSampler"), timeout=timeout).items()}
+    for rank, theirs in found.items():
+        for what, ours, other in zip(_AGREED, own.tolist(), theirs, strict=True):
             if ours != other and not (sharded and what == _AGREED[-1]):
                 raise Mismatch(f"AgentSampler: rank {here} has {what}: {ours}; rank {rank}: {other}", (here, rank))
-    return [row[-1] for row in rows]
+    return {rank: row[-1] for rank, row in found.items()}

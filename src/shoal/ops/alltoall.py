@@ -8,6 +8,7 @@ import torch
 
 from ..arithmetic import complete
 from ..engine.operation import Exchange, Handle, OnLoss, Operation, Send, Steps
+from ..errors import PeerLost
 from ..world.agent import Agent, current
 from .arguments import Result, as_ranks, channel_name, check_gatherable, payload
 
@@ -31,7 +32,8 @@ def neighbor_alltoall(
     Raises:
         ValueError: Not a row for each rank, or ranks that are not others.
         Mismatch: A neighbour sends rows of another shape or dtype.
-        PeerLost, DeadlineExceeded: Agents are gone, or did not come in time.
+        PeerLost: Agents are gone. With ``on_loss="continue"`` only where one of ``ranks`` is.
+        DeadlineExceeded: They did not come in time.
     """
     return submit(current(OP), tensor, ranks, name, timeout=timeout).wait()
 
@@ -43,10 +45,13 @@ def submit(
     name: str | None = None,
     *,
     timeout: float | None = None,
-    on_loss: OnLoss = OnLoss.FAIL,
+    own_for_lost: bool = False,
 ) -> Handle[torch.Tensor]:
-    """Begin it, for the public function and the algorithms. Where it goes on after a loss (``on_loss``), the row of a
-    rank that is gone is what this agent had for that rank."""
+    """Begin it, for the public function and the algorithms.
+
+    Args:
+        own_for_lost: The row of a rank that is gone is what this agent had for it; else that is an error.
+    """
     tensor = check_gatherable(OP, tensor)
     order = as_ranks(OP, "ranks", ranks, agent.rank, agent.size)
     if len(order) != len(tensor):
@@ -56,16 +61,20 @@ def submit(
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         published = agent.engine.publisher.publish(operation, tensor)
         length = tensor[0].numel() if len(order) else 0
-        ahead = sorted(range(len(order)), key=lambda k: (order[k] - agent.rank) % agent.size)
+        left = [k for k, rank in enumerate(order) if rank not in operation.gone]
+        ahead = sorted(left, key=lambda k: (order[k] - agent.rank) % agent.size)
         sends = [Send(order[k], published, k * length, (k + 1) * length, row) for k in ahead]
-        arrived = yield Exchange(sends, sorted(order), tensor.dtype, row)
+        arrived = yield Exchange(sends, sorted(order[k] for k in left), tensor.dtype, row)
+        lost = sorted(set(order).difference(arrived))
+        if lost and not own_for_lost:  # by now the others have their rows
+            raise PeerLost(f"{operation} on rank {agent.rank}: ranks {lost} are gone, and have sent no rows", lost)
         result = Result(agent, None, tensor, tuple(tensor.shape))
         there = [(k, payload(arrived, rank)) for k, rank in enumerate(order) if rank in arrived]
         yield from complete([one for _, one in there])
-        if len(there) < len(order):
+        if lost:
             result.flat.copy_(published.data)
         for k, one in there:
             result.flat[k * length : (k + 1) * length].copy_(one.data)
         return result.finish()
 
-    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None, on_loss=on_loss)
+    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None, on_loss=OnLoss.GO_ON)

@@ -347,17 +347,42 @@ def allgather_nonblocking(
     tensor = check_gatherable("allgather", tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        published = agent.engine.publisher.publish(operation, tensor)
-        shape, total = tuple(tensor.shape), published.data.numel()
-        group = operation.left_of(range(agent.size))
-        others = [rank for rank in group if rank != agent.rank]
-        sends = rotated([Send(rank, published, 0, total, shape) for rank in others], agent)
-        arrived = yield Exchange(sends, others, tensor.dtype)
-        own = Message(Kind.DATA, dtype=tensor.dtype, shape=shape, payload=Payload(published.data, total))
-        parts = [(rank, own if rank == agent.rank else arrived[rank]) for rank in group]
+        parts = yield from _of_all(agent, operation, tensor)
         return (yield from joined(agent, "allgather", tensor, parts))
 
     return submit_to_all(agent.engine, "allgather", channel_name("allgather", name), steps, timeout, name is not None)
+
+
+def gather_by_rank(tensor: torch.Tensor, name: str, *, timeout: float | None = None) -> dict[int, torch.Tensor]:
+    """What each agent that is there has, by rank, ascending: for calls of Shoal's own. All get the same.
+
+    Args:
+        tensor: Any dtype, at least one dimension; shapes may differ between agents.
+        name: What calls are matched by.
+        timeout: Seconds until the deadline.
+    """
+    agent = current("allgather")
+    tensor = check_gatherable("allgather", tensor)
+
+    def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
+        parts = yield from _of_all(agent, operation, tensor)
+        payloads = {rank: message.payload for rank, message in parts if message.payload is not None}
+        yield from complete(list(payloads.values()))
+        return {rank: payloads[rank].data.view(message.shape).clone() for rank, message in parts}
+
+    return submit_to_all(agent.engine, "allgather", channel_name("allgather", name), steps, timeout).wait()
+
+
+def _of_all(agent: Agent, operation: Operation, tensor: torch.Tensor) -> Steps[list[tuple[int, Message]]]:
+    """The messages of all agents, by rank, with this one's own among them."""
+    published = agent.engine.publisher.publish(operation, tensor)
+    shape, total = tuple(tensor.shape), published.data.numel()
+    group = operation.left_of(range(agent.size))
+    others = [rank for rank in group if rank != agent.rank]
+    sends = rotated([Send(rank, published, 0, total, shape) for rank in others], agent)
+    arrived = yield Exchange(sends, others, tensor.dtype)
+    own = Message(Kind.DATA, dtype=tensor.dtype, shape=shape, payload=Payload(published.data, total))
+    return [(rank, own if rank == agent.rank else arrived[rank]) for rank in group]
 
 
 def barrier(name: str | None = None, *, timeout: float | None = None) -> None:

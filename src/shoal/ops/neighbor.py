@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ..arithmetic import weighted_sum
-from ..engine.discovery import discover
+from ..engine.discovery import discover, submit_to_all
 from ..engine.operation import NOTHING, Arrived, Exchange, Fusible, Handle, OnLoss, Operation, Send, Steps
 from ..engine.publishing import PUBLISH_BYTES
 from ..topology import Mixing
@@ -41,6 +41,8 @@ OP = "neighbor_allreduce"
 Weights = Mapping[int, float]
 _FORMS = {"static": 0, "push within": 1}
 """The forms whose edges are those of the static topology, which both sides must then agree on."""
+_IN_STAGES = ("push", "pull", "pull within")
+"""The forms in which agents tell each other first who sends to whom."""
 
 
 def neighbor_allreduce(
@@ -135,7 +137,6 @@ def submit(
     zero_copy: bool = False,
     fusible: bool = True,
     replan: Callable[[tuple[int, ...]], Mixing] | None = None,
-    survives: bool = True,
 ) -> Handle[torch.Tensor]:
     """Begin a weighted average with a round as it is, for the public functions, optimizers and algorithms.
 
@@ -150,7 +151,6 @@ def submit(
         fusible: A small tensor on the static topology may wait for others, to travel with them.
         replan: The same round without agents that are gone, for one that begins when they are. If not given, what they
             would have sent weighs in this agent's own tensor; on a directed graph the mean leans to some agents then.
-        survives: It may outlive the loss of an agent, where a run does (``on_loss="continue"``).
     """
     tensor = check_tensor(OP, tensor, WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
@@ -168,14 +168,18 @@ def submit(
         form += " within"
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        now = static.without(operation.gone)
-        one = now.mixing if form == "static" else known
-        if replan is not None and operation.gone:
-            one = replan(operation.gone)
+        gone, now, one = operation.gone, static, known
+        if gone and form == "static":
+            now = static.without(gone)
+            one = now.mixing
+        elif gone:
+            one = known.without(gone) if replan is None else replan(gone)
         return _mix(agent, operation, tensor, one, form, now, out, checked=checked, zero_copy=zero_copy)
 
-    on_loss = OnLoss.GO_ON if survives and form in ("static", "push-pull") else OnLoss.FAIL
-    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None, on_loss=on_loss)
+    channel = channel_name(OP, name)
+    if form in _IN_STAGES:  # it cannot go on in the middle
+        return submit_to_all(agent.engine, OP, channel, steps, timeout, name is not None)
+    return agent.engine.submit(OP, channel, steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
 
 
 @dataclass(slots=True)
@@ -284,8 +288,8 @@ def _mix(
         found = yield from discover(engine, operation, sources)
         destinations = dict.fromkeys(found, 1.0)
     elif form == "push within":
-        sources = dict.fromkeys(static.mixing.source_ranks, 1.0)
-        nothing = [rank for rank in static.mixing.destination_ranks if rank not in destinations]
+        sources = dict.fromkeys(operation.left_of(static.mixing.source_ranks), 1.0)
+        nothing = [rank for rank in operation.left_of(static.mixing.destination_ranks) if rank not in destinations]
     elif form == "pull within":
         destinations = yield from _readers(agent, operation, static.mixing, sources)
 
@@ -302,7 +306,9 @@ def _mix(
     )
     result = Result(agent, out, tensor, shape)
     own = mixing.self_weight
-    if len(arrived) < len(sources):  # what an agent that is gone has not sent weighs here what it would have there
+    if len(arrived) < len(sources) and form != "push within":
+        # What an agent that is gone has not sent weighs here what it would have there; but what it would have given
+        # away is lost.
         own += sum(weight for rank, weight in sources.items() if rank not in arrived)
     terms = [
         (payload(arrived, rank), sources[rank] * arrived[rank].scale)
@@ -321,9 +327,9 @@ def _readers(
     empty = agent.engine.publisher.publish(operation, torch.empty(0))
     sends = [
         Send(rank, empty, 0, 0, (0,), 1.0 if rank in wanted else NOTHING)
-        for rank in _rotated(agent, static.source_ranks)
+        for rank in _rotated(agent, operation.left_of(static.source_ranks))
     ]
-    arrived = yield Exchange(sends, static.destination_ranks)
+    arrived = yield Exchange(sends, operation.left_of(static.destination_ranks))
     return {rank: 1.0 for rank in sorted(arrived) if not arrived[rank].nothing}
 
 

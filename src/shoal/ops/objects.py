@@ -16,7 +16,7 @@ from ..errors import Mismatch
 from ..world.agent import current
 from . import plain
 from .arguments import Internal, as_ranks, channel_name, check_tensor
-from .collective import allgather, allreduce_nonblocking_, as_root, broadcast_nonblocking_, spread
+from .collective import allreduce_nonblocking_, as_root, broadcast_nonblocking_, gather_by_rank, spread
 
 T = TypeVar("T")
 Parameters = Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -217,25 +217,25 @@ def _agree(op: str, said: list[str], timeout: float | None) -> None:
     """Mismatch where the agents are about to exchange different tensors: otherwise some would wait for the others."""
     agent = current(op)
     text = ("\n" + "\n".join(said)).encode()
-    # With the length, which cuts the texts apart.
-    digests = allgather(
-        torch.tensor([[zlib.crc32(text), len(text)]]), Internal(f"{op}: what there is"), timeout=timeout
-    )
-    if (digests == digests[0]).all():
+    digest = torch.tensor([zlib.crc32(text), len(text)])
+    digests = gather_by_rank(digest, Internal(f"{op}: what there is"), timeout=timeout)
+    if all(torch.equal(one, digest) for one in digests.values()):
         return
-    together = allgather(
-        torch.frombuffer(bytearray(text), dtype=torch.uint8), Internal(f"{op}: names"), timeout=timeout
-    )
-    parts = torch.split(together, digests[:, 1].tolist())
-    texts = [part.numpy().tobytes().decode().split("\n") for part in parts]
-    other = next(rank for rank, lines in enumerate(texts) if lines != texts[0])
-    mine = [line for line in texts[0] if line not in texts[other]]
-    theirs = [line for line in texts[other] if line not in texts[0]]
+    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    found = gather_by_rank(own, Internal(f"{op}: names"), timeout=timeout)
+    texts = {rank: one.numpy().tobytes().decode().split("\n") for rank, one in found.items()}
+    first = min(texts)
+    other = next((rank for rank, lines in texts.items() if lines != texts[first]), None)
+    if other is None:  # who had others is gone
+        return
+    mine = [line for line in texts[first] if line not in texts[other]]
+    theirs = [line for line in texts[other] if line not in texts[first]]
     raise Mismatch(
-        f"{op} on rank {agent.rank}: the agents have different tensors. Only rank 0 has {', '.join(mine[:3]) or 'none'}"
-        f"{', ...' if len(mine) > 3 else ''}; only rank {other} has {', '.join(theirs[:3]) or 'none'}"
-        f"{', ...' if len(theirs) > 3 else ''}. Pass the same names, shapes and ties everywhere",
-        (0, other),
+        f"{op} on rank {agent.rank}: the agents have different tensors. Only rank {first} has "
+        f"{', '.join(mine[:3]) or 'none'}{', ...' if len(mine) > 3 else ''}; only rank {other} has "
+        f"{', '.join(theirs[:3]) or 'none'}{', ...' if len(theirs) > 3 else ''}. Pass the same names, shapes and ties "
+        "everywhere",
+        (first, other),
     )
 
 
@@ -286,11 +286,11 @@ def InferDestinationFromSourceRanks(
 def _infer(op: str, argument: str, ranks: Iterable[int], construct: bool) -> list[int] | tuple[list[int], torch.Tensor]:
     agent = current(op)
     given = as_ranks(op, argument, ranks, agent.rank, agent.size)
-    row = torch.zeros(1, agent.size)
-    row[0, list(given)] = 1.0
-    rows = allgather(row)
-    if rows.shape != (agent.size, agent.size):
-        raise Mismatch(f"{op}: the agents are not as many as they were")
+    row = torch.zeros(agent.size)
+    row[list(given)] = 1.0
+    rows = torch.zeros(agent.size, agent.size)  # an agent that is gone names nobody
+    for rank, theirs in gather_by_rank(row, Internal(op)).items():
+        rows[rank] = theirs
     sends = rows if argument == "dst_ranks" else rows.T  # sends[i, j]: i sends to j
     other = sends[:, agent.rank] if argument == "dst_ranks" else sends[agent.rank]
     found = [int(rank) for rank in other.nonzero().view(-1)]

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import Mismatch, PeerLost, ShoalError
 from ..ops.arguments import Internal
-from ..ops.collective import allgather
+from ..ops.collective import gather_by_rank
 from ..ops.objects import broadcast_object
 from ..world.agent import current
 from .checkpoint_files import (
@@ -99,36 +99,58 @@ class Checkpoint:
         Returns:
             The checkpoint's own folder, ``<folder>/000007-step-700`` for the seventh save.
 
+        With ``on_loss="continue"`` it is of the agents that are there, numbered in the order of their ranks: it loads
+        into as many agents, or with ``start="consensus"`` into any number.
+
         Raises:
             ValueError: ``step`` is negative, or ``keep`` less than 1.
             ShoalError: An agent could not; it names the ranks and the reasons. A state that is not made of tensors,
                 numbers, strings and collections of these is one: it would not be loaded again.
         """
-        folder, agent = Path(folder), current("Checkpoint.save")
-        gone = agent.engine.agreement.gone
-        if gone:
-            raise PeerLost(
-                f"Checkpoint.save: a checkpoint is of all {agent.size} agents, and ranks {gone} are gone", gone
-            )
+        current("Checkpoint.save")
         if step < 0 or (keep is not None and keep < 1):
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
-        name = _named(_of_rank_0("name", lambda: next_name(folder, step), timeout))
-        place = folder / name
-
-        def write() -> int:
-            states = {part: in_own_memory(one.state_dict()) for part, one in self._parts.items()}  # may need all agents
-            if not is_of_step(name, step):
-                raise Mismatch(f"step={step} was given, and rank 0 saves {name}")
-            return write_states(place, agent.rank, states)
-
-        failures, crc = _all_try("save", write, timeout)
-        if failures:
-            withdraw(place, agent.rank)
-            raise failures.error(f"{place} is not saved")
-        checksums = allgather(torch.tensor([crc]), Internal("checkpoint.checksums"), timeout=timeout).tolist()
-        manifest = Manifest(step, agent.size, tuple(self._parts), tuple(checksums))
-        remove_all_but(folder, _of_rank_0("manifest", lambda: complete(folder, name, manifest, keep), timeout))
+        place = None
+        while place is None:
+            place = self._save_among(_who_is_there(timeout), Path(folder), step, keep, timeout)
         return place
+
+    def _save_among(
+        self, there: tuple[int, ...], folder: Path, step: int, keep: int | None, timeout: float | None
+    ) -> Path | None:
+        """A checkpoint of these agents, numbered in this order; None where one of them was lost meanwhile."""
+        agent, place = current("Checkpoint.save"), None
+        first, number = there[0], there.index(agent.rank)
+        try:
+            name = _named(_of(first, "name", lambda: next_name(folder, step), timeout))
+            path = place = folder / name
+
+            def write() -> int:
+                states = {part: in_own_memory(one.state_dict()) for part, one in self._parts.items()}  # may need all
+                if not is_of_step(name, step):
+                    raise Mismatch(f"step={step} was given, and rank {first} saves {name}")
+                if len(there) < agent.size:
+                    states = {part: _of_agent(state, number, len(there)) for part, state in states.items()}
+                return write_states(path, number, states)
+
+            failures, crc = _all_try("save", write, timeout)
+            if failures:
+                withdraw(place, number)
+                raise failures.error(f"{place} is not saved")
+            checksums = gather_by_rank(
+                torch.tensor(crc or 0).view(1), Internal("checkpoint.checksums"), timeout=timeout
+            )
+            if tuple(checksums) == there:
+                crcs = tuple(int(one) for one in checksums.values())
+                manifest = Manifest(step, len(there), tuple(self._parts), crcs)
+                remove_all_but(folder, _of(first, "manifest", lambda: complete(folder, name, manifest, keep), timeout))
+                return place
+        except PeerLost as lost:
+            if first not in lost.ranks or not agent.engine.agreement.active:
+                raise
+        if place is not None:
+            withdraw(place, number)
+        return None
 
     def load(
         self,
@@ -169,7 +191,7 @@ class Checkpoint:
         current("Checkpoint.load")
         if start not in ("own", "consensus"):
             raise ValueError(f"checkpoint: start={start!r}; it may be 'own' or 'consensus'")
-        found = _of_rank_0("find", lambda: find(folder, step), timeout)
+        found = _of(_who_is_there(timeout)[0], "find", lambda: find(folder, step), timeout)
         if not found["found"]:
             if missing_ok and not found["steps"]:
                 return 0
@@ -262,6 +284,14 @@ def _of_nobody(state: Any) -> Any:
     return {**state, "shoal": {key: value for key, value in own.items() if key != "agent"}}
 
 
+def _of_agent(state: Any, number: int, count: int) -> Any:
+    """A decentralized optimizer's state as that of the n-th of so many agents."""
+    own = state.get("shoal") if isinstance(state, Mapping) else None
+    if not isinstance(own, Mapping) or "agent" not in own:
+        return state
+    return {**state, "shoal": {**own, "agent": (number, count)}}
+
+
 def _key() -> str:
     agent = current("Checkpoint")
     return f"agent{agent.rank}of{agent.size}"
@@ -273,22 +303,27 @@ def _key() -> str:
 def _named(name: Any) -> str:
     """A checkpoint's name that another agent says. It becomes a path, below which files are written and removed."""
     if not is_name(name):
-        raise ShoalError(f"checkpoint: rank 0 says {name!r}, which is no checkpoint's name", (0,))
+        raise ShoalError(f"checkpoint: another agent says {name!r}, which is no checkpoint's name")
     return str(name)
 
 
-def _of_rank_0(name: str, ask: Callable[[], T], timeout: float | None) -> T:
-    """What ``ask`` gives on rank 0, on all agents; an error of rank 0 is raised on all, too."""
+def _who_is_there(timeout: float | None) -> tuple[int, ...]:
+    """The ranks that are there, the same on all of them."""
+    return tuple(gather_by_rank(torch.empty(0), Internal("checkpoint.agents"), timeout=timeout))
+
+
+def _of(rank: int, name: str, ask: Callable[[], T], timeout: float | None) -> T:
+    """What ``ask`` gives on one rank, on all agents; an error there is raised on all, too."""
     answer: dict[str, Any] = {}
     failure = None
-    if current().rank == 0:
+    if current().rank == rank:
         try:
             answer = {"found": ask()}
         except Exception as error:
             failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
-    answer = broadcast_object(answer, 0, Internal(f"checkpoint.{name}"), timeout=timeout)
+    answer = broadcast_object(answer, rank, Internal(f"checkpoint.{name}"), timeout=timeout)
     if "error" in answer:
-        raise ShoalError(f"checkpoint: at rank 0, {answer['error']}", (0,)) from failure
+        raise ShoalError(f"checkpoint: at rank {rank}, {answer['error']}", (rank,)) from failure
     found: T = answer["found"]
     return found
 
@@ -306,7 +341,8 @@ def _all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tupl
     try:
         made = attempt()
     except Exception as error:
-        said = f"{type(error).__name__}: {error}".replace("\0", " ")
-    mine = torch.tensor([*said.encode(), 0], dtype=torch.uint8)
-    texts = bytes(allgather(mine, Internal(f"checkpoint.{name}"), timeout=timeout).tolist()).split(b"\0")
-    return _Failures({rank: text.decode() for rank, text in enumerate(texts) if text}), made
+        said = f"{type(error).__name__}: {error}"
+    texts = gather_by_rank(
+        torch.tensor(list(said.encode()), dtype=torch.uint8), Internal(f"checkpoint.{name}"), timeout=timeout
+    )
+    return _Failures({rank: bytes(text.tolist()).decode() for rank, text in texts.items() if len(text)}), made

@@ -114,6 +114,8 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
 def withdraw(place: Path, rank: int) -> None:
     """Take back what one agent has written of a checkpoint that is not to be."""
     path = _file_of(place, rank)
+    if (place / _MANIFEST).exists():  # it counts: whoever said so was lost before the others heard of it
+        return
     with suppress(OSError):  # it never was there
         for one in (path, _partial(path)):
             one.unlink(missing_ok=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..errors import Mismatch
 from ..ops.arguments import Internal
-from ..ops.collective import allgather
+from ..ops.collective import gather_by_rank
 from ..world.agent import current
 
 if TYPE_CHECKING:
@@ -26,9 +26,10 @@ class Metric:
     """One number of all agents.
 
     Attributes:
-        values: By rank.
+        values: By rank; NaN of an agent that is gone.
         mean: Weighted, if weights were given.
-        worst_rank: Whose value is the worst; the first of equals, and of those that are not a number.
+        worst_rank: Whose value is the worst, of the agents that are there; the first of equals, and of those that are
+            not a number.
     """
 
     values: tuple[float, ...]
@@ -113,8 +114,8 @@ def metrics(
     agent = current("metrics")
     told = [f"{name} (worst: {ways[name].__name__})" for name in sorted(values)]
     numbers = [float(values[name]) for name in sorted(values)]
-    all_told, all_numbers, weights = _exchange(told, numbers, weight, timeout)
-    for rank, theirs in enumerate(all_told):
+    said = _exchange(_Said(told, numbers, weight), timeout)
+    for rank, theirs in ((rank, one.told) for rank, one in said.items()):
         if theirs != told:
             ours = ", ".join(sorted(set(told) - set(theirs))) or "no more"
             others = ", ".join(sorted(set(theirs) - set(told))) or "no more"
@@ -122,33 +123,37 @@ def metrics(
                 f"metrics: the names differ: rank {agent.rank} has {ours}, where rank {rank} has {others}",
                 (agent.rank, rank),
             )
-    columns = dict(zip(sorted(values), zip(*all_numbers, strict=True), strict=True))
-    return Metrics({name: _metric(columns[name], weights, ways[name] is max) for name in values})
+    weights = {rank: one.weight for rank, one in said.items()}
+    columns = {name: {rank: one.numbers[k] for rank, one in said.items()} for k, name in enumerate(sorted(values))}
+    return Metrics({name: _metric(agent.size, columns[name], weights, ways[name] is max) for name in values})
 
 
-def _metric(values: tuple[float, ...], weights: list[float], largest: bool) -> Metric:
+def _metric(size: int, of: dict[int, float], weights: dict[int, float], largest: bool) -> Metric:
     def badness(rank: int) -> tuple[bool, float]:
-        value = values[rank]
+        value = of[rank]
         return (True, 0.0) if math.isnan(value) else (False, value if largest else -value)
 
-    mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-    return Metric(values, mean, max(range(len(values)), key=badness))
+    mean = sum(value * weights[rank] for rank, value in of.items()) / sum(weights.values())
+    return Metric(tuple(of.get(rank, math.nan) for rank in range(size)), mean, max(of, key=badness))
 
 
-def _exchange(
-    names: list[str], numbers: list[float], weight: float, timeout: float | None
-) -> tuple[list[list[str]], list[list[float]], list[float]]:
-    """All agents' names, numbers and weights. The names go along as bytes, one a float, so that one message is all."""
-    text = "\0".join(names).encode()
-    mine = torch.tensor([len(numbers), len(text), weight, *numbers, *text], dtype=torch.float64)
+class _Said(NamedTuple):
+    """What an agent says: names (and which way is worse), their numbers in that order, and how much it counts."""
+
+    told: list[str]
+    numbers: list[float]
+    weight: float
+
+
+def _exchange(own: _Said, timeout: float | None) -> dict[int, _Said]:
+    """What all agents say, by rank. The names go along as bytes, one a float, so that one message is all."""
+    mine = torch.tensor(
+        [len(own.numbers), own.weight, *own.numbers, *"\0".join(own.told).encode()], dtype=torch.float64
+    )
     # As bits: a metric may be NaN, also where SHOAL_CHECK_FINITE refuses to send that.
-    found = allgather(mine.view(torch.int64), Internal("metrics"), timeout=timeout).view(torch.float64).tolist()
-    all_names, all_numbers, weights, at = [], [], [], 0
-    while at < len(found):
-        count, length, weight = int(found[at]), int(found[at + 1]), found[at + 2]
-        begin = at + 3 + count
-        at = begin + length
-        weights.append(weight)
-        all_numbers.append(found[begin - count : begin])
-        all_names.append([name for name in bytes(map(int, found[begin:at])).decode().split("\0") if name])
-    return all_names, all_numbers, weights
+    said = {}
+    for rank, bits in gather_by_rank(mine.view(torch.int64), Internal("metrics"), timeout=timeout).items():
+        count, weight, *rest = bits.view(torch.float64).tolist()
+        text = bytes(map(int, rest[int(count) :])).decode()
+        said[rank] = _Said(text.split("\0") if text else [], rest[: int(count)], weight)
+    return said

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..engine.engine import Engine
 from ..errors import Mismatch
-from ..ops.collective import allgather
+from ..ops.collective import gather_by_rank
 from ..world.agent import current
 
 _owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
@@ -129,10 +129,8 @@ def check_that_models_agree(params: dict[torch.nn.Parameter, str], name: str, be
         for param, called in params.items()
     ]
     mine = torch.tensor(list("\n".join(lines).encode() or b" "), dtype=torch.uint8)
-    lengths = allgather(torch.tensor([len(mine)]), name=f"{name}.length").tolist()
-    texts = torch.split(allgather(mine, name=f"{name}.parameters"), lengths)
     here = current("optim").rank
-    for rank, text in enumerate(texts):
+    for rank, text in gather_by_rank(mine, f"{name}.parameters").items():
         theirs = bytes(text.tolist()).decode().split("\n")
         if theirs == (lines or [" "]):
             continue
@@ -156,10 +154,10 @@ def check_that_values_agree(params: Mapping[torch.nn.Parameter, str], name: str)
         Mismatch: Two agents' differ; it names the first parameter that does.
     """
     sums = [zlib.crc32(_bytes_of(param)) for param in params]
-    theirs = allgather(torch.tensor([sums], dtype=torch.int64), name=f"{name}.values")
     here = current("optim").rank
-    for rank, other in enumerate(theirs.tolist()):
-        different = [called for called, mine, its in zip(params.values(), sums, other, strict=True) if mine != its]
+    for rank, theirs in gather_by_rank(torch.tensor(sums, dtype=torch.int64), f"{name}.values").items():
+        pairs = zip(params.values(), sums, theirs.tolist(), strict=True)
+        different = [called for called, mine, its in pairs if mine != its]
         if different:
             raise Mismatch(
                 f"{name}: gradients are averaged, which keeps models equal that are equal, and those of ranks {here} "

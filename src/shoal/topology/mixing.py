@@ -111,6 +111,16 @@ class Mixing:
         destinations = (int(destination) for destination in np.flatnonzero(matrix[:, rank]) if destination != rank)
         return cls(rank, self_weight, row, destinations, size=len(matrix))
 
+    def without(self, gone: Iterable[int]) -> Mixing:
+        """The same without some ranks: nothing goes to them, and what they would have sent weighs in the own."""
+        lost = set(gone)
+        if lost.isdisjoint(self.source_ranks) and lost.isdisjoint(self.destination_ranks):
+            return self
+        sources = {rank: weight for rank, weight in self.sources.items() if rank not in lost}
+        destinations = {rank: weight for rank, weight in self.destinations.items() if rank not in lost}
+        own = self.self_weight + sum(weight for rank, weight in self.sources.items() if rank in lost)
+        return Mixing(self.rank, own, sources, destinations)
+
     def rotated_destinations(self, size: int) -> tuple[int, ...]:
         """The destinations in the order rank + 1, rank + 2, ... modulo `size`, so that not everybody begins with 0.
 

@@ -1,0 +1,188 @@
+"""``on_loss="continue"``: what each operation gives to those that are left, and what one still refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal import topology_util
+
+SIZE, GONE = 4, 1
+LEFT = [0, 2, 3]
+Fleets = Callable[..., shoal.Fleet]
+
+
+@pytest.fixture(autouse=True)
+def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
+
+
+def value(rank: int) -> torch.Tensor:
+    return torch.tensor([10.0**rank], dtype=torch.float64)
+
+
+def after_a_loss(does: Callable[[], Any]) -> Any:
+    """What a call gives once rank 1 has left a ring, twice; and that all goes on after it."""
+    shoal.set_topology(topology_util.RingGraph(SIZE), is_weighted=True)
+    shoal.barrier()
+    if shoal.rank() == GONE:
+        shoal.shutdown()
+        return None
+    while GONE in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
+        pass
+    found = [does(), does()]
+    assert float(shoal.allreduce(value(shoal.rank()), average=False)) == 1 + 100 + 1000
+    assert found[0] == found[1]
+    return found[0]
+
+
+def results(fleet: Fleets, does: Callable[[], Any]) -> dict[int, Any]:
+    found = fleet(SIZE).run(after_a_loss, does)
+    return {rank: found[rank] for rank in LEFT}
+
+
+def test_neighbor_allgather_is_on_what_is_left_of_the_topology(fleet: Fleets) -> None:
+    def does() -> list[float]:
+        return shoal.neighbor_allgather(value(shoal.rank())).tolist()
+
+    assert results(fleet, does) == {0: [100, 1000], 2: [1, 1000], 3: [1, 100]}
+
+
+def test_neighbor_allgather_from_given_ranks_leaves_out_who_is_gone(fleet: Fleets) -> None:
+    def does() -> list[float]:
+        others = [one for one in range(SIZE) if one != shoal.rank()]
+        return shoal.neighbor_allgather(value(shoal.rank()), src_ranks=others, dst_ranks=others).tolist()
+
+    assert results(fleet, does) == {0: [100, 1000], 2: [1, 1000], 3: [1, 100]}
+
+
+def test_pair_gossip_with_who_is_gone_keeps_what_one_has(fleet: Fleets) -> None:
+    def does() -> float:
+        partner = {0: 1, 2: 3, 3: 2}[shoal.rank()]
+        return shoal.pair_gossip(value(shoal.rank()), partner).item()
+
+    assert results(fleet, does) == {0: 1.0, 2: 550.0, 3: 550.0}
+
+
+def test_a_pull_gives_the_weight_of_who_is_gone_to_the_own(fleet: Fleets) -> None:
+    def does() -> float:
+        sources = {one: 0.25 for one in range(SIZE) if one != shoal.rank()}
+        return shoal.neighbor_allreduce(value(shoal.rank()), self_weight=0.25, src_weights=sources).item()
+
+    total = 1 + 100 + 1000
+    assert results(fleet, does) == {rank: (total + 10**rank) / 4 for rank in LEFT}
+
+
+def test_a_push_to_who_is_gone_is_lost(fleet: Fleets) -> None:
+    def does() -> float:
+        to = {0: [1, 2], 2: [3], 3: [0]}[shoal.rank()]
+        return shoal.neighbor_allreduce(value(shoal.rank()), self_weight=1.0, dst_weights=to).item()
+
+    assert results(fleet, does) == {0: 1 + 1000, 2: 100 + 1, 3: 1000 + 100}
+
+
+@pytest.mark.parametrize("form", ["push", "pull"])
+def test_within_the_topology_without_a_check_it_is_the_same(fleet: Fleets, form: str) -> None:
+    def does() -> float:
+        weights = {(shoal.rank() + hop) % SIZE: 0.5 for hop in (1, -1)}
+        to, of = (weights, None) if form == "push" else (None, weights)
+        x = value(shoal.rank())
+        return shoal.neighbor_allreduce(
+            x, self_weight=2.0, src_weights=of, dst_weights=to, enable_topo_check=False
+        ).item()
+
+    lost = 0.0 if form == "push" else 0.5
+    assert results(fleet, does) == {
+        0: (2 + lost) * 1 + 500,
+        2: (2 + lost) * 100 + 500,
+        3: 2000 + 0.5 + 50,
+    }
+
+
+def test_alltoall_names_who_is_gone_to_those_that_asked_for_its_row_and_to_nobody_else(fleet: Fleets) -> None:
+    def does() -> Any:
+        ranks = {0: [1, 2], 2: [0, 3], 3: [2]}[shoal.rank()]
+        rows = torch.tensor([[100.0 * shoal.rank() + one] for one in ranks])
+        try:
+            return shoal.neighbor_alltoall(rows, ranks).flatten().tolist()
+        except shoal.PeerLost as error:
+            return error.ranks
+
+    assert results(fleet, does) == {0: (1,), 2: [2.0, 302.0], 3: [203.0]}
+
+
+def test_metrics_are_of_those_that_are_there_by_their_ranks(fleet: Fleets) -> None:
+    def does() -> Any:
+        found = shoal.metrics({"loss": float(shoal.rank())}, weight=1.0 + shoal.rank())["loss"]
+        return found.mean, found.worst_rank, found.worst, [math.isnan(one) for one in found.values], found.values[2]
+
+    expected = (0 * 1 + 2 * 3 + 3 * 4) / 8, 3, 3.0, [False, True, False, False], 2.0
+    assert results(fleet, does) == dict.fromkeys(LEFT, expected)
+
+
+def test_consensus_is_the_mean_of_those_that_are_there(fleet: Fleets) -> None:
+    def does() -> float:
+        model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.constant_(model.weight, 10.0 ** shoal.rank())
+        with shoal.consensus(model):
+            return model.weight.item()
+
+    assert results(fleet, does) == dict.fromkeys(LEFT, 1101 / 3)
+
+
+def test_an_epoch_is_dealt_out_among_those_that_are_there(fleet: Fleets) -> None:
+    def run() -> tuple[list[int], list[int]]:
+        sampler = shoal.AgentSampler(range(20), seed=3)
+        first = list(sampler)
+        if shoal.rank() == GONE:
+            shoal.shutdown()
+            return first, []
+        while GONE in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
+            pass
+        return first, list(sampler)
+
+    found = fleet(SIZE).run(run)
+    assert sorted(index for first, _ in found for index in first) == list(range(20))
+    later = [second for rank, (_, second) in enumerate(found) if rank != GONE]
+    assert [len(one) for one in later] == [6, 6, 6]
+    assert len({index for one in later for index in one}) == 18
+
+
+def test_unequal_shards_are_dealt_out_anew(fleet: Fleets) -> None:
+    def run() -> tuple[int, float, list[int]]:
+        mine = range(10 * shoal.rank(), 10 * shoal.rank() + 4 + 2 * shoal.rank())  # 4, 6, 8, 10 samples
+        sampler = shoal.AgentSampler(range(100), shard=list(mine))
+        assert len(sampler) == 7
+        list(sampler)
+        if shoal.rank() == GONE:
+            shoal.shutdown()
+            return 0, 0.0, []
+        while GONE in shoal.allgather(torch.tensor([shoal.rank()])).tolist():
+            pass
+        taken = list(sampler)
+        assert set(taken) <= set(mine)
+        return len(taken), sampler.weight, taken
+
+    found = fleet(SIZE).run(run)
+    assert [found[rank][0] for rank in LEFT] == [8, 8, 8]  # of 22 samples
+    assert [found[rank][1] for rank in LEFT] == [3 * count / 22 for count in (4, 8, 10)]
+
+
+def test_trees_and_hierarchies_that_have_no_way_to_go_on_say_so(fleet: Fleets) -> None:
+    def does() -> list[tuple[int, ...]]:
+        named = []
+        for call in (
+            lambda: shoal.hierarchical_neighbor_allreduce(torch.ones(2), 1.0, {}, {}),
+            lambda: shoal.win_create(torch.ones(2), "w"),
+        ):
+            with pytest.raises(shoal.PeerLost, match="cannot go on without ranks") as caught:
+                call()
+            named.append(caught.value.ranks)
+        return named
+
+    assert results(fleet, does) == {rank: [(GONE,), (GONE,)] for rank in LEFT}
