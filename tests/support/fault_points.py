@@ -22,6 +22,9 @@ from support.world import template
 
 OVER: dict[str, dict[str, str]] = {"shared_memory": {}, "network": {"SHOAL_TRANSPORT": "network"}}
 """The transports between processes, and the environment that has agents use each."""
+over_both = pytest.mark.parametrize(
+    "environment", [pytest.param(one, id=name, marks=pytest.mark.transport(name)) for name, one in OVER.items()]
+)
 
 
 @dataclass(frozen=True)

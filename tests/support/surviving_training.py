@@ -39,10 +39,18 @@ def train_through(victims: dict[int, Point], options: dict[str, Any]) -> list[fl
     if rank in victims:
         arm(victims[rank])
     h, c = curvature(rank), torch.tensor(target(rank))
-    for _ in range(STEPS):
+
+    def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        (0.5 * h * (model.x - c).square().sum()).backward()
-        optimizer.step()
+        loss: torch.Tensor = 0.5 * h * (model.x - c).square().sum()
+        loss.backward()
+        return loss
+
+    chooses = not options["algorithm"].one_gradient  # where its gradients are
+    for _ in range(STEPS):
+        if not chooses:
+            closure()
+        optimizer.step(closure if chooses else None)
     assert sorted(victims) == [one for one in range(shoal.size()) if one not in shoal.alive()]
     found: list[float] = model.x.detach().tolist()
     return found

@@ -10,8 +10,7 @@ import torch
 
 import shoal
 from support.agent_main import Outcome
-from support.fault_points import OVER as TRANSPORTS
-from support.fault_points import Point, swept
+from support.fault_points import Point, over_both, swept
 from support.survivors import CONTINUE, burst_through, check_all_alike, check_averages, live_through
 from support.world import World
 
@@ -27,7 +26,6 @@ SWEPT = [
     *(Point("finished", k) for k in (2, 5, 6)),
     *(Point("waited", k) for k in (3, 6)),
 ]
-OVER = [pytest.param(one, id=name, marks=pytest.mark.transport(name)) for name, one in TRANSPORTS.items()]
 SECONDS = 1.0
 """In which those that are left go on."""
 
@@ -79,7 +77,7 @@ def check_that_they_go_on(environment: dict[str, str], numel: int, point: Point)
         check_averages({rank: diary.values for rank, diary in diaries.items()}, SIZE, VICTIM)
 
 
-@pytest.mark.parametrize("environment", OVER)
+@over_both
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
 @pytest.mark.parametrize("count", [1, pytest.param(5, marks=pytest.mark.soak), 14])
 def test_on_a_directed_graph_the_mean_of_those_that_are_left_does_not_lean(
@@ -95,7 +93,7 @@ def test_on_a_directed_graph_the_mean_of_those_that_are_left_does_not_lean(
         assert max(abs(one[-1] - means[-1]) for one in values.values()) < 1e-6
 
 
-@pytest.mark.parametrize("environment", OVER)
+@over_both
 @pytest.mark.parametrize("numel", [SMALL, pytest.param(5_000, marks=pytest.mark.soak), LARGE])
 @pytest.mark.parametrize("count", [3, 40, 77])
 def test_with_many_calls_in_flight_each_goes_on(environment: dict[str, str], numel: int, count: int) -> None:
@@ -106,7 +104,7 @@ def test_with_many_calls_in_flight_each_goes_on(environment: dict[str, str], num
             check_averages({rank: [one[k] for one in values] for rank, values in seen.items()}, SIZE, VICTIM)
 
 
-@pytest.mark.parametrize("environment", OVER)
+@over_both
 @pytest.mark.parametrize("victims", [(1, 4), (0, 1), (0, 2, 3)])
 @pytest.mark.parametrize("apart", [0, pytest.param(1, marks=pytest.mark.soak), 30])
 def test_several_are_killed_at_once_or_one_after_another(
@@ -118,7 +116,7 @@ def test_several_are_killed_at_once_or_one_after_another(
         check_all_alike(diaries, 6)
 
 
-@pytest.mark.parametrize("environment", OVER)
+@over_both
 def test_the_last_one_goes_on_alone(environment: dict[str, str]) -> None:
     with World(3, environment=environment | CONTINUE) as world:
         ends = {0: Point("sent", 20), 2: Point("received", 26)}
@@ -127,7 +125,7 @@ def test_the_last_one_goes_on_alone(environment: dict[str, str]) -> None:
         assert abs(diaries[1].values[-1] - diaries[1].values[-2]) < 1e-12
 
 
-@pytest.mark.parametrize("environment", OVER)
+@over_both
 def test_they_go_on_within_a_second(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:
         world.results(a_few_rounds, 20)

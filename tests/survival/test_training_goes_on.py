@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 
 from shoal import topology_util
-from shoal.algorithms import GradientDescent, ParallelGradientDescent
+from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
 from shoal.topology import BaseGraph, OnePeerExponential, OnePeerHypercube
-from support.fault_points import OVER as TRANSPORTS
-from support.fault_points import Point
+from support.fault_points import Point, over_both
 from support.surviving_training import optimum, resting_place, train_through
 from support.survivors import CONTINUE
 from support.world import World
 
 SIZE, VICTIM = 4, 1
 LEFT = [rank for rank in range(SIZE) if rank != VICTIM]
-OVER = [pytest.param(one, id=name, marks=pytest.mark.transport(name)) for name, one in TRANSPORTS.items()]
 ATC, AWC = GradientDescent(1.0), GradientDescent(1.0, atc=False)
 POINTS = [
     Point("sent", 30),
@@ -36,7 +34,7 @@ def trained(environment: dict[str, str], point: Point, options: dict[str, Any]) 
         return {rank: np.array(outcomes[rank].value) for rank in LEFT}
 
 
-@pytest.mark.parametrize("environment", OVER)
+@over_both
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("topology", [None, OnePeerExponential(SIZE), OnePeerHypercube(SIZE), BaseGraph(SIZE)], ids=str)
 @pytest.mark.parametrize("algorithm", [ATC, AWC], ids=["adapt-then-combine", "adapt-with-combine"])
@@ -50,7 +48,7 @@ def test_decentralized_sgd_comes_to_rest_among_those_that_are_left(
         np.testing.assert_allclose(x, expected[rank], rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("environment", OVER)
+@over_both
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("overlap", [None, "backward"])
 def test_averaged_gradients_reach_the_optimum_of_those_that_are_left_and_stay_equal(
@@ -61,3 +59,14 @@ def test_averaged_gradients_reach_the_optimum_of_those_that_are_left_and_stay_eq
     for other in others:
         np.testing.assert_array_equal(other, first)
     np.testing.assert_allclose(first, optimum(LEFT), rtol=0, atol=1e-10)
+
+
+@over_both
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("algorithm", [GradientTracking(1.0), ExactDiffusion(1.0, lazy=True)], ids=lambda one: type(one).__name__)
+def test_exact_algorithms_reach_the_optimum_of_those_that_are_left(
+    environment: dict[str, str], point: Point, algorithm: Any
+) -> None:
+    found = trained(environment, point, {"algorithm": algorithm})
+    for x in found.values():
+        np.testing.assert_allclose(x, optimum(LEFT), rtol=0, atol=1e-10)
