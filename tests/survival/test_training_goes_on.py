@@ -63,7 +63,9 @@ def test_averaged_gradients_reach_the_optimum_of_those_that_are_left_and_stay_eq
 
 @over_both
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("algorithm", [GradientTracking(1.0), ExactDiffusion(1.0, lazy=True)], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "algorithm", [GradientTracking(1.0), ExactDiffusion(1.0, lazy=True)], ids=lambda one: type(one).__name__
+)
 def test_exact_algorithms_reach_the_optimum_of_those_that_are_left(
     environment: dict[str, str], point: Point, algorithm: Any
 ) -> None:

@@ -15,6 +15,7 @@ from .lifecycle import Lifecycle
 from .matching import Matcher, MatchResult
 from .outbox import Outbox
 from .services import Services
+from .watchdog import ALIVE, Watchdog
 
 
 class Dispatch:
@@ -28,6 +29,7 @@ class Dispatch:
         lifecycle: Lifecycle,
         fusion: Fusion,
         failures: Failures,
+        watchdog: Watchdog,
         services: Services,
         events: Events,
     ) -> None:
@@ -37,6 +39,7 @@ class Dispatch:
         self._lifecycle = lifecycle
         self._fusion = fusion
         self._failures = failures
+        self._watchdog = watchdog
         self._services = services
         self._events = events
 
@@ -115,6 +118,9 @@ class Dispatch:
         self._lifecycle.acknowledged(source, message.token)
 
     def _on_ask(self, source: int, message: Message) -> None:
+        if message.name == ALIVE:
+            self._outbox.deny(source, message, 0)
+            return
         if self._services.of(message) is not None:  # it answers when it can
             return
         result, operation = self._matcher.match(message)
@@ -125,6 +131,9 @@ class Dispatch:
             self._outbox.deny(source, message, message.stage, self._matcher.why(message))
 
     def _on_deny(self, source: int, message: Message) -> None:
+        if message.name == ALIVE:
+            self._watchdog.answered(source)
+            return
         result, operation = self._matcher.match(message)
         stage = operation.stage if operation else None
         if result is not MatchResult.NOW or operation is None or stage is None or source not in stage.missing:

@@ -110,8 +110,8 @@ class Engine:
         self.failures = failures = Failures(
             rank, size, progress, matcher, membership, router, outbox, lifecycle, fusion, services, agreement, events
         )
-        self.watchdog = Watchdog(rank, lifecycle, matcher, outbox)
-        self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, services, events)
+        self.watchdog = watchdog = Watchdog(rank, lifecycle, matcher, outbox, failures, agreement)
+        self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, watchdog, services, events)
         router.deliver_to(self.dispatch)
         self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # this is a forked child's copy

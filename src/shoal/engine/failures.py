@@ -177,6 +177,10 @@ class Failures:
         else:
             self._confirm(said)
 
+    def give_up_on(self, rank: int, cause: str) -> None:
+        """An agent counts as lost, whatever its connections look like; it is told so, if it ever listens."""
+        self._confirm(Departure(rank, cause, True, self._rank, certain=True))
+
     def check(self, now: float) -> float:
         """Confirm what is due. Returns when to come back."""
         if self._outbox.said_goodbye or self.deaf:

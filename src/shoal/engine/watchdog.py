@@ -1,11 +1,20 @@
-"""How long an operation waits, and what it does meanwhile: it asks, then reports, then gives up."""
+"""How long an operation waits, and what it does meanwhile: it asks, then reports, then gives up.
+
+Where agents are to be dropped that do not answer (``SHOAL_DROP_AFTER``), it also asks whoever is waited for whether it
+lives. The thread that drives answers that whatever the script does, so that a long evaluation is waited for; who is
+stopped, hung up or cut off answers nothing. An agent that itself waits for one that is stopped answers, and is not
+blamed for it.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from ..errors import DeadlineExceeded
 from ..transport.wire import Kind, Message
+from .agreement import Agreement
+from .failures import Failures
 from .lifecycle import ASK_AFTER, Lifecycle
 from .matching import Matcher
 from .operation import Operation
@@ -17,10 +26,33 @@ STALL_AFTER = 30.0
 """Seconds after which a report says who is missing."""
 
 
-class Watchdog:
-    """Of all operations of one agent. Used under the engine's lock."""
+ALIVE = "~alive"
+"""The name under which agents ask each other whether they live."""
+LATE = 1.0
+"""Seconds: who looks at the clock so much later than it should was stopped itself, and asks again."""
 
-    def __init__(self, rank: int, lifecycle: Lifecycle, matcher: Matcher, outbox: Outbox) -> None:
+
+class Watchdog:
+    """Of all operations of one agent. Used under the engine's lock.
+
+    Attributes:
+        drop_after: Seconds after which an agent that does not answer, and is waited for, counts as lost.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        lifecycle: Lifecycle,
+        matcher: Matcher,
+        outbox: Outbox,
+        failures: Failures,
+        agreement: Agreement,
+    ) -> None:
+        self.drop_after = float("inf")
+        self._asked: dict[int, float] = {}  # whether they live, and have not answered
+        self._answered: dict[int, float] = {}
+        self._failures = failures
+        self._agreement = agreement
         self._rank = rank
         self._lifecycle = lifecycle
         self._matcher = matcher
@@ -35,7 +67,44 @@ class Watchdog:
             else:
                 due = operation.deadline  # also while it computes: it may have to wait for more afterwards
                 following = min(following, due, self._ask(operation, now), self._report(operation, now))
+        return following if self.drop_after == float("inf") else min(following, self._drop_who_is_silent(now))
+
+    def answered(self, rank: int) -> None:
+        """An agent says that it lives."""
+        asked = self._asked.pop(rank, None)
+        if asked is not None:
+            self._answered[rank] = asked
+
+    def _drop_who_is_silent(self, now: float) -> float:
+        """Ask those who have been waited for half of the time whether they live, and give up who has not said so in
+        the other half."""
+        half, following = self.drop_after / 2, float("inf")
+        since = dict(sorted(self._waited_for(), reverse=True))  # the first time of each
+        for rank in set(self._asked).difference(since):
+            del self._asked[rank]
+        for rank, start in since.items():
+            asked = self._asked.get(rank)
+            due = max(start, self._answered.get(rank, 0.0)) + half if asked is None else asked + half
+            if now >= due and (asked is None or now > due + LATE):
+                self._asked[rank], due = now, now + half
+                self._outbox.say(rank, Message(Kind.ASK, ALIVE, ALIVE))
+            elif now >= due:
+                self._failures.give_up_on(rank, f"it has not answered for {self.drop_after:g} s")
+                return now
+            following = min(following, due)
         return following
+
+    def _waited_for(self) -> Iterator[tuple[int, float]]:
+        """Who is waited for, and since when."""
+        for operation in self._matcher.in_flight():
+            stage = (operation.fused or operation).stage
+            start = operation.started if stage is None else stage.started
+            behind = self._outbox.receivers_behind(operation.name) if stage is not None and not stage.posted else []
+            for rank in {*operation.waiting_for, *behind}:
+                yield rank, start
+        if self._lifecycle.frozen:
+            for rank in self._agreement.missing:
+                yield rank, 0.0
 
     def _ask(self, operation: Operation, now: float) -> float:
         """Ask those who have not sent whether they will."""

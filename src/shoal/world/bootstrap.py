@@ -69,7 +69,9 @@ def init(
         same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
         ``SHOAL_RENDEZVOUS``: ``host:port`` of the store. ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity,
         with :class:`~shoal.NotFinite`. ``SHOAL_TLS``: ``on`` for TLS between machines, with the certificates in
-        the folder ``SHOAL_CERTIFICATES``. ``SHOAL_ON_LOSS``: ``raise`` or ``continue``.
+        the folder ``SHOAL_CERTIFICATES``. ``SHOAL_ON_LOSS``: ``raise`` or ``continue``. ``SHOAL_DROP_AFTER``: seconds
+        after which an agent that does not answer (stopped, hung, cut off) counts as lost; if unset it is waited for
+        until the deadline of what needs it. An agent that computes answers.
 
     Raises:
         DeadlineExceeded: Agents did not come; the message names them.
@@ -161,6 +163,17 @@ def _check_finite() -> bool:
     return text == "1"
 
 
+def _drop_after() -> float:
+    text = os.environ.get("SHOAL_DROP_AFTER", "")
+    try:
+        seconds = float(text) if text else float("inf")
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(f"SHOAL_DROP_AFTER={text!r}: it must be a positive number of seconds")
+    return seconds
+
+
 def _on_loss(given: str | None) -> str:
     text = given if given is not None else os.environ.get("SHOAL_ON_LOSS", "") or RAISE
     if text not in (RAISE, CONTINUE):
@@ -175,10 +188,11 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
     per_machine = _agents_per_machine(mine)
     deadline = time.monotonic() + timeout
-    finite = _check_finite()
+    finite, drop_after = _check_finite(), _drop_after()
     certificates = certificates_of(launch.rank)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout)
     engine.publisher.finite = finite
+    engine.watchdog.drop_after = drop_after
     engine.router.certificates = certificates
     if on_loss == CONTINUE:
         engine.survive_losses()

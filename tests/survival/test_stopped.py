@@ -1,0 +1,128 @@
+"""``SHOAL_DROP_AFTER``: who is stopped is dropped, and whoever computes, or waits for who is stopped, is not."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+import torch
+
+import shoal
+from shoal import topology_util
+from support.fault_points import over_both
+from support.survivors import CONTINUE
+from support.world import World
+
+SIZE, STOPPED = 4, 1
+DROP = {"SHOAL_DROP_AFTER": "1.5"}
+SOON = 1.5 + 2.0
+"""Seconds within which those that are left have gone on: the time itself, and what a loaded machine takes."""
+
+
+def rounds(ends: float) -> tuple[float, tuple[int, ...]]:
+    """Average around a one-way ring, and over all, until the clock says so; the longest round, and who is there."""
+    shoal.set_topology(topology_util.RingGraph(SIZE, connect_style=1), is_weighted=True)
+    longest = 0.0
+    while True:
+        begun = time.monotonic()
+        shoal.neighbor_allreduce(torch.ones(1000))
+        over = shoal.allreduce(torch.tensor([float(time.monotonic() > ends)]), average=False)
+        longest = max(longest, time.monotonic() - begun)
+        if float(over):
+            return longest, shoal.alive()
+
+
+def busy_for(seconds: float) -> float:
+    """A long evaluation on one agent; how long the others waited."""
+    shoal.barrier()
+    begun = time.monotonic()
+    if shoal.rank() == STOPPED:
+        time.sleep(seconds)
+    shoal.allreduce(torch.ones(10))
+    return time.monotonic() - begun
+
+
+@over_both
+def test_the_others_go_on_without_who_is_stopped_and_it_learns_of_it(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | CONTINUE | DROP) as world:
+        ends = time.monotonic() + 6.0
+        pending = [world.run_on(rank, rounds, ends) for rank in range(SIZE)]
+        time.sleep(0.5)
+        world.kill(STOPPED, signal.SIGSTOP)
+        left = [rank for rank in range(SIZE) if rank != STOPPED]
+        for rank in left:
+            outcome = pending[rank].outcome()
+            assert not outcome.error, outcome.trace
+            longest, alive = outcome.value
+            assert alive == tuple(left)
+            assert 1.0 < longest < SOON
+        world.kill(STOPPED, signal.SIGCONT)
+        outcome = pending[STOPPED].outcome()
+        assert outcome.error == "ShoalError"
+        assert "counts it as lost (it has not answered for 1.5 s)" in outcome.message
+        assert world.results(rounds, time.monotonic(), on=left)  # and they go on after it is back
+
+
+@over_both
+def test_where_losses_are_raised_all_name_who_is_stopped(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | DROP) as world:
+        pending = [world.run_on(rank, rounds, time.monotonic() + 60.0) for rank in range(SIZE)]
+        time.sleep(0.5)
+        world.kill(STOPPED, signal.SIGSTOP)
+        for rank in range(SIZE):
+            if rank != STOPPED:
+                outcome = pending[rank].outcome()
+                assert (outcome.error, outcome.ranks) == ("PeerLost", (STOPPED,)), outcome.message
+        world.kill(STOPPED, signal.SIGCONT)
+        assert pending[STOPPED].outcome().error in ("ShoalError", "PeerLost")
+
+
+@over_both
+def test_who_computes_for_long_is_waited_for(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | CONTINUE | DROP) as world:
+        waited = world.results(busy_for, 4.0)
+        assert min(waited) > 3.5
+        assert world.results(shoal.alive) == [tuple(range(SIZE))] * SIZE
+
+
+@over_both
+def test_one_is_stopped_when_another_dies(environment: dict[str, str]) -> None:
+    dies, left = 3, [0, 2]
+    with World(SIZE, environment=environment | CONTINUE | DROP) as world:
+        ends = time.monotonic() + 7.0
+        pending = [world.run_on(rank, rounds, ends) for rank in range(SIZE)]
+        time.sleep(0.5)
+        world.kill(STOPPED, signal.SIGSTOP)
+        world.kill(dies)
+        for rank in left:
+            outcome = pending[rank].outcome()
+            assert not outcome.error, outcome.trace
+            assert outcome.value[1] == tuple(left)
+        world.kill(STOPPED, signal.SIGCONT)
+        assert pending[STOPPED].outcome().error == "ShoalError"
+        pending[dies].outcome()
+
+
+@over_both
+def test_all_are_stopped_and_wake_and_nobody_is_dropped(environment: dict[str, str]) -> None:
+    """As a laptop that was closed: whoever wakes first must not take the others for dead."""
+    with World(SIZE, environment=environment | CONTINUE | DROP) as world:
+        pending = [world.run_on(rank, rounds, time.monotonic() + 5.0) for rank in range(SIZE)]
+        time.sleep(0.5)
+        for rank in range(SIZE):
+            world.kill(rank, signal.SIGSTOP)
+        time.sleep(2.5)
+        for rank in range(SIZE):
+            world.kill(rank, signal.SIGCONT)
+        for one in pending:
+            outcome = one.outcome()
+            assert not outcome.error, outcome.trace
+            assert outcome.value[1] == tuple(range(SIZE))
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
+def test_a_time_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_DROP_AFTER", text)
+    with pytest.raises(ValueError, match=r"SHOAL_DROP_AFTER=.*must be a positive number of seconds"):
+        shoal.init()
