@@ -110,11 +110,15 @@ def test_all_are_stopped_and_wake_and_nobody_is_dropped(environment: dict[str, s
     with World(SIZE, environment=environment | CONTINUE | DROP) as world:
         pending = [world.run_on(rank, rounds, time.monotonic() + 5.0) for rank in range(SIZE)]
         time.sleep(0.5)
-        for rank in range(SIZE):
+        world.kill(STOPPED, signal.SIGSTOP)
+        time.sleep(1.1)  # the others have asked it, and it has not answered
+        others = [rank for rank in range(SIZE) if rank != STOPPED]
+        for rank in others:
             world.kill(rank, signal.SIGSTOP)
         time.sleep(2.5)
-        for rank in range(SIZE):
+        for rank in (*others, STOPPED):
             world.kill(rank, signal.SIGCONT)
+            time.sleep(0.1)
         for one in pending:
             outcome = one.outcome()
             assert not outcome.error, outcome.trace
