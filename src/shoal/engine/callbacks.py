@@ -14,23 +14,24 @@ T = TypeVar("T")
 
 
 class Callbacks:
-    """Those of one agent that are due. They are added under the engine's lock, and run without it."""
+    """Those of one agent. They are added under the engine's lock, and run without it.
+
+    Attributes:
+        due: What is to be called, with what, and whose it is. Looked at after every call, so it is no property.
+    """
 
     def __init__(self) -> None:
-        self._due: deque[tuple[Callable[[Any], None], Any, object]] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._due)
+        self.due: deque[tuple[Callable[[Any], None], Any, object]] = deque()
 
     def add(self, callback: Callable[[T], None], argument: T, what: object) -> None:
         """Have ``callback(argument)`` called; ``what`` says in the log whose it was, if it fails."""
-        self._due.append((callback, argument, what))
+        self.due.append((callback, argument, what))
 
     def run(self) -> None:
         """Call those that are due. What they raise is logged."""
-        while self._due:
+        while self.due:
             try:
-                callback, argument, what = self._due.popleft()
+                callback, argument, what = self.due.popleft()
             except IndexError:  # another thread of this agent was quicker
                 return
             try:

@@ -168,7 +168,7 @@ class Engine:
                 break
             limit = limit or time.monotonic() + seconds
             self._await_agreement(op, limit, seconds)
-        if self.callbacks:
+        if self.callbacks.due:
             self.after()
         return handle
 
@@ -291,7 +291,7 @@ class Engine:
     def after(self) -> None:
         if self.lifecycle.frozen:  # what callbacks begin would have to wait
             return
-        if self.callbacks:
+        if self.callbacks.due:
             self.callbacks.run()
 
     def _break_off(self, error: Exception) -> None:

@@ -126,8 +126,9 @@ class Lifecycle:
             if on_loss is not OnLoss.FAIL:
                 begins = steps.alone if isinstance(steps, Fusible) else steps
                 gone = self._planned_without(name, operation.round, on_loss) if self.gone else ()
-                operation.recovery = Recovery(begins, on_loss, gone)
-                self.forget_before(operation, operation.recovery.first_stage)
+                operation.recovery = recovery = Recovery(begins, on_loss, gone)
+                if gone:
+                    self.forget_before(operation, recovery.first_stage)
             handle: Handle[T] = Handle(driver, operation)
             operation.handle = handle
             operation.one_sided = one_sided
