@@ -4,7 +4,7 @@
     python benchmarks/survival.py --only recovery      # or undisturbed
     python benchmarks/survival.py --agents 4           # 2 if not given
 
-``undisturbed``: the median time of a call with ``on_loss="raise"`` and ``"continue"``, and their ratio. The agents leave
+``undisturbed``: the median time of a call with ``on_loss="raise"`` and ``"continue"``, and the ratio. The agents leave
 and meet again between the two, so both are measured in the same processes and minutes.
 
 ``recovery``: agents average, and one kills itself with SIGKILL between two rounds; from that moment to the end of the

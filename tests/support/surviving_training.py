@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,23 @@ class Point3(torch.nn.Module):
 
 
 def train_through(victims: dict[int, Point], options: dict[str, Any]) -> list[float]:
-    """Minimise the mean of ``h/2 |x - c|^2`` over the agents that are there; the parameters."""
+    """The parameters that training ends with, while the victims end where they are told to."""
+    rank = shoal.rank()
+    *_, last = steps_of_training(lambda: arm(victims[rank]) if rank in victims else None, options)
+    assert sorted(victims) == [one for one in range(shoal.size()) if one not in shoal.alive()]
+    return last
+
+
+def steps_of_training(before: Callable[[], object], options: dict[str, Any]) -> Iterator[list[float]]:
+    """Minimise the mean of ``h/2 |x - c|^2`` over the agents that are there; the parameters after each step.
+
+    Args:
+        before: Called before the first step, once all are there.
+        options: Of the optimizer.
+    """
     rank, model = shoal.rank(), Point3()
     shoal.set_topology(topology_util.RingGraph(shoal.size()), is_weighted=True)
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, **options)
-    shoal.barrier()
-    if rank in victims:
-        arm(victims[rank])
     h, c = curvature(rank), torch.tensor(target(rank))
 
     def closure() -> torch.Tensor:
@@ -47,13 +58,13 @@ def train_through(victims: dict[int, Point], options: dict[str, Any]) -> list[fl
         return loss
 
     chooses = not options["algorithm"].one_gradient  # where its gradients are
+    shoal.barrier()
+    before()
     for _ in range(STEPS):
         if not chooses:
             closure()
         optimizer.step(closure if chooses else None)
-    assert sorted(victims) == [one for one in range(shoal.size()) if one not in shoal.alive()]
-    found: list[float] = model.x.detach().tolist()
-    return found
+        yield model.x.detach().tolist()
 
 
 def optimum(left: list[int]) -> NDArray[np.float64]:

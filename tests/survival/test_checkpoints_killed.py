@@ -1,0 +1,70 @@
+"""``on_loss="continue"``: an agent dies while all write a checkpoint; those that are left have one that loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from support.fault_points import Point, arm, over_both
+from support.survivors import CONTINUE
+from support.world import World
+
+SIZE = 4
+SAVES = 6
+
+
+def save_through(folder: Path, victim: int, point: Point) -> list[str]:
+    """Save again and again while the victim ends where it is told to; the names of what was saved."""
+    rank, model = shoal.rank(), torch.nn.Linear(1, 1, bias=False)
+    checkpoint = shoal.Checkpoint(model=model)
+    shoal.barrier()
+    if rank == victim:
+        arm(point)
+    saved = []
+    for step in range(SAVES):
+        torch.nn.init.constant_(model.weight, 100.0 * step + rank)
+        saved.append(checkpoint.save(folder, step, keep=None).name)
+    return saved
+
+
+def load_one(folder: Path, step: int) -> float:
+    model = torch.nn.Linear(1, 1, bias=False)
+    assert shoal.Checkpoint(model=model).load(folder, step, start="consensus") == step
+    return model.weight.item()
+
+
+def load_own(folder: Path) -> float:
+    model = torch.nn.Linear(1, 1, bias=False)
+    assert shoal.Checkpoint(model=model).load(folder) == SAVES - 1
+    return model.weight.item()
+
+
+@over_both
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    "point",
+    [
+        Point("finished", 2),
+        pytest.param(Point("sent", 21), marks=pytest.mark.soak),
+        Point("received", 33),
+        *(pytest.param(Point("finished", k), marks=pytest.mark.soak) for k in range(3, 17)),
+    ],
+    ids=str,
+)
+def test_every_checkpoint_is_whole(environment: dict[str, str], victim: int, point: Point, tmp_path: Path) -> None:
+    left = [rank for rank in range(SIZE) if rank != victim]
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        outcomes = world.run(save_through, tmp_path, victim, point)
+        failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+        assert outcomes[victim].error == "Died" and len(failed) == 1, "\n".join(failed)
+        names = [outcomes[rank].value for rank in left]
+        assert names == [names[0]] * len(left)
+    with World(len(left), environment=environment) as world:
+        means = {sum(range(SIZE)) / SIZE, sum(left) / len(left)}
+        for step in range(SAVES):
+            [found] = set(world.results(load_one, tmp_path, step))
+            assert any(abs(found - (100.0 * step + mean)) < 1e-4 for mean in means), (step, found)
+        assert world.results(load_own, tmp_path) == [100.0 * (SAVES - 1) + rank for rank in left]
