@@ -1,8 +1,9 @@
-"""What the digits example shows, on rank 0: its progress, a table with a verdict, and the picture's path."""
+"""What the digits example shows, on the first agent that is there: progress, a table with a verdict, a picture."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
@@ -30,7 +31,7 @@ class Run:
 
     algorithm: str
     accuracy: list[list[float]] = field(default_factory=list)
-    """[epochs][agents], on the test images."""
+    """[epochs][agents], on the test images; NaN of an agent that is gone."""
     consensus_distance: list[float] = field(default_factory=list)
     """sqrt(mean over agents of ||x_i - mean||^2)."""
     norm: float = 0.0
@@ -50,9 +51,9 @@ class Run:
 
 
 class Report:
-    def __init__(self, args: argparse.Namespace, digits: Digits, graph: nx.DiGraph, quiet: bool) -> None:
-        self._args, self._digits, self._graph, self._quiet = args, digits, graph, quiet
-        self._console = Console(quiet=quiet, highlight=False)
+    def __init__(self, args: argparse.Namespace, digits: Digits, graph: nx.DiGraph, rank: int) -> None:
+        self._args, self._digits, self._graph, self._rank = args, digits, graph, rank
+        self._console = Console(quiet=rank != 0, highlight=False)
         self._live: Live | None = None
         self._plural = "s" if len(digits.shards) > 1 else ""
 
@@ -63,10 +64,13 @@ class Report:
             f"images to train on, dealt out as {sizes}; {len(self._digits.test)} to test with",
             soft_wrap=True,
         )
-        if self._console.is_terminal and not self._quiet:
+        self._begin()
+        return self
+
+    def _begin(self) -> None:
+        if self._console.is_terminal and not self._console.quiet:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -76,13 +80,17 @@ class Report:
 
     def show(self, run: Run) -> None:
         """The progress of a run, after an epoch."""
+        first = next(rank for rank, one in enumerate(run.accuracy[-1]) if not math.isnan(one))
+        if self._console.quiet and first == self._rank:  # who has spoken so far is gone
+            self._console.quiet = False
+            self._begin()
         epoch, last = len(run.accuracy), self._args.epochs
         if self._live is not None:
             self._live.update(self._panel(run), refresh=True)
         if epoch == last or (self._live is None and epoch % max(1, last // PLAIN_LINES) == 0):
             self._console.print(
                 f"{TITLES[run.algorithm]:20} epoch {epoch:{len(str(last))}}/{last}   "
-                f"accuracy {_span([f'{one:.1%}' for one in run.accuracy[-1]])}   "
+                f"accuracy {_span_of(run)}   "
                 f"consensus distance {run.consensus_distance[-1]:.1g}",
                 soft_wrap=True,
             )
@@ -92,8 +100,8 @@ class Report:
         for title in ("agent", "images", "of 0 1 2 ... 9", "accuracy", ""):
             table.add_column(title, justify="right" if title == "images" else "left")
         for rank, (counts, accuracy) in enumerate(zip(self._digits.counts(), run.accuracy[-1], strict=True)):
-            bar = ProgressBar(total=1.0, completed=accuracy, width=30)
-            table.add_row(str(rank), str(sum(counts)), _sparkline(counts), bar, f"{accuracy:.1%}")
+            bar = ProgressBar(total=1.0, completed=0.0 if math.isnan(accuracy) else accuracy, width=30)
+            table.add_row(str(rank), str(sum(counts)), _sparkline(counts), bar, _percent(accuracy))
         epoch, last = len(run.accuracy), self._args.epochs
         state = Table.grid(padding=(0, 2))
         distance = f"consensus distance {run.consensus_distance[-1]:.1g}"
@@ -103,7 +111,7 @@ class Report:
 
     def finish(self, runs: list[Run]) -> None:
         """The table, the verdict, and the picture."""
-        if self._quiet:
+        if self._console.quiet:
             return
         self._console.print(self._table(runs))
         for sentence in self._verdict({run.algorithm: run for run in runs}):
@@ -120,7 +128,7 @@ class Report:
 
         table.add_row("test accuracy")
         for rank, shard in enumerate(self._digits.shards):
-            table.add_row(f"  agent {rank} ({len(shard)} images)", *(f"{run.accuracy[-1][rank]:.1%}" for run in runs))
+            table.add_row(f"  agent {rank} ({len(shard)} images)", *(_percent(run.accuracy[-1][rank]) for run in runs))
         table.add_row("  their average model", *(f"{run.read / len(self._digits.test):.1%}" for run in runs))
         table.add_row("consensus distance", *(f"{run.consensus_distance[-1]:.1g}" for run in runs))
         table.add_row("sent by an agent", *(_span([f"{sent / 1e6:.1f} MB" for sent in run.bytes_sent]) for run in runs))
@@ -137,11 +145,9 @@ class Report:
             faster = _change(run.milliseconds, reference.milliseconds)
             sentences.append(f"Against all-reduce an agent sent {fewer}, and a step took {faster} time.")
         apart = f"{100 * run.consensus_distance[-1] / run.norm:.1g}%"
-        found = _span([f"{one:.1%}" for one in run.accuracy[-1]])
-        sentences.append(f"The agents end within {apart} of their average model, and read {found}.")
+        sentences.append(f"The agents end within {apart} of their average model, and read {_span_of(run)}.")
         if alone is not None:
-            found = _span([f"{one:.1%}" for one in alone.accuracy[-1]])
-            sentences.append(f"Alone, without any communication, they read {found}.")
+            sentences.append(f"Alone, without any communication, they read {_span_of(alone)}.")
         return sentences
 
 
@@ -167,6 +173,15 @@ def _chance(better: int, worse: int) -> float:
 def _change(value: float, reference: float) -> str:
     part = round(value / reference - 1, 2)
     return f"{abs(part):.0%} {'less' if part < 0 else 'more'}" if part else "as much"
+
+
+def _percent(accuracy: float) -> str:
+    return "gone" if math.isnan(accuracy) else f"{accuracy:.1%}"
+
+
+def _span_of(run: Run) -> str:
+    """The accuracy of the agents that are there, at the end."""
+    return _span([f"{one:.1%}" for one in run.accuracy[-1] if not math.isnan(one)])
 
 
 def _span(texts: list[str]) -> str:

@@ -10,6 +10,7 @@ same images for comparison, and training alone, without any communication. For a
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
 from copy import deepcopy
@@ -101,7 +102,10 @@ def measure(model: nn.Module, weights: Tensor, test: _data.Images, run: Run) -> 
 
     own = weights.clone()
     mean = shoal.allreduce(own)
-    run.accuracy.append(shoal.allgather(correct().float().mean().view(1)).tolist())
+    accuracy = [math.nan] * shoal.size()  # of an agent that is gone
+    for rank, own_accuracy in shoal.allgather(torch.tensor([[shoal.rank(), correct().double().mean()]])).tolist():
+        accuracy[int(rank)] = own_accuracy
+    run.accuracy.append(accuracy)
     run.consensus_distance.append(shoal.allreduce((own - mean).square().sum()).sqrt().item())
     run.norm = mean.norm().item()
     weights.copy_(mean)
@@ -117,7 +121,7 @@ def main(args: argparse.Namespace) -> list[Run]:
     model = make_model()
     shoal.broadcast_parameters(model.state_dict(), root_rank=0)
     digits = _data.load(shoal.size(), args.alpha, args.seed)
-    with Report(args, digits, shoal.load_topology(), quiet=shoal.rank() != 0) as report:
+    with Report(args, digits, shoal.load_topology(), shoal.rank()) as report:
         baselines = [] if args.no_baselines or shoal.size() == 1 else ["allreduce", "alone"]
         algorithms = dict.fromkeys([args.algorithm, *baselines])
         runs = [train(algorithm, deepcopy(model), args, digits, report) for algorithm in algorithms]

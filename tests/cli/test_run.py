@@ -261,6 +261,23 @@ mark("lived on")
     )
 
 
+@pytest.mark.parametrize("dies", [0, 2])
+def test_with_on_failure_continue_nobody_waits_in_init_for_one_that_has_ended(script: Script, dies: int) -> None:
+    path = script(f"""
+import shoal
+if rank == {dies}:
+    os.kill(os.getpid(), signal.SIGKILL)
+shoal.init()
+""")
+    started = time.monotonic()
+    status, _, err = shoal_run("-n", 3, "--on-failure", "continue", path)
+    assert status == 128 + signal.SIGKILL
+    assert time.monotonic() - started < 30
+    for rank in {0, 1, 2} - {dies}:
+        assert f"PeerLost: shoal.init() on rank {rank}: an agent has ended (rank {dies} (pid " in err
+    assert err.count("was killed by SIGKILL after") >= 3
+
+
 def test_with_on_failure_continue_a_job_that_nobody_finishes_has_failed(script: Script) -> None:
     path = script("time.sleep(0.5 * (1 - rank)); sys.exit(5 + rank)")
     status, _, err = shoal_run("-n", 2, "--on-failure", "continue", path)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +59,10 @@ def sockets(over: str) -> tuple[socket.socket, socket.socket]:
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
-        return ours, server.accept()[0]
+        theirs = server.accept()[0]
+        for one in (ours, theirs):  # a hundred thousand would use up all ports, which rest for a minute after each
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return ours, theirs
 
 
 def open_link(over: str, sock: socket.socket) -> Outgoing:

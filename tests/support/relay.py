@@ -52,6 +52,9 @@ class Relay:
             for key in list(self._selector.get_map().values()):
                 assert isinstance(key.fileobj, socket.socket)
                 key.fileobj.close()
+            for pair in self._new:
+                for one in pair:
+                    one.close()
 
     def _forward(self, source: socket.socket, data: list) -> None:  # type: ignore[type-arg]
         target, change, before = data
@@ -91,12 +94,24 @@ def in_the_middle(change: Callable[[], Change]) -> Iterator[None]:
         with socket.create_server(("127.0.0.1", 0)) as door:
             ours = start(*door.getsockname())
             near = door.accept()[0]
-        relay.join(near, socket.create_connection((address, port)))
+        try:
+            far = socket.create_connection((address, port))
+        except OSError:  # who listened has ended
+            ours.close()
+            near.close()
+            raise
+        relay.join(near, far)
         return ours
 
     def over_unix(name: str) -> socket.socket:
         ours, near = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        relay.join(near, connect(name))
+        try:
+            far = connect(name)
+        except OSError:
+            ours.close()
+            near.close()
+            raise
+        relay.join(near, far)
         ours.setblocking(False)
         return ours
 

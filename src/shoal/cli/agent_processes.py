@@ -79,6 +79,8 @@ class AgentProcesses:
         self._outcomes: list[Outcome] = []
         self._first_failure: Outcome | None = None
         self._helpers: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self._tellers: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
+        self._telling: list[subprocess.Popen[bytes]] = []
         self._pipes: dict[int, tuple[int, int]] = {}
         # What follows if the agents do not end by themselves: when, and which signal. Not None once they are to end.
         self._steps: list[tuple[float, signal.Signals]] | None = None
@@ -109,7 +111,8 @@ class AgentProcesses:
         with self._exits:
             for agent in self._living:
                 _kill_group(agent.process)
-            for process in (*(agent.process for agent in self._living), *(process for _, process in self._helpers)):
+            helpers = [*(process for _, process in self._helpers), *self._telling]
+            for process in (*(agent.process for agent in self._living), *helpers):
                 process.kill()
                 process.wait()
             for descriptor in list(self._pipes):
@@ -140,6 +143,10 @@ class AgentProcesses:
         """Start a process that serves the agents with an inherited descriptor, and ends with the last of them."""
         process = _start(command, stdin=subprocess.DEVNULL, pass_fds=(descriptor,))
         self._helpers.append((name, process))
+
+    def tell_of(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Run this, with one argument more that says how, when an agent fails and the rest is to go on."""
+        self._tellers[rank] = (command, environ)
 
     def mind(self) -> int:
         """Wait for the end of all agents; return the exit status of the job (see docs/launching.md)."""
@@ -262,6 +269,10 @@ class AgentProcesses:
             self.say(f"the last lines of rank {outcome.rank} on stderr:\n{text}")
         if not self._survive:
             self._end(signal.SIGTERM)
+        elif others and outcome.rank in self._tellers:
+            command, environ = self._tellers[outcome.rank]
+            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            self._telling.append(_start([*command, str(outcome)], env=environ, **quiet))
 
     def _read_pipe(self, descriptor: int) -> bool:
         """Pass on what is there, up to a chunk; False if there is nothing, or never will be again."""

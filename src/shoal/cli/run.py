@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..world.launch import LOOPBACK, join_address, parse_address
+from ..world.meeting import LOST
 from ..world.rendezvous import listen
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses
@@ -26,6 +27,10 @@ from .agent_processes import AgentProcesses
 SERVE = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
     "from shoal.world.rendezvous import serve; serve(int(sys.argv[1]))"
+)
+TELL = (
+    "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
+    "from shoal.world.rendezvous import tell_of_the_end; tell_of_the_end(*sys.argv[1:])"
 )
 
 
@@ -143,6 +148,8 @@ def run(args: argparse.Namespace) -> int:
             environ = job.environment(local_rank, {**defaults, **os.environ})
             rank = int(environ["RANK"])
             agents.start(rank, command, environ, keeps_stdin=rank == 0)
+            # Those that have met find out by themselves; those that have not would wait for it.
+            agents.tell_of(rank, [sys.executable, "-c", TELL, LOST], environ)
         if listener is not None:
             # The agents may connect already: the kernel lets them in, and they are answered once torch is imported.
             serve = [sys.executable, "-c", SERVE, str(listener.fileno())]

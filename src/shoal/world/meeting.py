@@ -24,6 +24,8 @@ from .rendezvous import Store, open_store
 BREAK_UP_SECONDS = 2.0
 """How long rank 0 keeps the store open for the others to read why the attempt failed."""
 _LOOK_AGAIN = 0.01
+LOST = "lost"
+"""The key, of no attempt, under which a launcher that lets the others live says which agent has ended."""
 
 
 class Meeting:
@@ -40,6 +42,7 @@ class Meeting:
         self._joined = False  # the others may count on this agent
         self._complete = False  # all have joined
         self._told = False  # why it fails, by another agent
+        self._hopeless = False  # one of them has ended, and no attempt can succeed
         self._done = False
 
     def join(self, said: dict[str, Any]) -> list[dict[str, Any]]:
@@ -60,7 +63,7 @@ class Meeting:
     @property
     def came_late(self) -> bool:
         """The attempt was over before this agent came, and rank 0 may have closed its store after it."""
-        return not self._joined and self._launch.rank > 0
+        return not self._joined and self._launch.rank > 0 and not self._hopeless
 
     def gather(self, key: str, said: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell the others something more."""
@@ -119,7 +122,7 @@ class Meeting:
 
     def _follow(self, place: bytes) -> list[dict[str, Any]]:
         """Join the attempt of rank 0, and each that it begins instead, until all are in it."""
-        self._attempt = self.store.get("attempt", self._deadline).decode()
+        self._attempt = self._first_of("attempt")[1].decode()
         while True:
             over = self.store.has(self._key("over"))
             if not over:
@@ -153,8 +156,21 @@ class Meeting:
 
     def _first(self, *keys: str) -> tuple[str, bytes]:
         """The first of these that there is, and its value."""
-        key, value = self.store.first([self._key(key) for key in keys], self._deadline)
+        key, value = self._first_of(*(self._key(key) for key in keys))
         return key.removeprefix(f"{self._attempt}/"), value
+
+    def _first_of(self, *keys: str) -> tuple[str, bytes]:
+        """The same by their whole names, unless one of those who are waited for has ended."""
+        key, value = self.store.first([*keys, LOST], self._deadline)
+        if key == LOST:
+            lost = json.loads(value)
+            self._told = self._hopeless = True
+            raise PeerLost(
+                f"shoal.init() on rank {self._launch.rank}: an agent has ended ({lost['why']}), and all must have met "
+                "before the others can go on without it",
+                (int(lost["rank"]),),
+            )
+        return key, value
 
     def _await(self, key: str) -> bytes:
         what, value = self._first(key, "over")

@@ -7,8 +7,10 @@ what it needs, and neither the store nor rank 0 is needed again.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
+import json
 import os
 import queue
 import signal
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from ..errors import DeadlineExceeded, PeerLost, ShoalError
 from ..interrupts import SLICE, held, pause, slices
 from ..transport.addresses import interface_address, is_loopback, numeric, own_form, resolved, text_of
-from .launch import LOOPBACK, Launch, join_address
+from .launch import LOOPBACK, Launch, current, join_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as NativeStore
@@ -293,6 +295,14 @@ def open_store(launch: Launch, deadline: float) -> Store:
     store = TcpStore(server, prefix=prefix, name=name, server_ranks=(0,), deadline=deadline)
     store.set(_HOSTED, b"")
     return store
+
+
+def tell_of_the_end(key: str, why: str) -> None:
+    """Say in the store of this environment's job that its agent has ended. For a launcher."""
+    launch = current()
+    deadline = time.monotonic() + _LEAST_SECONDS
+    with contextlib.closing(open_store(launch, deadline)) as store:
+        store.set(key, json.dumps({"rank": launch.rank, "why": why}).encode())
 
 
 def listen(host: str, port: int, interface: str = "") -> socket.socket:
