@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,15 @@ except ImportError:
     ) from None
 
 LABELS = 10
+T = TypeVar("T")
+_one_at_a_time = threading.Lock()
+
+
+def seeded(seed: int, make: Callable[[], T]) -> T:
+    """What `make` makes of the random numbers of a seed. Agents that are threads draw from one generator, in turn."""
+    with _one_at_a_time:
+        torch.manual_seed(seed)
+        return make()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,14 +75,15 @@ def _accuracy(axes: Axes, runs: list[Run], titles: dict[str, str], images: int) 
     """Errors on a logarithmic axis, upside down and read as accuracy: what is near 100% can be told apart."""
     for run in runs:
         together, alone = run.algorithm == "allreduce", run.algorithm == "alone"
+        there = next(rank for rank, one in enumerate(run.accuracy[-1]) if not math.isnan(one))
         for rank, curve in enumerate(zip(*run.accuracy, strict=True)):
-            if together and rank:
-                break  # all agents have the same model
+            if together and rank != there:
+                continue  # all agents have the same model
             errors = [max(1 - accuracy, 0.5 / images) for accuracy in curve]
             label = titles[run.algorithm] if together or alone else f"agent {rank}"
             if len(run.bytes_sent) > len(AGENTS) and not together and not alone:
                 label = f"agents 0 to {len(run.bytes_sent) - 1}"
-            first = rank == 0 or (not alone and len(run.bytes_sent) <= len(AGENTS))
+            first = rank == there or (not alone and len(run.bytes_sent) <= len(AGENTS))
             axes.plot(range(1, len(errors) + 1), errors, label=label if first else None, **_line(run, rank))
     _style(axes, "test accuracy of each agent")
     axes.set_yscale("log")

@@ -117,8 +117,7 @@ def main(args: argparse.Namespace) -> list[Run]:
     """One agent's part; also `shoal.Fleet(4).run(main, args)`."""
     torch.set_num_threads(1)
     shoal.init(TOPOLOGIES[args.topology], is_weighted=True)
-    torch.manual_seed(args.seed)
-    model = make_model()
+    model = _data.seeded(args.seed, make_model)
     shoal.broadcast_parameters(model.state_dict(), root_rank=0)
     digits = _data.load(shoal.size(), args.alpha, args.seed)
     with Report(args, digits, shoal.load_topology(), shoal.rank()) as report:

@@ -1,6 +1,7 @@
 """The main job: it runs under both launchers and in a fleet, learns, and its verdict says what was measured."""
 
 import io
+import math
 import os
 import re
 import subprocess
@@ -170,7 +171,7 @@ def said(right, right_of_reference, sent=(3e6, 1e6)):
         run.bytes_sent = [int(nbytes)] * 2
         runs.append(run)
     args = train_digits.parse(["--picture", os.devnull])
-    report = _report.Report(args, _data.load(2, 0.5, 0), shoal.RingGraph(2), quiet=True)
+    report = _report.Report(args, _data.load(2, 0.5, 0), shoal.RingGraph(2), rank=1)
     return " ".join(report._verdict({run.algorithm: run for run in runs}))
 
 
@@ -190,7 +191,7 @@ def test_chance_is_that_of_a_fair_coin():
 
 def test_a_terminal_sees_every_epoch_of_every_agent():
     run = _report.Run("atc", accuracy=[[0.25, 0.5]], consensus_distance=[0.125])
-    report = _report.Report(train_digits.parse([]), _data.load(2, 0.5, 0), shoal.RingGraph(2), quiet=False)
+    report = _report.Report(train_digits.parse([]), _data.load(2, 0.5, 0), shoal.RingGraph(2), rank=0)
     terminal = io.StringIO()
     report._console = Console(file=terminal, force_terminal=True, width=100)
     with report:
@@ -205,3 +206,21 @@ def test_options_that_make_no_sense_are_refused(options, capsys):
     with pytest.raises(SystemExit):
         train_digits.parse(options)
     assert options[0] in capsys.readouterr().err
+
+
+def test_whoever_is_left_goes_on_telling_and_draws_the_picture(tmp_path, capsys):
+    picture = tmp_path / "digits.png"
+    args = train_digits.parse(["--epochs", "2", "--picture", str(picture)])
+    run = _report.Run("atc", consensus_distance=[1.0, 0.5], norm=1.0, milliseconds=2.0)
+    run.correct, run.bytes_sent = torch.ones(449, dtype=torch.bool), [1000]
+    with _report.Report(args, _data.load(2, 0.5, 0), shoal.RingGraph(2), rank=1) as report:
+        run.accuracy.append([0.5, 0.6])
+        report.show(run)
+        assert capsys.readouterr().out == ""
+        run.accuracy.append([math.nan, 0.7])
+        report.show(run)
+    report.finish([run])
+    printed = capsys.readouterr().out
+    assert re.search(r"epoch 2/2 +accuracy 70.0% ", printed)
+    assert re.search(r"agent 0 .* gone", printed) and re.search(r"agent 1 .* 70.0%", printed)
+    assert "read 70.0%" in printed and is_png(picture)
