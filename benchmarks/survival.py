@@ -1,7 +1,7 @@
 """What going on after a loss costs where nothing is lost, and how long those that are left take where somebody is.
 
     python benchmarks/survival.py                      # four minutes; the machine must be quiet
-    python benchmarks/survival.py --only recovery      # or undisturbed
+    python benchmarks/survival.py --only recovery      # or undisturbed, or digits
     python benchmarks/survival.py --agents 4           # 2 if not given
 
 ``undisturbed``: the median time of a call with ``on_loss="raise"`` and ``"continue"``, and the ratio. The agents leave
@@ -9,6 +9,10 @@ and meet again between the two, so both are measured in the same processes and m
 
 ``recovery``: agents average, and one kills itself with SIGKILL between two rounds; from that moment to the end of the
 first operation of all that is without it, over all that are left.
+
+``digits``: eight agents run examples/train_digits.py, and half of them, rank 0 first, are killed one by one. What is
+printed and drawn (out/survival.png) is of those that are left. Then the same with all four killed after the first
+epochs, which is what the data of the other four give by themselves; and without a loss. Needs ``shoal[demo]``.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -160,9 +165,38 @@ def show_recovery(agents: int) -> None:
     )
 
 
+def show_digits(agents: int = 8) -> None:
+    example = Path(__file__).parents[1] / "examples" / "train_digits.py"
+    arguments = [str(example), "--no-baselines", "--epochs", "30", "--picture"]
+    launch = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(agents), "--on-failure", "continue"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    half = range(agents // 2)
+    for name, victims, at_once in (("survival", half, 1), ("at once", half, len(half)), ("undisturbed", range(0), 0)):
+        print(f"{name}:", flush=True)
+        picture = f"out/{name}.png"
+        job = subprocess.Popen([*launch, *arguments, picture], env=environment, stdout=subprocess.PIPE, text=True)
+        assert job.stdout is not None
+        left = list(victims)
+        for line in job.stdout:
+            print(line, end="", flush=True)
+            if " epoch " in line and left:
+                for pid in [_pid_of(job.pid, rank) for rank in left[:at_once]]:
+                    os.kill(pid, signal.SIGKILL)
+                del left[:at_once]
+        if job.wait():
+            raise SystemExit("nobody finished")
+
+
+def _pid_of(launcher: int, rank: int) -> int:
+    """The process of a rank among the launcher's children."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    wanted = f"RANK={rank}".encode()
+    return next(int(pid) for pid in children if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("undisturbed", "recovery"))
+    parser.add_argument("--only", choices=("undisturbed", "recovery", "digits"))
     parser.add_argument("--agents", type=int, default=2)
     parser.add_argument("--agent", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -170,10 +204,12 @@ def main() -> None:
         undisturbed() if args.agent[0] == "undisturbed" else recovery(int(args.agent[1]))
         return
     print(f"load average {os.getloadavg()[0]:.2f}")
-    if args.only != "recovery":
+    if args.only in (None, "undisturbed"):
         show_undisturbed(args.agents)
-    if args.only != "undisturbed":
+    if args.only in (None, "recovery"):
         show_recovery(max(3, args.agents))
+    if args.only in (None, "digits"):
+        show_digits()
 
 
 if __name__ == "__main__":

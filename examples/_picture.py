@@ -65,7 +65,7 @@ def _line(run: Run, rank: int) -> dict[str, Any]:
         return {"color": REFERENCE, "linestyle": "--", "linewidth": 1.6}
     if run.algorithm == "alone":
         return {"color": ALONE, "linestyle": ":", "linewidth": 1.4}
-    if len(run.bytes_sent) > len(AGENTS):
+    if len(run.accuracy[-1]) > len(AGENTS):
         return {"color": AGENTS[0], "linewidth": 0.9}
     # The first is the widest, so that it shows where later ones lie on it.
     return {"color": AGENTS[rank], "linewidth": 4.5 - rank}
@@ -81,9 +81,9 @@ def _accuracy(axes: Axes, runs: list[Run], titles: dict[str, str], images: int) 
                 continue  # all agents have the same model
             errors = [max(1 - accuracy, 0.5 / images) for accuracy in curve]
             label = titles[run.algorithm] if together or alone else f"agent {rank}"
-            if len(run.bytes_sent) > len(AGENTS) and not together and not alone:
-                label = f"agents 0 to {len(run.bytes_sent) - 1}"
-            first = rank == there or (not alone and len(run.bytes_sent) <= len(AGENTS))
+            if len(run.accuracy[-1]) > len(AGENTS) and not together and not alone:
+                label = f"agents 0 to {len(run.accuracy[-1]) - 1}"
+            first = rank == there or (not alone and len(run.accuracy[-1]) <= len(AGENTS))
             axes.plot(range(1, len(errors) + 1), errors, label=label if first else None, **_line(run, rank))
     _style(axes, "test accuracy of each agent")
     axes.set_yscale("log")

@@ -293,7 +293,11 @@ def open_store(launch: Launch, deadline: float) -> Store:
     listener = _listen_patiently(host, port, os.environ.get("SHOAL_INTERFACE", ""), deadline)
     server = partial(_server, listener, deadline)
     store = TcpStore(server, prefix=prefix, name=name, server_ranks=(0,), deadline=deadline)
-    store.set(_HOSTED, b"")
+    try:
+        store.set(_HOSTED, b"")
+    except BaseException:  # a Ctrl-C, say: nobody else has the store to close it
+        store.close()
+        raise
     return store
 
 
