@@ -43,13 +43,13 @@ def plain_environment() -> dict[str, str]:
     """This process's environment without anything that a launcher or a user of Shoal sets.
 
     torch's store looks up the name of whoever connects, 127.0.0.1 too. Where a name server loses one question in fifty
-    that takes five seconds, in which a thread of the store does not end: here it gives up after one.
+    that takes five seconds, in which a thread of the store does not end: here it asks again after one.
     """
     return {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_LAUNCH_PREFIXES) and name not in _LAUNCH_NAMES
-    } | {"RES_OPTIONS": "timeout:1 attempts:1"}
+    } | {"RES_OPTIONS": "timeout:1 attempts:4"}
 
 
 @contextlib.contextmanager
