@@ -226,3 +226,14 @@ def test_every_schedule_of_the_catalog_has_the_gap_of_its_matrices() -> None:
         rounds = schedule.period or 3
         expected = dense_gap(product(schedule, rounds))
         assert gap_over_period(schedule, rounds).value == pytest.approx(expected, abs=1e-11), name
+
+
+@pytest.mark.usefixtures("by_iteration")
+def test_an_iteration_does_not_stop_where_all_but_one_direction_are_averaged() -> None:
+    size = 40
+    u, v = np.zeros(size), np.zeros(size)
+    u[[0, 1]], v[[2, 3]] = (1, -1), (1, -1)
+    found = spectral_gap(np.full((size, size), 1 / size) + 0.015 * np.outer(u, v))
+    assert found.method == "iterative"
+    assert found.value == pytest.approx(0.97, abs=found.error + 1e-12)
+    assert found.error < 1e-3

@@ -8,6 +8,7 @@ the iteration, so that stopping early costs accuracy and never honesty.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, sqrt
 
 import numpy as np
 
@@ -23,8 +24,14 @@ _ACCURACY = 2e-4
 _FLOOR = 1e-13
 
 
-def largest_eigenvalue(apply: Callable[[Vector], Vector], size: int, edges: int) -> tuple[float, float]:
-    """A value at or below the largest eigenvalue, and the residual that goes with it.
+def largest_eigenvalue(
+    apply: Callable[[Vector], Vector], size: int, edges: int, *, root: bool = False
+) -> tuple[float, float]:
+    """A value at or below the largest eigenvalue, and the residual that goes with it; or the ``root`` of that value,
+    and what the residual means for the root.
+
+    Where all eigenvalues are small so is every residual: only who is after the root itself goes on until the largest is
+    found.
 
     Locally optimal conjugate gradients (Knyazev 2001, "Toward the Optimal Preconditioned Eigensolver", one vector and
     no preconditioner): the best vector in the span of the current one, its residual, and the last step. It stops when
@@ -38,11 +45,14 @@ def largest_eigenvalue(apply: Callable[[Vector], Vector], size: int, edges: int)
     vector = _unit(np.random.default_rng(0).standard_normal(size))
     step: tuple[Vector, Vector] | None = None
     image = apply(vector)
-    value, error = float(vector @ image), np.inf
+    value, error = 0.0, inf
     for count in range(1, min(_MOST_STEPS, max(_FEWEST_STEPS, WORK // max(1, edges))) + 1):
-        value = float(vector @ image)
-        residual = image - value * vector
-        error = float(np.linalg.norm(residual))
+        quotient = float(vector @ image)
+        residual = image - quotient * vector
+        value, error = quotient, float(np.linalg.norm(residual))
+        if root:
+            value = sqrt(max(quotient, 0.0))
+            error = min(error / value if value else inf, sqrt(error))
         if error <= max(_ACCURACY * abs(1.0 - value), _FLOOR):
             break
         downhill = _unit(residual - vector * (vector @ residual))

@@ -8,7 +8,7 @@ multiplies by sparse matrices (`extreme`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf, log2, sqrt
+from math import log2
 
 import numpy as np
 
@@ -157,6 +157,4 @@ def _largest_factor(span: Span) -> tuple[float, float]:
         result: Vector = span.apply_transposed(y) - y.mean()
         return result
 
-    square, error = largest_eigenvalue(squared, span.size, 2 * span.edges)
-    norm = sqrt(max(square, 0.0))
-    return norm, min(error / norm if norm else inf, sqrt(error))
+    return largest_eigenvalue(squared, span.size, 2 * span.edges, root=True)
