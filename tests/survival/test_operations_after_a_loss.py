@@ -173,16 +173,43 @@ def test_unequal_shards_are_dealt_out_anew(fleet: Fleets) -> None:
     assert [found[rank][1] for rank in LEFT] == [3 * count / 22 for count in (4, 8, 10)]
 
 
-def test_trees_and_hierarchies_that_have_no_way_to_go_on_say_so(fleet: Fleets) -> None:
-    def does() -> list[tuple[int, ...]]:
-        named = []
-        for call in (
-            lambda: shoal.hierarchical_neighbor_allreduce(torch.ones(2), 1.0, {}, {}),
-            lambda: shoal.win_create(torch.ones(2), "w"),
-        ):
-            with pytest.raises(shoal.PeerLost, match="cannot go on without ranks") as caught:
-                call()
-            named.append(caught.value.ranks)
-        return named
+@pytest.mark.parametrize("gone", [(1,), (2, 3), (0, 2, 3)])
+@pytest.mark.parametrize("numel", [3, 200_000])
+def test_machines_average_by_what_is_left_of_each(fleet: Fleets, gone: tuple[int, ...], numel: int) -> None:
+    def run() -> Any:
+        rank = shoal.rank()
+        shoal.set_machine_topology(topology_util.RingGraph(3), is_weighted=True)
+        x = torch.full((numel,), 10.0**rank, dtype=torch.float64)
+        shoal.hierarchical_neighbor_allreduce(x)
+        if rank in gone:
+            shoal.shutdown()
+            return None
+        while set(gone) & set(shoal.allgather(torch.tensor([rank])).tolist()):
+            pass
+        found = shoal.hierarchical_neighbor_allreduce(x)
+        assert bool((found == found[0]).all())
+        machine = shoal.machine_rank()
+        weights = {(machine + 1) % 3: 0.25, (machine - 1) % 3: 0.25}
+        by_hand = shoal.hierarchical_neighbor_allreduce(x, 0.5, weights, dict.fromkeys(weights, 1.0))
+        return found[0].item(), by_hand[0].item()
 
-    assert results(fleet, does) == {rank: [(GONE,), (GONE,)] for rank in LEFT}
+    found = fleet(6, agents_per_machine=2).run(run)
+    means = {}
+    for machine in range(3):
+        left = [rank for rank in (2 * machine, 2 * machine + 1) if rank not in gone]
+        if left:
+            means[machine] = sum(10.0**rank for rank in left) / len(left)
+    for rank in set(range(6)) - set(gone):
+        own = means[rank // 2]
+        others = [mean for machine, mean in means.items() if machine != rank // 2]
+        assert found[rank][0] == pytest.approx(sum(means.values()) / len(means))  # what is left of a ring of three
+        assert found[rank][1] == pytest.approx(own * (1 - 0.25 * len(others)) + 0.25 * sum(others))
+
+
+def test_new_windows_after_a_loss_are_refused(fleet: Fleets) -> None:
+    def does() -> tuple[int, ...]:
+        with pytest.raises(shoal.PeerLost, match="cannot go on without ranks") as caught:
+            shoal.win_create(torch.ones(2), "w")
+        return caught.value.ranks
+
+    assert results(fleet, does) == dict.fromkeys(LEFT, (GONE,))

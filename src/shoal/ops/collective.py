@@ -107,7 +107,7 @@ def submit_allreduce(
     whole = agent.local_ranks if within_machine else range(agent.size)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return _allreduce(agent, operation, tensor, how, operation.left_of(whole), out, zero_copy)
+        return reduced(agent, operation, tensor, how, operation.left_of(whole), out, zero_copy)
 
     kind = f"allreduce ({how}{', within the machine' if within_machine else ''})"
     channel = channel_name("allreduce", name)
@@ -151,7 +151,7 @@ def shape_digest(shape: Sequence[int]) -> int:
     return zlib.crc32(repr(tuple(shape)).encode())
 
 
-def _allreduce(
+def reduced(
     agent: Agent,
     operation: Operation,
     tensor: torch.Tensor,
@@ -160,6 +160,7 @@ def _allreduce(
     out: torch.Tensor | None,
     zero_copy: bool,
 ) -> Steps[torch.Tensor]:
+    """The reduction of the tensors of a group, on each of it: in one stage, or for large ones in two."""
     published = agent.engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     shape, total = tuple(tensor.shape), published.data.numel()
     others = [rank for rank in group if rank != agent.rank]

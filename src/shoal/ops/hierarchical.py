@@ -12,14 +12,17 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ..arithmetic import weighted_sum
+from ..arithmetic import complete, weighted_sum
+from ..engine.discovery import submit_to_all
 from ..engine.operation import Exchange, Handle, Operation, Send, Steps
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload, split_name
-from .collective import allgather_shares, reduce_scatter, rotated, shape_digest
+from .collective import allgather_shares, reduce_scatter, reduced, rotated, shape_digest
 
 OP = "hierarchical_neighbor_allreduce"
+_BETWEEN_LEADERS, _FROM_LEADER = 8, 9
+"""Stages behind those of any mean within a machine."""
 
 
 def hierarchical_neighbor_allreduce(
@@ -114,9 +117,11 @@ def submit(
     known = _static(agent, static) if mixing is None else mixing
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
+        if operation.gone:
+            return _by_leaders(agent, operation, tensor, known, static, out)
         return _hierarchical(agent, operation, tensor, known, static, out, checked=checked, zero_copy=zero_copy)
 
-    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None)
+    return submit_to_all(agent.engine, OP, channel_name(OP, name), steps, timeout, name is not None)
 
 
 def machine_mixing(
@@ -186,4 +191,41 @@ def _hierarchical(
     yield from weighted_sum(mixed, share.data, mixing.self_weight, terms)
     result = Result(agent, out, tensor, shape)
     yield from allgather_shares(agent, operation, mixed, result.flat, group)
+    return result.finish()
+
+
+def _by_leaders(
+    agent: Agent,
+    operation: Operation,
+    tensor: torch.Tensor,
+    mixing: Mixing,
+    static: StaticTopology | None,
+    out: torch.Tensor | None,
+) -> Steps[torch.Tensor]:
+    """The same where agents are gone, and machines have no counterparts any more: the first agent of each machine
+    exchanges that machine's mean, whole. A machine of which nobody is left is gone as an agent of a topology would be.
+    """
+    engine, machines = agent.engine, agent.machines
+    groups = [operation.left_of(machines.ranks(machine)) for machine in range(machines.count)]
+    lost = tuple(machine for machine, ranks in enumerate(groups) if not ranks)
+    here = static.without(lost).mixing if static is not None else mixing.without(lost)
+    group, shape = groups[agent.machine_rank], tuple(tensor.shape)
+    mean = yield from reduced(agent, operation, tensor, "average", group, None, False)
+    result = Result(agent, out, tensor, shape)
+    if agent.rank != group[0]:
+        arrived = yield Exchange([], [group[0]], tensor.dtype, shape, stage=_FROM_LEADER)
+        yield from complete([payload(arrived, group[0])])
+        result.flat.copy_(payload(arrived, group[0]).data)
+        return result.finish()
+    share = engine.publisher.publish(operation, mean)
+    total = share.data.numel()
+    sources = {groups[machine][0]: weight for machine, weight in here.sources.items()}
+    sends = [Send(groups[machine][0], share, 0, total, shape, scale) for machine, scale in here.destinations.items()]
+    arrived = yield Exchange(rotated(sends, agent), list(sources), mean.dtype, shape, stage=_BETWEEN_LEADERS)
+    mixed = engine.pool.empty((total,), mean.dtype)
+    terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in sources.items()]
+    yield from weighted_sum(mixed, share.data, here.self_weight, terms)
+    told = engine.publisher.publish(operation, mixed)
+    yield Exchange([Send(rank, told, 0, total, shape) for rank in group[1:]], [], stage=_FROM_LEADER)
+    result.flat.copy_(mixed)
     return result.finish()
