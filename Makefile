@@ -7,11 +7,13 @@ QUIET := --quiet --disable-pip-version-check
 
 # What to test, and options of pytest; CI adds --every-transport.
 TESTS ?=
+# Options of `shoal run` for the demo, as in: make demo DEMO="--on-failure continue"
+DEMO ?=
 
 .PHONY: demo test soak lint bench locked lock audit sbom clean
 
 demo: $(STAMP)
-	$(BIN)/shoal run --no-prefix -n 4 examples/train_digits.py --picture out/digits.png
+	$(BIN)/shoal run --no-prefix -n 4 $(DEMO) examples/train_digits.py --picture out/digits.png
 
 test: $(STAMP)
 	# One thread of torch for each worker: with two each, on two cores, they take turns. And bytecode is kept, wherever
