@@ -28,8 +28,14 @@ class Story:
     alive: tuple[int, ...] = ()
 
 
-def run_through(name: str, steps: int, leaves: dict[int, int], victims: dict[int, Point] | None = None) -> Story:
-    """Run an algorithm of the catalog, while some leave after so many steps, and victims end where they are told to."""
+def run_through(
+    name: str, steps: int, leaves: dict[int, int], victims: dict[int, Point] | None = None, pause: int = 0
+) -> Story:
+    """Run an algorithm of the catalog, while some leave after so many steps, and victims end where they are told to.
+
+    Args:
+        pause: The step after which a run ends, and another goes on with it once all know who has left; 0 for none.
+    """
     rank, size = shoal.rank(), shoal.size()
     entry = CATALOG[name]
     algorithm, story = entry.example(), Story([])
@@ -46,7 +52,12 @@ def run_through(name: str, steps: int, leaves: dict[int, int], victims: dict[int
     if victims and rank in victims:
         arm(victims[rank])
     gradient, topology = own(loss, A[rank], b[rank]), case_of(entry).topology(size)
-    story.estimate = run(algorithm, start, gradient, topology, leaves.get(rank, steps), seed=3).estimate.tolist()
+    found = run(algorithm, start, gradient, topology, pause or leaves.get(rank, steps), seed=3)
+    if pause and rank not in leaves:
+        while set(leaves) & set(shoal.allgather(torch.tensor([rank])).tolist()):
+            pass
+        found = run(algorithm, start, gradient, topology, steps - pause, seed=3, resume=found)
+    story.estimate = found.estimate.tolist()
     if rank not in leaves:
         shoal.barrier()
         story.alive = shoal.alive()

@@ -65,6 +65,12 @@ def test_those_that_are_left_are_a_fleet_of_their_own_from_one_step_on(name: str
     check_that_they_are_a_fleet_of_their_own(name, {rank: found[rank] for rank in LEFT})
 
 
+@pytest.mark.parametrize("name", ["EXTRA", "gradient tracking (ATC)"])
+def test_so_they_are_where_one_leaves_between_two_runs(name: str, fleet: Fleets) -> None:
+    found = fleet(SIZE).run(run_through, name, STEPS, {GONE: 40}, pause=40)
+    check_that_they_are_a_fleet_of_their_own(name, {rank: found[rank] for rank in LEFT})
+
+
 @pytest.mark.parametrize(("name", "point", "environment"), killed())
 def test_so_they_are_wherever_one_is_killed(name: str, point: Point, environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE) as world:

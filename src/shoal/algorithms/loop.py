@@ -119,7 +119,7 @@ def steps_of(
         first, mix.sent, mix.exchanges = resume.steps, resume.sent, resume.rounds
         if mix.seconds is not None:
             mix.seconds = resume.seconds or 0.0
-    mix.begin(first)
+    lost = mix.begin(first) and resume is not None  # a new state knows of nobody who is gone
     grad.draw(mix)
     with torch.no_grad():
         x, state = (x.clone(), None) if resume is None else (resume.x, resume.state)
@@ -139,10 +139,11 @@ def steps_of(
             record(0)
         numbers = range(first, first + steps)
         for number in shown(numbers, "steps") if progress else numbers:
-            lost = mix.begin(number)
+            lost = mix.begin(number) or lost
             grad.draw(mix)
             if lost:
                 x, state = algorithm.restart(x, state, grad, mix)
+                lost = False
             x, state = algorithm.step(x, state, grad, mix)
             mix.end()
             if (number + 1 - first) % every == 0 or number + 1 == first + steps:

@@ -52,8 +52,22 @@ def push_both(u: torch.Tensor, w: torch.Tensor, mix: Mix) -> tuple[torch.Tensor,
     return both[..., :-1], both[..., -1:]
 
 
+class _Shared(Algorithm):
+    """What is shared out: ``x`` is u, the state begins with w, and the answer is ``u / w``."""
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return CONNECTED, aperiodic("push")
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (mix.ones(x),)
+
+    def estimate(self, x: torch.Tensor, state: State) -> torch.Tensor:
+        return x / state[0]
+
+
 @dataclass(frozen=True)
-class PushSum(Algorithm):
+class PushSum(_Shared):
     """The mean of what the agents begin with; the gradient is not used.
 
     ``u+ = C u``, ``w+ = C w``, and ``u / w`` is the answer (Kempe, Dobra, Gehrke 2003; in BlueFog's paper, Ying et al.
@@ -65,28 +79,21 @@ class PushSum(Algorithm):
 
     source: ClassVar[str] = "Kempe, Dobra, Gehrke 2003; Ying et al. 2021, arXiv:2111.04287, eqs. 19 to 21"
 
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        return CONNECTED, aperiodic("push")
-
-    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
-        return (mix.ones(x),)
-
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (w,) = state
         x, w = push_both(x, w, mix)
         return x, (w,)
 
     def restart(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        """As it is: what was lost of u was lost of w, too, and the answer is a mean of what was there."""
-        return x, state
+        """As it is: what was lost of u was lost of w, too, and the answer is a mean of what was there.
 
-    def estimate(self, x: torch.Tensor, state: State) -> torch.Tensor:
-        return x / state[0]
+        Not so with gradients: a loss that takes much of w along would make their steps long for good.
+        """
+        return x, state
 
 
 @dataclass(frozen=True)
-class SGP(PushSum):
+class SGP(_Shared):
     """Stochastic gradient push: gradient descent on directed graphs.
 
     ``u+ = C (u - lr g(u / w))``, ``w+ = C w`` (Assran et al. 2019, arXiv:1811.10792, algorithm 1).
@@ -110,13 +117,9 @@ class SGP(PushSum):
         x, w = push_both(x - self.lr * grad(x / w), w, mix)
         return x, (w,)
 
-    def restart(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        """From the answer, with w of one: else a loss that takes much of w along makes the steps long for good."""
-        return Algorithm.restart(self, x, state, grad, mix)
-
 
 @dataclass(frozen=True)
-class PushDIGing(PushSum):
+class PushDIGing(_Shared):
     """Push-sum gradient tracking: exact on directed graphs, also changing ones, however the objectives differ.
 
     ``u+ = C (u - lr y)``, ``w+ = C w``, ``z+ = u+ / w+``, ``y+ = C (y + g(z+) - g(z))``, ``y = g`` at first (Ying et
@@ -139,9 +142,6 @@ class PushDIGing(PushSum):
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         g = grad(x)
         return mix.ones(x), g, g
-
-    def restart(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        return Algorithm.restart(self, x, state, grad, mix)
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         w, y, g = state

@@ -50,7 +50,7 @@ class Watchdog:
     ) -> None:
         self.drop_after = float("inf")
         self._asked: dict[int, float] = {}  # whether they live, and have not answered
-        self._answered: dict[int, float] = {}
+        self._answered: dict[int, float] = {}  # when those were asked last who answered
         self._failures = failures
         self._agreement = agreement
         self._rank = rank

@@ -137,9 +137,8 @@ class Checkpoint:
             if failures:
                 withdraw(place, number)
                 raise failures.error(f"{place} is not saved")
-            checksums = gather_by_rank(
-                torch.tensor(crc or 0).view(1), Internal("checkpoint.checksums"), timeout=timeout
-            )
+            own = torch.tensor([crc or 0])
+            checksums = gather_by_rank(own, Internal("checkpoint.checksums"), timeout=timeout)
             if tuple(checksums) == there:
                 crcs = tuple(int(one) for one in checksums.values())
                 manifest = Manifest(step, len(there), tuple(self._parts), crcs)
