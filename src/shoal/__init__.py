@@ -128,6 +128,7 @@ from .world.identity import empty as empty
 from .world.identity import events as events
 from .world.identity import in_neighbor_machine_ranks as in_neighbor_machine_ranks
 from .world.identity import in_neighbor_ranks as in_neighbor_ranks
+from .world.identity import is_entering as is_entering
 from .world.identity import is_homogeneous as is_homogeneous
 from .world.identity import is_initialized as is_initialized
 from .world.identity import is_machine_topo_weighted as is_machine_topo_weighted
@@ -199,6 +200,7 @@ __all__ = [
     "in_neighbor_machine_ranks",
     "in_neighbor_ranks",
     "init",
+    "is_entering",
     "is_homogeneous",
     "is_initialized",
     "is_machine_topo_weighted",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import networkx as nx
 import torch
 
+from ..engine.membership import WHOLE
 from ..ops.alltoall import submit as submit_alltoall
 from ..ops.arguments import channel_name
 from ..ops.collective import allreduce
@@ -49,15 +50,15 @@ class Exchange(Mix):
         if self._schedule.size != self.size:
             raise ValueError(f"the topology has {self._schedule.size} agents, and there are {self.size}")
         self._name = name
-        self._gone: tuple[int, ...] = ()
+        self._plan = WHOLE
 
     def begin(self, round_: int) -> bool:
         super().begin(round_)
         agent = current("algorithms.Exchange")
         # Of the step, and not of each exchange: all of a step is with the same agents, and so is what it remembers.
-        before, self._gone = self._gone, agent.engine.planned_without(channel_name("step", self._name))
-        self.size = agent.size - len(self._gone)
-        return self._gone != before
+        before, self._plan = self._plan, agent.engine.plan(channel_name("step", self._name))
+        self.size = agent.size - len(self._plan.gone)
+        return self._plan != before
 
     def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
         return self._weigh("mix", x, nbytes)
@@ -69,7 +70,7 @@ class Exchange(Mix):
         return self._weigh("push", x, None)
 
     def _weigh(self, form: Form, x: torch.Tensor, nbytes: int | torch.Tensor | None) -> torch.Tensor:
-        mixing = self._schedule.mixing(self.round, form, self._gone)
+        mixing = self._schedule.mixing(self.round, form, self._plan.gone)
         self.exchanges += 1
         self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else int(nbytes))
         return submit(current("neighbor_allreduce"), x, mixing, name=self._name).wait()
@@ -100,7 +101,7 @@ class Exchange(Mix):
 
     @property
     def _neighbours(self) -> list[int]:
-        return self._schedule.neighbours(self.round, self._gone)
+        return self._schedule.neighbours(self.round, self._plan.gone)
 
     def _agents(self, like: torch.Tensor) -> torch.Tensor:
         return torch.tensor([self.rank])

@@ -18,12 +18,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
+from ..world.launch import INCARNATION
 from .agent_output import STDERR, STDOUT, AgentOutput
 
 _PR_SET_PDEATHSIG = 1
@@ -68,15 +70,19 @@ class AgentProcesses:
     Args:
         output: where their output goes; None lets them write to the launcher's own stdout and stderr.
         survive: let the others go on when one fails, instead of ending them.
+        restarts: how often each agent that fails is started again, while none has finished.
         grace: seconds between asking an agent to end and the next, harder step.
     """
 
-    def __init__(self, output: AgentOutput | None, *, survive: bool, grace: float) -> None:
+    def __init__(self, output: AgentOutput | None, *, survive: bool, restarts: int = 0, grace: float) -> None:
         self._output = output
         self._survive = survive
+        self._restarts = restarts
         self._grace = grace
         self._living: list[_Agent] = []
-        self._outcomes: list[Outcome] = []
+        self._outcomes: dict[int, Outcome] = {}  # the last of each agent
+        self._starts: dict[int, Callable[[int], None]] = {}
+        self._started: Counter[int] = Counter()
         self._first_failure: Outcome | None = None
         self._helpers: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._tellers: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
@@ -125,6 +131,15 @@ class AgentProcesses:
 
     def start(self, rank: int, command: Sequence[str], environ: Mapping[str, str], *, keeps_stdin: bool) -> None:
         """Start one agent. It is killed with the launcher, however that ends."""
+
+        def start(incarnation: int) -> None:
+            again = {INCARNATION: str(incarnation)} if incarnation else {}
+            self._start_agent(rank, command, {**environ, **again}, keeps_stdin and not incarnation)
+
+        self._starts[rank] = start
+        start(0)
+
+    def _start_agent(self, rank: int, command: Sequence[str], environ: Mapping[str, str], keeps_stdin: bool) -> None:
         pipe = subprocess.PIPE if self._output is not None else None
         stdin = None if keeps_stdin else subprocess.DEVNULL
         process = _start(command, env=environ, stdin=stdin, stdout=pipe, stderr=pipe)
@@ -168,7 +183,7 @@ class AgentProcesses:
             print(f"shoal run: {text}", file=sys.stderr, flush=True)
 
     def _status(self) -> int:
-        lost = [outcome for outcome in sorted(self._outcomes, key=lambda one: one.rank) if outcome.code != 0]
+        lost = [self._outcomes[rank] for rank in sorted(self._outcomes) if self._outcomes[rank].code != 0]
         if self._requested is not None:
             return 128 + self._requested if lost else 0
         if not lost:
@@ -251,7 +266,7 @@ class AgentProcesses:
         ]
         # Of those seen in one glance, one that was killed did not fail because of another one's failure.
         for outcome in sorted(outcomes, key=lambda one: (one.code >= 0, one.rank)):
-            self._outcomes.append(outcome)
+            self._outcomes[outcome.rank] = outcome
             if outcome.code != 0 and self._steps is None:
                 self._take_failure(outcome)
         for name, process in self._helpers:
@@ -260,19 +275,29 @@ class AgentProcesses:
 
     def _take_failure(self, outcome: Outcome) -> None:
         self._first_failure = self._first_failure or outcome
-        others = len(self._living)
+        others, rank = len(self._living), outcome.rank
+        again = self._started[rank] < self._restarts and others > 0 and not self._has_finished
         then = "letting the rest go on" if self._survive else "ending the rest"
-        self.say(f"{outcome}; {then} ({_count(others)})" if others else str(outcome))
+        what = f"{outcome}; {then} ({_count(others)})" if others else str(outcome)
+        self.say(f"{what}, and starting it again ({self._started[rank] + 1} of {self._restarts})" if again else what)
         lines = self._output.last_lines(outcome.rank) if self._output is not None else []
         if lines:
             text = "\n".join(f"    {line.decode(errors='backslashreplace')}" for line in lines)
             self.say(f"the last lines of rank {outcome.rank} on stderr:\n{text}")
-        if not self._survive:
+        if again:
+            self._started[rank] += 1
+            self._starts[rank](self._started[rank])
+        elif not self._survive:
             self._end(signal.SIGTERM)
         elif others and outcome.rank in self._tellers:
             command, environ = self._tellers[outcome.rank]
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             self._telling.append(_start([*command, str(outcome)], env=environ, **quiet))
+
+    @property
+    def _has_finished(self) -> bool:
+        """An agent has come to its end, and the others will."""
+        return any(outcome.code == 0 for outcome in self._outcomes.values())
 
     def _read_pipe(self, descriptor: int) -> bool:
         """Pass on what is there, up to a chunk; False if there is nothing, or never will be again."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..world.launch import LOOPBACK, join_address, parse_address
+from ..world.launch import INCARNATION, LOOPBACK, join_address, parse_address
 from ..world.meeting import LOST
 from ..world.rendezvous import listen
 from .agent_output import AgentOutput
@@ -73,6 +73,7 @@ class Job:
         }
         # It is our address; left there it would tell rank 0 to host a store where the launcher does.
         found.pop("SHOAL_RENDEZVOUS", None)
+        found.pop(INCARNATION, None)
         found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         if self.agents_per_node > 1:
             found.setdefault("OMP_NUM_THREADS", "1")
@@ -96,9 +97,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--on-failure",
-        choices=["stop", "continue"],
+        choices=["stop", "continue", "restart"],
         default="stop",
-        help="when an agent fails: end the others (stop, the default) or let them go on (continue)",
+        help="when an agent fails: end the others (stop, the default); let them go on (continue); let them go on, and "
+        "start it again to take its place, where the script loads and saves a shoal.Checkpoint (restart)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=3,
+        metavar="K",
+        help="with restart: how often each agent is started again (3)",
     )
     parser.add_argument(
         "--grace",
@@ -140,10 +149,11 @@ def run(args: argparse.Namespace) -> int:
     output = AgentOutput() if args.agents > 1 and not args.no_prefix else None
     # Unbuffered: lines come when they are printed, and a killed agent's last words are not lost.
     command = [sys.executable, "-u", *(["-m"] if args.is_module else []), args.script, *args.arguments]
-    with AgentProcesses(output, survive=args.on_failure == "continue", grace=args.grace) as agents:
+    survive, restarts = args.on_failure != "stop", args.max_restarts if args.on_failure == "restart" else 0
+    with AgentProcesses(output, survive=survive, restarts=restarts, grace=args.grace) as agents:
         if "OMP_NUM_THREADS" not in os.environ and args.agents > 1:
             agents.say("OMP_NUM_THREADS is not set: each agent gets 1 thread")
-        defaults = {"SHOAL_ON_LOSS": "continue"} if args.on_failure == "continue" else {}
+        defaults = {"SHOAL_ON_LOSS": "continue"} if survive else {}
         for local_rank in range(args.agents):
             environ = job.environment(local_rank, {**defaults, **os.environ})
             rank = int(environ["RANK"])
@@ -166,6 +176,13 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
         raise ValueError(f"--nnodes {args.nnodes}: there is at least this one machine")
     if not 0 <= args.node_rank < args.nnodes:
         raise ValueError(f"--node-rank {args.node_rank} must be 0 to {args.nnodes - 1} with --nnodes {args.nnodes}")
+    if args.max_restarts < 0:
+        raise ValueError(f"--max-restarts {args.max_restarts}: 0 or more")
+    if args.on_failure == "restart" and args.nnodes > 1 and not os.environ.get("SHOAL_SECRET"):
+        raise ValueError(
+            "--on-failure restart with --nnodes: set SHOAL_SECRET to the same for all machines; who is started again "
+            "proves with it that it belongs to the job"
+        )
     if not args.grace >= 0:
         raise ValueError(f"--grace {args.grace}: seconds, zero or more")
     if not args.is_module and not Path(args.script).exists():

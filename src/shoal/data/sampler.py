@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from ..engine.membership import WHOLE
 from ..errors import Mismatch
 from ..ops.arguments import Internal
 from ..ops.collective import gather_by_rank
@@ -81,7 +82,8 @@ class AgentSampler(Sampler[int]):
         self._shard: Indices | None = None if shard is None else np.asarray(shard)
         self._total = len(dataset if self._shard is None else self._shard)
         self._pad = pad
-        self._totals = _agreed(self._total, self._shard is not None, seed, shuffle, pad, timeout)
+        self._asked = self._total, self._shard is not None, seed, shuffle, pad, timeout
+        self._totals, self._entered = _agreed(*self._asked), 0
         self._deal(list(self._totals))
         empty = [rank for rank, total in self._totals.items() if not total]
         if empty or not self._length:
@@ -106,7 +108,9 @@ class AgentSampler(Sampler[int]):
 
     def _look_who_is_there(self) -> None:
         agent = agent_context().agent
-        gone = () if agent is None else agent.engine.planned_without("~samples")
+        gone, entered = WHOLE if agent is None else agent.engine.plan("~samples")
+        if entered != self._entered:  # all who are there know it in the same epoch, and who has come has samples, too
+            self._totals, self._entered = _agreed(*self._asked), entered
         there = [rank for rank in self._totals if rank not in gone]
         if there != self._there:
             self._deal(there)
@@ -183,7 +187,10 @@ class AgentSampler(Sampler[int]):
 
 def _agreed(total: int, sharded: bool, seed: int, shuffle: bool, pad: bool, timeout: float | None) -> dict[int, int]:
     """How many samples each agent has, if all else is the same."""
-    here = current("AgentSampler").rank
+    agent = current("AgentSampler")
+    if agent.engine.entry.outside:  # the others' are known when it has entered; until then they are taken for as large
+        return dict.fromkeys(range(agent.size), total)
+    here = agent.rank
     own = torch.tensor([sharded, seed, shuffle, pad, total])
     found = {rank: row.tolist() for rank, row in gather_by_rank(own, Internal("AgentSampler"), timeout=timeout).items()}
     for rank, theirs in found.items():

@@ -28,39 +28,51 @@ from typing import Any
 
 import torch
 
-from ..transport.wire import Kind, Message, Payload, ProtocolError
+from ..transport.wire import Kind, Message, ProtocolError
 from .callbacks import Callbacks
 from .fusion import Fusion
 from .lifecycle import Lifecycle, cannot_go_on
 from .matching import Matcher
-from .membership import Departure, Membership
+from .membership import WHOLE, Departure, Membership, Plan
 from .operation import OnLoss, Operation
 from .repair import conclude, go_on_without, restart
+from .services import once_whole
 
 WORD = "~agreement"
+MOST_DECISIONS = 8
+"""So many are kept when an agent enters: of those before, no round is still to begin."""
+NONSENSE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What data raise that are not what they should be."""
 Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """A new membership that the agents that are left have agreed on.
+    """A new membership that the agents that are there have agreed on.
 
     Attributes:
         lost: the ranks that are gone since the last one, died or left, ascending.
-        alive: those that are left.
+        alive: those that are there.
+        entered: the ranks that have entered since the last one, in the place of those that were lost or for the first
+            time, ascending.
     """
 
     lost: tuple[int, ...]
     alive: tuple[int, ...]
+    entered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was agreed on once: the ranks that are gone, and for each name the first round that is planned without them
-    (0 for a name that is not there)."""
+    """What was agreed on once: whom all is planned without, and for each name the first round that is (0 for a name
+    that is not there)."""
 
-    gone: Ranks
+    plan: Plan
     begun: dict[str, int]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.plan.entered, len(self.plan.gone)
 
 
 @dataclass(frozen=True)
@@ -68,13 +80,13 @@ class _Report:
     """What an agent says of a loss.
 
     Attributes:
-        gone: The ranks that it knows to be gone, ascending.
+        plan: The ranks that it knows to be gone, and how many have entered.
         begun: How many rounds of each name it has begun.
         open: What is open of operations of all, by name and round: the attempt that it has a result of, or None.
         decisions: What it has agreed on with others so far.
     """
 
-    gone: Ranks
+    plan: Plan
     begun: dict[str, int]
     open: dict[str, dict[int, int | None]]
     decisions: list[Decision]
@@ -140,6 +152,11 @@ class Agreement:
         return self._lifecycle.gone
 
     @property
+    def now(self) -> Plan:
+        """Whom what begins now is planned without."""
+        return Plan(self._lifecycle.gone, self._lifecycle.entered)
+
+    @property
     def alive(self) -> Ranks:
         """The ranks that are left, as agreed on, ascending."""
         return tuple(rank for rank in range(self._size) if rank not in self.gone)
@@ -147,26 +164,26 @@ class Agreement:
     @property
     def missing(self) -> list[int]:
         """The ranks that have still to say that they miss whom this agent misses."""
-        gone = self._noticed
+        plan = self._noticed
         return [
             rank
             for rank in self._membership.view.alive
-            if rank not in self._reports or self._reports[rank].gone != gone
+            if rank not in self._reports or self._reports[rank].plan != plan
         ]
 
     @property
-    def _noticed(self) -> Ranks:
+    def _noticed(self) -> Plan:
         alive = self._membership.view.alive
-        return tuple(rank for rank in range(self._size) if rank not in alive)
+        return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._lifecycle.entered)
 
-    def plan(self, name: str, round_: int, on_loss: OnLoss) -> Ranks:
+    def plan_of(self, name: str, round_: int, on_loss: OnLoss) -> Plan:
         """Whom a round that begins now is planned without."""
         if on_loss is OnLoss.RESTART:
-            return self.gone
+            return self.now
         for decision in reversed(self._decisions):
             if round_ >= decision.begun.get(name, 0):
-                return decision.gone
-        return ()
+                return decision.plan
+        return WHOLE
 
     def missed(self, rank: int) -> None:
         """An agent that has left is needed here; what follows, follows when time is looked at."""
@@ -193,44 +210,43 @@ class Agreement:
         for operation in self._matcher.in_flight():
             recovery = operation.recovery
             if recovery is not None and operation.restarts:
-                attempt = None if recovery.result is None else recovery.attempt
+                attempt = None if recovery.result is None else recovery.plan.attempt
                 open_.setdefault(operation.name, {})[operation.round] = attempt
         return _Report(self._noticed, self._matcher.all_begun(), open_, self._decisions)
 
     def _written(self, report: _Report) -> bytes:
         """What is said of it to others: also how the loss of each showed, and whether it died."""
         view = self._membership.view
-        gone = [(rank, view.died.get(rank, "it left"), rank in view.died) for rank in report.gone]
-        decisions = [(decision.gone, decision.begun) for decision in report.decisions]
-        said = {"gone": gone, "begun": report.begun, "open": report.open, "decisions": decisions}
+        gone = [(rank, view.died.get(rank, "it left"), rank in view.died) for rank in report.plan.gone]
+        decisions = decisions_as_data(report.decisions)
+        said = {
+            "gone": gone,
+            "entered": report.plan.entered,
+            "begun": report.begun,
+            "open": report.open,
+            "decisions": decisions,
+        }
         return json.dumps(said).encode()
 
     def serve(self, source: int, message: Message) -> None:
         """An agent says whom it misses; see :class:`~.services.Service`."""
-        payload = message.payload
-        if payload is None or message.dtype != torch.uint8:
-            raise ProtocolError("what was said of a loss is no text")
-        if not payload.complete:
-            payload.on_more = partial(self._more, source, message, payload)
-            return
-        self._heard(source, message, payload)
+        once_whole(message, partial(self._heard, source, message))
 
-    def _more(self, source: int, message: Message, payload: Payload) -> None:
-        if payload.complete:
-            payload.on_more = None
-            self._heard(source, message, payload)
-
-    def _heard(self, source: int, message: Message, payload: Payload) -> None:
-        losses, report = _parsed(bytes(payload.data.numpy()), self._size)
+    def _heard(self, source: int, message: Message, text: bytes) -> None:
+        losses, report = _parsed(text, self._size)
         self._acknowledge(source, message)
         if not self.active:
             return
+        if report.plan.entered > self._lifecycle.entered:
+            self._let_in_now()
+        if report.plan.entered != self._lifecycle.entered:
+            return  # it has still to let in whom others have let in, and will tell again
         self._reports[source] = report
         alive = self._membership.view.alive
         for rank, cause, died in losses:
             if rank in alive:
                 self._told(Departure(rank, cause, died, source))
-        if not self._lifecycle.frozen and set(self._noticed) >= set(report.gone) > set(self.gone):
+        if not self._lifecycle.frozen and set(self._noticed.gone) >= set(report.plan.gone) > set(self.gone):
             self.change()  # who left was not missed here, and is missed there
         else:
             self._decide()
@@ -240,34 +256,93 @@ class Agreement:
     def _decide(self) -> None:
         if not self._lifecycle.frozen or self.missing:
             return
-        gone, before = self._noticed, self.gone
+        plan, before = self._noticed, self.gone
         reports = [self._reports[rank] for rank in self._membership.view.alive]
+        entry = self._entry_in_flight
+        if entry is not None and _all_have(entry, reports):
+            conclude(self._lifecycle, entry)  # those who have entered agree, too
+            return
         begun: dict[str, int] = {}
         for report in reports:
             for name, count in report.begun.items():
                 begun[name] = max(count, begun.get(name, 0))
         # Some may have agreed on a smaller loss, and have begun rounds since, while others heard of the larger one.
-        earlier = {decision.gone: decision for report in reports for decision in report.decisions}
-        self._decisions = [*sorted(earlier.values(), key=lambda decision: len(decision.gone)), Decision(gone, begun)]
+        earlier = {decision.order: decision for report in reports for decision in report.decisions}
+        self._decisions = [*(earlier[order] for order in sorted(earlier)), Decision(plan, begun)]
         self._reports = {}
-        self._lifecycle.thaw(gone)
-        change = MembershipChange(tuple(rank for rank in gone if rank not in before), self.alive)
-        for listener in self.listeners:
-            self._callbacks.add(listener, change, change)
+        self._lifecycle.thaw(plan.gone)
+        self._announce(lost=tuple(rank for rank in plan.gone if rank not in before))
         for operation in self._matcher.in_flight():
             self._repair(operation, reports)
 
     def _repair(self, operation: Operation, reports: list[_Report]) -> None:
-        recovery, name, round_ = operation.recovery, operation.name, operation.round
+        recovery = operation.recovery
         if recovery is None:
             if not operation.one_sided:
                 self._lifecycle.fail(operation, cannot_go_on(operation, self.gone))
         elif not operation.restarts:
             go_on_without(self._lifecycle, operation, self.gone)
-        elif all(report.has(name, round_, recovery.attempt) for report in reports):
+        elif _all_have(operation, reports):
             conclude(self._lifecycle, operation)
         else:
-            restart(self._lifecycle, operation, self.gone)
+            restart(self._lifecycle, operation, self.now)
+
+    def _announce(self, lost: Ranks = (), entered: Ranks = ()) -> None:
+        change = MembershipChange(lost, self.alive, entered)
+        for listener in self.listeners:
+            self._callbacks.add(listener, change, change)
+
+    # Letting in
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What has been agreed on so far, as far as it may still matter."""
+        return self._decisions
+
+    @property
+    def _entry_in_flight(self) -> Operation | None:
+        """The operation of all, if there is one, whose end lets others in."""
+        return next((one for one in self._matcher.in_flight() if one.on_end is not None), None)
+
+    def _let_in_now(self) -> None:
+        """Others have let somebody in. So the operation that does it has ended there, and all have its result."""
+        entry = self._entry_in_flight
+        if entry is None or entry.recovery is None or entry.recovery.result is None:
+            raise ProtocolError("it has let somebody in alone")
+        conclude(self._lifecycle, entry)
+
+    def admit(self, ranks: Ranks, begun: dict[str, int]) -> None:
+        """Agents have entered: rounds that nobody had begun are planned with them.
+
+        An agreement that is under way is about others now: :meth:`tell_again`, once those who have entered know.
+
+        Args:
+            ranks: Who.
+            begun: How many rounds of each name somebody had begun, as all that were there have agreed.
+        """
+        plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._lifecycle.entered + len(ranks))
+        self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun)]
+        self._reports = {}
+        self._missed.difference_update(ranks)
+        self._lifecycle.meet(plan)
+        self._announce(entered=ranks)
+
+    def tell_again(self) -> None:
+        """After :meth:`admit`: where an agreement is under way, say once more whom this agent misses."""
+        if self._lifecycle.frozen:
+            self.change()
+
+    def enter(self, plan: Plan, decisions: list[Decision]) -> None:
+        """This agent has entered, and begins with what the others have agreed on."""
+        entered = tuple(sorted({self._rank, *self.gone} - set(plan.gone)))
+        self._decisions = decisions
+        self._lifecycle.meet(plan)
+        self._announce(entered=entered)
+
+    def stand_alone(self) -> None:
+        """This agent waits to enter. Until then what it does is with nobody."""
+        self._lifecycle.meet(Plan(tuple(rank for rank in range(self._size) if rank != self._rank)))
+        self._decisions = [Decision(self.now, {})]
 
     # As a service
 
@@ -303,18 +378,35 @@ def _parsed(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Repor
             str(name): {int(round_): None if attempt is None else int(attempt) for round_, attempt in rounds.items()}
             for name, rounds in said["open"].items()
         }
-        decisions = [Decision(_ranks(gone, size), _counts(begun)) for gone, begun in said["decisions"]]
-        return losses, _Report(_ranks([rank for rank, _, _ in losses], size), _counts(said["begun"]), open_, decisions)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        plan = Plan(as_ranks([rank for rank, _, _ in losses], size), int(said["entered"]))
+        decisions = decisions_of(said["decisions"], size)
+        return losses, _Report(plan, as_counts(said["begun"]), open_, decisions)
+    except NONSENSE as error:
         raise ProtocolError(f"what was said of a loss makes no sense: {error}") from None
 
 
-def _ranks(said: Any, size: int) -> Ranks:
+def _all_have(operation: Operation, reports: list[_Report]) -> bool:
+    recovery = operation.recovery
+    assert recovery is not None
+    return all(report.has(operation.name, operation.round, recovery.plan.attempt) for report in reports)
+
+
+def decisions_as_data(decisions: list[Decision]) -> list[Any]:
+    """As they travel."""
+    return [(decision.plan.gone, decision.plan.entered, decision.begun) for decision in decisions]
+
+
+def decisions_of(said: Any, size: int) -> list[Decision]:
+    """As they were before they travelled; one of :data:`NONSENSE` where they are no decisions."""
+    return [Decision(Plan(as_ranks(gone, size), int(entered)), as_counts(begun)) for gone, entered, begun in said]
+
+
+def as_ranks(said: Any, size: int) -> Ranks:
     ranks = tuple(int(rank) for rank in said)
     if list(ranks) != sorted(set(ranks)) or not all(0 <= rank < size for rank in ranks):
         raise ValueError(f"ranks {ranks}")
     return ranks
 
 
-def _counts(said: Any) -> dict[str, int]:
+def as_counts(said: Any) -> dict[str, int]:
     return {str(name): int(count) for name, count in said.items()}

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from ..errors import DeadlineExceeded, NotInitialized, ShoalError
 from ..interrupts import held
+from ..transport.lobby import ENTRY
 from ..transport.memory import Arena, ResultPool
 from ..transport.poller import Poller
 from ..transport.router import Router
@@ -34,28 +35,31 @@ from .agreement import WORD, Agreement
 from .callbacks import Callbacks
 from .closing import HANG_UP_SECONDS, LAST_WORD_SECONDS, Drain
 from .dispatch import Dispatch
+from .entry import Entry
 from .events import Events
 from .failures import Failures
 from .fusion import Fusion
 from .lifecycle import Lifecycle
 from .matching import Matcher
-from .membership import Membership
+from .membership import WHOLE, Membership, Plan
 from .operation import Fusible, Handle, OnLoss, Operation, Steps
 from .outbox import Outbox, send_alone
 from .progress import Progress
 from .publishing import Publisher
 from .seconds import as_seconds
 from .services import Services
-from .watchdog import Watchdog
+from .watchdog import STALL_AFTER, Watchdog
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
+PLAN = "plan"
+"""The operation of :meth:`Engine.plan`."""
 
 
 class Engine:
     """The exchange of one agent with the others."""
 
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, incarnation: int = 0) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
@@ -66,7 +70,7 @@ class Engine:
         self.pool = ResultPool()
         self.poller = Poller()
         self.publisher = Publisher(rank, self.arena)
-        self.router = router = Router(rank, self.poller, self.arena, self.pool)
+        self.router = router = Router(rank, self.poller, self.arena, self.pool, incarnation)
         self.progress = progress = Progress(self, self.poller, f"shoal-{rank}")
         self.matcher = matcher = Matcher()
         self.outbox = outbox = Outbox(
@@ -82,7 +86,7 @@ class Engine:
             membership,
             events,
             lambda operation: self.fusion.begins(operation),
-            lambda name, round_, on_loss: self.agreement.plan(name, round_, on_loss),
+            lambda name, round_, on_loss: self.agreement.plan_of(name, round_, on_loss),
             callbacks,
         )
         self.fusion = fusion = Fusion(
@@ -109,6 +113,9 @@ class Engine:
         )
         self.failures = failures = Failures(
             rank, size, progress, matcher, membership, router, outbox, lifecycle, fusion, services, agreement, events
+        )
+        self.entry = Entry(
+            rank, size, progress, matcher, membership, router, outbox, agreement, failures, self.publisher
         )
         self.watchdog = watchdog = Watchdog(rank, lifecycle, matcher, outbox, failures, agreement)
         self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, watchdog, services, events)
@@ -160,6 +167,8 @@ class Engine:
         seconds = as_seconds(timeout, self.timeout)
         if not self.agreement.active:
             on_loss = OnLoss.FAIL
+        if self.entry.outside and on_loss is not OnLoss.RESTART and op != PLAN:
+            raise self.entry.not_in_yet(op)
         limit = 0.0
         while True:
             with held:
@@ -172,12 +181,12 @@ class Engine:
             self.after()
         return handle
 
-    def planned_without(self, name: str) -> tuple[int, ...]:
-        """The ranks that the next round of a name is planned without, the same on all agents: for what takes several
-        operations to do. It counts as that round."""
+    def plan(self, name: str) -> Plan:
+        """Whom the next round of a name is planned without, the same on all agents: for what takes several operations
+        to do. It counts as that round."""
         if not self.agreement.active:
-            return ()
-        return self.submit("plan", name, _planned_without, on_loss=OnLoss.GO_ON).wait()
+            return WHOLE
+        return self.submit(PLAN, name, _planned, on_loss=OnLoss.GO_ON).wait()
 
     def _await_agreement(self, op: str, limit: float, seconds: float) -> None:
         """Wait until the agents that are left have agreed on a loss."""
@@ -204,6 +213,28 @@ class Engine:
         """Let operations that can outlive the loss of an agent do so. Before the exchange starts."""
         self.agreement.activate()
         self.services.add(WORD, self.agreement)
+        self.services.add(ENTRY, self.entry)
+
+    def await_entry(self, seconds: float) -> None:
+        """Ask the others to let this agent in, and wait until they have.
+
+        Raises:
+            PeerLost: They have ended.
+            DeadlineExceeded: They have not, for so many seconds.
+        """
+        entry, progress, limit = self.entry, self.progress, time.monotonic() + seconds
+        with held, self.lock:
+            entry.ask()
+            self.poller.wake()
+        while not progress.drive_until(lambda: not entry.waits, min(limit, time.monotonic() + STALL_AFTER)):
+            held.checkpoint()
+            if progress.stopped:
+                raise NotInitialized("this agent has shut down; call shoal.init() first")
+            if time.monotonic() >= limit:
+                raise entry.not_let_in(seconds)
+            log.warning("rank %d waits to be let in: at the others' next Checkpoint.save", self.rank)
+        if entry.outside:
+            raise entry.nobody_left()
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
         """Keep the promise of something that a thread of this agent did by itself."""
@@ -373,8 +404,8 @@ class Engine:
                 pass
 
 
-def _planned_without(operation: Operation) -> Steps[tuple[int, ...]]:
-    return operation.gone
+def _planned(operation: Operation) -> Steps[Plan]:
+    return operation.plan
     yield  # it exchanges nothing
 
 

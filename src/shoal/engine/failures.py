@@ -181,6 +181,10 @@ class Failures:
         """An agent counts as lost, whatever its connections look like; it is told so, if it ever listens."""
         self._confirm(Departure(rank, cause, True, self._rank, certain=True))
 
+    def forget(self, rank: int) -> None:
+        """An agent has entered: what was suspected of one that had its rank before says nothing of it."""
+        self._detector.forget(rank)
+
     def check(self, now: float) -> float:
         """Confirm what is due. Returns when to come back."""
         if self._outbox.said_goodbye or self.deaf:

@@ -21,7 +21,7 @@ from ..transport.wire import Message
 from .callbacks import Callbacks
 from .events import Events
 from .matching import Channel, Matcher, disagreement, unexpected
-from .membership import Departure, Membership
+from .membership import WHOLE, Departure, Membership, Plan
 from .operation import (
     MORE,
     Arrived,
@@ -51,8 +51,7 @@ class Lifecycle:
 
     Args:
         prepare: Told of an operation before it enters a stage: what came for it in another form is unpacked then.
-        planned_without: The ranks that a round of a name is planned without, as all agree, of an operation that may
-            outlive a loss.
+        planned: Whom a round of a name is planned without, as all agree, of an operation that may outlive a loss.
 
     Attributes:
         ready: What can go on, for whoever drives.
@@ -63,6 +62,7 @@ class Lifecycle:
         callbacks: Whom to call back, for whoever drives.
         frozen: Those that are left agree on a loss. Nothing begins until they have, and no operation of all goes on.
         gone: The ranks that are gone, as all that are left have agreed, ascending.
+        entered: How many agents have entered since the run began.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Lifecycle:
         membership: Membership,
         events: Events,
         prepare: Callable[[Operation], None],
-        planned_without: Callable[[str, int, OnLoss], tuple[int, ...]],
+        planned: Callable[[str, int, OnLoss], Plan],
         callbacks: Callbacks,
     ) -> None:
         self.ready: deque[Operation] = deque()
@@ -87,6 +87,7 @@ class Lifecycle:
         self.callbacks = callbacks
         self.frozen = False
         self.gone: tuple[int, ...] = ()
+        self.entered = 0
         self._on_missed: Callable[[int], None] | None = None
         self._rank = rank
         self._progress = progress
@@ -97,7 +98,7 @@ class Lifecycle:
         self._membership = membership
         self._events = events
         self._prepare = prepare
-        self._planned_without = planned_without
+        self._planned = planned
 
     # Beginning
 
@@ -125,9 +126,9 @@ class Lifecycle:
             operation = self._matcher.begin(op, name, seconds, alone)
             if on_loss is not OnLoss.FAIL:
                 begins = steps.alone if isinstance(steps, Fusible) else steps
-                gone = self._planned_without(name, operation.round, on_loss) if self.gone else ()
-                operation.recovery = recovery = Recovery(begins, on_loss, gone)
-                if gone:
+                plan = self._planned(name, operation.round, on_loss) if self.gone or self.entered else WHOLE
+                operation.recovery = recovery = Recovery(begins, on_loss, plan)
+                if recovery.first_stage:
                     self.forget_before(operation, recovery.first_stage)
             handle: Handle[T] = Handle(driver, operation)
             operation.handle = handle
@@ -370,6 +371,8 @@ class Lifecycle:
         late, asks = self._matcher.end(operation, error)  # first: what comes from here on must find the round ended
         self.leave_stage(operation)
         self.release(operation)
+        if operation.on_end is not None and ended_well:
+            operation.on_end(result)
         for source, message in late:
             if ended_well:
                 error = operation.error = self.refuse_unexpected(source, message)
@@ -489,6 +492,10 @@ class Lifecycle:
         """The agents that are left have agreed on who is gone: what waits may begin."""
         self.frozen, self.gone = False, gone
         self._progress.notify()
+
+    def meet(self, plan: Plan) -> None:
+        """Agents have entered: whom all begins with from here on."""
+        self.gone, self.entered = plan
 
     def forget_before(self, operation: Operation, stage: int) -> None:
         """Begin with a stage: what was sent for those before it, for another attempt, is of no use."""

@@ -144,6 +144,11 @@ class Matcher:
         """How many rounds of each name this agent has begun."""
         return dict(self._begun)
 
+    def begin_at(self, begun: dict[str, int]) -> None:
+        """Count on from where the others are: what this agent did by itself is no round of theirs."""
+        self._begun = dict(begun)
+        self._tombstones.clear()
+
     def channel(self, operation: Operation) -> Channel:
         return self._channels[operation.name]
 

@@ -19,6 +19,24 @@ class View:
     """Agents that were lost without a word, each with how it showed."""
 
 
+class Plan(NamedTuple):
+    """Whom something is done with, as all agents that are there have agreed."""
+
+    gone: tuple[int, ...] = ()
+    """The ranks that it is done without, ascending."""
+    entered: int = 0
+    """How many agents have entered since the run began, in the place of those that were lost or for the first time."""
+
+    @property
+    def attempt(self) -> int:
+        """How many agents were lost so far: with every loss it is a larger number."""
+        return len(self.gone) + self.entered
+
+
+WHOLE = Plan()
+"""With all."""
+
+
 class Departure(NamedTuple):
     """An agent that is gone."""
 
@@ -51,12 +69,27 @@ class Membership:
             return False
         alive = tuple(other for other in old.alive if other != rank)
         if died:
-            self.view = View(old.epoch + 1, alive, old.left, {**old.died, rank: cause})
+            self._set(View(old.epoch + 1, alive, old.left, {**old.died, rank: cause}))
         else:
-            self.view = View(old.epoch + 1, alive, (*old.left, rank), old.died)
-        for watcher in self._watchers:
-            watcher(self.view)
+            self._set(View(old.epoch + 1, alive, (*old.left, rank), old.died))
         return True
+
+    def add(self, rank: int) -> None:
+        """An agent has come, in the place of one that was lost or for the first time."""
+        old = self.view
+        alive = tuple(sorted({*old.alive, rank}))
+        left = tuple(other for other in old.left if other != rank)
+        died = {other: cause for other, cause in old.died.items() if other != rank}
+        self._set(View(old.epoch + 1, alive, left, died))
+
+    def stand_alone(self, rank: int) -> None:
+        """This agent waits to enter, and is with nobody yet."""
+        self._set(View(self.view.epoch + 1, (rank,), (), {}))
+
+    def _set(self, view: View) -> None:
+        self.view = view
+        for watcher in self._watchers:
+            watcher(view)
 
     def describe(self, rank: int) -> str:
         """What became of an agent, for an error message."""
@@ -64,4 +97,6 @@ class Membership:
             return f"rank {rank} was lost ({self.view.died[rank]})"
         if rank in self.view.left:
             return f"rank {rank} has left with shoal.shutdown()"
+        if rank not in self.view.alive:
+            return f"rank {rank} is not there"
         return f"rank {rank} is there"

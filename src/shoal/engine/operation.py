@@ -24,6 +24,7 @@ from ..errors import DeadlineExceeded, NotInitialized
 from ..interrupts import held
 from ..transport.link import Lease, Published
 from ..transport.wire import Message
+from .membership import WHOLE, Plan
 from .seconds import as_seconds
 
 T = TypeVar("T")
@@ -149,7 +150,7 @@ class Recovery:
     Attributes:
         steps: Makes its generator anew.
         on_loss: Whether it goes on or begins anew.
-        gone: Whom it is planned without, ascending; the same on all agents.
+        plan: Whom it is planned without; the same on all agents.
         input: The tensor that it began with, and where that was published; it may be gone from where it was.
         result: Of one that restarts, once it is here and before all others have theirs.
         again: Its generator is to be made anew.
@@ -157,7 +158,7 @@ class Recovery:
 
     steps: Callable[[Operation], Steps[Any]]
     on_loss: OnLoss
-    gone: tuple[int, ...]
+    plan: Plan
     input: tuple[torch.Tensor, Published] | None = None
     result: tuple[Any] | None = None
     again: bool = False
@@ -167,14 +168,9 @@ class Recovery:
         self.result = (result,)
 
     @property
-    def attempt(self) -> int:
-        """How many agents it is planned without: each loss that it begins anew after is one more."""
-        return len(self.gone)
-
-    @property
     def first_stage(self) -> int:
         """Stages of what began anew have other numbers, so that what was sent before is not taken for theirs."""
-        return (self.attempt & 0xFF) << 8 if self.on_loss is OnLoss.RESTART else 0
+        return (self.plan.attempt & 0xFF) << 8 if self.on_loss is OnLoss.RESTART else 0
 
 
 class Operation:
@@ -193,6 +189,7 @@ class Operation:
         "leases",
         "name",
         "next_stage",
+        "on_end",
         "one_sided",
         "op",
         "outcome",
@@ -228,6 +225,7 @@ class Operation:
         self.fused: Any = None  # the FusedOperation that it is a part of; only fusion makes one
         self.recovery: Recovery | None = None  # None: a loss ends it
         self.one_sided = False  # the others need not call anything for it
+        self.on_end: Callable[[Any], None] | None = None  # takes the result, before anything else happens
         self.sent = False  # its first stage has been sent, as a part of a fused operation
 
     def __str__(self) -> str:
@@ -244,7 +242,12 @@ class Operation:
     @property
     def gone(self) -> tuple[int, ...]:
         """The ranks that it is planned without, ascending; the same on all agents."""
-        return self.recovery.gone if self.recovery is not None else ()
+        return self.plan.gone
+
+    @property
+    def plan(self) -> Plan:
+        """Whom it is planned without; the same on all agents."""
+        return self.recovery.plan if self.recovery is not None else WHOLE
 
     @property
     def restarts(self) -> bool:

@@ -152,6 +152,10 @@ class Outbox:
             condemned.post(notice)
             condemned.flush()
 
+    def forget_news(self, ranks: tuple[int, ...]) -> None:
+        """Agents have entered: that they were lost before is no news any more."""
+        self._news = [notice for notice in self._news if notice.token not in ranks]
+
     def say_goodbye(self, farewell: str, died: bool, ended: ShoalError | None, missed: int = -1) -> None:
         """The last word to everybody who would miss one: first whom we have lost ourselves, if we leave after a loss,
         so that nobody takes us for its cause; and whom we have ``missed`` in a one-sided call (-1: nobody)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .lifecycle import Lifecycle
 from .matching import LAST_STAGE
+from .membership import Plan
 from .operation import Operation
 
 
@@ -45,7 +46,7 @@ def conclude(lifecycle: Lifecycle, operation: Operation) -> None:
         lifecycle.settle(operation, result[0], None)
 
 
-def restart(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, ...]) -> None:
+def restart(lifecycle: Lifecycle, operation: Operation, plan: Plan) -> None:
     """Begin an operation of all anew among the agents that are left."""
     recovery = operation.recovery
     assert recovery is not None
@@ -53,7 +54,7 @@ def restart(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, ...]) -
     lifecycle.close_generator(operation)
     operation.generator, operation.waiting_more = None, False
     operation.unconfirmed = {}  # by those to whom it was another attempt
-    recovery.gone, recovery.result, recovery.again = gone, None, True
+    recovery.plan, recovery.result, recovery.again = plan, None, True
     lifecycle.forget_before(operation, recovery.first_stage)
     _make_ready_once(lifecycle, operation)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
-from ..transport.wire import Message
+import torch
+
+from ..transport.wire import Message, Payload, ProtocolError
 
 
 class Service(Protocol):
@@ -54,3 +58,20 @@ class Services:
 
     def all(self) -> list[Service]:
         return list(self._by_word.values())
+
+
+def once_whole(message: Message, then: Callable[[bytes], None]) -> None:
+    """Call ``then`` with the bytes of a message, when all of them are here. ProtocolError if it has none."""
+    payload = message.payload
+    if payload is None or message.dtype != torch.uint8:
+        raise ProtocolError("what was said is no text")
+    if payload.complete:
+        then(bytes(payload.data.numpy()))
+    else:
+        payload.on_more = partial(_more, payload, then)
+
+
+def _more(payload: Payload, then: Callable[[bytes], None]) -> None:
+    if payload.complete:
+        payload.on_more = None
+        then(bytes(payload.data.numpy()))

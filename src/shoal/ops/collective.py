@@ -254,7 +254,7 @@ def broadcast_nonblocking(
     """:func:`broadcast` without waiting."""
     agent = current("broadcast")
     tensor = check_tensor("broadcast", tensor)
-    root_rank = as_root("broadcast", root_rank, agent.size)
+    root_rank = as_root("broadcast", root_rank, agent)
     check_out("broadcast", out, tensor.shape, tensor.dtype)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
@@ -280,13 +280,16 @@ def broadcast_nonblocking_(
     return broadcast_nonblocking(tensor, root_rank, name, out=tensor.detach(), timeout=timeout)
 
 
-def as_root(op: str, root_rank: object, size: int) -> int:
+def as_root(op: str, root_rank: object, agent: Agent) -> int:
+    """The root of a call. An agent that waits to enter is alone, and its own."""
+    size = agent.size
     try:
-        return check_rank(root_rank, size)
+        root = check_rank(root_rank, size)
     except (TypeError, ValueError):
         raise ValueError(
             f"{op}: root_rank={root_rank!r} is no rank; there are {size} agents, 0 to {size - 1}"
         ) from None
+    return agent.rank if agent.engine.entry.outside else root
 
 
 def spread(
@@ -348,7 +351,7 @@ def allgather_nonblocking(
     tensor = check_gatherable("allgather", tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        parts = yield from _of_all(agent, operation, tensor)
+        parts = yield from parts_of_all(agent, operation, tensor)
         return (yield from joined(agent, "allgather", tensor, parts))
 
     return submit_to_all(agent.engine, "allgather", channel_name("allgather", name), steps, timeout, name is not None)
@@ -366,7 +369,7 @@ def gather_by_rank(tensor: torch.Tensor, name: str, *, timeout: float | None = N
     tensor = check_gatherable("allgather", tensor)
 
     def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
-        parts = yield from _of_all(agent, operation, tensor)
+        parts = yield from parts_of_all(agent, operation, tensor)
         payloads = {rank: message.payload for rank, message in parts if message.payload is not None}
         yield from complete(list(payloads.values()))
         return {rank: payloads[rank].data.view(message.shape).clone() for rank, message in parts}
@@ -374,7 +377,7 @@ def gather_by_rank(tensor: torch.Tensor, name: str, *, timeout: float | None = N
     return submit_to_all(agent.engine, "allgather", channel_name("allgather", name), steps, timeout).wait()
 
 
-def _of_all(agent: Agent, operation: Operation, tensor: torch.Tensor) -> Steps[list[tuple[int, Message]]]:
+def parts_of_all(agent: Agent, operation: Operation, tensor: torch.Tensor) -> Steps[list[tuple[int, Message]]]:
     """The messages of all agents, by rank, with this one's own among them."""
     published = agent.engine.publisher.publish(operation, tensor)
     shape, total = tuple(tensor.shape), published.data.numel()

@@ -108,6 +108,7 @@ def submit(
     """
     tensor = check_tensor(OP, tensor, WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
+    agent.engine.entry.check_inside(OP)
     if not agent.machines.homogeneous:
         raise ValueError(
             f"{OP} needs machines with equally many agents and consecutive ranks; the machines here have "

@@ -154,6 +154,7 @@ def submit(
     """
     tensor = check_tensor(OP, tensor, WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
+    agent.engine.entry.check_inside(OP)
     static, known = agent.topology, mixing
     if known is None:
         known, form = static.mixing, "static"

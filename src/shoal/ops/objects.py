@@ -53,7 +53,7 @@ def broadcast_object(
         Mismatch: Agents name other roots, or only some set ``trusted``; or what came is not what a root sends.
     """
     agent = current("broadcast_object")
-    root_rank = as_root("broadcast_object", root_rank, agent.size)
+    root_rank = as_root("broadcast_object", root_rank, agent)
     tensor = None
     if agent.rank == root_rank:
         tensor = _pickled(value) if trusted else _written(value)
@@ -128,7 +128,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, *, timeout: flo
         Mismatch: Agents have other names, shapes, dtypes, or other names tied; nothing has been changed.
     """
     op = "broadcast_parameters"
-    root_rank = as_root(op, root_rank, current(op).size)
+    root_rank = as_root(op, root_rank, current(op))
 
     def start(tensor: torch.Tensor, name: str) -> Handle[torch.Tensor]:
         return broadcast_nonblocking_(tensor, root_rank, Internal(f"{op}.{name}"), timeout=timeout)
@@ -252,7 +252,8 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state: the state of LBFGS belongs to one agent's own line search")
     state = broadcast_object(optimizer.state_dict(), root_rank, timeout=timeout)
-    if current().rank != root_rank:
+    agent = current()
+    if agent.rank != root_rank and not agent.engine.entry.outside:
         optimizer.load_state_dict(state)
 
 

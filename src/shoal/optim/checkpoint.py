@@ -18,6 +18,7 @@ import torch
 from ..errors import Mismatch, PeerLost, ShoalError
 from ..ops.arguments import Internal
 from ..ops.collective import gather_by_rank
+from ..ops.entering import hand_over, let_in
 from ..ops.objects import broadcast_object
 from ..world.agent import current
 from .checkpoint_files import (
@@ -32,6 +33,7 @@ from .checkpoint_files import (
     withdraw,
     write_states,
 )
+from .optimizer import DecentralizedOptimizer
 from .state_trees import in_own_memory, mean_state
 
 T = TypeVar("T")
@@ -84,20 +86,24 @@ class Checkpoint:
     # Files of our own
 
     def save(
-        self, folder: str | os.PathLike[str], step: int, *, keep: int | None = 3, timeout: float | None = None
-    ) -> Path:
+        self, folder: str | os.PathLike[str] | None, step: int, *, keep: int | None = 3, timeout: float | None = None
+    ) -> Path | None:
         """Write a checkpoint. All agents call it, between two steps; when it returns, the checkpoint counts.
 
         If one agent cannot write, none has saved, and all raise.
 
+        Agents that were started again (``shoal run --on-failure restart``) enter here: :meth:`load` gives them the
+        state of an agent that is there, and returns ``step``.
+
         Args:
-            folder: On a disk that all machines share, or each machine's own if the ranks stay where they are.
+            folder: On a disk that all machines share, or each machine's own if the ranks stay where they are. None:
+                nothing is written, and agents that were started again enter all the same.
             step: What :meth:`load` returns, 0 or more; the same on all agents.
             keep: How many checkpoints to keep, those that were saved last; None keeps all.
             timeout: Seconds that each wait for the other agents may take.
 
         Returns:
-            The checkpoint's own folder, ``<folder>/000007-step-700`` for the seventh save.
+            The checkpoint's own folder, ``<folder>/000007-step-700`` for the seventh save; None where none is written.
 
         With ``on_loss="continue"`` it is of the agents that are there, numbered in the order of their ranks: it loads
         into as many agents, or with ``start="consensus"`` into any number.
@@ -107,13 +113,43 @@ class Checkpoint:
             ShoalError: An agent could not; it names the ranks and the reasons. A state that is not made of tensors,
                 numbers, strings and collections of these is one: it would not be loaded again.
         """
-        current("Checkpoint.save")
+        agent = current("Checkpoint.save")
         if step < 0 or (keep is not None and keep < 1):
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
         place = None
-        while place is None:
+        while folder is not None and place is None:
             place = self._save_among(_who_is_there(timeout), Path(folder), step, keep, timeout)
+        if agent.engine.agreement.active and let_in(agent, timeout):
+            hand_over(agent, lambda: self._handed_over(step), timeout)
         return place
+
+    def _handed_over(self, step: int) -> dict[str, Any]:
+        """What an agent needs that enters now."""
+        states = {}
+        for name, part in self._parts.items():
+            if not isinstance(part, _RandomState):  # agents that draw alike would be of little use to each other
+                state = part.hand_over() if isinstance(part, DecentralizedOptimizer) else part.state_dict()
+                states[name] = in_own_memory(dict(state) if isinstance(state, Mapping) else state)
+        return {"step": step, "parts": states}
+
+    def _enter(self, timeout: float | None) -> int:
+        """Go on where the others save next, with the state of one of them."""
+        agent = current("Checkpoint.load")
+        entry = agent.engine.entry
+        agent.engine.await_entry(entry.patience if timeout is None else timeout)
+        state = hand_over(agent, None, timeout)
+        parts = {name: part for name, part in self._parts.items() if not isinstance(part, _RandomState)}
+        if parts.keys() != state["parts"].keys():
+            raise ValueError(
+                f"checkpoint: rank {agent.rank} was started again, and loads {', '.join(parts)}; the others save "
+                f"{', '.join(state['parts'])}. What it loads first must be what they save"
+            )
+        for name, part in parts.items():
+            if isinstance(part, DecentralizedOptimizer):
+                part.take_over(state["parts"][name])
+            else:
+                part.load_state_dict(state["parts"][name])
+        return int(state["step"])
 
     def _save_among(
         self, there: tuple[int, ...], folder: Path, step: int, keep: int | None, timeout: float | None
@@ -153,7 +189,7 @@ class Checkpoint:
 
     def load(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | None,
         step: int | None = None,
         *,
         start: Literal["own", "consensus"] = "own",
@@ -166,8 +202,12 @@ class Checkpoint:
         cannot, or a file is not what was written (its checksum says so), a warning names the file, and the checkpoint
         saved before it is loaded (of that ``step``, if one is given).
 
+        An agent that was started again while the others went on (``shoal run --on-failure restart``) reads no file: it
+        waits until the others call :meth:`save`, for up to ``SHOAL_ENTRY_TIMEOUT`` seconds, enters there, and has the
+        state of an agent near it, its memory of the algorithm's begun anew. Until then it exchanges with nobody.
+
         Args:
-            folder: The one given to :meth:`save`.
+            folder: The one given to :meth:`save`; None: there are no files.
             step: Which; None for the one that was saved last.
             start: ``"own"``: each agent's own state, bit for bit. ``"consensus"``: the same state on all agents, with
                 any number of them. What has fractions (parameters, running means, momentum) is the mean over the agents
@@ -186,10 +226,15 @@ class Checkpoint:
             ShoalError: No checkpoint (of that step) could be read by all; it names the ranks, the files and the
                 reasons for the last one.
         """
-        folder = Path(folder)
-        current("Checkpoint.load")
+        if current("Checkpoint.load").engine.entry.outside:
+            return self._enter(timeout)
         if start not in ("own", "consensus"):
             raise ValueError(f"checkpoint: start={start!r}; it may be 'own' or 'consensus'")
+        if folder is None:
+            if missing_ok:
+                return 0
+            raise FileNotFoundError("checkpoint: folder=None has no files; missing_ok=True begins at step 0")
+        folder = Path(folder)
         found = _of(_who_is_there(timeout)[0], "find", lambda: find(folder, step), timeout)
         if not found["found"]:
             if missing_ok and not found["steps"]:

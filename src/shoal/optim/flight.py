@@ -65,6 +65,7 @@ class Flight(ABC):
         self.buckets: list[Bucket] = []
         self._params, self._name, self._bucket_bytes, self._schedule = params, name, bucket_bytes, schedule
         self._laid_out = False
+        self.agreed = False  # with all other agents on what is exchanged
         self._beside: list[list[StateBucket]] = []
         self._without_state: Mapping[str, Mapping[str, torch.Tensor]] = {}
 
@@ -119,7 +120,9 @@ class Flight(ABC):
             for bucket in moved:
                 bucket.adopt()
             return
-        self._agree()
+        if not self.agreed:
+            self._agree()
+            self.agreed = True
         params = list(self._params())
         order = params if self._bucket_bytes == float("inf") else params[::-1]
         self.buckets, self._laid_out = into_buckets(order, self._bucket_bytes), True
@@ -140,6 +143,7 @@ class Flight(ABC):
         """The optimizer has got other parameters: they are laid out anew before the next round."""
         self.abandon()
         self._without_state = self._states_of_our_own()
+        self.agreed = False
         self._forget()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ with the neighbours. When the exchange begins and where its result goes is what 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal, cast
@@ -273,6 +273,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         Args:
             closure: Evaluates the model and its gradients once more, before all else.
         """
+        current("optimizer.step").engine.entry.check_inside("optimizer.step")
         local, found = self._local, self.__dict__
         local.closure, local.loss = closure, None
         local.unscale(self._names(), found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step
@@ -406,6 +407,24 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._flight.rounds = own.get("rounds", 0)
         self._passes.load(own.get("passes", 0))
         self._strategy.load_state(kept)
+
+    def hand_over(self) -> dict[str, Any]:
+        """The state for an agent that enters the run, to :meth:`take_over`.
+
+        Raises:
+            ValueError: A part of it is in windows, which are made by all agents together.
+        """
+        if not self._flight.in_step:
+            raise ValueError("an optimizer that exchanges through windows cannot be entered so far")
+        own = self.state_dict()
+        del own["shoal"]["agent"]
+        return {"state": own, "agreed": self._flight.agreed}
+
+    def take_over(self, handed_over: Mapping[str, Any]) -> None:
+        """Go on with what another agent's :meth:`hand_over` gave, from the round that all come to next. What that agent
+        had agreed on with the others holds for this one; its memory of an algorithm is begun anew there, by all."""
+        self.load_state_dict(handed_over["state"])
+        self._flight.agreed = bool(handed_over["agreed"])
 
     def close(self) -> None:
         """Give the model back: no hook, no claim on its parameters, which keep their values."""

@@ -17,14 +17,20 @@ from .wire import VERSION, ProtocolError
 
 MAGIC = b"SHOAL"
 _HELLO = struct.Struct(f"<{len(MAGIC)}sH16s")
-_ANSWER = struct.Struct("<II16s32s")
+_ANSWER = struct.Struct("<III16s32s")
 HELLO_SIZE, ANSWER_SIZE, WELCOME_SIZE = _HELLO.size, _ANSWER.size, 32
 REFUSED = bytes(WELCOME_SIZE)
 """Instead of a welcome, to who could not prove who he is."""
 
 
-def _proof(secret: bytes, what: bytes, hello: bytes, nonce: bytes, source: int, destination: int) -> bytes:
-    text = b"|".join((what, hello, nonce, struct.pack("<II", source, destination)))
+class _Ends(NamedTuple):
+    source: int
+    incarnation: int  # how often that agent has been started again
+    destination: int
+
+
+def _proof(secret: bytes, what: bytes, hello: bytes, nonce: bytes, ends: _Ends) -> bytes:
+    text = b"|".join((what, hello, nonce, struct.pack("<III", *ends)))
     return hmac.digest(secret, text, "sha256")
 
 
@@ -35,14 +41,16 @@ class Keys(NamedTuple):
     goodbye: bytes  # by the side that listens
 
     @classmethod
-    def of(cls, secret: bytes, hello: bytes, nonce: bytes, source: int, destination: int) -> Keys:
-        return cls(*(_proof(secret, what, hello, nonce, source, destination) for what in (b"messages", b"goodbye")))
+    def of(cls, secret: bytes, hello: bytes, nonce: bytes, ends: _Ends) -> Keys:
+        return cls(*(_proof(secret, what, hello, nonce, ends) for what in (b"messages", b"goodbye")))
 
 
 class Accepting:
-    """The side that listens. ``keys`` are there once :meth:`check` has passed."""
+    """The side that listens. ``keys`` are there once :meth:`check` has passed, and which ``incarnation`` of the other
+    agent it is."""
 
     keys: Keys
+    incarnation: int
 
     def __init__(self, secret: bytes, rank: int, size: int) -> None:
         self._secret, self._rank, self._size = secret, rank, size
@@ -54,13 +62,15 @@ class Accepting:
         Raises :class:`ProtocolError` for who does not know the secret."""
         if len(answer) != ANSWER_SIZE:
             raise ProtocolError(f"an answer of {len(answer)} bytes")
-        source, destination, nonce, proof = _ANSWER.unpack(answer)
-        if not hmac.compare_digest(proof, _proof(self._secret, b"connect", self.hello, nonce, source, destination)):
+        source, incarnation, destination, nonce, proof = _ANSWER.unpack(answer)
+        ends = _Ends(source, incarnation, destination)
+        if not hmac.compare_digest(proof, _proof(self._secret, b"connect", self.hello, nonce, ends)):
             raise ProtocolError("it does not know this job's secret")
         if destination != self._rank or not 0 <= source < self._size or source == self._rank:
             raise ProtocolError(f"rank {source} looks for rank {destination}; this is rank {self._rank}")
-        self.keys = Keys.of(self._secret, self.hello, nonce, source, destination)
-        return source, _proof(self._secret, b"accept", self.hello, nonce, source, destination)
+        self.keys = Keys.of(self._secret, self.hello, nonce, ends)
+        self.incarnation = incarnation
+        return source, _proof(self._secret, b"accept", self.hello, nonce, ends)
 
 
 class Connecting:
@@ -68,8 +78,8 @@ class Connecting:
 
     keys: Keys
 
-    def __init__(self, secret: bytes, source: int, destination: int) -> None:
-        self._secret, self._source, self._destination = secret, source, destination
+    def __init__(self, secret: bytes, source: int, destination: int, incarnation: int = 0) -> None:
+        self._secret, self._ends = secret, _Ends(source, incarnation, destination)
         self._expected = b""
 
     def answer(self, hello: bytes) -> bytes:
@@ -81,10 +91,10 @@ class Connecting:
         if version != VERSION:
             raise ProtocolError(f"it speaks protocol {version} and this agent {VERSION}: install one version of Shoal")
         nonce = os.urandom(16)
-        self._expected = _proof(self._secret, b"accept", hello, nonce, self._source, self._destination)
-        proof = _proof(self._secret, b"connect", hello, nonce, self._source, self._destination)
-        self.keys = Keys.of(self._secret, hello, nonce, self._source, self._destination)
-        return _ANSWER.pack(self._source, self._destination, nonce, proof)
+        self._expected = _proof(self._secret, b"accept", hello, nonce, self._ends)
+        proof = _proof(self._secret, b"connect", hello, nonce, self._ends)
+        self.keys = Keys.of(self._secret, hello, nonce, self._ends)
+        return _ANSWER.pack(*self._ends, nonce, proof)
 
     def check(self, welcome: bytes) -> None:
         if welcome == REFUSED:

@@ -27,6 +27,7 @@ from .admission import Unauthenticated, origin_of
 from .doors import Door, listen_for, listen_privately
 from .handshake import Accepting, Connecting
 from .link import Link, Receiver
+from .lobby import Lobby
 from .memory import Arena, ResultPool
 from .poller import Poller
 from .sealing import strong, sums, unchecked
@@ -59,6 +60,8 @@ class Place:
     process: str
     pid: int
     started: int
+    incarnation: int = 0
+    """How often this agent has been started again."""
 
     @property
     def machine(self) -> tuple[str, int, int]:
@@ -96,20 +99,21 @@ def process_start(pid: int) -> int:
         return 0
 
 
-def here(rank: int) -> Place:
+def here(rank: int, incarnation: int = 0) -> Place:
     """The place of the caller."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/net").stat().st_ino
     pid = os.getpid()
-    return Place(rank, socket.gethostname(), boot, namespace, os.getuid(), _process, pid, process_start(pid))
+    started = process_start(pid)
+    return Place(rank, socket.gethostname(), boot, namespace, os.getuid(), _process, pid, started, incarnation)
 
 
 class Router:
     """The links of one agent. Made before anybody is known: ``deliver_to``, ``listen``, ``meet`` complete it."""
 
-    def __init__(self, rank: int, poller: Poller, arena: Arena, pool: ResultPool) -> None:
+    def __init__(self, rank: int, poller: Poller, arena: Arena, pool: ResultPool, incarnation: int = 0) -> None:
         self.rank = rank
-        self.place = here(rank)
+        self.place = here(rank, incarnation)
         self.poller = poller
         self.arena = arena
         self.links: dict[int, Link] = {}
@@ -124,7 +128,10 @@ class Router:
         self._places: list[Place] = []
         self._endpoints: list[Endpoint] = []
         self._kinds: list[str] = []
+        self._forced = ""
         self._unauthenticated = Unauthenticated()
+        self._lobby = Lobby()
+        self._outside = False  # this agent waits to enter itself: nobody is let in before
         self._doors: list[Door] = []
         self._door = -1
         self._again: dict[int, float] = {}  # when links that were cut are tried again
@@ -161,6 +168,7 @@ class Router:
         ``reached`` are the addresses at which the agents, by rank, have reached the rendezvous; empty where unknown.
         """
         self._places = places
+        self._forced = forced
         self._kinds = self.choose(places, forced)
         others = {kind for rank, kind in enumerate(self._kinds) if rank != self.rank}
         unix, host, port = "", "", 0
@@ -215,11 +223,12 @@ class Router:
             if for_agents is not None:
                 self._open_door(for_agents, self._let_in_remote)
         for place in self._places:
-            if place.machine == self.place.machine and place.process != self.place.process:
-                self._watch(place)
+            self._watch(place)
 
     def _watch(self, place: Place) -> None:
-        """Be told when a process ends, also when a child of its keeps its sockets open."""
+        """Be told when a process of this machine ends, also when a child of its keeps its sockets open."""
+        if place.machine != self.place.machine or place.process == self.place.process:
+            return
         try:
             fd = os.pidfd_open(place.pid)
         except OSError:
@@ -230,10 +239,14 @@ class Router:
         self._pidfds[place.rank] = fd
         self.poller.add(fd, lambda _, rank=place.rank: self._on_process_end(rank))  # type: ignore[misc]
 
+    def _unwatch(self, rank: int) -> None:
+        fd = self._pidfds.pop(rank, None)
+        if fd is not None:
+            self.poller.remove(fd)
+            os.close(fd)
+
     def _on_process_end(self, rank: int) -> None:
-        fd = self._pidfds.pop(rank)
-        self.poller.remove(fd)
-        os.close(fd)
+        self._unwatch(rank)
         self._receiver.on_closed(rank, "its process ended", certain=True)
 
     def transport_to(self, rank: int) -> str:
@@ -274,7 +287,7 @@ class Router:
             sock = self._connect_here(self._places[peer], endpoint)
         else:
             sock = network.start_connecting(beside(endpoint.host, self._host), endpoint.port)
-        return sock, Connecting(self._secret, self.rank, peer)
+        return sock, Connecting(self._secret, self.rank, peer, self.place.incarnation)
 
     def _connect_here(self, place: Place, endpoint: Endpoint) -> socket.socket:
         """To an agent of this machine; where this process may look into its, by the way that others cannot flood."""
@@ -337,6 +350,14 @@ class Router:
     def _introduce(self, connection: Incoming) -> None:
         """A connection has proved to be an agent's; move it to where that agent's connections are."""
         self._unauthenticated.remove(connection)
+        incarnation = self._places[connection.peer].incarnation
+        if connection.incarnation < incarnation and not self._outside:
+            raise ProtocolError(f"rank {connection.peer} has been started again since, and this is not that process")
+        if connection.incarnation > incarnation or self._outside:
+            if len(self._lobby.of(connection.peer, connection.incarnation)) >= CONNECTIONS:
+                raise ProtocolError("it opened one connection more while it waits to be let in")
+            self._lobby.add(connection, self._receiver)
+            return
         known = self.incoming.setdefault(connection.peer, [])
         if len(known) >= CONNECTIONS:
             raise ProtocolError(f"it opened a connection more than the {CONNECTIONS} that an agent may have to another")
@@ -345,8 +366,46 @@ class Router:
     def _forget(self, connection: Incoming) -> None:
         if self._unauthenticated.remove(connection):
             self.rejected += 1
+        elif self._lobby.remove(connection):
+            return
         elif connection in self.incoming.get(connection.peer, ()):
             self.incoming[connection.peer].remove(connection)
+
+    # Those who enter
+
+    def wait_outside(self) -> None:
+        """This agent waits to enter. What others send is kept until then."""
+        self._outside = True
+
+    def stop_waiting(self) -> None:
+        """It has entered; :meth:`admit` whom it is with."""
+        self._outside = False
+
+    def waits(self, rank: int, incarnation: int) -> bool:
+        """An agent is connected, and waits to be let in."""
+        return bool(self._lobby.of(rank, incarnation))
+
+    def admit(self, place: Place, endpoint: Endpoint) -> None:
+        """An agent has entered, and this is where it is. What it has said so far follows with :meth:`open_lobby`."""
+        rank = place.rank
+        if self._places[rank] != place:
+            self.drop(rank)
+            self._unwatch(rank)
+        self._places[rank], self._endpoints[rank] = place, endpoint
+        self._kinds[rank] = self.choose([place], self._forced)[0]
+        if rank not in self._pidfds:
+            self._watch(place)
+        for connection in self._lobby.of(rank, place.incarnation):
+            self._lobby.let_in(connection)
+            self.incoming.setdefault(rank, []).append(connection)
+
+    def open_lobby(self) -> None:
+        """Hear what those have said who were let in. For the thread that drives."""
+        self._lobby.open(self._receiver)
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return self._endpoints
 
     def check(self, now: float) -> None:
         """Whatever is due: connections that say nothing, doors that open, links that are tried again."""
@@ -417,6 +476,7 @@ class Router:
 
     def _connections(self) -> Iterable[Incoming]:
         yield from self._unauthenticated
+        yield from self._lobby
         for connections in self.incoming.values():
             yield from connections
 
@@ -434,7 +494,7 @@ class Router:
             os.close(fd)
         self.inbox.close()
         self.links, self.incoming, self._again, self._pidfds = {}, {}, {}, {}
-        self._unauthenticated, self._doors, self._door = Unauthenticated(), [], -1
+        self._unauthenticated, self._lobby, self._doors, self._door = Unauthenticated(), Lobby(), [], -1
 
     def descriptors(self) -> list[int]:
         """Every descriptor that a forked child must close, or this agent's end would not be noticed."""

@@ -212,6 +212,7 @@ class Incoming:
     def __init__(self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver) -> None:
         self.sock = sock
         self.peer = -1
+        self.incarnation = 0  # of that agent: how often it has been started again
         self.since = time.monotonic()
         self.on_end: Callable[[Incoming], None] = lambda _: None
         self.on_known: Callable[[Incoming], None] = lambda _: None
@@ -256,7 +257,7 @@ class Incoming:
             with contextlib.suppress(OSError):
                 self.sock.send(REFUSED)  # that it need not try again
             raise
-        self.peer = peer
+        self.peer, self.incarnation = peer, self._greeting.incarnation
         self._seal = type(self).seal_of(self._greeting.keys.messages)
         self._goodbye = type(self).seal_of(self._greeting.keys.goodbye)
         self.on_known(self)
@@ -272,6 +273,10 @@ class Incoming:
     def read(self) -> None:
         """Read what is there and hand it to the receiver. Raises when the connection ended or speaks nonsense."""
         raise AssertionError("a kind of connection says how it reads")
+
+    def deliver_to(self, receiver: Receiver) -> None:
+        """Who is told of what comes from now on."""
+        self._receiver = receiver
 
     def say_goodbye(self, lost: int, cause: str) -> None:
         try:

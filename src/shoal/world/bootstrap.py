@@ -23,17 +23,20 @@ from ..engine.engine import Engine
 from ..engine.operation import Operation, Steps
 from ..errors import Mismatch, NotInitialized
 from ..interrupts import held
-from ..transport.router import Place
+from ..transport.router import Endpoint, Place
 from ..transport.tls import certificates_of
 from .agent import Agent, AgentContext, Machines, agent_context, process_context
 from .identity import set_topology
-from .introductions import ENDPOINT, introduce
-from .launch import current
-from .meeting import convene
+from .introductions import ENDPOINT, add_to_directory, directory, introduce
+from .launch import Launch, current
+from .meeting import DIRECTORY, AlreadyMet, convene
+from .rendezvous import open_store
 
 log = logging.getLogger("shoal")
 RAISE, CONTINUE = "raise", "continue"
 DEFAULT_TIMEOUT = 300.0
+ENTRY_TIMEOUT = 3600.0
+"""How long who was started again waits for the others to let it in: until they come to the next point for it."""
 FAREWELL_SECONDS = 10.0
 """How long ``shutdown`` waits for others to take what they still wait for, at most."""
 _taken: dict[int, AgentContext] = {}
@@ -71,7 +74,9 @@ def init(
         with :class:`~shoal.NotFinite`. ``SHOAL_TLS``: ``on`` for TLS between machines, with the certificates in
         the folder ``SHOAL_CERTIFICATES``. ``SHOAL_ON_LOSS``: ``raise`` or ``continue``. ``SHOAL_DROP_AFTER``: seconds
         after which an agent that does not answer (stopped, hung, cut off) counts as lost; if unset it is waited for
-        until the deadline of what needs it. An agent that computes answers.
+        until the deadline of what needs it. An agent that computes answers. ``SHOAL_INCARNATION``: how often this agent
+        was started again while the others went on; more than 0 asks them to let it in. ``SHOAL_ENTRY_TIMEOUT``: seconds
+        for which it waits for that (3600).
 
     Raises:
         DeadlineExceeded: Agents did not come; the message names them.
@@ -135,14 +140,7 @@ def leave(mine: AgentContext, farewell: str = "", died: bool = False) -> None:
 
 def default_timeout() -> float:
     """Seconds of ``SHOAL_TIMEOUT``."""
-    text = os.environ.get("SHOAL_TIMEOUT", "")
-    try:
-        timeout = float(text) if text else DEFAULT_TIMEOUT
-    except ValueError:
-        timeout = -1.0
-    if not timeout > 0:
-        raise ValueError(f"SHOAL_TIMEOUT={text!r}: it must be a positive number of seconds")
-    return timeout
+    return _seconds("SHOAL_TIMEOUT", DEFAULT_TIMEOUT)
 
 
 def _agents_per_machine(mine: AgentContext) -> int | None:
@@ -163,14 +161,14 @@ def _check_finite() -> bool:
     return text == "1"
 
 
-def _drop_after() -> float:
-    text = os.environ.get("SHOAL_DROP_AFTER", "")
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable, "")
     try:
-        seconds = float(text) if text else float("inf")
+        seconds = float(text) if text else default
     except ValueError:
         seconds = -1.0
     if not seconds > 0:
-        raise ValueError(f"SHOAL_DROP_AFTER={text!r}: it must be a positive number of seconds")
+        raise ValueError(f"{variable}={text!r}: it must be a positive number of seconds")
     return seconds
 
 
@@ -188,9 +186,10 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
     per_machine = _agents_per_machine(mine)
     deadline = time.monotonic() + timeout
-    finite, drop_after = _check_finite(), _drop_after()
+    finite, drop_after = _check_finite(), _seconds("SHOAL_DROP_AFTER", float("inf"))
     certificates = certificates_of(launch.rank)
-    mine.engine = engine = Engine(launch.rank, launch.size, timeout)
+    mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
+    engine.entry.be_patient(_seconds("SHOAL_ENTRY_TIMEOUT", ENTRY_TIMEOUT))
     engine.publisher.finite = finite
     engine.watchdog.drop_after = drop_after
     engine.router.certificates = certificates
@@ -201,26 +200,54 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
         alike = {"SHOAL_AGENTS_PER_MACHINE": per_machine, "SHOAL_TLS": "on" if certificates else "off"}
         alike["on_loss"] = on_loss
         said = {"place": asdict(engine.router.place), "alike": alike}
-        with convene(mine.store, launch, deadline, said) as (meeting, found):
-            places = [Place(**one["place"]) for one in found]
-            _check_agreement(found, alike)
-            interface = os.environ.get("SHOAL_INTERFACE", "")
-            reached = [one["reached"] for one in found]
-            endpoint = engine.router.listen(places, forced, interface, launch.host or "", reached)
-            endpoints, secret, well_kept = introduce(meeting, launch, found, endpoint)
-            meeting.end()
-            engine.router.meet(endpoints, secret, well_kept)
-            engine.start()
-            agent = Agent(engine, _machines(places, per_machine), launch)
+        try:
+            with convene(mine.store, launch, deadline, said) as (meeting, found):
+                places = [Place(**one["place"]) for one in found]
+                _check_agreement(found, alike)
+                endpoint = _listen(engine, launch, forced, found)
+                met = introduce(meeting, launch, found, endpoint)
+                meeting.end()
+                engine.router.meet(met.endpoints, met.key, met.well_kept)
+                engine.start()
+                agent = Agent(engine, _machines(places, per_machine), launch)
+                _settle(agent, deadline)
+                meeting.forget(ENDPOINT)
+                if on_loss == CONTINUE and met.well_kept and launch.store_is_served:
+                    meeting.store.set(DIRECTORY, met.written())
+                # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
             _settle(agent, deadline)
-            meeting.forget(ENDPOINT)
-            # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
-        _settle(agent, deadline)
+        except AlreadyMet:
+            agent = _come_back(engine, launch, forced, per_machine, alike, deadline)
     except BaseException:
         _free(mine)
         engine.close(time.monotonic() + 1.0, died=True)
         raise
     return agent
+
+
+def _listen(engine: Engine, launch: Launch, forced: str, found: list[dict[str, Any]]) -> Endpoint:
+    interface, reached = os.environ.get("SHOAL_INTERFACE", ""), [one["reached"] for one in found]
+    places = [Place(**one["place"]) for one in found]
+    return engine.router.listen(places, forced, interface, launch.host or "", reached)
+
+
+def _come_back(
+    engine: Engine, launch: Launch, forced: str, per_machine: int | None, alike: dict[str, Any], deadline: float
+) -> Agent:
+    """The others have met and go on: ask them to let this agent in."""
+    with contextlib.closing(open_store(launch, deadline)) as store:
+        met = directory(store, launch, deadline)
+        _check_agreement(met.said, alike)
+        met.said[launch.rank] = {"place": asdict(engine.router.place), "alike": alike, "reached": store.address}
+        endpoint = _listen(engine, launch, forced, met.said)
+        met.heard[launch.rank] = {"endpoint": asdict(endpoint)}
+        engine.router.meet(met.endpoints, met.key, met.well_kept)
+        add_to_directory(store, launch, met)
+    engine.start()
+    with engine.lock:
+        engine.entry.wait_outside()
+    log.warning("rank %d was started again: until it loads its shoal.Checkpoint it exchanges with nobody", launch.rank)
+    return Agent(engine, _machines(met.places, per_machine), launch)
 
 
 def _free(mine: AgentContext) -> None:

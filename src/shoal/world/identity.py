@@ -68,12 +68,21 @@ def alive() -> tuple[int, ...]:
     return engine.agreement.alive if engine.agreement.active else engine.membership.view.alive
 
 
-def on_membership_change(listener: Callable[[MembershipChange], None]) -> Callable[[MembershipChange], None]:
-    """Call ``listener(change)`` whenever the agents that are left have agreed on a loss; also as a decorator.
+def is_entering() -> bool:
+    """Whether this agent was started again (``shoal run --on-failure restart``), and the others have not let it in yet.
 
-    With ``init(on_loss="continue")``. ``change.lost`` are the ranks that are gone since the last one, ``change.alive``
-    those that are left. It runs in the thread that drives the exchange, once the next operation may begin, and must be
-    quick; what it raises is logged.
+    Until its :meth:`shoal.Checkpoint.load`, which waits for that, it is alone: operations of all give it its own, and
+    those with neighbours raise :class:`~shoal.ShoalError`.
+    """
+    return current("is_entering()").engine.entry.outside
+
+
+def on_membership_change(listener: Callable[[MembershipChange], None]) -> Callable[[MembershipChange], None]:
+    """Call ``listener(change)`` whenever agents were lost or have entered, as all agree; also as a decorator.
+
+    With ``init(on_loss="continue")``. ``change.lost`` are the ranks that are gone since the last one,
+    ``change.entered`` those that have come, ``change.alive`` those that are there. It runs in the thread that drives
+    the exchange, once the next operation may begin, and must be quick; what it raises is logged.
 
     Returns:
         ``listener``.

@@ -16,21 +16,86 @@ import json
 import os
 import secrets
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import Mismatch
-from ..transport.router import Endpoint
+from ..transport.router import Endpoint, Place
 from .launch import Launch
-from .meeting import Meeting
+from .meeting import DIRECTORY, Meeting
+from .rendezvous import Store
 
 ENDPOINT = "endpoint"
 
 
-def introduce(
-    meeting: Meeting, launch: Launch, found: list[dict[str, Any]], endpoint: Endpoint
-) -> tuple[list[Endpoint], bytes, bool]:
-    """Tell the others where this agent listens. Where each does, by rank; what agents must know to connect; and
-    whether nobody else can know it.
+class Introduced(NamedTuple):
+    """What agents know of each other when they have met."""
+
+    attempt: str
+    said: list[dict[str, Any]]
+    """What each said when it joined the meeting."""
+    heard: list[dict[str, Any]]
+    """Where each said that it listens."""
+    key: bytes
+    """What agents must know to connect."""
+    well_kept: bool
+    """Nobody else can know it."""
+
+    @property
+    def places(self) -> list[Place]:
+        """By rank."""
+        return [Place(**one["place"]) for one in self.said]
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """By rank."""
+        return [Endpoint(**one["endpoint"]) for one in self.heard]
+
+    def written(self) -> bytes:
+        """For those who come later, and know the secret that was given."""
+        return json.dumps([self.attempt, self.said, self.heard]).encode()
+
+
+def directory(store: Store, launch: Launch, deadline: float) -> Introduced:
+    """Where those are who have met, and those who have come since: for an agent that was given the job's secret.
+
+    Raises:
+        Mismatch: The others do not know that secret; or somebody else has written it.
+    """
+    given = os.environ.get("SHOAL_SECRET", "").encode()
+    if not given:
+        raise _doubt(launch.rank, [launch.rank])
+    try:
+        attempt, said, heard = json.loads(store.get(DIRECTORY, deadline))
+        _believe(given, attempt, launch, said, heard)
+        met = Introduced(attempt, said, heard, _digest(given, "shoal job", attempt, said, heard), True)
+        for rank in range(launch.size):
+            if store.has(f"{DIRECTORY}/{rank}"):
+                *came, proof = json.loads(store.get(f"{DIRECTORY}/{rank}", deadline))
+                if hmac.compare_digest(str(proof).encode(), _came(given, attempt, rank, came).encode()):
+                    said[rank], heard[rank] = came
+        return met
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise Mismatch(
+            f"shoal.init() on rank {launch.rank}: what the rendezvous store says of those who have met makes no sense "
+            f"({error}); somebody else writes to it",
+            (),
+        ) from None
+
+
+def add_to_directory(store: Store, launch: Launch, met: Introduced) -> None:
+    """Say to those who come later where this agent is."""
+    given = os.environ.get("SHOAL_SECRET", "").encode()
+    came = [met.said[launch.rank], met.heard[launch.rank]]
+    text = json.dumps([*came, _came(given, met.attempt, launch.rank, came)])
+    store.set(f"{DIRECTORY}/{launch.rank}", text.encode())
+
+
+def _came(secret: bytes, attempt: str, rank: int, came: list[Any]) -> str:
+    return _digest(secret, "shoal came later", attempt, rank, came).hex()
+
+
+def introduce(meeting: Meeting, launch: Launch, found: list[dict[str, Any]], endpoint: Endpoint) -> Introduced:
+    """Tell the others where this agent listens, and hear where they do.
 
     Args:
         meeting: The attempt.
@@ -46,12 +111,12 @@ def introduce(
         raise _doubt(launch.rank, [launch.rank])
     mine: dict[str, Any] = {"endpoint": asdict(endpoint)}
     if given:
-        mine["proof"] = _proof(given, meeting, launch.rank, found, mine["endpoint"])
+        mine["proof"] = _proof(given, meeting.attempt, launch.rank, found, mine["endpoint"])
     elif launch.rank == 0:
         mine["secret"] = secrets.token_hex(32)
     heard = meeting.gather(ENDPOINT, mine)
     if given:
-        _believe(given, meeting, launch, found, heard)
+        _believe(given, meeting.attempt, launch, found, heard)
     elif signed := [rank for rank, one in enumerate(heard) if "proof" in one]:
         raise Mismatch(
             f"shoal.init() on rank {launch.rank}: ranks {signed} were given a secret and this one was not; set the "
@@ -61,17 +126,17 @@ def introduce(
     if heard[launch.rank] != mine:
         raise _doubt(launch.rank, [launch.rank])
     secret = given or heard[0]["secret"].encode()
-    proof = _digest(secret, "shoal job", meeting, found, heard)
-    return [Endpoint(**one["endpoint"]) for one in heard], proof, bool(given)
+    key = _digest(secret, "shoal job", meeting.attempt, found, heard)
+    return Introduced(meeting.attempt, found, heard, key, bool(given))
 
 
 def _believe(
-    given: bytes, meeting: Meeting, launch: Launch, found: list[dict[str, Any]], heard: list[dict[str, Any]]
+    given: bytes, attempt: str, launch: Launch, found: list[dict[str, Any]], heard: list[dict[str, Any]]
 ) -> None:
     """Mismatch for those who cannot have said what they are said to have said."""
     unproven = []
     for rank, one in enumerate(heard):
-        proof = _proof(given, meeting, rank, found, one.get("endpoint"))
+        proof = _proof(given, attempt, rank, found, one.get("endpoint"))
         if not hmac.compare_digest(str(one.get("proof")).encode(), proof.encode()):
             unproven.append(rank)
     if unproven or len(heard) != launch.size:
@@ -87,10 +152,10 @@ def _doubt(rank: int, unproven: list[int]) -> Mismatch:
     )
 
 
-def _proof(secret: bytes, meeting: Meeting, rank: int, found: list[dict[str, Any]], endpoint: Any) -> str:
-    return _digest(secret, "shoal endpoint", meeting, rank, found, endpoint).hex()
+def _proof(secret: bytes, attempt: str, rank: int, found: list[dict[str, Any]], endpoint: Any) -> str:
+    return _digest(secret, "shoal endpoint", attempt, rank, found, endpoint).hex()
 
 
-def _digest(secret: bytes, what: str, meeting: Meeting, *said: Any) -> bytes:
-    text = json.dumps([what, meeting.attempt, *said], sort_keys=True)
+def _digest(secret: bytes, what: str, attempt: str, *said: Any) -> bytes:
+    text = json.dumps([what, attempt, *said], sort_keys=True)
     return hmac.digest(secret, text.encode(), "sha256")

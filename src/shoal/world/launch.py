@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+INCARNATION = "SHOAL_INCARNATION"
 
 # Below the range from which Linux takes the ports of outgoing connections (32768 to 60999), so that no client of
 # this machine sits on a derived port by accident.
@@ -37,6 +38,8 @@ class Launch:
     store_is_served: bool = False
     #: How often the launcher has restarted the job.
     attempt: int = 0
+    #: How often the launcher has started this one agent again while the others went on.
+    incarnation: int = 0
     #: The launcher's name for the job: the same in all its agents, and in no other job of this machine. Often empty.
     job: str = ""
 
@@ -60,6 +63,7 @@ def current(environ: Mapping[str, str] = os.environ) -> Launch:
         host=host,
         port=port,
         attempt=variables.count("TORCHELASTIC_RESTART_COUNT", default=0),
+        incarnation=variables.count(INCARNATION, default=0),
         job=variables.text("TORCHELASTIC_RUN_ID"),
     )
 
@@ -182,6 +186,7 @@ def _torchrun(variables: _Variables) -> Launch | None:
             variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True" and not variables.text("SHOAL_RENDEZVOUS")
         ),
         attempt=variables.count("TORCHELASTIC_RESTART_COUNT", default=0),
+        incarnation=variables.count(INCARNATION, default=0),
         job=variables.text("TORCHELASTIC_RUN_ID"),
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -26,6 +27,13 @@ BREAK_UP_SECONDS = 2.0
 _LOOK_AGAIN = 0.01
 LOST = "lost"
 """The key, of no attempt, under which a launcher that lets the others live says which agent has ended."""
+
+DIRECTORY = "directory"
+"""The key, of no attempt, under which those who have met say where they are, for those who come later."""
+
+
+class AlreadyMet(Exception):
+    """The others have met, and go on; who was started again meanwhile finds them by what they have left."""
 
 
 class Meeting:
@@ -161,7 +169,11 @@ class Meeting:
 
     def _first_of(self, *keys: str) -> tuple[str, bytes]:
         """The same by their whole names, unless one of those who are waited for has ended."""
-        key, value = self.store.first([*keys, LOST], self._deadline)
+        comes_back = [DIRECTORY] if self._launch.incarnation and os.environ.get("SHOAL_SECRET") else []
+        key, value = self.store.first([*comes_back, *keys, LOST], self._deadline)
+        if key == DIRECTORY:
+            self._told = True
+            raise AlreadyMet
         if key == LOST:
             lost = json.loads(value)
             self._told = self._hopeless = True

@@ -1,0 +1,257 @@
+"""Agents enter a run that goes on: in the place of one that was lost, or for the first time.
+
+Who comes connects to all that it can reach, and asks to be let in. Until it is, it is alone: what it does is with
+nobody, and what others send to it waits (``transport/lobby.py``). The others let in who waits at a point that is the
+same line of the script for all of them, by an operation of all (``ops/entering.py``): its end is the same for all,
+whoever dies meanwhile, and lets in the same agents everywhere. Each then tells those where all are and how many rounds
+of each name have begun, before anything else; the first word of it makes a newcomer one of them. From there on it is an
+agent as any other, and its death a loss as any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ..errors import DeadlineExceeded, PeerLost, ShoalError
+from ..transport.lobby import ENTRY
+from ..transport.router import Endpoint, Place, Router
+from ..transport.wire import Kind, Message, ProtocolError, Where
+from .agreement import NONSENSE, Agreement, as_counts, as_ranks, decisions_as_data, decisions_of
+from .failures import Failures
+from .matching import Matcher
+from .membership import Membership, Plan
+from .operation import Operation
+from .outbox import Outbox, send_alone
+from .progress import Progress
+from .publishing import Publisher
+from .services import once_whole
+
+T = TypeVar("T")
+
+
+class Newcomer(NamedTuple):
+    """An agent that asks to be let in."""
+
+    place: Place
+    endpoint: Endpoint
+
+    def as_data(self) -> list[dict[str, Any]]:
+        """As it travels."""
+        return [asdict(self.place), asdict(self.endpoint)]
+
+    @classmethod
+    def of(cls, said: Any, rank: int) -> Newcomer:
+        """As it was before it travelled; one of :data:`NONSENSE` where it is none, or not of this rank."""
+        place, endpoint = said
+        newcomer = cls(_checked(Place, place), _checked(Endpoint, endpoint))
+        if newcomer.place.rank != rank or not 0 <= newcomer.place.incarnation < 1 << 32:
+            raise ValueError(f"the place of rank {newcomer.place.rank}")
+        return newcomer
+
+
+def _checked(kind: type[T], said: Mapping[str, Any]) -> T:
+    """A place or an endpoint, whose fields are numbers and texts."""
+    for one in fields(kind):  # type: ignore[arg-type]
+        if one.type != type(said[one.name]).__name__:
+            raise TypeError(f"{one.name} is {said[one.name]!r}")
+    return kind(**said)
+
+
+class Entry:
+    """One agent's part in it, on either side of the door. Used under the engine's lock.
+
+    Attributes:
+        outside: This agent waits to be let in itself.
+        patience: Seconds for which it waits, if nothing else is said.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        progress: Progress,
+        matcher: Matcher,
+        membership: Membership,
+        router: Router,
+        outbox: Outbox,
+        agreement: Agreement,
+        failures: Failures,
+        publisher: Publisher,
+    ) -> None:
+        self.outside = False
+        self.patience = float("inf")
+        self._asked: dict[int, Newcomer] = {}
+        self._rank = rank
+        self._size = size
+        self._progress = progress
+        self._matcher = matcher
+        self._membership = membership
+        self._router = router
+        self._outbox = outbox
+        self._agreement = agreement
+        self._failures = failures
+        self._publisher = publisher
+
+    def be_patient(self, seconds: float) -> None:
+        """How long to wait for being let in."""
+        self.patience = seconds
+
+    # Inside
+
+    def asking(self) -> dict[int, Newcomer]:
+        """Who asks to be let in, by rank, and is still connected."""
+        return {rank: one for rank, one in self._asked.items() if self._router.waits(rank, one.place.incarnation)}
+
+    def let_in_at_the_end_of(self, operation: Operation) -> None:
+        """Its result is, on all agents, who enters and how many rounds of each name have begun."""
+        operation.on_end = self._let_in
+
+    def begun(self) -> dict[str, int]:
+        """How many rounds of each name this agent has begun."""
+        return self._matcher.all_begun()
+
+    def _let_in(self, found: tuple[Mapping[int, Newcomer], dict[str, int]]) -> None:
+        newcomers, begun = found
+        if not newcomers:
+            return
+        ranks = tuple(sorted(newcomers))
+        self._outbox.forget_news(ranks)
+        for rank, one in newcomers.items():
+            self._asked.pop(rank, None)
+            self._failures.forget(rank)
+            self._router.admit(one.place, one.endpoint)
+            self._membership.add(rank)
+        self._agreement.admit(ranks, begun)
+        said = json.dumps(self._welcome(begun)).encode()
+        for rank in ranks:
+            data = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+            send_alone(self._publisher, self._outbox, rank, Message(Kind.DATA, ENTRY, ENTRY), data)
+        self._agreement.tell_again()
+        self._progress.check_by(0.0)
+
+    def _welcome(self, begun: dict[str, int]) -> dict[str, Any]:
+        """What a newcomer has to know."""
+        router = self._router
+        everybody = [Newcomer(*one).as_data() for one in zip(router.places, router.endpoints, strict=True)]
+        decisions = decisions_as_data(self._agreement.decisions)
+        return {"everybody": everybody, "plan": self._agreement.now, "begun": begun, "decisions": decisions}
+
+    # Outside
+
+    def wait_outside(self) -> None:
+        """Be alone, until the others have been asked, and let this agent in."""
+        self._membership.stand_alone(self._rank)
+        self._agreement.stand_alone()
+        self.outside = True
+        self._router.wait_outside()
+
+    def ask(self) -> None:
+        """Ask all agents to be let in; those that are there no more do not answer."""
+        text = json.dumps(Newcomer(self._router.place, self._router.endpoints[self._rank]).as_data()).encode()
+        for rank in (rank for rank in range(self._size) if rank != self._rank):
+            message = Message(Kind.DATA, ENTRY, ENTRY, shape=(len(text),), nbytes=len(text), body=text)
+            message.where = Where.INLINE
+            try:
+                link = self._router.link(rank)
+            except OSError:
+                continue
+            link.post(message)
+            link.flush()
+
+    def check_inside(self, what: str) -> None:
+        """ShoalError where this agent waits to be let in."""
+        if self.outside:
+            raise self.not_in_yet(what)
+
+    def not_in_yet(self, what: str) -> ShoalError:
+        return ShoalError(
+            f"{what} on rank {self._rank}: this agent was started again, and has not entered the run of the others: it "
+            "does where it loads its shoal.Checkpoint, which has to come first; see docs/survival.md",
+            (self._rank,),
+        )
+
+    @property
+    def waits(self) -> bool:
+        """It may still be let in."""
+        return self.outside and bool(self._router.links)
+
+    def not_let_in(self, seconds: float) -> DeadlineExceeded:
+        """The others have not let this agent in."""
+        asked = sorted(self._router.links)
+        return DeadlineExceeded(
+            f"rank {self._rank} was started again and has waited {seconds:g} s to be let in: ranks {asked} have called "
+            "no Checkpoint.save. SHOAL_ENTRY_TIMEOUT sets how long to wait",
+            asked,
+        )
+
+    def nobody_left(self) -> PeerLost:
+        """The others have ended before they let this agent in."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        return PeerLost(
+            f"rank {self._rank} was started again, and nobody is there any more who could let it in: the others have "
+            "ended",
+            others,
+        )
+
+    def _enter(self, said: Any) -> None:
+        plan = Plan(as_ranks(said["plan"][0], self._size), int(said["plan"][1]))
+        everybody = [Newcomer.of(one, rank) for rank, one in enumerate(said["everybody"])]
+        begun, decisions = as_counts(said["begun"]), decisions_of(said["decisions"], self._size)
+        if len(everybody) != self._size or self._rank in plan.gone:
+            raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}")
+        self.outside = False
+        self._router.stop_waiting()
+        self._matcher.begin_at(begun)
+        for rank, one in enumerate(everybody):
+            if rank != self._rank and rank not in plan.gone:
+                self._router.admit(one.place, one.endpoint)
+                self._membership.add(rank)
+        self._agreement.enter(plan, decisions)
+        self._progress.notify()
+        self._progress.check_by(0.0)
+
+    # As a service
+
+    def serve(self, source: int, message: Message) -> None:
+        """An agent asks to be let in, or lets this one in; see :class:`~.services.Service`."""
+        once_whole(message, partial(self._heard, source, message))
+
+    def _heard(self, source: int, message: Message, text: bytes) -> None:
+        try:
+            said = json.loads(text)
+            if isinstance(said, list):
+                self._asked[source] = Newcomer.of(said, source)
+            elif self.outside:
+                self._enter(said)
+        except NONSENSE as error:
+            raise ProtocolError(f"what was said of an entry makes no sense: {error}") from None
+        self._outbox.acknowledge(source, message)
+        if source in self.asking() and source in self._membership.view.alive:
+            self._failures.on_closed(source, "it has been started again", True, True)
+
+    @property
+    def cause(self) -> int | None:
+        return None
+
+    def on_gone(self, rank: int, because: int | None) -> None:
+        """Who asks has not come yet."""
+
+    def check(self, now: float) -> float:
+        """Hear what those have said who were let in; see :class:`~.services.Service`."""
+        self._router.open_lobby()
+        return float("inf")
+
+    def descriptors(self) -> list[int]:
+        return []
+
+    def holds_topology(self) -> list[str]:
+        return []
+
+    def close(self, deadline: float) -> None:
+        """Who waits to be let in finds its connection closed."""
