@@ -1,28 +1,37 @@
-"""Agents that lose others in any order plan alike: many agreements, with a network and losses that are drawn."""
+"""Agents that lose others and let others in, in any order, plan alike: many agreements, on a network that is drawn."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
-from typing import Any
+from collections import Counter, defaultdict, deque
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from shoal.engine.agreement import WORD, Agreement, Ranks
+from shoal.engine.agreement import WORD, Agreement
 from shoal.engine.callbacks import Callbacks
+from shoal.engine.entry import Entry, Newcomer
 from shoal.engine.matching import Matcher
-from shoal.engine.membership import Departure, Membership
+from shoal.engine.membership import Departure, Membership, Plan
 from shoal.engine.operation import OnLoss, Operation, Recovery
+from shoal.transport.lobby import ENTRY
+from shoal.transport.router import Endpoint, Place, here
 from shoal.transport.wire import Kind, Message, Payload, ProtocolError
+
+HERE = here(0)
+ALL, IN = "b", "c"
+"""Operations of all, and those of them that let others in."""
 
 
 class Lifecycle:
-    """As much of one as agreements and repairs use."""
+    """As much of one as agreements, entries and repairs use."""
 
     def __init__(self, one: Simulated) -> None:
         self.frozen = False
-        self.gone: Ranks = ()
+        self.gone: tuple[int, ...] = ()
+        self.entered = 0
         self.ready: deque[Operation] = deque()
         self._one = one
 
@@ -34,8 +43,11 @@ class Lifecycle:
     def freeze(self) -> None:
         self.frozen = True
 
-    def thaw(self, gone: Ranks) -> None:
+    def thaw(self, gone: tuple[int, ...]) -> None:
         self.frozen, self.gone = False, gone
+
+    def meet(self, plan: Plan) -> None:
+        self.gone, self.entered = plan
 
     def make_ready(self, operation: Operation) -> None:
         self._one.attempts(operation)
@@ -48,17 +60,77 @@ class Fusion:
     def split_all(self) -> None: ...
 
 
+class Nothing:
+    """What nobody looks at here."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+class Router:
+    """Where all are, as one agent knows it, and its lobby."""
+
+    def __init__(self, one: Simulated, size: int) -> None:
+        self.place = replace(HERE, rank=one.rank, incarnation=one.incarnation)
+        self.places = [replace(HERE, rank=rank) for rank in range(size)]
+        self.places[one.rank] = self.place
+        self.endpoints = [Endpoint()] * size
+        self.outside = False
+        self.waiting: dict[tuple[int, int], list[Message]] = {}
+        self._one = one
+
+    def waits(self, rank: int, incarnation: int) -> bool:
+        found = self._one.net.there.get(rank)
+        return (rank, incarnation) in self.waiting and found is not None and found.incarnation == incarnation
+
+    def wait_outside(self) -> None:
+        self.outside = True
+
+    def stop_waiting(self) -> None:
+        self.outside = False
+
+    def admit(self, place: Place, endpoint: Endpoint) -> None:
+        self.places[place.rank], self.endpoints[place.rank] = place, endpoint
+
+    def open_lobby(self) -> None:
+        for rank, incarnation in list(self.waiting):
+            if not self.outside and self.places[rank].incarnation == incarnation:
+                for message in self.waiting.pop((rank, incarnation), []):
+                    self._one.hear(rank, incarnation, message)
+
+    def take(self, source: int, incarnation: int, message: Message) -> bool:
+        """Whether it is to be heard now."""
+        known = self.places[source].incarnation
+        if incarnation < known and not self.outside:
+            return False
+        if (incarnation > known or self.outside) and message.name != ENTRY:
+            self.waiting.setdefault((source, incarnation), []).append(message)
+            return False
+        if incarnation > known:
+            self.waiting.setdefault((source, incarnation), [])
+        return incarnation != known or message.name == ENTRY or source in self._one.membership.view.alive
+
+
+class Link(NamedTuple):
+    source: int
+    source_incarnation: int
+    to: int
+    incarnation: int
+
+
 class Simulated:
     """One agent: it begins rounds between neighbours, and of all. The result of all is the attempt that gave it."""
 
-    def __init__(self, rank: int, net: Net) -> None:
-        self.rank, self.net = rank, net
+    def __init__(self, rank: int, net: Net, incarnation: int = 0) -> None:
+        self.rank, self.net, self.incarnation = rank, net, incarnation
         self.matcher, self.membership = Matcher(), Membership(net.size)
-        self.planned: list[Ranks] = []  # of each round between neighbours
-        self.ended: dict[int, object] = {}  # the results of all
+        self.planned: dict[int, Plan] = {}  # by round between neighbours
+        self.ended: dict[tuple[str, int], object] = {}  # the results of all
         lifecycle: Any = Lifecycle(self)
+        router: Any = Router(self, net.size)
         fusion: Any = Fusion()
-        self.lifecycle = lifecycle
+        nothing: Any = Nothing()
+        self.lifecycle, self.router = lifecycle, router
         self.agreement = Agreement(
             rank,
             net.size,
@@ -73,16 +145,39 @@ class Simulated:
             lambda _: None,
         )
         self.agreement.activate()
+        self.entry = Entry(
+            rank,
+            net.size,
+            nothing,
+            self.matcher,
+            self.membership,
+            router,
+            nothing,
+            self.agreement,
+            nothing,
+            self._send,
+        )
+        if incarnation:
+            self.entry.wait_outside()
+
+    def ask(self) -> None:
+        """As :meth:`Entry.ask` says it."""
+        self.router.endpoints[self.rank] = Endpoint()
+        text = torch.frombuffer(bytearray(Newcomer(self.router.place, Endpoint()).as_json()), dtype=torch.uint8)
+        for other in self.net.there.values():
+            if other is not self:
+                message = Message(Kind.DATA, ENTRY, ENTRY, dtype=text.dtype, payload=Payload(text, text.numel()))
+                self.net.put(Link(self.rank, self.incarnation, other.rank, other.incarnation), message)
 
     def _send(self, peer: int, what: Message, data: torch.Tensor) -> None:
         message = Message(what.kind, what.op, what.name, dtype=data.dtype, payload=Payload(data, data.numel()))
-        self.net.links[self.rank, peer].append(message)
+        self.net.put(Link(self.rank, self.incarnation, peer, self.router.places[peer].incarnation), message)
 
     def notice(self, departure: Departure) -> None:
-        if self.membership.remove(departure.rank, departure.cause, departure.died):
-            self.net.links[departure.rank, self.rank].clear()
-            if departure.died or self.lifecycle.frozen:
-                self.agreement.change()
+        if self.membership.remove(departure.rank, departure.cause, departure.died) and (
+            departure.died or self.lifecycle.frozen
+        ):
+            self.agreement.change()
 
     def misses_somebody(self) -> None:
         """A round needs an agent that has left, if there is one."""
@@ -90,118 +185,180 @@ class Simulated:
             self.agreement.missed(rank)
         self.agreement.check(0.0)
 
-    def begin_a_round(self) -> None:
-        operation = self.matcher.begin("average", "a", float("inf"), False)
-        self.planned.append(self.agreement.plan("a", operation.round, OnLoss.GO_ON))
-        self.matcher.end(operation, None)
-
-    def begin_one_of_all(self) -> None:
-        operation = self.matcher.begin("sum", "b", float("inf"), False)
-        gone = self.agreement.plan("b", operation.round, OnLoss.RESTART)
-        operation.recovery = Recovery(lambda _: iter(()), OnLoss.RESTART, gone)  # type: ignore[arg-type, return-value]
+    def begin(self, name: str) -> None:
+        if self.matcher.under(IN):  # its caller waits for its end
+            return
+        operation = self.matcher.begin(name, name, float("inf"), False)
+        if name not in (ALL, IN):
+            self.planned[operation.round] = self.agreement.plan_of(name, operation.round, OnLoss.GO_ON)
+            self.matcher.end(operation, None)
+            return
+        plan = self.agreement.plan_of(name, operation.round, OnLoss.RESTART)
+        operation.recovery = Recovery(lambda _: iter(()), OnLoss.RESTART, plan)  # type: ignore[arg-type, return-value]
         self.attempts(operation)
 
     def attempts(self, operation: Operation) -> None:
-        self.net.here.setdefault((operation.round, operation.gone), set()).add(self.rank)
+        said = None
+        if operation.name == IN:
+            self.entry.let_in_at_the_end_of(operation)
+            said = self.entry.asking(), self.entry.begun()
+        self.net.here[operation.name, operation.round, operation.plan][self.rank] = said
 
     def go_on(self) -> None:
         """Take a result that all of an attempt have contributed to, or the first of them alone, as the root of a
         broadcast; end where all of them have it."""
         for operation in self.matcher.in_flight():
-            key, recovery = (operation.round, operation.gone), operation.recovery
+            key, recovery = (operation.name, operation.round, operation.plan), operation.recovery
             assert recovery is not None
             group = set(range(self.net.size)) - set(operation.gone)
-            if recovery.result is None and (self.net.here[key] >= group or self.rank == min(group)):
-                recovery.keep(operation.gone)
-                self.net.have.setdefault(key, set()).add(self.rank)
+            parts = self.net.here[key]
+            as_root = operation.name == ALL and self.rank == min(group)
+            if recovery.result is None and (set(parts) >= group or as_root):
+                recovery.keep(joined(parts, operation) if operation.name == IN else operation.plan)
+                self.net.have[key].add(self.rank)
             elif recovery.result is not None and self.net.have[key] >= group:
                 self.end(operation, recovery.result[0])
 
     def end(self, operation: Operation, result: object) -> None:
-        self.ended[operation.round] = result
+        self.ended[operation.name, operation.round] = result
         self.matcher.end(operation, None)
+        if operation.on_end is not None:
+            operation.on_end(result)
 
-    def hear(self, source: int, message: Message) -> None:
-        self.agreement.serve(source, message)
+    def hear(self, source: int, incarnation: int, message: Message) -> None:
+        if self.router.take(source, incarnation, message):
+            service = self.entry if message.name == ENTRY else self.agreement
+            service.serve(source, message)
+        self.router.open_lobby()
+
+
+def joined(parts: dict[int, Any], operation: Operation) -> tuple[dict[int, Newcomer], dict[str, int]]:
+    """As ``ops/entering.py`` joins what all say."""
+    found: dict[int, Newcomer] = {}
+    begun: dict[str, int] = {}
+    for asking, counts in parts.values():
+        for rank, one in asking.items():
+            known = found.get(rank)
+            if rank in operation.gone and (known is None or known.place.incarnation < one.place.incarnation):
+                found[rank] = one
+        for name, count in counts.items():
+            begun[name] = max(count, begun.get(name, 0))
+    return found, begun
 
 
 class Net:
     def __init__(self, size: int) -> None:
         self.size = size
-        self.links: dict[tuple[int, int], deque[Message]] = {
-            (one, other): deque() for one in range(size) for other in range(size)
-        }
-        self.here: dict[tuple[int, Ranks], set[int]] = {}
-        self.have: dict[tuple[int, Ranks], set[int]] = {}
+        self.links: dict[Link, deque[Message]] = {}
+        self.here: defaultdict[tuple[str, int, Plan], dict[int, Any]] = defaultdict(dict)
+        self.have: defaultdict[tuple[str, int, Plan], set[int]] = defaultdict(set)
         self.there = {rank: Simulated(rank, self) for rank in range(size)}
-        self.dead: dict[int, bool] = {}  # and whether they died, or left
+        self.dead: dict[tuple[int, int], bool] = {}  # by rank and incarnation; whether they died, or left
+        self.starts: Counter[int] = Counter()
 
-    def deliver(self, source: int, to: int) -> None:
-        self.there[to].hear(source, self.links[source, to].popleft())
+    @property
+    def inside(self) -> list[Simulated]:
+        return [one for one in self.there.values() if not one.entry.outside]
 
-    def notices(self, rank: int, dead: int) -> None:
-        self.there[rank].notice(Departure(dead, "gone", self.dead[dead], rank))
+    def put(self, link: Link, message: Message) -> None:
+        self.links.setdefault(link, deque()).append(message)
+
+    @property
+    def waiting(self) -> list[Link]:
+        """Who has something to hear."""
+        there = {(one.rank, one.incarnation) for one in self.there.values()}
+        return [link for link, queue in self.links.items() if queue and (link.to, link.incarnation) in there]
+
+    def deliver(self, link: Link) -> None:
+        self.there[link.to].hear(link.source, link.source_incarnation, self.links[link].popleft())
+
+    def notices(self, rank: int, dead: int, incarnation: int = 0) -> None:
+        one = self.there[rank]
+        if not one.entry.outside and one.router.places[dead].incarnation == incarnation:
+            one.notice(Departure(dead, "gone", self.dead[dead, incarnation], rank))
 
     def lose(self, rank: int, died: bool = True) -> None:
-        self.dead[rank] = died
+        self.dead[rank, self.there[rank].incarnation] = died
         del self.there[rank]
 
-    def step(self, draw: random.Random) -> None:
-        waiting = [(source, to) for (source, to), link in self.links.items() if link and to in self.there]
+    def come_back(self, rank: int) -> None:
+        self.starts[rank] += 1
+        one = self.there[rank] = Simulated(rank, self, self.starts[rank])
+        one.ask()
+
+    def step(self, draw: random.Random, returns: bool) -> None:
+        waiting = self.waiting
         what = draw.random()
         one = draw.choice(list(self.there.values()))
         if what < 0.4 and waiting:
-            self.deliver(*draw.choice(waiting))
+            self.deliver(draw.choice(waiting))
         elif what < 0.45 and self.dead:
-            self.notices(one.rank, draw.choice(list(self.dead)))
-        elif what < 0.47 and len(self.there) > 2:
+            self.notices(one.rank, *draw.choice(list(self.dead)))
+        elif what < 0.47 and len(self.inside) > 2:
             self.lose(one.rank, died=draw.random() < 0.7)
         elif what < 0.49:
             one.misses_somebody()
-        elif what < 0.7 and not one.lifecycle.frozen:
-            draw.choice([one.begin_a_round, one.begin_one_of_all])()
-        elif not one.lifecycle.frozen:
+        elif what < 0.51 and returns and len(self.there) < self.size:
+            self.come_back(draw.choice([rank for rank in range(self.size) if rank not in self.there]))
+        elif one.entry.outside or one.lifecycle.frozen:
+            pass
+        elif what < 0.7:
+            one.begin(draw.choice(["a", ALL, IN] if returns else ["a", ALL]))
+        else:
             one.go_on()
 
     def finish(self, draw: random.Random) -> None:
         """All losses are noticed, all that was said is heard, and who is behind calls what the others have called."""
-        for rank in self.there:
-            for dead in self.dead:
-                self.notices(rank, dead)
-        draw.choice(list(self.there.values())).misses_somebody()
-        while waiting := [(source, to) for (source, to), link in self.links.items() if link and to in self.there]:
-            self.deliver(*waiting[0])
-        most = max(one.matcher.begun("b") for one in self.there.values())
-        for one in self.there.values():
-            while one.matcher.begun("b") < most:
-                one.begin_one_of_all()
-        for _ in range(2):  # contribute, then end
-            for one in self.there.values():
+        for _ in range(30):
+            for rank in self.there:
+                for dead in self.dead:
+                    self.notices(rank, *dead)
+            draw.choice(self.inside).misses_somebody()
+            while waiting := self.waiting:
+                self.deliver(waiting[0])
+            for name in ("a", ALL, IN):
+                most = max(one.matcher.begun(name) for one in self.inside)
+                for one in self.inside:
+                    for _ in range(most - one.matcher.begun(name)):
+                        if not one.lifecycle.frozen:
+                            one.begin(name)
+            for one in self.inside:
                 one.go_on()
+                one.router.open_lobby()  # who drives looks at the clock
 
 
 def check(net: Net) -> None:
-    left = list(net.there.values())
+    left = net.inside
+    first = left[0]
     for one in left:
-        assert not one.lifecycle.frozen and one.agreement.gone == tuple(sorted(net.dead))
+        assert not one.lifecycle.frozen and one.agreement.now == first.agreement.now
+        assert set(one.agreement.alive) == {other.rank for other in left}
         assert not one.matcher.in_flight()
-        assert one.ended == left[0].ended
-    for plans in zip(*(one.planned for one in left), strict=False):
-        assert len(set(plans)) == 1, plans
+        assert one.matcher.all_begun() == first.matcher.all_begun()
+    ended: dict[tuple[str, int], object] = {}
+    planned: dict[int, Plan] = {}
+    for one in left:
+        for key, result in one.ended.items():
+            assert ended.setdefault(key, result) == result
+        for number, plan in one.planned.items():
+            assert planned.setdefault(number, plan) == plan
 
 
+@pytest.mark.parametrize("returns", [False, True], ids=["lost", "lost and back"])
 @pytest.mark.parametrize("first", range(0, 1000, 250))
-def test_agents_that_are_left_plan_and_end_all_rounds_alike(first: int) -> None:
-    lost = 0
+def test_agents_that_are_there_plan_and_end_all_rounds_alike(first: int, returns: bool) -> None:
+    lost = entered = 0
     for seed in range(first, first + 250):
         draw = random.Random(seed)
         net = Net(draw.randint(3, 6))
-        for _ in range(400):
-            net.step(draw)
+        for _ in range(600 if returns else 400):
+            net.step(draw, returns)
         net.finish(draw)
         check(net)
         lost += len(net.dead)
+        entered += net.inside[0].lifecycle.entered
     assert lost > 250
+    assert entered > 150 or not returns
 
 
 def test_who_missed_a_first_agreement_plans_its_rounds_like_those_who_had_it() -> None:
@@ -211,38 +368,37 @@ def test_who_missed_a_first_agreement_plans_its_rounds_like_those_who_had_it() -
     for rank in (0, 1, 2):
         net.notices(rank, 3)
     for source, to in ((1, 0), (2, 0)):
-        net.deliver(source, to)
+        net.deliver(Link(source, 0, to, 0))
     assert first.agreement.gone == (3,) and second.lifecycle.frozen
-    first.begin_a_round()
+    first.begin("a")
     net.lose(2)
     net.notices(1, 2)  # before it has heard what 0 and 2 said of the first
     net.notices(0, 2)
     net.finish(random.Random(0))
     assert first.agreement.gone == second.agreement.gone == (2, 3)
-    second.begin_a_round()
-    assert first.planned == second.planned == [(3,)]
-    first.begin_a_round()
-    assert first.planned[1] == (2, 3)
+    assert first.planned == second.planned == {0: Plan((3,))}
+    first.begin("a")
+    assert first.planned[1] == Plan((2, 3))
 
 
 def test_results_of_two_attempts_are_not_taken_for_one() -> None:
     net = Net(4)
     first, second = net.there[0], net.there[1]
     for one in net.there.values():
-        one.begin_one_of_all()
+        one.begin(ALL)
     first.go_on()
     second.go_on()  # both have a result with rank 3; rank 2 has none
     net.lose(3)
     for rank in (0, 1, 2):
         net.notices(rank, 3)
     for source, to in ((1, 0), (2, 0)):
-        net.deliver(source, to)
+        net.deliver(Link(source, 0, to, 0))
     first.go_on()  # as a root it has the result of the next attempt at once
     net.lose(2)
     net.notices(1, 2)  # which therefore never makes that attempt
     net.notices(0, 2)
     net.finish(random.Random(0))
-    assert first.ended == second.ended == {0: (2, 3)}
+    assert first.ended == second.ended == {(ALL, 0): Plan((2, 3))}
 
 
 @pytest.mark.parametrize(
@@ -251,15 +407,16 @@ def test_results_of_two_attempts_are_not_taken_for_one() -> None:
         "nonsense",
         "[]",
         '{"gone": []}',
-        '{"gone": [[7, "", true]], "begun": {}, "open": {}, "decisions": []}',
-        '{"gone": [[1, "", true], [1, "", true]], "begun": {}, "open": {}, "decisions": []}',
-        '{"gone": [], "begun": {"a": "x"}, "open": {}, "decisions": []}',
-        '{"gone": [], "begun": {}, "open": {"a": 1}, "decisions": []}',
-        '{"gone": [], "begun": {}, "open": {}, "decisions": [[[2, 1], {}]]}',
+        '{"gone": [[7, "", true]], "entered": 0, "begun": {}, "open": {}, "decisions": []}',
+        '{"gone": [[1, "", true], [1, "", true]], "entered": 0, "begun": {}, "open": {}, "decisions": []}',
+        '{"gone": [], "entered": "x", "begun": {}, "open": {}, "decisions": []}',
+        '{"gone": [], "entered": 0, "begun": {"a": "x"}, "open": {}, "decisions": []}',
+        '{"gone": [], "entered": 0, "begun": {}, "open": {"a": 1}, "decisions": []}',
+        '{"gone": [], "entered": 0, "begun": {}, "open": {}, "decisions": [[[2, 1], 0, {}, []]]}',
     ],
 )
 def test_nonsense_about_a_loss_is_a_protocol_error(said: str) -> None:
     data = torch.frombuffer(bytearray(said.encode()), dtype=torch.uint8)
     message = Message(Kind.DATA, WORD, WORD, dtype=torch.uint8, payload=Payload(data, data.numel()))
     with pytest.raises(ProtocolError, match="makes no sense"):
-        Net(4).there[0].hear(1, message)
+        Net(4).there[0].hear(1, 0, message)

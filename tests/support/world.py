@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -123,6 +125,25 @@ class Template:
 
 
 @functools.cache
+def served_store() -> int:
+    """The port of the rendezvous store of those worlds whose agents may be started again; as a launcher's."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port: int = listener.getsockname()[1]
+    serve = "import sys; from shoal.world.rendezvous import serve; serve(int(sys.argv[1]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", serve, str(listener.fileno())], env=plain_environment(), pass_fds=[listener.fileno()]
+    )
+    listener.close()
+
+    @atexit.register
+    def end() -> None:
+        process.kill()
+        process.wait()
+
+    return port
+
+
+@functools.cache
 def template() -> Template:
     """The one template of this test run."""
     made = Template()
@@ -211,6 +232,7 @@ class World:
         namespaces: Machines to deal the agents out to, in blocks of consecutive ranks.
         timeout: ``SHOAL_TIMEOUT``: above the seconds in which a fault must be noticed, below those of the test.
         init: Make them agents.
+        restarts: Agents may be started again: :meth:`start_again`.
     """
 
     def __init__(
@@ -221,25 +243,40 @@ class World:
         namespaces: Sequence[Namespace] = (),
         timeout: float = 20.0,
         init: bool = True,
+        restarts: bool = False,
     ) -> None:
         self.size = size
+        self._incarnations: Counter[int] = Counter()
         self._initialised = init
         self._resources = contextlib.ExitStack()
         self._shared_before = _shared_memory_files()
         self._names: set[str] = set()
         self.members: list[Member] = []
+        self._dropped: list[Member] = []  # that live on, while another has their place
         folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="shoal-world-"))
-        if namespaces:
+        served: dict[str, str] = {}
+        if restarts:
+            host, port = "127.0.0.1", served_store()
+            job = uuid.uuid4().hex
+            served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": job, "SHOAL_SECRET": job[::-1]}
+        elif namespaces:
             host, port = namespaces[0].address, 29400
         else:
             host, port = "127.0.0.1", self._resources.enter_context(reserved_port())
         common = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "SHOAL_TIMEOUT": str(timeout)}
-        common |= {"WORLD_SIZE": str(size), **(environment or {})}
+        common |= {"WORLD_SIZE": str(size), **served, **(environment or {})}
+
+        def start(rank: int) -> Member:
+            own = plain_environment() | common | {"RANK": str(rank)}
+            if self._incarnations[rank]:
+                own["SHOAL_INCARNATION"] = str(self._incarnations[rank])
+            where = namespaces[rank * len(namespaces) // size].path if namespaces else ""
+            return Member(rank, Spawn(own, sys.path, f"{folder}/{rank}.{self._incarnations[rank]}.log", where))
+
+        self._start = start
         try:
             for rank in range(size):
-                own = plain_environment() | common | {"RANK": str(rank)}
-                where = namespaces[rank * len(namespaces) // size].path if namespaces else ""
-                self.members.append(Member(rank, Spawn(own, sys.path, f"{folder}/{rank}.log", where)))
+                self.members.append(start(rank))
             if init:
                 self._names = {name for name in self.results(_begin) if name}
         except BaseException:
@@ -277,6 +314,17 @@ class World:
         failed = [one for one in outcomes if one.error]
         assert not failed, "\n".join(f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in failed)
         return [one.value for one in outcomes]
+
+    def start_again(self, rank: int) -> None:
+        """A new process in the place of one that has ended, or was dropped; an agent when it has said so."""
+        old = self.members[rank]
+        if old.exit_code is None:
+            self._dropped.append(old)
+        else:
+            old.close()
+        self._incarnations[rank] += 1
+        self.members[rank] = self._start(rank)
+        self._names |= {name for name in self.results(_begin, on=[rank]) if name}
 
     def kill(self, rank: int, how: int = signal.SIGKILL) -> float:
         """Send a signal; returns ``time.monotonic()`` of that moment."""
@@ -330,12 +378,12 @@ class World:
 
     def destroy(self) -> None:
         """End everything at once, without any check."""
-        for member in self.members:
+        for member in (*self.members, *self._dropped):
             if member.exit_code is None:
                 member.kill(signal.SIGKILL)
                 member.outcome(10.0)
             member.close()
-        self.members = []
+        self.members, self._dropped = [], []
         for pid, _ in template().orphans():
             os.kill(pid, signal.SIGKILL)
         self._resources.close()

@@ -355,11 +355,11 @@ def test_an_agent_that_fails_before_it_is_one_ends_those_that_wait_for_it(
     """They wait in init, where there is nothing yet that could be told by message."""
 
     class Broken(Engine):
-        def __init__(self, rank: int, size: int, timeout: float) -> None:
+        def __init__(self, rank: int, size: int, timeout: float, incarnation: int) -> None:
             if rank == 1:
                 time.sleep(0.1)
                 raise Unlucky("of the engine")
-            super().__init__(rank, size, timeout)
+            super().__init__(rank, size, timeout, incarnation)
 
     monkeypatch.setattr("shoal.world.bootstrap.Engine", Broken)
     started = time.monotonic()
@@ -464,8 +464,8 @@ def test_after_a_failure_no_fleet_inside_begins(fleet: Fleets) -> None:
 
 def test_an_interrupt_while_agents_are_in_init_ends_them(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(Engine):
-        def __init__(self, rank: int, size: int, timeout: float) -> None:
-            super().__init__(rank, size, timeout)
+        def __init__(self, rank: int, size: int, timeout: float, incarnation: int) -> None:
+            super().__init__(rank, size, timeout, incarnation)
             if rank == 2:
                 time.sleep(0.2)
                 os.kill(os.getpid(), signal.SIGINT)

@@ -39,7 +39,7 @@ from .repair import conclude, go_on_without, restart
 from .services import once_whole
 
 WORD = "~agreement"
-MOST_DECISIONS = 8
+MOST_DECISIONS = 32
 """So many are kept when an agent enters: of those before, no round is still to begin."""
 NONSENSE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What data raise that are not what they should be."""
@@ -64,11 +64,12 @@ class MembershipChange:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was agreed on once: whom all is planned without, and for each name the first round that is (0 for a name
-    that is not there)."""
+    """What was agreed on once: whom all is planned without, for each name the first round that is (0 for a name that is
+    not there), and who has entered with it, and takes part in no earlier round."""
 
     plan: Plan
     begun: dict[str, int]
+    entered: Ranks = ()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -179,11 +180,19 @@ class Agreement:
     def plan_of(self, name: str, round_: int, on_loss: OnLoss) -> Plan:
         """Whom a round that begins now is planned without."""
         if on_loss is OnLoss.RESTART:
-            return self.now
+            return self._plan_of_all(name, round_)
         for decision in reversed(self._decisions):
             if round_ >= decision.begun.get(name, 0):
                 return decision.plan
         return WHOLE
+
+    def _plan_of_all(self, name: str, round_: int) -> Plan:
+        """Whom a round of an operation of all is with, which begins anew with every loss: all that are there, but those
+        who have entered since somebody began it."""
+        gone, entered = self.now
+        entries = {rank: decision for decision in self._decisions for rank in decision.entered}  # the last of each
+        late = {rank for rank, entry in entries.items() if entry.begun.get(name, 0) > round_}.difference(gone)
+        return Plan(tuple(sorted({*gone, *late})), entered - len(late)) if late else self.now
 
     def missed(self, rank: int) -> None:
         """An agent that has left is needed here; what follows, follows when time is looked at."""
@@ -258,10 +267,12 @@ class Agreement:
             return
         plan, before = self._noticed, self.gone
         reports = [self._reports[rank] for rank in self._membership.view.alive]
-        entry = self._entry_in_flight
-        if entry is not None and _all_have(entry, reports):
-            conclude(self._lifecycle, entry)  # those who have entered agree, too
-            return
+        entered = self._lifecycle.entered
+        for operation in self._matcher.in_flight():
+            if operation.on_end is not None and _all_have(operation, reports):
+                conclude(self._lifecycle, operation)
+                if self._lifecycle.entered != entered:  # those who have entered agree, too
+                    return
         begun: dict[str, int] = {}
         for report in reports:
             for name, count in report.begun.items():
@@ -285,7 +296,7 @@ class Agreement:
         elif _all_have(operation, reports):
             conclude(self._lifecycle, operation)
         else:
-            restart(self._lifecycle, operation, self.now)
+            restart(self._lifecycle, operation, self._plan_of_all(operation.name, operation.round))
 
     def _announce(self, lost: Ranks = (), entered: Ranks = ()) -> None:
         change = MembershipChange(lost, self.alive, entered)
@@ -299,17 +310,19 @@ class Agreement:
         """What has been agreed on so far, as far as it may still matter."""
         return self._decisions
 
-    @property
-    def _entry_in_flight(self) -> Operation | None:
-        """The operation of all, if there is one, whose end lets others in."""
-        return next((one for one in self._matcher.in_flight() if one.on_end is not None), None)
-
     def _let_in_now(self) -> None:
         """Others have let somebody in. So the operation that does it has ended there, and all have its result."""
-        entry = self._entry_in_flight
-        if entry is None or entry.recovery is None or entry.recovery.result is None:
-            raise ProtocolError("it has let somebody in alone")
-        conclude(self._lifecycle, entry)
+        entered = self._lifecycle.entered
+        for operation in self._matcher.in_flight():
+            if (
+                operation.on_end is not None
+                and operation.recovery is not None
+                and operation.recovery.result is not None
+            ):
+                conclude(self._lifecycle, operation)
+                if self._lifecycle.entered != entered:
+                    return
+        raise ProtocolError("it has let somebody in alone")
 
     def admit(self, ranks: Ranks, begun: dict[str, int]) -> None:
         """Agents have entered: rounds that nobody had begun are planned with them.
@@ -321,7 +334,7 @@ class Agreement:
             begun: How many rounds of each name somebody had begun, as all that were there have agreed.
         """
         plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._lifecycle.entered + len(ranks))
-        self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun)]
+        self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
         self._reports = {}
         self._missed.difference_update(ranks)
         self._lifecycle.meet(plan)
@@ -393,12 +406,15 @@ def _all_have(operation: Operation, reports: list[_Report]) -> bool:
 
 def decisions_as_data(decisions: list[Decision]) -> list[Any]:
     """As they travel."""
-    return [(decision.plan.gone, decision.plan.entered, decision.begun) for decision in decisions]
+    return [(*one.plan, one.begun, one.entered) for one in decisions]
 
 
 def decisions_of(said: Any, size: int) -> list[Decision]:
     """As they were before they travelled; one of :data:`NONSENSE` where they are no decisions."""
-    return [Decision(Plan(as_ranks(gone, size), int(entered)), as_counts(begun)) for gone, entered, begun in said]
+    return [
+        Decision(Plan(as_ranks(gone, size), int(entered)), as_counts(begun), as_ranks(ranks, size))
+        for gone, entered, begun, ranks in said
+    ]
 
 
 def as_ranks(said: Any, size: int) -> Ranks:

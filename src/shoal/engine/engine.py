@@ -25,12 +25,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+import torch
+
 from ..errors import DeadlineExceeded, NotInitialized, ShoalError
 from ..interrupts import held
 from ..transport.lobby import ENTRY
 from ..transport.memory import Arena, ResultPool
 from ..transport.poller import Poller
 from ..transport.router import Router
+from ..transport.wire import Message
 from .agreement import WORD, Agreement
 from .callbacks import Callbacks
 from .closing import HANG_UP_SECONDS, LAST_WORD_SECONDS, Drain
@@ -98,6 +101,10 @@ class Engine:
             lifecycle,
             lambda source, message: self.dispatch.on_message(source, message),
         )
+
+        def send(peer: int, what: Message, tensor: torch.Tensor) -> None:
+            send_alone(self.publisher, outbox, peer, what, tensor)
+
         self.agreement = agreement = Agreement(
             rank,
             size,
@@ -106,7 +113,7 @@ class Engine:
             lifecycle,
             fusion,
             callbacks,
-            lambda peer, what, tensor: send_alone(self.publisher, outbox, peer, what, tensor),
+            send,
             outbox.acknowledge,
             lambda said: self.failures.told(said),
             progress.check_by,
@@ -114,9 +121,7 @@ class Engine:
         self.failures = failures = Failures(
             rank, size, progress, matcher, membership, router, outbox, lifecycle, fusion, services, agreement, events
         )
-        self.entry = Entry(
-            rank, size, progress, matcher, membership, router, outbox, agreement, failures, self.publisher
-        )
+        self.entry = Entry(rank, size, progress, matcher, membership, router, outbox, agreement, failures, send)
         self.watchdog = watchdog = Watchdog(rank, lifecycle, matcher, outbox, failures, agreement)
         self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, watchdog, services, events)
         router.deliver_to(self.dispatch)

@@ -11,7 +11,7 @@ agent as any other, and its death a loss as any other.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -27,9 +27,8 @@ from .failures import Failures
 from .matching import Matcher
 from .membership import Membership, Plan
 from .operation import Operation
-from .outbox import Outbox, send_alone
+from .outbox import Outbox
 from .progress import Progress
-from .publishing import Publisher
 from .services import once_whole
 
 T = TypeVar("T")
@@ -44,6 +43,9 @@ class Newcomer(NamedTuple):
     def as_data(self) -> list[dict[str, Any]]:
         """As it travels."""
         return [asdict(self.place), asdict(self.endpoint)]
+
+    def as_json(self) -> bytes:
+        return json.dumps(self.as_data()).encode()
 
     @classmethod
     def of(cls, said: Any, rank: int) -> Newcomer:
@@ -66,6 +68,9 @@ def _checked(kind: type[T], said: Mapping[str, Any]) -> T:
 class Entry:
     """One agent's part in it, on either side of the door. Used under the engine's lock.
 
+    Args:
+        send: Sends a peer what belongs to no operation; see :func:`~.outbox.send_alone`.
+
     Attributes:
         outside: This agent waits to be let in itself.
         patience: Seconds for which it waits, if nothing else is said.
@@ -82,7 +87,7 @@ class Entry:
         outbox: Outbox,
         agreement: Agreement,
         failures: Failures,
-        publisher: Publisher,
+        send: Callable[[int, Message, torch.Tensor], None],
     ) -> None:
         self.outside = False
         self.patience = float("inf")
@@ -96,7 +101,7 @@ class Entry:
         self._outbox = outbox
         self._agreement = agreement
         self._failures = failures
-        self._publisher = publisher
+        self._send = send
 
     def be_patient(self, seconds: float) -> None:
         """How long to wait for being let in."""
@@ -131,7 +136,7 @@ class Entry:
         said = json.dumps(self._welcome(begun)).encode()
         for rank in ranks:
             data = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-            send_alone(self._publisher, self._outbox, rank, Message(Kind.DATA, ENTRY, ENTRY), data)
+            self._send(rank, Message(Kind.DATA, ENTRY, ENTRY), data)
         self._agreement.tell_again()
         self._progress.check_by(0.0)
 
@@ -153,7 +158,7 @@ class Entry:
 
     def ask(self) -> None:
         """Ask all agents to be let in; those that are there no more do not answer."""
-        text = json.dumps(Newcomer(self._router.place, self._router.endpoints[self._rank]).as_data()).encode()
+        text = Newcomer(self._router.place, self._router.endpoints[self._rank]).as_json()
         for rank in (rank for rank in range(self._size) if rank != self._rank):
             message = Message(Kind.DATA, ENTRY, ENTRY, shape=(len(text),), nbytes=len(text), body=text)
             message.where = Where.INLINE

@@ -38,10 +38,10 @@ class Launch:
     store_is_served: bool = False
     #: How often the launcher has restarted the job.
     attempt: int = 0
-    #: How often the launcher has started this one agent again while the others went on.
-    incarnation: int = 0
     #: The launcher's name for the job: the same in all its agents, and in no other job of this machine. Often empty.
     job: str = ""
+    #: How often the launcher has started this one agent again while the others went on.
+    incarnation: int = 0
 
 
 def current(environ: Mapping[str, str] = os.environ) -> Launch:
