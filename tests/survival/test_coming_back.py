@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from shoal import topology_util
 from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
 from shoal.topology import OnePeerExponential, Static
 from support.coming_back import Seen, train
-from support.fault_points import Point, over_both
+from support.fault_points import OVER, Point, over_both
 from support.surviving_training import optimum, resting_place
 from support.survivors import CONTINUE
 from support.world import World
@@ -71,3 +73,37 @@ def test_who_comes_back_trains_on_as_if_nothing_had_been(way: str, environment: 
     assert givers, "it begins with the parameters of one that was there, bit for bit"
     assert seen[0].changes == [((1,), ()), ((), (1,))] and seen[1].changes == [((), (0, 1, 2, 3))]
     assert len({one.steps for one in seen}) == 1
+
+
+@over_both
+def test_all_are_killed_one_after_another_and_none_of_the_first_is_left(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
+        pending = {rank: world.run_on(rank, train, WAYS["tracking"], None, SIZE) for rank in range(SIZE)}
+        for rank in range(SIZE):
+            time.sleep(0.5)  # all train, and whoever was started again has entered
+            world.kill(rank)
+            assert pending[rank].outcome().error == "Died"
+            world.start_again(rank)
+            pending[rank] = world.run_on(rank, train, WAYS["tracking"], None, SIZE)
+        seen = [pending[rank].outcome(60.0).value for rank in range(SIZE)]
+    assert np.abs(np.array([one.x for one in seen]) - where_it_ends("tracking")).max() < 1e-8
+
+
+def drawn(seed: int) -> tuple[str, str, dict[int, list[Point]]]:
+    """How to train, over what, and who dies when; of whom come back, some die again while they enter, or after."""
+    chance = random.Random(seed)
+    victims = chance.sample(range(SIZE), chance.choice([1, 1, 2, 3]))
+    deaths = {
+        rank: [Point("received", chance.randint(5, 150))]
+        + [Point(chance.choice(["received", "sent", "finished"]), chance.randint(1, 60))] * chance.choice([0, 1])
+        for rank in victims
+    }
+    return chance.choice(list(WAYS)), chance.choice(list(OVER)), deaths
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(k, marks=pytest.mark.soak) for k in range(8, 200))])
+def test_deaths_drawn_from_a_seed_while_others_enter(seed: int) -> None:
+    way, transport, deaths = drawn(seed)
+    with World(SIZE, environment=OVER[transport] | CONTINUE, restarts=True) as world:
+        seen = run(world, way, deaths)
+    assert np.abs(np.array([one.x for one in seen]) - where_it_ends(way)).max() < 1e-8, (way, transport, deaths)
