@@ -353,6 +353,9 @@ class World:
             within: Seconds that one shutdown may take.
         """
         complaints = []
+        for member in self._dropped:  # they were shut out, and need not end well
+            member.kill(signal.SIGKILL)
+            member.outcome(10.0)
         try:
             for one in self.run(_end, on=self.alive):
                 if one.error:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import shoal
 from shoal import topology_util
 from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
 from shoal.topology import OnePeerExponential, Static
-from support.coming_back import Seen, train
+from support.coming_back import MOST_SECONDS, Seen, train
 from support.fault_points import OVER, Point, over_both
 from support.surviving_training import optimum, resting_place
 from support.survivors import CONTINUE
@@ -107,3 +112,160 @@ def test_deaths_drawn_from_a_seed_while_others_enter(seed: int) -> None:
     with World(SIZE, environment=OVER[transport] | CONTINUE, restarts=True) as world:
         seen = run(world, way, deaths)
     assert np.abs(np.array([one.x for one in seen]) - where_it_ends(way)).max() < 1e-8, (way, transport, deaths)
+
+
+@over_both
+def test_who_was_stopped_too_long_is_replaced_and_does_not_come_between(environment: dict[str, str]) -> None:
+    dropping = CONTINUE | {"SHOAL_DROP_AFTER": "1"}
+    with World(SIZE, environment=environment | dropping, restarts=True) as world:
+        pending = {rank: world.run_on(rank, train, WAYS["tracking"], None, 1) for rank in range(SIZE)}
+        time.sleep(0.5)
+        stopped = pending[2]
+        world.kill(2, signal.SIGSTOP)
+        time.sleep(1.5)  # the others drop it
+        old = world.members[2]
+        world.start_again(2)
+        pending[2] = world.run_on(2, train, WAYS["tracking"], None, 1)
+        time.sleep(0.5)
+        old.kill(signal.SIGCONT)
+        woken = stopped.outcome()
+        seen = [pending[rank].outcome(60.0) for rank in range(SIZE)]
+        assert not [one.message for one in seen if one.error]
+    assert woken.error in ("ShoalError", "PeerLost"), woken
+    ends = np.array([one.value.x for one in seen])
+    assert np.abs(ends - where_it_ends("tracking")).max() < 1e-8
+
+
+def save_and_load(folder: Path, steps: int, dies_at: int, parts: str = "model") -> dict[str, Any]:
+    """Save every tenth step into files; what was seen."""
+    model = torch.nn.BatchNorm1d(2)
+    sampler = shoal.AgentSampler(range(40))
+    state: dict[str, Any] = {"model": model, "sampler": sampler, "mine": Odd()}
+    checkpoint = shoal.Checkpoint(**{name: state[name] for name in parts.split(",")})
+    alone = shoal.is_entering()
+    before = shoal.allreduce(torch.tensor([float(shoal.rank() + 1)]), average=False).item()
+    step = began = checkpoint.load(folder, missing_ok=True)
+    first = model.weight.tolist()
+    limit = time.monotonic() + MOST_SECONDS
+    dealt: list[list[int]] = []
+    while step < steps or len(shoal.alive()) < shoal.size():
+        if step == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dealt.append(list(sampler))
+        with torch.no_grad():
+            model.weight += 1
+        step += 1
+        checkpoint.save(folder, step)
+        assert time.monotonic() < limit
+    return {"alone": alone, "before": before, "began": began, "first": first, "step": step, "dealt": dealt[-1]}
+
+
+class Odd:
+    """A part whose state is not plain."""
+
+    def state_dict(self) -> Any:
+        return {"what": object()} if shoal.rank() != 1 else {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_it_enters_where_the_others_save_files_and_samples_are_dealt_anew(tmp_path: Path) -> None:
+    with World(SIZE, environment=CONTINUE, restarts=True) as world:
+        parts = "model,sampler"
+        pending = [
+            world.run_on(rank, save_and_load, tmp_path, 60, 7 if rank == 3 else -1, parts) for rank in range(SIZE)
+        ]
+        assert pending[3].outcome().error == "Died"
+        world.start_again(3)
+        pending[3] = world.run_on(3, save_and_load, tmp_path, 60, -1, parts)
+        outcomes = [one.outcome(60.0) for one in pending]
+        assert not [one.message for one in outcomes if one.error]
+    seen = [one.value for one in outcomes]
+    assert seen[3]["alone"] and seen[3]["before"] == 4.0 and not seen[0]["alone"] and seen[0]["before"] == 10.0
+    assert seen[3]["began"] >= 7 and seen[3]["first"] == [1.0 + seen[3]["began"]] * 2
+    assert sorted(number for one in seen for number in one["dealt"]) == list(range(40))
+    with World(SIZE) as world:  # and the last one is whole
+        assert world.results(last_step, tmp_path) == [seen[0]["step"]] * SIZE
+
+
+def last_step(folder: Path) -> int:
+    return shoal.Checkpoint(model=torch.nn.BatchNorm1d(2)).load(folder)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [("model,sampler", "loads model, sampler; the others save model"), ("mine", "could not be handed over: TypeError")],
+)
+def test_what_cannot_be_taken_over_is_said_and_the_others_go_on(parts: str, message: str) -> None:
+    with World(3, environment=CONTINUE, restarts=True) as world:
+        theirs = parts if parts == "mine" else "model"
+        pending = [world.run_on(rank, keep_saving, 150, 3 if rank == 1 else -1, theirs) for rank in range(3)]
+        assert pending[1].outcome().error == "Died"
+        world.start_again(1)
+        failed = world.run_on(1, keep_saving, 150, -1, parts).outcome()
+        assert failed.error in ("ValueError", "ShoalError") and message in failed.message, failed
+        world.kill(1)
+        world.members[1].outcome(5.0)
+        assert [pending[rank].outcome().value for rank in (0, 2)] == [150, 150]
+
+
+def keep_saving(steps: int, dies_at: int, parts: str) -> int:
+    model = torch.nn.Linear(1, 1)
+    state: dict[str, Any] = {"model": model, "sampler": shoal.AgentSampler(range(40)), "mine": Odd()}
+    checkpoint = shoal.Checkpoint(**{name: state[name] for name in parts.split(",")})
+    step = checkpoint.load(None, missing_ok=True)
+    while step < steps:
+        if step == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02)
+        step += 1
+        checkpoint.save(None, step)
+    return step
+
+
+def alone() -> list[str]:
+    """What an agent hears that does not load first."""
+    x, found = torch.ones(2), []
+    model = torch.nn.Linear(2, 1)
+    optimizer = shoal.DistributedGradientAllreduceOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert torch.equal(shoal.broadcast(x, 0), x) and shoal.alive() == (shoal.rank(),)
+    for call in (
+        lambda: shoal.neighbor_allreduce(x),
+        lambda: shoal.neighbor_allgather(x),
+        lambda: shoal.neighbor_allreduce(x, self_weight=0.5, dst_weights={0: 0.5}),
+        lambda: shoal.pair_gossip(x, 0),
+        optimizer.step,
+    ):
+        try:
+            call()
+            found.append("nothing")
+        except shoal.ShoalError as error:
+            found.append(str(error))
+    try:
+        shoal.Checkpoint(model=model).load(None, timeout=0.5)
+    except shoal.DeadlineExceeded as error:
+        found.append(str(error))
+    return found
+
+
+def test_who_has_not_entered_is_told_so_and_waits_no_longer_than_it_is_to() -> None:
+    with World(3, environment=CONTINUE, restarts=True) as world:
+        world.kill(1)
+        world.members[1].outcome(5.0)
+        world.start_again(1)
+        [*said, last] = world.results(alone, on=[1])[0]
+        assert len(said) == 5 and all("has not entered" in one for one in said), said
+        assert "ranks [0, 2] have called no Checkpoint.save" in last
+
+
+def test_nobody_is_left_to_let_it_in() -> None:
+    with World(2, environment=CONTINUE, restarts=True) as world:
+        world.kill(1)
+        world.members[1].outcome(5.0)
+        world.start_again(1)
+        waiting = world.run_on(1, keep_saving, 5, -1, "model")
+        time.sleep(0.3)
+        world.kill(0)
+        world.members[0].outcome(5.0)
+        said = waiting.outcome()
+        assert said.error == "PeerLost" and "nobody is there any more" in said.message, said
