@@ -49,6 +49,7 @@ VARIABLES = (
     "SHOAL_INCARNATION",
     "SHOAL_INTERFACE",
     "SHOAL_ON_LOSS",
+    "SHOAL_RECORD",
     "SHOAL_RENDEZVOUS",
     "SHOAL_SECRET",
     "SHOAL_TIMELINE",
@@ -62,7 +63,7 @@ _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 _SHOWN_SLURM = ("SLURM_JOB", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP", "SLURM_NODELIST")
 _LIVE_CHECK = (sys.executable, "-m", "shoal.cli.live_check")
 # A check meets its own agents, at an address of its own, and writes no trace; who they are is no question.
-_NOT_FOR_CHECKS = ("SHOAL_INCARNATION", "SHOAL_RENDEZVOUS", "SHOAL_TIMELINE", "SHOAL_TLS")
+_NOT_FOR_CHECKS = ("SHOAL_INCARNATION", "SHOAL_RECORD", "SHOAL_RENDEZVOUS", "SHOAL_TIMELINE", "SHOAL_TLS")
 _ADVICE = {
     "threads": "nothing of the system plays a part in it, so this is a bug in Shoal: report it with all of the above",
     "shared_memory": "it needs memfd_create, Unix sockets that pass descriptors, and /proc; a container's seccomp "

@@ -354,6 +354,8 @@ def _path(directory: Path, agent: Agent) -> Path:
     stem = f"shoal-rank{agent.rank}"
     if agent.launch.attempt:
         stem += f"-restart{agent.launch.attempt}"
+    if agent.launch.incarnation:
+        stem += f"-again{agent.launch.incarnation}"
     key = str(directory.resolve() / stem)
     with _lock:
         _opened[key] = count = _opened.get(key, 0) + 1

@@ -76,7 +76,7 @@ def init(
         after which an agent that does not answer (stopped, hung, cut off) counts as lost; if unset it is waited for
         until the deadline of what needs it. An agent that computes answers. ``SHOAL_INCARNATION``: how often this agent
         was started again while the others went on; more than 0 asks them to let it in. ``SHOAL_ENTRY_TIMEOUT``: seconds
-        for which it waits for that (3600).
+        for which it waits for that (3600). ``SHOAL_RECORD``: a folder in which each agent writes down who is there.
 
     Raises:
         DeadlineExceeded: Agents did not come; the message names them.
