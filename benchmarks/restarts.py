@@ -4,7 +4,7 @@
     python benchmarks/restarts.py --seconds 120 --every 10
 
 Eight agents (``--agents``) with uneven shards of the digits average their parameters after every step, and let in who
-was started again after every 50. Printed: the accuracy of each agent's own model when the time is up, beside that of a
+was started again after every 20. Printed: the accuracy of each agent's own model when the time is up, beside that of a
 run of as many steps in which nobody is killed; and ``shoal report`` of who was there when, drawn in out/restarts.png.
 Needs ``shoal[demo]``.
 """
@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 import shoal
 
 ROOT = Path(__file__).parents[1]
-BATCH, BETWEEN, PAUSE = 32, 50, 0.02
+BATCH, BETWEEN, PAUSE = 32, 20, 0.1
 
 
 def agent(seconds: float, most: int) -> None:

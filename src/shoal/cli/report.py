@@ -12,6 +12,8 @@ from typing import Any
 
 from ..monitor.record import CAME, LEFT, Entry, read
 
+AT_ONCE = 2.0
+"""Seconds in which all agents write down one change."""
 IN, COMING = "#1f77b4", "#c7d9ea"
 
 
@@ -90,12 +92,12 @@ def _print(entries: list[Entry], found: list[Stay]) -> None:
     from rich.table import Table
 
     table = Table("second", "lost", "entered", "there then", box=None)
-    said: set[tuple[Any, ...]] = set()
+    said: dict[tuple[Any, ...], float] = {}
     for one in entries:
         what = one.lost, one.entered, one.alive
         news = (*one.lost, *(rank for rank in one.entered if len(one.entered) == 1))
-        if news and what not in said:  # each agent says so
-            said.add(what)
+        if news and one.at > said.get(what, 0.0) + AT_ONCE:  # each agent says so
+            said[what] = one.at
             ranks = [", ".join(map(str, ranks)) for ranks in (one.lost, one.entered)]
             table.add_row(f"{one.at - entries[0].at:.1f}", *ranks, f"{len(one.alive)} of {_most(entries)}")
     lost = [one for one in found if one.was_lost]

@@ -12,6 +12,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ..engine.agreement import MembershipChange
 from ..engine.engine import Engine
@@ -56,10 +57,10 @@ def read(folder: Path) -> list[Entry]:
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 try:
-                    found.append(
-                        Entry(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(line).items()})
-                    )
-                except (ValueError, TypeError, AttributeError) as error:
+                    said: dict[str, Any] = json.loads(line)
+                    ranks = {name: tuple(said.pop(name)) for name in ("lost", "entered", "alive")}
+                    found.append(Entry(**said, **ranks))
+                except (ValueError, TypeError, AttributeError, KeyError) as error:
                     raise ValueError(f"{path} is no record of an agent: {error}") from None
     if not found:
         raise FileNotFoundError(f"there is no record of an agent in {folder}; run with SHOAL_RECORD={folder}")
