@@ -61,7 +61,7 @@ def agent(seconds: float, most: int) -> None:
             checkpoint.save(None, step)
     with torch.no_grad():
         right = (model(digits.test.images).argmax(dim=1) == digits.test.labels).double().mean().item()
-    print(json.dumps({"rank": rank, "steps": step, "accuracy": right}), flush=True)
+    os.write(1, (json.dumps({"rank": rank, "steps": step, "accuracy": right}) + "\n").encode())  # a line at once
     shoal.shutdown()
 
 

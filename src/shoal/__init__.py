@@ -56,6 +56,9 @@ from .ops.objects import allreduce_parameters as allreduce_parameters
 from .ops.objects import broadcast_object as broadcast_object
 from .ops.objects import broadcast_optimizer_state as broadcast_optimizer_state
 from .ops.objects import broadcast_parameters as broadcast_parameters
+from .ops.robust import ClippedGossip as ClippedGossip
+from .ops.robust import FiniteOnly as FiniteOnly
+from .ops.robust import TrimmedMean as TrimmedMean
 from .optim import Checkpoint as Checkpoint
 from .optim import CommunicationType as CommunicationType
 from .optim import DecentralizedOptimizer as DecentralizedOptimizer
@@ -151,10 +154,12 @@ from .world.identity import size as size
 __all__ = [
     "AgentSampler",
     "Checkpoint",
+    "ClippedGossip",
     "CommunicationType",
     "DeadlineExceeded",
     "DecentralizedOptimizer",
     "Event",
+    "FiniteOnly",
     "Fleet",
     "Handle",
     "InferDestinationFromSourceRanks",
@@ -168,6 +173,7 @@ __all__ = [
     "PeerLost",
     "ShoalError",
     "SlotState",
+    "TrimmedMean",
     "Warmup",
     "algorithms",
     "alive",

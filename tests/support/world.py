@@ -185,6 +185,11 @@ class Member:
                 self.exit_code = template().reap(self.pid)
         return Outcome(self.rank, None, "Died", f"exit code {self.exit_code}", ended=self.died_at)
 
+    def is_ready(self) -> bool:
+        """Something is to be heard of it."""
+        waiting: list[Any] = [self._pidfd] if self._silent else [self._pidfd, self._connection]
+        return bool(select.select(waiting, [], [], 0.0)[0])
+
     def _hear(self) -> Outcome | None:
         try:
             heard = self._connection.recv()
@@ -218,6 +223,10 @@ class Pending:
 
     def __init__(self, member: Member) -> None:
         self._member = member
+
+    def ready(self) -> bool:
+        """It has ended, or its agent has."""
+        return self._member.is_ready()
 
     def outcome(self, patience: float = PATIENCE) -> Outcome:
         return self._member.outcome(patience)

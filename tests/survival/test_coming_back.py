@@ -17,7 +17,7 @@ import shoal
 from shoal import topology_util
 from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
 from shoal.topology import OnePeerExponential, Static
-from support.coming_back import MOST_SECONDS, Seen, train
+from support.coming_back import KILLED, MOST_SECONDS, Seen, train
 from support.fault_points import OVER, Point, over_both
 from support.surviving_training import optimum, resting_place
 from support.survivors import CONTINUE
@@ -51,7 +51,7 @@ def run(world: World, way: str, deaths: dict[int, list[Point]]) -> list[Seen]:
     left = {rank: list(points) for rank, points in deaths.items()}
 
     def start(rank: int) -> Any:
-        return world.run_on(rank, train, WAYS[way], left[rank].pop(0) if left.get(rank) else None, total)
+        return world.run_on(rank, train, WAYS[way], (KILLED, left[rank].pop(0)) if left.get(rank) else None, total)
 
     pending = {rank: start(rank) for rank in range(SIZE)}
     for rank in deaths:

@@ -58,7 +58,7 @@ def read(folder: Path) -> list[Entry]:
             if line.endswith("\n"):
                 try:
                     said: dict[str, Any] = json.loads(line)
-                    ranks = {name: tuple(said.pop(name)) for name in ("lost", "entered", "alive")}
+                    ranks: dict[str, Any] = {name: tuple(said.pop(name)) for name in ("lost", "entered", "alive")}
                     found.append(Entry(**said, **ranks))
                 except (ValueError, TypeError, AttributeError, KeyError) as error:
                     raise ValueError(f"{path} is no record of an agent: {error}") from None

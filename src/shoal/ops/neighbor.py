@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..arithmetic import weighted_sum
+from ..arithmetic import complete, weighted_sum
 from ..engine.discovery import discover, submit_to_all
 from ..engine.operation import NOTHING, Arrived, Exchange, Fusible, Handle, OnLoss, Operation, Send, Steps
 from ..engine.publishing import PUBLISH_BYTES
@@ -36,6 +36,7 @@ from .arguments import (
     put,
     split_name,
 )
+from .robust import Robust
 
 OP = "neighbor_allreduce"
 Weights = Mapping[int, float]
@@ -52,6 +53,7 @@ def neighbor_allreduce(
     dst_weights: Weights | Iterable[int] | None = None,
     *,
     enable_topo_check: bool = True,
+    robust: Robust | None = None,
     name: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -84,6 +86,9 @@ def neighbor_allreduce(
         src_weights: ``{source: r_ij}``.
         dst_weights: ``{destination: s_ji}``, or a list of destinations for weights of 1.
         enable_topo_check: Confirm on each edge that both sides know of it (see above).
+        robust: A rule in the place of the weighted average, for neighbours that may send nonsense:
+            :class:`~shoal.FiniteOnly`, :class:`~shoal.ClippedGossip` or :class:`~shoal.TrimmedMean`. Agents may have
+            different ones.
         name: What calls are matched by between agents. Unnamed calls match by their order.
         out: Takes the result; it may be ``tensor`` itself.
         timeout: Seconds until the deadline; ``SHOAL_TIMEOUT`` (300) if not given.
@@ -99,7 +104,9 @@ def neighbor_allreduce(
     agent, checked = current(OP), enable_topo_check
     self_weight, name = split_name(OP, self_weight, name)
     mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
-    return submit(agent, tensor, mixing, form, name, checked=checked, out=out, timeout=timeout, fusible=False).wait()
+    return submit(
+        agent, tensor, mixing, form, name, checked=checked, out=out, timeout=timeout, fusible=False, robust=robust
+    ).wait()
 
 
 def neighbor_allreduce_nonblocking(
@@ -109,6 +116,7 @@ def neighbor_allreduce_nonblocking(
     dst_weights: Weights | Iterable[int] | None = None,
     *,
     enable_topo_check: bool = True,
+    robust: Robust | None = None,
     name: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -121,7 +129,7 @@ def neighbor_allreduce_nonblocking(
     agent, checked = current(OP), enable_topo_check
     self_weight, name = split_name(OP, self_weight, name)
     mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
-    return submit(agent, tensor, mixing, form, name, checked=checked, out=out, timeout=timeout)
+    return submit(agent, tensor, mixing, form, name, checked=checked, out=out, timeout=timeout, robust=robust)
 
 
 def submit(
@@ -137,6 +145,7 @@ def submit(
     zero_copy: bool = False,
     fusible: bool = True,
     replan: Callable[[tuple[int, ...]], Mixing] | None = None,
+    robust: Robust | None = None,
 ) -> Handle[torch.Tensor]:
     """Begin a weighted average with a round as it is, for the public functions, optimizers and algorithms.
 
@@ -151,6 +160,7 @@ def submit(
         fusible: A small tensor on the static topology may wait for others, to travel with them.
         replan: The same round without agents that are gone, for one that begins when they are. If not given, what they
             would have sent weighs in this agent's own tensor; on a directed graph the mean leans to some agents then.
+        robust: As for :func:`neighbor_allreduce`.
     """
     tensor = check_tensor(OP, tensor, WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
@@ -160,7 +170,7 @@ def submit(
         known, form = static.mixing, "static"
         small = 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES and tensor.is_cpu
         # After a loss the rounds under way may be planned for different agents.
-        if small and fusible and not agent.engine.events.active and not agent.engine.agreement.gone:
+        if small and fusible and robust is None and not agent.engine.events.active and not agent.engine.agreement.gone:
             flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
             one = Fusible(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
             return agent.engine.submit(OP, channel_name(OP, name), one, timeout, name is not None, on_loss=OnLoss.GO_ON)
@@ -175,7 +185,7 @@ def submit(
             one = now.mixing
         elif gone:
             one = known.without(gone) if replan is None else replan(gone)
-        return _mix(agent, operation, tensor, one, form, now, out, checked=checked, zero_copy=zero_copy)
+        return _mix(agent, operation, tensor, one, form, now, out, checked=checked, zero_copy=zero_copy, robust=robust)
 
     channel = channel_name(OP, name)
     if form in _IN_STAGES:  # it cannot go on in the middle
@@ -276,6 +286,7 @@ def _mix(
     *,
     checked: bool = False,
     zero_copy: bool = False,
+    robust: Robust | None = None,
 ) -> Steps[torch.Tensor]:
     engine = agent.engine
     published = engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
@@ -311,12 +322,14 @@ def _mix(
         # What an agent that is gone has not sent weighs here what it would have there; but what it would have given
         # away is lost.
         own += sum(weight for rank, weight in sources.items() if rank not in arrived)
-    terms = [
-        (payload(arrived, rank), sources[rank] * arrived[rank].scale)
-        for rank in sources  # ascending, as in every Mixing
-        if rank in arrived and not arrived[rank].nothing
-    ]
-    yield from weighted_sum(result.flat, published.data, own, terms)
+    there = [rank for rank in sources if rank in arrived and not arrived[rank].nothing]  # ascending, as in every Mixing
+    terms = [(payload(arrived, rank), sources[rank] * arrived[rank].scale) for rank in there]
+    if robust is None:
+        yield from weighted_sum(result.flat, published.data, own, terms)
+    else:  # it has to look at all of a tensor first
+        yield from complete([one for one, _ in terms])
+        theirs = [(rank, one.data, weight) for rank, (one, weight) in zip(there, terms, strict=True)]
+        robust.combine(agent.rank, result.flat, published.data, own, theirs)
     return result.finish()
 
 

@@ -69,7 +69,7 @@ class InStepFlight(Flight):
 class ParameterFlight(InStepFlight):
     """The parameters become their averages."""
 
-    counts: ClassVar[frozenset[str]] = frozenset((*BY_HAND, "communication_type"))
+    counts: ClassVar[frozenset[str]] = frozenset((*BY_HAND, "communication_type", "robust"))
 
     def __init__(
         self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None

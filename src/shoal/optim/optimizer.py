@@ -228,7 +228,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             )
         if self._scheduled and name in BY_HAND and value is not None:
             raise ValueError(f"{name}: the weights of this optimizer come from its topology=; give one of the two")
-        if name not in (*BY_HAND, "communication_type") or value == getattr(_DEFAULTS, name):
+        if name not in (*BY_HAND, "communication_type", "robust") or value == getattr(_DEFAULTS, name):
             return
         by_settings = isinstance(self._algorithm, GradientDescent) and _by_buckets(self._algorithm) is not None
         counting = self._counting if by_settings else ()

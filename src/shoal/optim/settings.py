@@ -16,6 +16,7 @@ from ..ops.collective import submit_allreduce
 from ..ops.hierarchical import machine_mixing
 from ..ops.hierarchical import submit as submit_between_machines
 from ..ops.neighbor import mixing_of, submit
+from ..ops.robust import Robust
 from ..topology._validate import check_size
 from ..topology.mixing import Mixing
 from ..world.agent import Agent, current
@@ -48,6 +49,8 @@ class Settings:
         enable_topo_check: Confirm that both ends of an edge know of it.
         communication_type: Which operation averages.
         num_steps_per_communication: Backward passes between two exchanges.
+        robust: A rule in the place of the weighted average, as for :func:`shoal.neighbor_allreduce`; for adapt, then
+            combine, and adapt with combine. It sees each bucket by itself.
     """
 
     self_weight: float | None = None
@@ -58,6 +61,7 @@ class Settings:
     enable_topo_check: bool = True
     communication_type: CommunicationType = CommunicationType.neighbor_allreduce
     num_steps_per_communication: int = 1
+    robust: Robust | None = None
 
     @property
     def by_hand(self) -> list[str]:
@@ -72,6 +76,8 @@ class Settings:
         """
         if name == "communication_type" and not isinstance(value, CommunicationType):
             raise TypeError(f"communication_type must be a shoal.CommunicationType, not {value!r}")
+        if name == "robust" and not isinstance(value, Robust | None):
+            raise TypeError(f"robust must be a rule such as shoal.ClippedGossip(), not {value!r}")
         if name == "num_steps_per_communication":
             try:
                 value = check_size(value)
@@ -101,7 +107,10 @@ class Settings:
             mixing, form = mixing_of(agent, self.self_weight, self.src_weights, self.dst_weights)
         else:
             mixing = machine_mixing(agent, self.self_weight, self.src_machine_weights, self.dst_machine_weights)
-        return Round(agent, number, kind, mixing, form, self.enable_topo_check and schedule is None, replan)
+        if self.robust is not None and kind not in (CommunicationType.empty, CommunicationType.neighbor_allreduce):
+            raise ValueError(f"robust is for averages of neighbours, and not for communication_type {kind.value}")
+        checked = self.enable_topo_check and schedule is None
+        return Round(agent, number, kind, mixing, form, checked, replan, self.robust)
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,7 @@ class Round:
         form: Who gives its edges, as for :func:`shoal.ops.neighbor.submit`.
         checked: Confirm that both ends of an edge know of it.
         replan: The weights without agents that are gone, where a schedule gives them.
+        robust: A rule in the place of the weighted average.
     """
 
     agent: Agent
@@ -125,6 +135,7 @@ class Round:
     form: str
     checked: bool
     replan: Callable[[tuple[int, ...]], Mixing] | None = None
+    robust: Robust | None = None
 
     def check_that_none_is_negative(self) -> None:
         """For what must stay positive while it is averaged, as second moments do.
@@ -174,6 +185,7 @@ class Round:
                 out=out,
                 zero_copy=True,
                 replan=self.replan,
+                robust=self.robust,
             )
         return submit_between_machines(agent, tensor, mixing, name, checked=self.checked, out=out, zero_copy=True)
 

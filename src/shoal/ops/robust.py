@@ -1,0 +1,146 @@
+"""What an agent makes of its neighbours' tensors where it does not trust them all.
+
+A plain average is moved anywhere by one neighbour that sends nonsense: NaN after an overflow, numbers from broken
+memory, or lies. Each rule here bounds what one neighbour can do. They cost more than an average, and what they end at
+is not the mean where honest agents differ much: take the weakest that serves.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..arithmetic import weigh_in_blocks
+
+log = logging.getLogger("shoal")
+BLOCK = 1 << 16
+"""Elements that are worked on at a time."""
+Term = tuple[int, torch.Tensor, float]
+"""A neighbour's rank, its tensor (flat) and its weight."""
+_named: set[tuple[int, int]] = set()
+
+
+class Robust(ABC):
+    """A rule that takes the place of the weighted average; a frozen dataclass, so that agents can compare theirs."""
+
+    def combine(
+        self, rank: int, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]
+    ) -> None:
+        """Write to ``out`` what agent ``rank`` makes of its own tensor and those of its neighbours.
+
+        Tensors that are not finite are left out, their weight goes to its own, and the log names who sent them, once.
+        """
+        finite = []
+        for source, tensor, weight in terms:
+            if _is_finite(tensor):
+                finite.append((source, tensor, weight))
+                continue
+            own_weight += weight
+            if (rank, source) not in _named:
+                _named.add((rank, source))
+                log.warning("rank %d leaves out what rank %d sends: it is not finite", rank, source)
+        self._combine(out, own, own_weight, finite)
+
+    @abstractmethod
+    def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
+        """The same, of tensors that are finite but for ``own``."""
+
+
+@dataclass(frozen=True)
+class FiniteOnly(Robust):
+    """The weighted average of what is finite: no neighbour's NaN or infinity spreads.
+
+    The weight of what is left out goes to this agent's own tensor.
+    """
+
+    def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
+        weigh_in_blocks(out, own, own_weight, [tensor for _, tensor, _ in terms], [weight for _, _, weight in terms])
+
+
+@dataclass(frozen=True)
+class ClippedGossip(Robust):
+    """Self-centred clipping: ``x_i <- sum_j w_ij (x_i + clip(x_j - x_i, radius))`` (He, Karimireddy, Jaggi, "Byzantine-
+    robust decentralized learning via ClippedGossip", 2022).
+
+    However far from its own a neighbour's tensor is, it moves this agent by its weight times ``radius`` at most. Who is
+    nearer counts as in the plain average, bit for bit.
+
+    Args:
+        radius: In the norm of a tensor; what honest neighbours are apart. If not given, it is set anew in each round
+            for each tensor: the distance of the nearest but ``tolerated``, to which those farther away are clipped.
+        tolerated: How many neighbours of one agent may send nonsense, if ``radius`` is not given.
+
+    Raises:
+        ValueError: ``radius`` is negative, or no number; ``tolerated`` is not 1 or more.
+    """
+
+    radius: float | None = None
+    tolerated: int = 1
+
+    def __post_init__(self) -> None:
+        if self.radius is not None and not self.radius >= 0:
+            raise ValueError(f"ClippedGossip: radius={self.radius!r} must be 0 or more")
+        if self.tolerated < 1:
+            raise ValueError(f"ClippedGossip: tolerated={self.tolerated!r} must be 1 or more")
+
+    def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
+        distances = [_distance(own, tensor) for _, tensor, _ in terms]
+        radius = self.radius
+        if radius is None:
+            radius = sorted([0.0, *distances])[max(0, len(distances) - self.tolerated)]
+        weights = []
+        for distance, (_, _, weight) in zip(distances, terms, strict=True):
+            kept = weight if distance <= radius else weight * (radius / distance)
+            weights.append(kept)
+            own_weight += weight - kept
+        weigh_in_blocks(out, own, own_weight, [tensor for _, tensor, _ in terms], weights)
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Robust):
+    """In each coordinate the mean of what is left without the ``count`` largest and the ``count`` smallest numbers
+    (Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning", 2018), this agent's own among them.
+
+    All count alike: the weights of the topology say only who takes part. Where fewer than ``2 count + 1`` tensors are
+    there, as many are trimmed as leave one.
+
+    Args:
+        count: How many neighbours of one agent may send nonsense.
+
+    Raises:
+        ValueError: ``count`` is not 1 or more.
+    """
+
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"TrimmedMean: count={self.count!r} must be 1 or more")
+
+    def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
+        if own.is_complex():
+            raise TypeError("TrimmedMean: complex numbers have no order; take ClippedGossip")
+        tensors = [own, *(tensor for _, tensor, _ in terms)]
+        cut = min(self.count, (len(tensors) - 1) // 2)
+        wide = torch.float64 if own.dtype == torch.float64 else torch.float32
+        blocks = (torch.split(tensor, BLOCK) for tensor in (out, *tensors))
+        for target, *numbers in zip(*blocks, strict=True):
+            ordered = torch.stack([one.to(wide) for one in numbers]).sort(dim=0).values
+            target.copy_(ordered[cut : len(tensors) - cut].mean(dim=0))
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return all(bool(block.isfinite().all()) for block in torch.split(tensor, BLOCK))
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    squares = (
+        (a.to(wide) - b.to(wide)).abs().square().sum().item()
+        for a, b in zip(torch.split(one, BLOCK), torch.split(other, BLOCK), strict=True)
+    )
+    return float(sum(squares) ** 0.5)

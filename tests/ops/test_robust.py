@@ -1,0 +1,188 @@
+"""Averages that one neighbour cannot spoil: against the equations, and in training with an agent that lies."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shoal
+from shoal.ops.robust import Robust
+from support.surviving_training import Point3, curvature, target
+
+SIZE = 5
+
+
+def tensors(dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    found = [torch.randn(numel, dtype=torch.float64, generator=draw) * (1 + rank) for rank in range(SIZE)]
+    return [one.to(dtype) for one in found]
+
+
+def average(numel: int, dtype: torch.dtype, rule: Robust | None, spoil: dict[int, float]) -> torch.Tensor:
+    """A round over a ring in which some send a constant instead of their tensor."""
+    shoal.set_topology(shoal.RingGraph(SIZE))
+    x = tensors(dtype, numel)[shoal.rank()]
+    if shoal.rank() in spoil:
+        x = torch.full_like(x, spoil[shoal.rank()])
+    before = x.clone()
+    found = shoal.neighbor_allreduce(x, robust=rule)
+    assert torch.equal(x.nan_to_num(), before.nan_to_num())
+    out = torch.empty_like(x)
+    assert torch.equal(
+        shoal.neighbor_allreduce_nonblocking(x, robust=rule, out=out).wait().nan_to_num(), found.nan_to_num()
+    )
+    return found
+
+
+def of_paper(rule: Robust, rank: int, x: list[np.ndarray]) -> np.ndarray:
+    """The rules again, one neighbour at a time, in float64."""
+    group = [rank, *sorted({(rank - 1) % SIZE, (rank + 1) % SIZE})]
+    finite = [one for one in group if one == rank or np.isfinite(x[one]).all()]
+    own = x[rank]
+    if isinstance(rule, shoal.TrimmedMean):
+        columns = np.sort(np.stack([x[one] for one in finite]), axis=0)
+        cut = min(rule.count, (len(finite) - 1) // 2)
+        return columns[cut : len(finite) - cut].mean(axis=0)
+    radius = np.inf
+    if isinstance(rule, shoal.ClippedGossip):
+        distances = sorted(np.linalg.norm(x[one] - own) for one in finite if one != rank)
+        nearest = distances[len(distances) - 1 - rule.tolerated] if len(distances) > rule.tolerated else 0.0
+        radius = nearest if rule.radius is None else rule.radius
+    total = own.copy()
+    for one in finite:
+        step = x[one] - own
+        length = np.linalg.norm(step)
+        total += step * min(1.0, radius / length if length else 1.0) / 3
+    return total
+
+
+RULES = [
+    shoal.FiniteOnly(),
+    shoal.ClippedGossip(radius=2.5),
+    shoal.ClippedGossip(),
+    shoal.ClippedGossip(tolerated=2),
+    shoal.TrimmedMean(),
+]
+
+
+@pytest.mark.parametrize("spoil", [{}, {2: 1e6}, {2: float("nan")}, {1: float("inf"), 3: -1e9}], ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param(one, marks=pytest.mark.transport(one)) for one in ("threads", "shared_memory", "network")],
+)
+def test_each_rule_is_its_equation(rule: Robust, spoil: dict[int, float], transport: str) -> None:
+    for numel, dtype, tolerance in ((7, torch.float64, 1e-13), (100_000, torch.float32, 1e-5)):
+        fleet = shoal.Fleet(SIZE, transport=transport)
+        found = fleet.run(average, numel, dtype, rule, spoil)
+        x = [one.double().numpy() for one in tensors(dtype, numel)]
+        for rank, value in spoil.items():
+            x[rank] = np.full(numel, value)
+        for rank in range(SIZE):
+            if rank in spoil and not np.isfinite(spoil[rank]):
+                continue
+            expected = of_paper(rule, rank, x)
+            scale = np.abs(expected).max()
+            np.testing.assert_allclose(found[rank].double().numpy(), expected, rtol=0, atol=tolerance * (1 + scale))
+
+
+def test_where_nobody_is_far_it_is_the_plain_average_bit_for_bit() -> None:
+    plain = shoal.Fleet(SIZE).run(average, 1000, torch.float32, None, {})
+    for rule in (shoal.FiniteOnly(), shoal.ClippedGossip(radius=1e9)):
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(shoal.Fleet(SIZE).run(average, 1000, torch.float32, rule, {}), plain, strict=True)
+        )
+
+
+def test_who_sends_what_is_not_finite_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    from shoal.ops import robust
+
+    robust._named.clear()
+    with caplog.at_level(logging.WARNING, "shoal"):
+        shoal.Fleet(SIZE).run(average, 3, torch.float32, shoal.FiniteOnly(), {2: float("nan")})
+    said = sorted(record.message for record in caplog.records)
+    assert said == [f"rank {rank} leaves out what rank 2 sends: it is not finite" for rank in (1, 3)]
+
+
+def train(rule: Robust | None, liar: str) -> list[float]:
+    """Rank 4 is dishonest, if it is; the others minimise what they have."""
+    rank, model = shoal.rank(), Point3()
+    optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.02), model, topology=shoal.FullyConnectedGraph(SIZE), robust=rule
+    )
+    c, h = torch.tensor(target(min(rank, 3)) * 0.1), curvature(0)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(600):
+        optimizer.zero_grad()
+        (0.5 * h * (model.x - c).square().sum()).backward()
+        if rank == 4 and liar:
+            with torch.no_grad():
+                lies = {"constant": torch.full((3,), 1e3), "noise": 100 * torch.randn(3, generator=draw)}
+                lies["nan"] = torch.full((3,), float("nan"))
+                model.x.copy_(lies[liar])
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+        optimizer.step()
+    return model.x.tolist()
+
+
+@pytest.mark.parametrize("liar", ["constant", "noise", "nan"])
+@pytest.mark.parametrize("rule", [shoal.ClippedGossip(), shoal.TrimmedMean()], ids=str)
+def test_the_others_learn_beside_one_that_lies(rule: Robust, liar: str) -> None:
+    honest = np.mean([target(rank) * 0.1 for rank in range(4)], axis=0)
+    found = np.array(shoal.Fleet(SIZE).run(train, rule, liar)[:4])
+    assert np.abs(found - honest).max() < 0.25, found
+    spoiled = np.array(shoal.Fleet(SIZE).run(train, None, liar)[:4])
+    assert not np.abs(spoiled - honest).max() < 5.0
+
+
+def wrong(arguments: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments(sgd, model)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: shoal.ClippedGossip(radius=-1.0), ValueError, "radius=-1.0 must be 0 or more"),
+        (lambda: shoal.ClippedGossip(radius=float("nan")), ValueError, "radius=nan must be 0 or more"),
+        (lambda: shoal.ClippedGossip(tolerated=0), ValueError, "tolerated=0 must be 1 or more"),
+        (lambda: shoal.TrimmedMean(0), ValueError, "count=0 must be 1 or more"),
+    ],
+)
+def test_rules_that_make_no_sense(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def refused() -> list[str]:
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    calls: list[Any] = [
+        lambda: shoal.DistributedAdaptThenCombineOptimizer(sgd, model, robust="median"),
+        lambda: shoal.DistributedGradientAllreduceOptimizer(sgd, model, robust=shoal.TrimmedMean()),
+        lambda: shoal.DecentralizedOptimizer(
+            sgd, model, shoal.algorithms.GradientTracking(1.0), robust=shoal.TrimmedMean()
+        ),
+        lambda: shoal.neighbor_allreduce(torch.ones(2, dtype=torch.complex64), robust=shoal.TrimmedMean()),
+    ]
+    for call in calls:
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_where_a_rule_would_not_count_it_is_refused() -> None:
+    for said in shoal.Fleet(3).run(refused):
+        assert [one.split(":")[0][:20] for one in said] and len(said) == 4, said
+        assert "must be a rule" in said[0] and "would not count" in said[1] and "would not count" in said[2]
+        assert "no order" in said[3]
