@@ -115,16 +115,17 @@ def run(seed: int) -> Found:
             time.sleep(0.005)
         for pid, _ in template().orphans():  # the children of who was killed
             os.kill(pid, signal.SIGKILL)
-    expected_x = _expected(draw)
+    expected_x = _expected(draw, ended[0].steps)
     distance = max(float(np.abs(np.array(ended[rank].x) - expected_x[rank]).max()) for rank in ended)
     assert distance < 1e-8, f"{told} {distance}"
     wait_for_no_orphans()
     return Found(starts, [seen.waited for seen in ended.values() if seen.began[0]], distance)
 
 
-def _expected(draw: Draw) -> np.ndarray:
+def _expected(draw: Draw, steps: int) -> np.ndarray:
+    """The parameters of all agents after so many steps, [size, 3]."""
     if draw.way in ("ATC", "AWC"):
         ring = Static(topology_util.RingGraph(draw.size))
         topology = TOPOLOGIES[draw.topology](draw.size) or ring
-        return resting_place(topology, draw.size, [], overlapping=draw.way == "AWC")
+        return resting_place(topology, draw.size, [], overlapping=draw.way == "AWC", steps=steps)
     return np.tile(optimum(list(range(draw.size))), (draw.size, 1))

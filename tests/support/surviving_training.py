@@ -72,14 +72,16 @@ def optimum(left: list[int]) -> NDArray[np.float64]:
     return (weights[:, None] * np.array([target(rank) for rank in left])).sum(0) / weights.sum()
 
 
-def resting_place(topology: AnyTopology, size: int, gone: list[int], overlapping: bool) -> NDArray[np.float64]:
+def resting_place(
+    topology: AnyTopology, size: int, gone: list[int], overlapping: bool, steps: int = STEPS
+) -> NDArray[np.float64]:
     """Where decentralized SGD with this constant rate comes to rest on what is left of a topology, after its last
     round: ``x = W (x - rate h (x - c))``, or ``x = W x - rate h (x - c)`` with the step beside the exchange."""
     schedule = Without(topology, gone)
     x = np.zeros((size, 3))
     h = np.array([curvature(rank) for rank in range(size)])[:, None]
     c = np.array([target(rank) for rank in range(size)])
-    for number in range(STEPS + 500 * (schedule.period or 1)):
+    for number in range(steps + 500 * (schedule.period or 1)):
         matrix, step = schedule.matrix(number), RATE * h * (x - c)
         x = matrix @ x - step if overlapping else matrix @ (x - step)
     return x
