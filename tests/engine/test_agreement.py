@@ -143,6 +143,7 @@ class Simulated:
             lambda *_: None,
             self.notice,
             lambda _: None,
+            lambda _: None,
         )
         self.agreement.activate()
         self.entry = Entry(
@@ -407,8 +408,8 @@ def test_results_of_two_attempts_are_not_taken_for_one() -> None:
         "nonsense",
         "[]",
         '{"gone": []}',
-        '{"gone": [[7, "", true]], "entered": 0, "begun": {}, "open": {}, "decisions": []}',
-        '{"gone": [[1, "", true], [1, "", true]], "entered": 0, "begun": {}, "open": {}, "decisions": []}',
+        '{"gone": [[7, "", true, false]], "entered": 0, "begun": {}, "open": {}, "decisions": []}',
+        '{"gone": [[1, "", true, false], [1, "", true, true]], "entered": 0, "begun": {}, "open": {}, "decisions": 1}',
         '{"gone": [], "entered": "x", "begun": {}, "open": {}, "decisions": []}',
         '{"gone": [], "entered": 0, "begun": {"a": "x"}, "open": {}, "decisions": []}',
         '{"gone": [], "entered": 0, "begun": {}, "open": {"a": 1}, "decisions": []}',

@@ -143,6 +143,22 @@ def served_store() -> int:
     return port
 
 
+@contextlib.contextmanager
+def _store_within(machine: Namespace, port: int) -> Iterator[None]:
+    """The same on one of several machines."""
+    serve = (
+        "import socket; from shoal.world.rendezvous import serve; "
+        f"serve(socket.create_server(({machine.address!r}, {port})).detach())"
+    )
+    command = ["ip", "netns", "exec", machine.name, sys.executable, "-c", serve]
+    process = subprocess.Popen(command, env=plain_environment())
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 @functools.cache
 def template() -> Template:
     """The one template of this test run."""
@@ -265,7 +281,10 @@ class World:
         folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="shoal-world-"))
         served: dict[str, str] = {}
         if restarts:
-            host, port = "127.0.0.1", served_store()
+            host, port = "127.0.0.1", 0 if namespaces else served_store()
+            if namespaces:
+                host, port = namespaces[0].address, 29400
+                self._resources.enter_context(_store_within(namespaces[0], port))
             job = uuid.uuid4().hex
             served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": job, "SHOAL_SECRET": job[::-1]}
         elif namespaces:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from ..errors import PeerLost, ShoalError
 from ..transport.wire import Kind, Message, ProtocolError
 from .callbacks import Callbacks
 from .fusion import Fusion
@@ -85,12 +86,14 @@ class _Report:
         begun: How many rounds of each name it has begun.
         open: What is open of operations of all, by name and round: the attempt that it has a result of, or None.
         decisions: What it has agreed on with others so far.
+        out_of_reach: Those of the ranks that are gone of which it does not know that they have ended.
     """
 
     plan: Plan
     begun: dict[str, int]
     open: dict[str, dict[int, int | None]]
     decisions: list[Decision]
+    out_of_reach: frozenset[int]
 
     def has(self, name: str, round_: int, attempt: int) -> bool:
         """The agent has the result of an operation of all, and by that attempt where it has not ended."""
@@ -105,6 +108,7 @@ class Agreement:
         acknowledge: Says that a message has been read.
         told: Takes what another agent says of a loss.
         check_by: Has time looked at by then.
+        stop: Ends all operations of this agent, now and from now on.
 
     Attributes:
         active: Losses are agreed on; else they end all operations, and nothing here is used.
@@ -124,6 +128,7 @@ class Agreement:
         acknowledge: Callable[[int, Message], None],
         told: Callable[[Departure], None],
         check_by: Callable[[float], None],
+        stop: Callable[[ShoalError], None],
     ) -> None:
         self.active = False
         self.listeners: list[Callable[[MembershipChange], None]] = []
@@ -138,13 +143,16 @@ class Agreement:
         self._acknowledge = acknowledge
         self._told = told
         self._check_by = check_by
+        self._stop = stop
+        self._stops_as_smaller_part = False
         self._missed: set[int] = set()  # who left, and is needed here
         self._reports: dict[int, _Report] = {}  # the last of each agent
         self._decisions: list[Decision] = []
 
-    def activate(self) -> None:
-        """Agree on losses, instead of ending all operations."""
-        self.active = True
+    def activate(self, stops_as_smaller_part: bool = False) -> None:
+        """Agree on losses, instead of ending all operations; or, where those that are out of reach may be more than
+        those that are left, end them all the same."""
+        self.active, self._stops_as_smaller_part = True, stops_as_smaller_part
         self._lifecycle.survive(self.missed)
 
     @property
@@ -221,12 +229,17 @@ class Agreement:
             if recovery is not None and operation.restarts:
                 attempt = None if recovery.result is None else recovery.plan.attempt
                 open_.setdefault(operation.name, {})[operation.round] = attempt
-        return _Report(self._noticed, self._matcher.all_begun(), open_, self._decisions)
+        view, noticed = self._membership.view, self._noticed
+        known = {*view.left, *view.died}.difference(view.out_of_reach)
+        return _Report(noticed, self._matcher.all_begun(), open_, self._decisions, frozenset(noticed.gone) - known)
 
     def _written(self, report: _Report) -> bytes:
         """What is said of it to others: also how the loss of each showed, and whether it died."""
         view = self._membership.view
-        gone = [(rank, view.died.get(rank, "it left"), rank in view.died) for rank in report.plan.gone]
+        gone = [
+            (rank, view.died.get(rank, "it left"), rank in view.died, rank in report.out_of_reach)
+            for rank in report.plan.gone
+        ]
         decisions = decisions_as_data(report.decisions)
         said = {
             "gone": gone,
@@ -267,6 +280,10 @@ class Agreement:
             return
         plan, before = self._noticed, self.gone
         reports = [self._reports[rank] for rank in self._membership.view.alive]
+        beyond = frozenset.intersection(*(report.out_of_reach for report in reports))
+        if self._stops_as_smaller_part and _is_smaller(self._membership.view.alive, sorted(beyond)):
+            self._give_way(sorted(beyond))
+            return
         entered = self._lifecycle.entered
         for operation in self._matcher.in_flight():
             if operation.on_end is not None and _all_have(operation, reports):
@@ -297,6 +314,18 @@ class Agreement:
             conclude(self._lifecycle, operation)
         else:
             restart(self._lifecycle, operation, self._plan_of_all(operation.name, operation.round))
+
+    def _give_way(self, beyond: list[int]) -> None:
+        """Those that are out of reach may go on without this part, which is the smaller one."""
+        here = list(self._membership.view.alive)
+        self._lifecycle.thaw(self.gone)
+        self._stop(
+            PeerLost(
+                f"ranks {here} cannot reach ranks {beyond}, which may go on without them: they stop, as the smaller "
+                "part of a job with SHOAL_ON_PARTITION=stop. Started again, they take the state of the others",
+                beyond,
+            )
+        )
 
     def _announce(self, lost: Ranks = (), entered: Ranks = ()) -> None:
         change = MembershipChange(lost, self.alive, entered)
@@ -386,16 +415,22 @@ def _parsed(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Repor
     """What another agent said: how the loss of each showed, and its report. ProtocolError if it is nonsense."""
     try:
         said: Any = json.loads(text)
-        losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died in said["gone"]]
+        losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died, _ in said["gone"]]
+        beyond = frozenset(int(rank) for rank, _, _, out_of_reach in said["gone"] if out_of_reach)
         open_ = {
             str(name): {int(round_): None if attempt is None else int(attempt) for round_, attempt in rounds.items()}
             for name, rounds in said["open"].items()
         }
         plan = Plan(as_ranks([rank for rank, _, _ in losses], size), int(said["entered"]))
         decisions = decisions_of(said["decisions"], size)
-        return losses, _Report(plan, as_counts(said["begun"]), open_, decisions)
+        return losses, _Report(plan, as_counts(said["begun"]), open_, decisions, beyond)
     except NONSENSE as error:
         raise ProtocolError(f"what was said of a loss makes no sense: {error}") from None
+
+
+def _is_smaller(here: Ranks, beyond: list[int]) -> bool:
+    """Fewer, or as many and without the lowest rank; so that of two parts exactly one is."""
+    return (len(here), -min(here)) < (len(beyond), -min(beyond, default=0))
 
 
 def _all_have(operation: Operation, reports: list[_Report]) -> bool:

@@ -117,12 +117,13 @@ class Engine:
             outbox.acknowledge,
             lambda said: self.failures.told(said),
             progress.check_by,
+            lambda error: self.failures.abort(error),
         )
         self.failures = failures = Failures(
             rank, size, progress, matcher, membership, router, outbox, lifecycle, fusion, services, agreement, events
         )
         self.entry = Entry(rank, size, progress, matcher, membership, router, outbox, agreement, failures, send)
-        self.watchdog = watchdog = Watchdog(rank, lifecycle, matcher, outbox, failures, agreement)
+        self.watchdog = watchdog = Watchdog(rank, lifecycle, matcher, membership, outbox, failures, agreement)
         self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, watchdog, services, events)
         router.deliver_to(self.dispatch)
         self.lock = progress.lock  # guards all of the exchange
@@ -214,9 +215,10 @@ class Engine:
                     missing,
                 )
 
-    def survive_losses(self) -> None:
-        """Let operations that can outlive the loss of an agent do so. Before the exchange starts."""
-        self.agreement.activate()
+    def survive_losses(self, stops_as_smaller_part: bool = False) -> None:
+        """Let operations that can outlive the loss of an agent do so; but not in the smaller part of a job that has
+        fallen apart, if that is to stop. Before the exchange starts."""
+        self.agreement.activate(stops_as_smaller_part)
         self.services.add(WORD, self.agreement)
         self.services.add(ENTRY, self.entry)
 

@@ -12,7 +12,7 @@ import time
 
 from ..errors import ShoalError
 from ..transport.router import Router
-from ..transport.wire import CERTAIN, DIED, Message
+from ..transport.wire import CERTAIN, DIED, SILENT, Message
 from .agreement import Agreement
 from .events import Events
 from .fusion import Fusion
@@ -54,7 +54,8 @@ class FailureDetector:
         """An agent says that it leaves, or that another is gone: a departure, or when to come back for it."""
         rank, died, certain = message.token, bool(message.flags & DIED), bool(message.flags & CERTAIN)
         because = -1 if died else message.digest - 1
-        said = Departure(rank, message.text, died, message.round if died else source, certain, because)
+        silent = bool(message.flags & SILENT)
+        said = Departure(rank, message.text, died, message.round if died else source, certain, because, silent)
         if rank == self._rank:
             return said
         if source == rank and not died:
@@ -179,7 +180,7 @@ class Failures:
 
     def give_up_on(self, rank: int, cause: str) -> None:
         """An agent counts as lost, whatever its connections look like; it is told so, if it ever listens."""
-        self._confirm(Departure(rank, cause, True, self._rank, certain=True))
+        self._confirm(Departure(rank, cause, True, self._rank, certain=True, silent=True))
 
     def forget(self, rank: int) -> None:
         """An agent has entered: what was suspected of one that had its rank before says nothing of it."""
@@ -197,12 +198,12 @@ class Failures:
 
     def _confirm(self, gone: Departure) -> None:
         """An agent died or left; tell the neighbours, and end what cannot be completed without it."""
-        rank, cause, died, told_by, _, because = gone
+        rank, cause, died, told_by, certain, because, silent = gone
         self._detector.forget(rank)
         if rank == self._rank:
             self.break_off(f"rank {told_by} counts it as lost ({cause})")
             return
-        if not self._membership.remove(rank, cause, died):
+        if not self._membership.remove(rank, cause, died, died and (silent or not certain)):
             missed = died and rank in self._membership.view.left  # it left, and somebody needed it after that
             if missed and self._agreement.active:
                 self._agreement.missed(rank)
@@ -240,7 +241,7 @@ class Failures:
 
     def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:
         """What is to be said of a loss, and the ranks that it is about."""
-        rank, cause, _, told_by, certain, _ = gone
+        rank, cause, _, told_by, certain, _, _ = gone
         if told_by in (self._rank, rank):
             return f"rank {rank} was lost ({cause})", rank
         if not certain and self._router.knows(rank):

@@ -17,6 +17,8 @@ class View:
     """Agents that said goodbye."""
     died: dict[int, str]
     """Agents that were lost without a word, each with how it showed."""
+    out_of_reach: tuple[int, ...] = ()
+    """Those of them of which nobody knows that they have ended: they may go on elsewhere."""
 
 
 class Plan(NamedTuple):
@@ -49,6 +51,8 @@ class Departure(NamedTuple):
     """Its process has ended, or it ended a connection itself; else the network between the two may be the cause."""
     because: int = -1
     """Where it left in good order: the agent that it had missed in a one-sided call, which is no loss to others."""
+    silent: bool = False
+    """It has not answered for too long, and may still be there."""
 
 
 class Membership:
@@ -62,16 +66,18 @@ class Membership:
         """Call ``watcher`` with the new view after every change. It must be quick and must not communicate."""
         self._watchers.append(watcher)
 
-    def remove(self, rank: int, cause: str, died: bool) -> bool:
-        """Take an agent out; False if it was out already."""
+    def remove(self, rank: int, cause: str, died: bool, out_of_reach: bool = False) -> bool:
+        """Take an agent out, which may be there all the same where it is only ``out_of_reach``; False if it was out
+        already."""
         old = self.view
         if rank not in old.alive:
             return False
         alive = tuple(other for other in old.alive if other != rank)
         if died:
-            self._set(View(old.epoch + 1, alive, old.left, {**old.died, rank: cause}))
+            beyond = (*old.out_of_reach, rank) if out_of_reach else old.out_of_reach
+            self._set(View(old.epoch + 1, alive, old.left, {**old.died, rank: cause}, beyond))
         else:
-            self._set(View(old.epoch + 1, alive, (*old.left, rank), old.died))
+            self._set(View(old.epoch + 1, alive, (*old.left, rank), old.died, old.out_of_reach))
         return True
 
     def add(self, rank: int) -> None:
@@ -80,7 +86,8 @@ class Membership:
         alive = tuple(sorted({*old.alive, rank}))
         left = tuple(other for other in old.left if other != rank)
         died = {other: cause for other, cause in old.died.items() if other != rank}
-        self._set(View(old.epoch + 1, alive, left, died))
+        beyond = tuple(other for other in old.out_of_reach if other != rank)
+        self._set(View(old.epoch + 1, alive, left, died, beyond))
 
     def stand_alone(self, rank: int) -> None:
         """This agent waits to enter, and is with nobody yet."""

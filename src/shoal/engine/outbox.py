@@ -12,7 +12,7 @@ from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
-from ..transport.wire import CERTAIN, DIED, WANTS_REPLY, Kind, Message
+from ..transport.wire import CERTAIN, DIED, SILENT, WANTS_REPLY, Kind, Message
 from .events import Events
 from .matching import SMALL_WINDOW, Channel
 from .membership import Departure, Membership
@@ -138,7 +138,7 @@ class Outbox:
 
         One that we count as lost may be alive, and shut out for what it said; it must not think that all others are.
         """
-        flags = (DIED if gone.died else 0) | (CERTAIN if gone.certain else 0)
+        flags = (DIED if gone.died else 0) | (CERTAIN if gone.certain else 0) | (SILENT if gone.silent else 0)
         notice = Message(
             Kind.NOTICE, round=gone.told_by, token=gone.rank, flags=flags, digest=gone.because + 1, text=gone.cause
         )

@@ -17,6 +17,7 @@ from .agreement import Agreement
 from .failures import Failures
 from .lifecycle import ASK_AFTER, Lifecycle
 from .matching import Matcher
+from .membership import Membership
 from .operation import Operation
 from .outbox import Outbox
 
@@ -44,6 +45,7 @@ class Watchdog:
         rank: int,
         lifecycle: Lifecycle,
         matcher: Matcher,
+        membership: Membership,
         outbox: Outbox,
         failures: Failures,
         agreement: Agreement,
@@ -56,6 +58,7 @@ class Watchdog:
         self._rank = rank
         self._lifecycle = lifecycle
         self._matcher = matcher
+        self._membership = membership
         self._outbox = outbox
 
     def check(self, now: float) -> float:
@@ -79,7 +82,10 @@ class Watchdog:
         """Ask those who have been waited for half of the time whether they live, and give up who has not said so in
         the other half."""
         half, following = self.drop_after / 2, float("inf")
-        since = dict(sorted(self._waited_for(), reverse=True))  # the first time of each
+        alive = self._membership.view.alive
+        since = dict(
+            sorted((one for one in self._waited_for() if one[0] in alive), reverse=True)
+        )  # the first time of each
         for rank in set(self._asked).difference(since):
             del self._asked[rank]
         for rank, start in since.items():

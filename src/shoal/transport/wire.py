@@ -69,6 +69,8 @@ LOCKABLE = 4
 """Flag of a SEGMENT: the receiver will lock bytes of the file, and keeps its descriptor."""
 DIED = 2
 """Flag of a NOTICE: the agent died (else it left in good order). Of a REFUSE: because the agent ``digest`` is lost."""
+SILENT = 16
+"""Flag of a NOTICE: the agent has not answered for too long, and may be there all the same."""
 CERTAIN = 8
 """Flag of a NOTICE: its process has ended, or it says so itself; else a connection has, which may be the network's."""
 

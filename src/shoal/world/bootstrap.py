@@ -33,7 +33,7 @@ from .meeting import DIRECTORY, AlreadyMet, convene
 from .rendezvous import open_store
 
 log = logging.getLogger("shoal")
-RAISE, CONTINUE = "raise", "continue"
+RAISE, CONTINUE, STOP = "raise", "continue", "stop"
 DEFAULT_TIMEOUT = 300.0
 ENTRY_TIMEOUT = 3600.0
 """How long who was started again waits for the others to let it in: until they come to the next point for it."""
@@ -76,7 +76,11 @@ def init(
         after which an agent that does not answer (stopped, hung, cut off) counts as lost; if unset it is waited for
         until the deadline of what needs it. An agent that computes answers. ``SHOAL_INCARNATION``: how often this agent
         was started again while the others went on; more than 0 asks them to let it in. ``SHOAL_ENTRY_TIMEOUT``: seconds
-        for which it waits for that (3600). ``SHOAL_RECORD``: a folder in which each agent writes down who is there.
+        for which it waits for that (3600).
+        ``SHOAL_ON_PARTITION``: with ``on_loss="continue"``, what agents do that cannot reach as many others as there
+        are of them, or more, of which nobody knows that they have ended: ``continue``, or ``stop`` with
+        :class:`~shoal.PeerLost`, so that one part at most goes on. ``SHOAL_RECORD``: a folder in which each agent
+        writes down who is there.
 
     Raises:
         DeadlineExceeded: Agents did not come; the message names them.
@@ -172,12 +176,18 @@ def _seconds(variable: str, default: float) -> float:
     return seconds
 
 
-def _on_loss(given: str | None) -> str:
-    text = given if given is not None else os.environ.get("SHOAL_ON_LOSS", "") or RAISE
-    if text not in (RAISE, CONTINUE):
-        what = "SHOAL_ON_LOSS=" if given is None else "shoal.init(): on_loss="
-        raise ValueError(f"{what}{text!r}: it must be {RAISE!r} or {CONTINUE!r}")
+def _one_of(variable: str, *values: str) -> str:
+    """A variable's value; the first of these, if it is not set."""
+    text = os.environ.get(variable, "") or values[0]
+    if text not in values:
+        raise ValueError(f"{variable}={text!r}: it must be {' or '.join(map(repr, values))}")
     return text
+
+
+def _on_loss(given: str | None) -> str:
+    if given is not None and given not in (RAISE, CONTINUE):
+        raise ValueError(f"shoal.init(): on_loss={given!r}: it must be {RAISE!r} or {CONTINUE!r}")
+    return _one_of("SHOAL_ON_LOSS", RAISE, CONTINUE) if given is None else given
 
 
 def _connect(mine: AgentContext, on_loss: str) -> Agent:
@@ -186,6 +196,7 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
     per_machine = _agents_per_machine(mine)
     deadline = time.monotonic() + timeout
+    on_partition = _one_of("SHOAL_ON_PARTITION", CONTINUE, STOP)
     finite, drop_after = _check_finite(), _seconds("SHOAL_DROP_AFTER", float("inf"))
     certificates = certificates_of(launch.rank)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
@@ -194,11 +205,11 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     engine.watchdog.drop_after = drop_after
     engine.router.certificates = certificates
     if on_loss == CONTINUE:
-        engine.survive_losses()
+        engine.survive_losses(on_partition == STOP)
     _taken[id(mine)] = mine
     try:
         alike = {"SHOAL_AGENTS_PER_MACHINE": per_machine, "SHOAL_TLS": "on" if certificates else "off"}
-        alike["on_loss"] = on_loss
+        alike |= {"on_loss": on_loss, "SHOAL_ON_PARTITION": on_partition}
         said = {"place": asdict(engine.router.place), "alike": alike}
         try:
             with convene(mine.store, launch, deadline, said) as (meeting, found):
