@@ -86,6 +86,8 @@ def check(folder: Path, run: Run, resume: bool) -> None:
         SystemExit: On all agents: there is something and it is not wanted, or it is of other settings or of another
             number of agents, or an agent cannot read it.
     """
+    if shoal.is_entering():  # the others have been through this, and go on
+        return
     if not resume and shoal.broadcast_object(folder.is_dir() and any(folder.iterdir())):
         raise SystemExit(f"{folder} has checkpoints already: go on with --resume, or name another folder")
     try:

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "survival.md").read_text()
 
 def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")  # agents of a fleet have begun when their function is called
-    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, comes_back, robust = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
     def run() -> list[int]:
         found: dict[str, object] = {}
@@ -25,6 +25,8 @@ def test_its_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         return there
 
     assert shoal.Fleet(3).run(run) == [[0, 1, 2]] * 3
+    shoal.Fleet(3).run(lambda: exec(comes_back, {}))
+    exec(robust, {})
 
 
 def test_the_tests_that_it_names_are_there() -> None:

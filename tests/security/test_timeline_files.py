@@ -13,12 +13,22 @@ import torch
 import shoal
 
 
+@pytest.mark.parametrize(
+    ("variable", "stem", "what"),
+    [("SHOAL_TIMELINE", "shoal-rank{}.json", "timeline"), ("SHOAL_RECORD", "agent{}.jsonl", "record")],
+)
 @pytest.mark.parametrize("trap", ["link", "link to nothing", "hard link", "socket", "pipe", "another user's file"])
 def test_a_trace_goes_into_no_file_of_others(
-    trap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    trap: str,
+    variable: str,
+    stem: str,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path / "traces"))
-    precious, place = tmp_path / "precious", tmp_path / "traces" / "shoal-rank0.json"
+    monkeypatch.setenv(variable, str(tmp_path / "traces"))
+    precious, place = tmp_path / "precious", tmp_path / "traces" / stem.format(0)
     precious.write_text("all that I have")
     place.parent.mkdir()
     if trap == "link":
@@ -39,8 +49,8 @@ def test_a_trace_goes_into_no_file_of_others(
         os.chown(place, 12345, 12345)
     with caplog.at_level(logging.ERROR, "shoal"):
         assert shoal.Fleet(2).run(lambda: float(shoal.allreduce(torch.ones(1)))) == [1.0, 1.0]
-    (told,) = [record.message for record in caplog.records if "goes without a timeline" in record.message]
+    (told,) = [record.message for record in caplog.records if f"goes without a {what}" in record.message]
     assert "rank 0" in told and str(place) in told
     assert precious.read_text() == "all that I have" and not (tmp_path / "nothing").exists()
     assert trap != "another user's file" or place.read_text() == "of another"
-    assert (place.parent / "shoal-rank1.json").stat().st_size > 100
+    assert (place.parent / stem.format(1)).stat().st_size > 100

@@ -108,8 +108,8 @@ def _print(entries: list[Entry], found: list[Stay]) -> None:
     ]
     console = Console()
     console.print(table)
-    text = f"{len(lost)} agents were lost, and {len(back)} times one came back in the place of one"
-    console.print(f"{text}, {statistics.median(back):.1f} s after (median; at most {max(back):.1f})" if back else text)
+    text = f"lost: {len(lost)}; came back: {len(back)}"
+    console.print(f"{text}, {statistics.median(back):.1f} s later (median; at most {max(back):.1f})" if back else text)
 
 
 def _most(entries: list[Entry]) -> int:

@@ -18,6 +18,7 @@ from ..engine.agreement import MembershipChange
 from ..engine.engine import Engine
 from ..world.agent import Agent
 from ..world.bootstrap import on_start, on_stop
+from .own_files import open_own
 
 log = logging.getLogger("shoal")
 CAME, CHANGED, LEFT = "came", "changed", "left"
@@ -75,7 +76,7 @@ class Record:
         incarnation = agent.engine.router.place.incarnation
         stem = f"agent{agent.rank}" + (f".{incarnation}" if incarnation else "")
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / f"{stem}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        self._file = open_own(folder / f"{stem}.jsonl")
         self._write(CAME, MembershipChange((), agent.engine.agreement.alive))
         agent.engine.agreement.listeners.append(self._changed)
 

@@ -11,12 +11,10 @@ reader of traces takes one that is cut off, and a clean shutdown closes it, so t
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import socket
-import stat
 import threading
 import time
 from collections import deque
@@ -31,6 +29,7 @@ from ..engine.events import Event
 from ..engine.operation import INTERNAL
 from ..world.agent import Agent, agent_context
 from ..world.bootstrap import on_start, on_stop
+from .own_files import open_own
 
 log = logging.getLogger("shoal")
 
@@ -177,7 +176,7 @@ class _TraceWriter:
 
     def __init__(self, rank: int, path: Path) -> None:
         self._rank = rank
-        self._file: int | None = _open_own(path)
+        self._file: int | None = open_own(path)
         self._rows: dict[tuple[str, str, int], int] = {}
         self._names: dict[str, set[str]] = {"waits": set(), "activities": set(), "exchange": set()}
         self._lanes: dict[tuple[str, int], int] = {}  # operations in flight
@@ -310,21 +309,6 @@ class _TraceWriter:
         if args:
             line += f',"args":{json.dumps(args, separators=(",", ":"))}'
         self._lines.append(line + "}")
-
-
-def _open_own(path: Path) -> int:
-    """An empty file of this user's at ``path``. In a directory that others may write to, such as ``/tmp``, its name may
-    be there already, as a link to a file that must not be overwritten or as a file that somebody else reads."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
-    try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
-            raise PermissionError(errno.EPERM, "it is no file of this user's alone", str(path))
-        os.ftruncate(file, 0)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
 
 
 def _label(event: Event) -> str:

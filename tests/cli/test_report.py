@@ -1,0 +1,111 @@
+"""``shoal report``: of records that were written by hand, and of a run in which agents were killed and came back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import main
+from shoal.cli.report import Stay, stays
+from shoal.monitor.record import CAME, CHANGED, LEFT, Entry, read
+
+BY_HAND = [
+    Entry(100.0, 0, 0, CAME, alive=(0, 1)),
+    Entry(100.5, 1, 0, CAME, alive=(0, 1)),
+    Entry(110.0, 0, 0, CHANGED, lost=(1,), alive=(0,)),
+    Entry(112.0, 1, 1, CAME, alive=(1,)),
+    Entry(115.0, 0, 0, CHANGED, entered=(1,), alive=(0, 1)),
+    Entry(115.25, 1, 1, CHANGED, entered=(0, 1), alive=(0, 1)),
+    Entry(130.0, 0, 0, LEFT),
+    Entry(131.0, 1, 1, LEFT),
+]
+
+
+def written(folder: Path, entries: list[Entry]) -> Path:
+    for one in entries:
+        with (folder / f"agent{one.rank}.{one.incarnation}.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(one)) + "\n")
+    return folder
+
+
+def test_who_was_there_when() -> None:
+    assert stays(BY_HAND) == [
+        Stay(0, 0.0, 0.0, 30.0, False),
+        Stay(1, 0.5, 0.5, 10.0, True),
+        Stay(1, 12.0, 15.25, 31.0, False),
+    ]
+    unfinished = [*BY_HAND[:4], Entry(120.0, 0, 0, CHANGED, lost=(), alive=(0,))]
+    assert stays(unfinished) == [
+        Stay(0, 0.0, 0.0, None, False),
+        Stay(1, 0.5, 0.5, 10.0, True),
+        Stay(1, 12.0, None, None, False),
+    ]
+
+
+def test_what_was_written_is_read_also_where_its_writer_was_killed(tmp_path: Path) -> None:
+    written(tmp_path, BY_HAND)
+    with (tmp_path / "agent1.0.jsonl").open("a") as file:
+        file.write('{"at": 110.0, "ra')
+    assert read(tmp_path) == BY_HAND
+    (tmp_path / "agent7.jsonl").write_text("nonsense\n")
+    with pytest.raises(ValueError, match=r"agent7\.jsonl is no record"):
+        read(tmp_path)
+
+
+def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "pictures" / "there.png"
+    assert main(["report", str(written(tmp_path, BY_HAND)), "--picture", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "lost: 1; came back: 1, 5.2 s later (median; at most 5.2)" in " ".join(out.split())
+    assert picture.stat().st_size > 1000
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert "there is no record of an agent" in capsys.readouterr().err
+
+
+SCRIPT = """
+import os, sys, time, torch, shoal
+shoal.init()
+rank = shoal.rank()
+model = torch.nn.Linear(2, 1)
+run = shoal.Checkpoint(model=model)
+for step in range(run.load(None, missing_ok=True), 400):
+    if step == 5 and rank > 0 and "SHOAL_INCARNATION" not in os.environ:
+        os._exit(3) if rank == 1 else os.kill(os.getpid(), 9)
+    time.sleep(0.02)
+    everybody = len(shoal.allgather(torch.tensor([rank]))) == shoal.size() and step > 10
+    run.save(None, step + 1)
+    if everybody:
+        break
+print(f"rank {rank} ends at {step} with {shoal.alive()}", flush=True)
+shoal.shutdown()
+"""
+
+
+def test_agents_that_the_launcher_starts_again_are_in_the_record(tmp_path: Path) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "record"
+    script.write_text(SCRIPT)
+    launch = [sys.executable, "-m", "shoal", "run", "-n", "3", "--no-prefix", "--on-failure", "restart"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "SHOAL_RECORD": str(folder)}
+    job = subprocess.run([*launch, str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    assert job.returncode == 0, job.stderr
+    ends = {line.split(" ends ")[1] for line in job.stdout.splitlines() if " ends " in line}
+    assert len(ends) == 1 and ends.pop().endswith("with (0, 1, 2)"), job.stdout
+    assert job.stderr.count("and starting it again (1 of 3)") == 2 and "exited with code 3" in job.stderr
+    found = stays(read(folder))
+    assert [(one.rank, one.was_lost) for one in found] == [(0, False), (1, True), (1, False), (2, True), (2, False)]
+    assert all(one.entered is not None and one.ended is not None for one in found)
+
+
+def test_each_is_started_again_as_often_as_it_may_be(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(3)\n")
+    launch = [sys.executable, "-m", "shoal", "run", "-n", "2", "--on-failure", "restart", "--max-restarts", "2"]
+    job = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=60)
+    assert job.returncode == 0 and job.stderr.count("starting it again") == 2, job.stderr
+    assert "1 of 2 agents finished; lost: rank 1" in job.stderr
