@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import shoal
 from shoal import topology_util
+from shoal.topology import Static, Without
 
 SIZE, GONE = 4, 1
 LEFT = [0, 2, 3]
@@ -206,10 +208,19 @@ def test_machines_average_by_what_is_left_of_each(fleet: Fleets, gone: tuple[int
         assert found[rank][1] == pytest.approx(own * (1 - 0.25 * len(others)) + 0.25 * sum(others))
 
 
-def test_new_windows_after_a_loss_are_refused(fleet: Fleets) -> None:
-    def does() -> tuple[int, ...]:
-        with pytest.raises(shoal.PeerLost, match="cannot go on without ranks") as caught:
-            shoal.win_create(torch.ones(2), "w")
-        return caught.value.ranks
+def test_new_windows_are_on_what_is_left_of_the_topology(fleet: Fleets) -> None:
+    def does() -> list[float]:
+        x = value(shoal.rank())
+        assert shoal.win_create(x, "w", zero_init=True)
+        shoal.win_put(x, "w")
+        shoal.barrier()
+        found = shoal.win_update("w").tolist()
+        shoal.barrier()
+        shoal.win_free("w")
+        return found
 
-    assert results(fleet, does) == dict.fromkeys(LEFT, (GONE,))
+    found = results(fleet, does)
+    weights = Without(Static(topology_util.RingGraph(SIZE)), [GONE]).matrix(0)
+    x = np.array([10.0**rank for rank in range(SIZE)])
+    for rank in LEFT:
+        assert found[rank] == pytest.approx([(weights @ x)[rank]])

@@ -104,6 +104,11 @@ class WindowPart:
         self._held: dict[int, _Held] = {}
         self._mapped: list[WindowMemory] = []  # of processes of this machine
         self._closed = False
+        self._gone: set[int] = set()  # since it was made; who has come back has no part in it
+
+    def lose(self, rank: int) -> None:
+        """An agent is gone."""
+        self._gone.add(rank)
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -377,6 +382,9 @@ class WindowPart:
             raise type(ended)(f"{op} {self.name!r} on rank {engine.rank}: {ended}", ended.ranks)
         if self._closed and op != UNLOCK:
             raise self._freed_by(op, engine.rank)
+        if rank in self._gone and rank in engine.membership.view.alive:
+            what = f"needs rank {rank}, which was lost and has come back without it: free it, and create another"
+            raise self._lost(op, what, rank)
         if rank != engine.rank and rank not in engine.membership.view.alive:
             what = f"needs rank {rank}, which is gone: {engine.membership.describe(rank)}"
             cause = self._cause_of(rank, rank)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import networkx as nx
 import torch
 
-from ..engine.operation import Exchange, Handle, Operation, Send, Steps
+from ..engine.operation import Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost
 from ..interrupts import held
 from ..transport.memory import Segment
@@ -102,7 +103,7 @@ class Windows:
         """Make a window together with all neighbours. False if this agent has one of that name."""
         if name in self._windows:
             return False
-        static = self.agent.topology
+        static = self.agent.topology.without(self.engine.plan(f"~plan {PREFIX} {name}").gone)  # the same on all
         found = self.engine.arena.find(tensor) if tensor.is_contiguous() and tensor.is_cpu else None
         layout = Layout(tuple(tensor.shape), tensor.dtype, static.mixing.source_ranks, found is None)
         segment = Segment(self.engine.arena.next_ident(), layout.nbytes)
@@ -132,14 +133,14 @@ class Windows:
             published = self.engine.publisher.publish(operation, torch.tensor(told))
             sends = [Send(rank, published, 0, len(told), (len(told),)) for rank in peers]
             arrived = yield Exchange(sends, peers, torch.int64, digest=static.digest)
-            for rank in peers:
-                payload = arrived[rank].payload
-                assert payload is not None
-                self._open(window, rank, payload.data.tolist())
+            for rank, message in arrived.items():  # who is lost meanwhile has sent nothing, and is one that is gone
+                assert message.payload is not None
+                self._open(window, rank, static.graph, message.payload.data.tolist())
             return True
 
         try:
-            return self.engine.submit("win_create", f"~create {PREFIX} {name}", steps, timeout).wait()
+            create = f"~create {PREFIX} {name}"
+            return self.engine.submit("win_create", create, steps, timeout, on_loss=OnLoss.GO_ON).wait()
         except BaseException:
             if self._windows.get(name) is window:
                 self.free(name)
@@ -148,7 +149,7 @@ class Windows:
                 segment.close()
             raise
 
-    def _open(self, window: WindowPart, rank: int, told: list[int]) -> None:
+    def _open(self, window: WindowPart, rank: int, graph: nx.DiGraph, told: list[int]) -> None:
         """Find the way to the memory of a neighbour."""
         ident, own_ident, own_offset, code, *shape = told
         mine = window.memory.layout
@@ -170,7 +171,7 @@ class Windows:
                 (data, fd), (own, _) = router.shared_by(rank, ident), router.shared_by(rank, own_ident)
             except KeyError:
                 return
-            sources = tuple(sorted(self.agent.topology.graph.predecessors(rank)))
+            sources = tuple(sorted(graph.predecessors(rank)))
             sources = tuple(source for source in sources if source != rank)
             layout = Layout(mine.shape, mine.dtype, sources, ident == own_ident)
             nbytes = mine.numel * mine.dtype.itemsize
@@ -271,6 +272,8 @@ class Windows:
 
     def on_gone(self, rank: int, because: int | None) -> None:
         self._requests.forget(rank)
+        for window in self._windows.values():
+            window.lose(rank)
         cause = self.cause if because is None else because
         if rank in self.engine.membership.view.left and cause is not None:
             self._because[rank] = cause
