@@ -16,7 +16,9 @@ import torch
 import shoal
 from shoal import topology_util
 from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
+from shoal.ops.entering import hand_over
 from shoal.topology import OnePeerExponential, Static
+from shoal.world.agent import current
 from support.coming_back import KILLED, MOST_SECONDS, Seen, train
 from support.fault_points import OVER, Point, over_both
 from support.surviving_training import optimum, resting_place
@@ -269,3 +271,23 @@ def test_nobody_is_left_to_let_it_in() -> None:
         world.members[0].outcome(5.0)
         said = waiting.outcome()
         assert said.error == "PeerLost" and "nobody is there any more" in said.message, said
+
+
+def hand_over_on_a_ring() -> Any:
+    """Ranks 1 and 2 need what 0 and 3 have; 3, which is near 2, dies of being asked."""
+    agent = current()
+    shoal.set_topology(shoal.RingGraph(4))
+
+    def state() -> list[int]:
+        if agent.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [agent.rank]
+
+    return hand_over(agent, None if agent.rank in (1, 2) else state)
+
+
+def test_who_has_just_been_given_the_state_gives_it_on_where_its_giver_dies() -> None:
+    with World(4, environment=CONTINUE) as world:
+        outcomes = world.run(hand_over_on_a_ring)
+        assert [one.error for one in outcomes] == ["", "", "", "Died"], [one.message for one in outcomes]
+        assert [one.value for one in outcomes[:3]] == [None, [0], [0]]

@@ -86,7 +86,7 @@ def hand_over(agent: Agent, state: Callable[[], Any] | None, timeout: float | No
         ShoalError: It could not be made, or what came is not what was sent.
     """
     found: Any = None
-    needs = state is None
+    needs, came = state is None, None
     while True:
         flags = gather_by_rank(torch.tensor([needs]), Internal("entry: who needs a state"), timeout=timeout)
         needy = [rank for rank, flag in flags.items() if flag]
@@ -95,9 +95,13 @@ def hand_over(agent: Agent, state: Callable[[], Any] | None, timeout: float | No
             return found
         if not givers:
             raise PeerLost(f"rank {agent.rank}: nobody is left who could hand over the state of the run", needy)
-        came = _sent(agent, {rank: _giver(agent, rank, givers) for rank in needy}, state, timeout)
-        if needs and came is not None:
-            found, needs = _read(agent, came), False
+        giver_of = {rank: _giver(agent, rank, givers) for rank in needy}
+        if agent.rank in giver_of.values() and came is None:
+            assert state is not None
+            came = _written(state)
+        sent = _sent(agent, giver_of, came, timeout)
+        if needs and sent is not None:  # and should another giver die, this agent has it, too
+            found, came, needs = _read(agent, sent), sent, False
 
 
 def _giver(agent: Agent, needy: int, givers: list[int]) -> int:
@@ -107,20 +111,16 @@ def _giver(agent: Agent, needy: int, givers: list[int]) -> int:
 
 
 def _sent(
-    agent: Agent, giver_of: Mapping[int, int], state: Callable[[], Any] | None, timeout: float | None
+    agent: Agent, giver_of: Mapping[int, int], written: torch.Tensor | None, timeout: float | None
 ) -> torch.Tensor | None:
-    """Send each who needs it the state of its giver; what has come here, or None where nothing was to, or who should
-    have sent it was lost."""
+    """Send each who needs it the state of its giver, ``written`` here; what has come, or None where nothing was to, or
+    who should have sent it was lost."""
     rank = agent.rank
     takers = [other for other, giver in giver_of.items() if giver == rank]
-    written = torch.empty(0, dtype=torch.uint8)
-    if takers:
-        assert state is not None
-        written = _written(state)
 
     def steps(operation: Operation) -> Steps[torch.Tensor | None]:
         sends = []
-        if takers:
+        if takers and written is not None:
             published = agent.engine.publisher.publish(operation, written)
             sends = [Send(other, published, 0, len(written), (len(written),)) for other in takers]
         sources = [giver_of[rank]] if rank in giver_of else []
