@@ -14,6 +14,7 @@ import pytest
 from shoal.cli import main
 from shoal.cli.report import Stay, stays
 from shoal.monitor.record import CAME, CHANGED, LEFT, Entry, read
+from support.world import reserved_port
 
 BY_HAND = [
     Entry(100.0, 0, 0, CAME, alive=(0, 1)),
@@ -109,3 +110,29 @@ def test_each_is_started_again_as_often_as_it_may_be(tmp_path: Path) -> None:
     job = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=60)
     assert job.returncode == 0 and job.stderr.count("starting it again") == 2, job.stderr
     assert "1 of 2 agents finished; lost: rank 1" in job.stderr
+
+
+def test_the_only_agent_of_a_machine_comes_back_to_those_of_others(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launch = [sys.executable, "-m", "shoal", "run", "--nnodes", "2", "--on-failure", "restart"]
+    with reserved_port() as port:
+        meet = ["--rendezvous", f"127.0.0.1:{port}"]
+        said = subprocess.run([*launch, *meet, "-n", "1", str(script)], capture_output=True, text=True, timeout=60)
+        assert said.returncode == 2 and "set SHOAL_SECRET" in said.stderr
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "SHOAL_SECRET": "of these two"}
+        jobs = [
+            subprocess.Popen(
+                [*launch, *meet, "-n", "1", "--node-rank", str(node), str(script)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for node in range(2)
+        ]
+        ends = [job.communicate(timeout=60) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], ends
+    assert "starting it again (1 of 3)" in ends[1][1]
+    lasts = [one[0].splitlines()[-1].split(" ends ")[1] for one in ends]
+    assert lasts[0] == lasts[1] and lasts[0].endswith("with (0, 1)")

@@ -70,14 +70,24 @@ class AgentProcesses:
     Args:
         output: where their output goes; None lets them write to the launcher's own stdout and stderr.
         survive: let the others go on when one fails, instead of ending them.
-        restarts: how often each agent that fails is started again, while none has finished.
+        restarts: how often each agent that fails is started again, while none has finished, and others are there.
+        elsewhere: there are agents on other machines.
         grace: seconds between asking an agent to end and the next, harder step.
     """
 
-    def __init__(self, output: AgentOutput | None, *, survive: bool, restarts: int = 0, grace: float) -> None:
+    def __init__(
+        self,
+        output: AgentOutput | None,
+        *,
+        survive: bool,
+        restarts: int = 0,
+        elsewhere: bool = False,
+        grace: float,
+    ) -> None:
         self._output = output
         self._survive = survive
         self._restarts = restarts
+        self._elsewhere = elsewhere
         self._grace = grace
         self._living: list[_Agent] = []
         self._outcomes: dict[int, Outcome] = {}  # the last of each agent
@@ -276,7 +286,8 @@ class AgentProcesses:
     def _take_failure(self, outcome: Outcome) -> None:
         self._first_failure = self._first_failure or outcome
         others, rank = len(self._living), outcome.rank
-        again = self._started[rank] < self._restarts and others > 0 and not self._has_finished
+        again = self._started[rank] < self._restarts and (others > 0 or self._elsewhere)
+        again = again and not self._has_finished
         then = "letting the rest go on" if self._survive else "ending the rest"
         what = f"{outcome}; {then} ({_count(others)})" if others else str(outcome)
         self.say(f"{what}, and starting it again ({self._started[rank] + 1} of {self._restarts})" if again else what)

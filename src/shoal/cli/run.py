@@ -150,7 +150,8 @@ def run(args: argparse.Namespace) -> int:
     # Unbuffered: lines come when they are printed, and a killed agent's last words are not lost.
     command = [sys.executable, "-u", *(["-m"] if args.is_module else []), args.script, *args.arguments]
     survive, restarts = args.on_failure != "stop", args.max_restarts if args.on_failure == "restart" else 0
-    with AgentProcesses(output, survive=survive, restarts=restarts, grace=args.grace) as agents:
+    elsewhere = args.nnodes > 1
+    with AgentProcesses(output, survive=survive, restarts=restarts, elsewhere=elsewhere, grace=args.grace) as agents:
         if "OMP_NUM_THREADS" not in os.environ and args.agents > 1:
             agents.say("OMP_NUM_THREADS is not set: each agent gets 1 thread")
         defaults = {"SHOAL_ON_LOSS": "continue"} if survive else {}

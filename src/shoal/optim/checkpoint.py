@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import torch
 
@@ -84,6 +84,16 @@ class Checkpoint:
         self._parts = dict(sorted(self._parts.items(), key=lambda item: not isinstance(item[1], torch.nn.Module)))
 
     # Files of our own
+
+    @overload
+    def save(
+        self, folder: str | os.PathLike[str], step: int, *, keep: int | None = 3, timeout: float | None = None
+    ) -> Path: ...
+
+    @overload
+    def save(
+        self, folder: str | os.PathLike[str] | None, step: int, *, keep: int | None = 3, timeout: float | None = None
+    ) -> Path | None: ...
 
     def save(
         self, folder: str | os.PathLike[str] | None, step: int, *, keep: int | None = 3, timeout: float | None = None
