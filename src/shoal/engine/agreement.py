@@ -364,7 +364,6 @@ class Agreement:
         """
         plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._lifecycle.entered + len(ranks))
         self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
-        self._reports = {}
         self._missed.difference_update(ranks)
         self._lifecycle.meet(plan)
         self._announce(entered=ranks)
