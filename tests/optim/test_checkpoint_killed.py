@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -27,9 +27,10 @@ def killed_while_saving(folder: Path, step: int, where: str) -> None:
     if where == "half a file":
         write = torch.save
 
-        def half(states: object, path: Path) -> None:
-            write(states, path)
-            os.truncate(path, path.stat().st_size // 2)
+        def half(states: object, file: BinaryIO) -> None:
+            write(states, file)
+            file.flush()
+            file.truncate(file.tell() // 2)
             die()
 
         torch.save = half

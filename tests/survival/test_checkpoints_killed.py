@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import shoal
 from support.fault_points import Point, arm, over_both
+from support.namespaces import require_namespaces
 from support.survivors import CONTINUE
 from support.world import World
 
@@ -68,3 +70,40 @@ def test_every_checkpoint_is_whole(environment: dict[str, str], victim: int, poi
             [found] = set(world.results(load_one, tmp_path, step))
             assert any(abs(found - (100.0 * step + mean)) < 1e-4 for mean in means), (step, found)
         assert world.results(load_own, tmp_path) == [100.0 * (SAVES - 1) + rank for rank in left]
+
+
+def save_on_a_full_disk(folders: list[str]) -> tuple[str, list[float]]:
+    """What is said where one agent has no room, and that all goes on: averages, and a checkpoint elsewhere."""
+    model = torch.nn.Linear(200, 200)
+    checkpoint = shoal.Checkpoint(model=model)
+    said = ""
+    try:
+        checkpoint.save(folders[shoal.rank()], 1)
+    except shoal.ShoalError as error:
+        said = f"{error.ranks} {error}"
+    x = torch.tensor([float(shoal.rank())])
+    means = [shoal.allreduce(x).item()]
+    with torch.no_grad():
+        model.weight.fill_(shoal.rank())
+    checkpoint.save(folders[-1], 2)
+    loaded = torch.nn.Linear(200, 200)
+    assert shoal.Checkpoint(model=loaded).load(folders[-1]) == 2 and torch.equal(loaded.weight, model.weight)
+    return said, means
+
+
+def test_a_full_disk_of_one_ends_the_save_of_all_and_nothing_else(tmp_path: Path) -> None:
+    require_namespaces()  # a disk is mounted, which needs the same rights
+    full = tmp_path / "full"
+    full.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(full)], check=True)
+    try:
+        folders = [str(tmp_path / "room"), str(full), str(tmp_path / "room"), str(tmp_path / "later")]
+        with World(3, environment=CONTINUE) as world:
+            found = world.results(save_on_a_full_disk, folders)
+        left = [str(path) for path in full.rglob("*") if path.is_file()]
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+    for said, means in found:
+        assert said.startswith("(1,)") and "is not saved: at rank 1" in said and means == [1.0]
+        assert "No space left on device" in said, said
+    assert not left, left

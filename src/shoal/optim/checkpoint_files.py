@@ -98,7 +98,11 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
     """
 
     def write(path: Path) -> None:
-        torch.save(states, path)
+        try:
+            with path.open("wb") as file:
+                torch.save(states, file)
+        except RuntimeError as error:  # what the system said is only its context
+            raise _of_the_system(error) from None
         try:
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
@@ -109,6 +113,16 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
     path = _file_of(place, rank)
     _write(path, write)
     return _crc(path)
+
+
+def _of_the_system(error: BaseException) -> BaseException:
+    """What was the matter, where torch says where in its code it noticed: a full disk, say."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError):
+            return found
+        found = found.__context__
+    return error
 
 
 def withdraw(place: Path, rank: int) -> None:

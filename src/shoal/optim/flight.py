@@ -42,7 +42,7 @@ class Flight(ABC):
         keeps_equal: Models that are equal stay so; it is checked that they are, before the first exchange.
         counts: The settings that say how it exchanges.
         does_without: What an algorithm needs of W, by name, that this kind of exchange does not need.
-        present: While agents are joined (``join.py``), how many have still batches.
+        present: While agents are joined (``join.py``), how many have still batches, and how many are there: [2].
         balance: Looks at the weights of each round, where no schedule gives them.
         mixed: The optimizer's state that travels beside the parameters, if any does.
         buckets: The parameters, once :meth:`prepare` has been called: in the order in which their gradients come, the

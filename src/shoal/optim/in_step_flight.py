@@ -10,7 +10,6 @@ import torch
 from ..algorithms.agent_schedule import AgentSchedule
 from ..engine.operation import Handle
 from ..ops.collective import allreduce_nonblocking
-from ..world.agent import current
 from .buckets import Bucket
 from .flight import Flight, Params
 from .settings import BY_HAND, Round, Settings
@@ -140,8 +139,8 @@ class GradientFlight(InStepFlight):
         buckets = self._results()
         share = 1.0
         if self.present is not None:
-            there = len(current("optim").engine.agreement.alive)
-            share = there / max(1.0, self.present.wait().item())
+            present, there = self.present.wait().tolist()
+            share = there / max(1.0, present)
         for bucket in buckets:
             if share != 1.0:
                 bucket.room_for_result().mul_(share)

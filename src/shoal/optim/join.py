@@ -65,7 +65,7 @@ class Join:
             return
         while True:
             present = self._flight.present = self._count(0.0)
-            if present.wait().item() == 0:
+            if present.wait()[0] == 0:
                 break
             self._strategy.follow()
         self._flight.present = None
@@ -79,4 +79,5 @@ class Join:
         self._flight.settle()
 
     def _count(self, one: float) -> Handle[torch.Tensor]:
-        return allreduce_nonblocking(torch.tensor([one]), average=False, name=f"{self._name}.present")
+        # Who is there is counted with them, or agents that hear of a loss at different moments would not stay equal.
+        return allreduce_nonblocking(torch.tensor([one, 1.0]), average=False, name=f"{self._name}.present")
