@@ -291,3 +291,49 @@ def test_who_has_just_been_given_the_state_gives_it_on_where_its_giver_dies() ->
         outcomes = world.run(hand_over_on_a_ring)
         assert [one.error for one in outcomes] == ["", "", "", "Died"], [one.message for one in outcomes]
         assert [one.value for one in outcomes[:3]] == [None, [0], [0]]
+
+
+def puts_before_and_after() -> str:
+    """A window of three agents, of whom one comes back without it: what a call that needs it says, and a new window."""
+    checkpoint = shoal.Checkpoint(model=torch.nn.Linear(1, 1))
+    shoal.set_topology(shoal.FullyConnectedGraph(3))
+    x, said = torch.full((2,), float(shoal.rank())), ""
+    if not shoal.is_entering():
+        shoal.win_create(x, "w")
+        shoal.win_put(x, "w")
+        shoal.barrier()
+        if shoal.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    step = checkpoint.load(None, missing_ok=True)
+    while not step or len(shoal.alive()) < 3:
+        step += 1
+        checkpoint.save(None, step)
+        time.sleep(0.01)
+    if shoal.rank() != 1:
+        try:
+            shoal.win_put(x, "w")
+        except shoal.PeerLost as error:
+            said = str(error)
+    shoal.barrier()
+    if shoal.rank() != 1:
+        shoal.win_free("w")
+    assert shoal.win_create(x, "w", zero_init=True)
+    shoal.win_put(x, "w")
+    shoal.barrier()
+    assert torch.equal(shoal.win_update("w"), torch.full((2,), 1.0))
+    shoal.barrier()
+    shoal.win_free("w")
+    return said
+
+
+@over_both
+def test_a_window_from_before_says_who_has_come_back_without_it(environment: dict[str, str]) -> None:
+    with World(3, environment=environment | CONTINUE, restarts=True) as world:
+        pending = [world.run_on(rank, puts_before_and_after) for rank in range(3)]
+        assert pending[1].outcome().error == "Died"
+        world.start_again(1)
+        pending[1] = world.run_on(1, puts_before_and_after)
+        outcomes = [one.outcome() for one in pending]
+    assert not [f"{one.message}\n{one.trace}" for one in outcomes if one.error]
+    for rank in (0, 2):
+        assert "needs rank 1, which was lost and has come back without it" in outcomes[rank].value, outcomes[rank].value
