@@ -337,3 +337,35 @@ def test_a_window_from_before_says_who_has_come_back_without_it(environment: dic
     assert not [f"{one.message}\n{one.trace}" for one in outcomes if one.error]
     for rank in (0, 2):
         assert "needs rank 1, which was lost and has come back without it" in outcomes[rank].value, outcomes[rank].value
+
+
+def in_two_parts(dies: bool) -> list[tuple[int, ...]]:
+    """Two runs of one job, with shutdown and init between them."""
+    found = []
+    for part in range(2):
+        if not shoal.is_initialized():
+            shoal.init()
+        checkpoint = shoal.Checkpoint(model=torch.nn.Linear(1, 1))
+        step = checkpoint.load(None, missing_ok=True)
+        if dies and not part:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while step < 3 or len(shoal.alive()) < 3:
+            time.sleep(0.01)
+            step += 1
+            checkpoint.save(None, step)
+        found.append(tuple(shoal.allgather(torch.tensor([shoal.rank()])).tolist()))
+        shoal.shutdown()
+    shoal.init()
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_has_come_back_meets_the_others_again_as_they_do(victim: int) -> None:
+    with World(3, environment=CONTINUE, restarts=True) as world:
+        pending = [world.run_on(rank, in_two_parts, rank == victim) for rank in range(3)]
+        assert pending[victim].outcome().error == "Died"
+        world.start_again(victim)
+        pending[victim] = world.run_on(victim, in_two_parts, False)
+        outcomes = [one.outcome() for one in pending]
+    assert not [f"{one.message}\n{one.trace}" for one in outcomes if one.error]
+    assert [one.value for one in outcomes] == [[(0, 1, 2)] * 2] * 3

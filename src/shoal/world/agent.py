@@ -174,6 +174,8 @@ class AgentContext:
     agent: Agent | None = None
     engine: Engine | None = None
     """Its agent's, and that of an agent that is about to be."""
+    has_met: bool = False
+    """It has been an agent: one that was started again comes back once, and then meets the others as they do."""
     forked_from: tuple[int, int] | None = None
     """Rank and size of the agent that the parent of this process was when it forked."""
 

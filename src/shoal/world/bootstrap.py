@@ -212,7 +212,8 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
         alike |= {"on_loss": on_loss, "SHOAL_ON_PARTITION": on_partition}
         said = {"place": asdict(engine.router.place), "alike": alike}
         try:
-            with convene(mine.store, launch, deadline, said) as (meeting, found):
+            comes_back = launch.incarnation > 0 and not mine.has_met and bool(os.environ.get("SHOAL_SECRET"))
+            with convene(mine.store, launch, deadline, said, comes_back) as (meeting, found):
                 places = [Place(**one["place"]) for one in found]
                 _check_agreement(found, alike)
                 endpoint = _listen(engine, launch, forced, found)
@@ -233,6 +234,7 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
         _free(mine)
         engine.close(time.monotonic() + 1.0, died=True)
         raise
+    mine.has_met = True
     return agent
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -39,8 +38,9 @@ class AlreadyMet(Exception):
 class Meeting:
     """One attempt of one agent to meet the others; as a context it tells them when it fails."""
 
-    def __init__(self, store: Store, launch: Launch, deadline: float) -> None:
+    def __init__(self, store: Store, launch: Launch, deadline: float, comes_back: bool = False) -> None:
         self.store = store
+        self._comes_back = comes_back
         self.note: dict[str, Any] | None = None  # why the attempt before this one failed, as far as that was heard
         self._launch = launch
         self._deadline = deadline
@@ -105,6 +105,10 @@ class Meeting:
 
     def _lead(self, place: bytes) -> list[dict[str, Any]]:
         """Begin an attempt, and wait until all have joined it."""
+        if self.store.has(DIRECTORY):
+            if self._comes_back:
+                raise AlreadyMet
+            self.store.delete(DIRECTORY)  # of a meeting that is over: who was started again is to come to this one
         self._attempt = secrets.token_hex(8)
         before = self.store.get("attempt", self._deadline).decode() if self.store.has("attempt") else ""
         self.store.set("attempt", self._attempt.encode())
@@ -169,7 +173,7 @@ class Meeting:
 
     def _first_of(self, *keys: str) -> tuple[str, bytes]:
         """The same by their whole names, unless one of those who are waited for has ended."""
-        comes_back = [DIRECTORY] if self._launch.incarnation and os.environ.get("SHOAL_SECRET") else []
+        comes_back = [DIRECTORY] if self._comes_back else []
         key, value = self.store.first([*comes_back, *keys, LOST], self._deadline)
         if key == DIRECTORY:
             self._told = True
@@ -260,11 +264,14 @@ def given_up(rank: int, note: dict[str, Any]) -> DeadlineExceeded:
 
 @contextlib.contextmanager
 def convene(
-    store: Store | None, launch: Launch, deadline: float, said: dict[str, Any]
+    store: Store | None, launch: Launch, deadline: float, said: dict[str, Any], comes_back: bool = False
 ) -> Iterator[tuple[Meeting, list[dict[str, Any]]]]:
     """Meet the others in a store, this launch's own if None is given; yields what all have said, by rank.
 
-    The store is open within the context.
+    The store is open within the context. Who ``comes_back`` to those who have met already is told so.
+
+    Raises:
+        AlreadyMet: They have.
     """
     note: dict[str, Any] | None = None
     while True:
@@ -275,7 +282,7 @@ def convene(
                 raise
             raise given_up(launch.rank, note) from None
         closes = contextlib.nullcontext() if store is not None else contextlib.closing(mine)
-        with closes, Meeting(mine, launch, deadline) as meeting:
+        with closes, Meeting(mine, launch, deadline, comes_back) as meeting:
             meeting.note = note
             try:
                 found = meeting.join({**said, "reached": mine.address})
