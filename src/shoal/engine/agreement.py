@@ -37,7 +37,7 @@ from .matching import Matcher
 from .membership import WHOLE, Departure, Membership, Plan
 from .operation import OnLoss, Operation
 from .repair import conclude, go_on_without, restart
-from .services import once_whole
+from .services import MinimalService, once_whole
 
 WORD = "~agreement"
 MOST_DECISIONS = 32
@@ -100,7 +100,7 @@ class _Report:
         return self.begun.get(name, 0) > round_ and self.open.get(name, {}).get(round_, attempt) == attempt
 
 
-class Agreement:
+class Agreement(MinimalService):
     """One agent's part in it. Used under the engine's lock.
 
     Args:
@@ -387,27 +387,11 @@ class Agreement:
 
     # As a service
 
-    @property
-    def cause(self) -> int | None:
-        return None
-
-    def on_gone(self, rank: int, because: int | None) -> None:
-        """Who else is gone while the others agree is gone from what they agree on."""
-
     def check(self, now: float) -> float:
         """Begin what was put off; see :class:`~.services.Service`."""
         if not self._lifecycle.frozen and self._missed.difference(self.gone):
             self.change()
         return float("inf")
-
-    def descriptors(self) -> list[int]:
-        return []
-
-    def holds_topology(self) -> list[str]:
-        return []
-
-    def close(self, deadline: float) -> None:
-        """Nothing is under way that others wait for: who leaves is gone, and the rest agrees on that."""
 
 
 def _parsed(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:

@@ -29,7 +29,7 @@ from .membership import Membership, Plan
 from .operation import Operation
 from .outbox import Outbox
 from .progress import Progress
-from .services import once_whole
+from .services import MinimalService, once_whole
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def _checked(kind: type[T], said: Mapping[str, Any]) -> T:
     return kind(**said)
 
 
-class Entry:
+class Entry(MinimalService):
     """One agent's part in it, on either side of the door. Used under the engine's lock.
 
     Args:
@@ -240,23 +240,7 @@ class Entry:
         if source in self.asking() and source in self._membership.view.alive:
             self._failures.on_closed(source, "it has been started again", True, True)
 
-    @property
-    def cause(self) -> int | None:
-        return None
-
-    def on_gone(self, rank: int, because: int | None) -> None:
-        """Who asks has not come yet."""
-
     def check(self, now: float) -> float:
         """Hear what those have said who were let in; see :class:`~.services.Service`."""
         self._router.open_lobby()
         return float("inf")
-
-    def descriptors(self) -> list[int]:
-        return []
-
-    def holds_topology(self) -> list[str]:
-        return []
-
-    def close(self, deadline: float) -> None:
-        """Who waits to be let in finds its connection closed."""

@@ -37,6 +37,27 @@ class Service(Protocol):
         """Not under the lock: end what is under way, by itself until the deadline."""
 
 
+class MinimalService(Service):
+    """A service with nothing that others could hold on to: what it need not do."""
+
+    @property
+    def cause(self) -> int | None:
+        return None
+
+    def on_gone(self, rank: int, because: int | None) -> None: ...
+
+    def check(self, now: float) -> float:
+        return float("inf")
+
+    def descriptors(self) -> list[int]:
+        return []
+
+    def holds_topology(self) -> list[str]:
+        return []
+
+    def close(self, deadline: float) -> None: ...
+
+
 class Services:
     """Those of one agent, by the word that the names of their messages begin with."""
 
