@@ -17,7 +17,7 @@ from shoal.engine.matching import Matcher
 from shoal.engine.membership import Departure, Membership, Plan
 from shoal.engine.operation import OnLoss, Operation, Recovery
 from shoal.transport.lobby import ENTRY
-from shoal.transport.router import Endpoint, Place, here
+from shoal.transport.place import Endpoint, Place, here
 from shoal.transport.wire import Kind, Message, Payload, ProtocolError
 
 HERE = here(0)

@@ -13,7 +13,7 @@ import shoal
 from shoal.transport.budgets import MESSAGES
 from shoal.transport.handshake import Accepting, Connecting
 from shoal.transport.lobby import ENTRY, Threshold
-from shoal.transport.router import Endpoint, here
+from shoal.transport.place import Endpoint, here
 from shoal.transport.wire import Kind, Message, ProtocolError
 from shoal.world.introductions import Introduced, _came, _proof, add_to_directory, directory
 from shoal.world.launch import Launch

@@ -20,7 +20,8 @@ import torch
 
 from ..errors import DeadlineExceeded, PeerLost, ShoalError
 from ..transport.lobby import ENTRY
-from ..transport.router import Endpoint, Place, Router
+from ..transport.place import Endpoint, Place
+from ..transport.router import Router
 from ..transport.wire import Kind, Message, ProtocolError, Where
 from .agreement import NONSENSE, Agreement, as_counts, as_ranks, decisions_as_data, decisions_of
 from .failures import Failures

@@ -15,8 +15,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from .handshake import Accepting, Connecting
 from .link import Link, Receiver
 from .lobby import Lobby
 from .memory import Arena, ResultPool
+from .place import Endpoint, Place, here, process_start
 from .poller import Poller
 from .sealing import strong, sums, unchecked
 from .sockets import GREETING_SECONDS, Incoming, Outgoing
@@ -46,66 +45,6 @@ AGAIN_SECONDS, AGAIN_AT_MOST = 0.01, 0.1
 LOUD = 15
 """The try after which that is logged: it has taken a second."""
 _pauses = random.Random()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an agent runs: what decides which transports can reach it."""
-
-    rank: int
-    host: str
-    boot: str
-    namespace: int
-    uid: int
-    process: str
-    pid: int
-    started: int
-    incarnation: int = 0
-    """How often this agent has been started again."""
-
-    @property
-    def machine(self) -> tuple[str, int, int]:
-        return self.boot, self.namespace, self.uid
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where an agent listens; empty where it does not."""
-
-    inbox: str = ""
-    unix: str = ""
-    host: str = ""
-    port: int = 0
-    door: int = -1
-    """The descriptor of its process by which those of its user on its machine find the socket that is for them."""
-
-
-_process = uuid.uuid4().hex
-
-
-def _name_process() -> None:
-    global _process
-    _process = uuid.uuid4().hex
-
-
-os.register_at_fork(after_in_child=_name_process)
-
-
-def process_start(pid: int) -> int:
-    """When a process of this machine started, in clock ticks since boot; 0 where that cannot be read."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def here(rank: int, incarnation: int = 0) -> Place:
-    """The place of the caller."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = Path("/proc/self/ns/net").stat().st_ino
-    pid = os.getpid()
-    started = process_start(pid)
-    return Place(rank, socket.gethostname(), boot, namespace, os.getuid(), _process, pid, started, incarnation)
 
 
 class Router:

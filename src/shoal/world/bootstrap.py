@@ -23,7 +23,7 @@ from ..engine.engine import Engine
 from ..engine.operation import Operation, Steps
 from ..errors import Mismatch, NotInitialized
 from ..interrupts import held
-from ..transport.router import Endpoint, Place
+from ..transport.place import Endpoint, Place
 from ..transport.tls import certificates_of
 from .agent import Agent, AgentContext, Machines, agent_context, process_context
 from .identity import set_topology

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ..errors import Mismatch
-from ..transport.router import Endpoint, Place
+from ..transport.place import Endpoint, Place
 from .launch import Launch
 from .meeting import DIRECTORY, Meeting
 from .rendezvous import Store

@@ -1,0 +1,69 @@
+"""Where an agent runs and where it listens, as others must know it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an agent runs: what decides which transports can reach it."""
+
+    rank: int
+    host: str
+    boot: str
+    namespace: int
+    uid: int
+    process: str
+    pid: int
+    started: int
+    incarnation: int = 0
+    """How often this agent has been started again."""
+
+    @property
+    def machine(self) -> tuple[str, int, int]:
+        return self.boot, self.namespace, self.uid
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an agent listens; empty where it does not."""
+
+    inbox: str = ""
+    unix: str = ""
+    host: str = ""
+    port: int = 0
+    door: int = -1
+    """The descriptor of its process by which those of its user on its machine find the socket that is for them."""
+
+
+_process = uuid.uuid4().hex
+
+
+def _name_process() -> None:
+    global _process
+    _process = uuid.uuid4().hex
+
+
+os.register_at_fork(after_in_child=_name_process)
+
+
+def process_start(pid: int) -> int:
+    """When a process of this machine started, in clock ticks since boot; 0 where that cannot be read."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def here(rank: int, incarnation: int = 0) -> Place:
+    """The place of the caller."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/net").stat().st_ino
+    pid = os.getpid()
+    started = process_start(pid)
+    return Place(rank, socket.gethostname(), boot, namespace, os.getuid(), _process, pid, started, incarnation)
