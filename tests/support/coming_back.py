@@ -19,7 +19,7 @@ from shoal.transport.network import NetworkLink
 from shoal.world.agent import current
 from support.agent_main import die
 from support.fault_points import Point, arm, fork_a_sleeper
-from support.surviving_training import RATE, Point3, curvature, target
+from support.surviving_training import RATE, Point3, step_of
 
 KILLED, WITH_CHILD, STOPPED, LOCKED = "killed", "killed, with a child", "stopped", "interpreter's lock held"
 RESET, CORRUPTED, RAISED = "a connection reset", "a packet corrupted", "an exception"
@@ -75,20 +75,10 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int) -> Seen:
     seen.began, seen.waited = (step, model.x.tolist()), time.monotonic() - began
     if fault is not None and not step:
         suffer(fault, fired)
-    h, c = curvature(rank), torch.tensor(target(rank))
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = 0.5 * h * (model.x - c).square().sum()
-        loss.backward()
-        return loss
-
-    chooses = not options["algorithm"].one_gradient  # where its gradients are
+    take_a_step = step_of(optimizer, model)
     limit = time.monotonic() + MOST_SECONDS
     while progress.since < AFTER:
-        if not chooses:
-            closure()
-        optimizer.step(closure if chooses else None)
+        take_a_step()
         step += 1
         if step % BETWEEN == 0:
             seen.at[step] = model.x.tolist()

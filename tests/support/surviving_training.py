@@ -46,10 +46,20 @@ def steps_of_training(before: Callable[[], object], options: dict[str, Any]) -> 
         before: Called before the first step, once all are there.
         options: Of the optimizer.
     """
-    rank, model = shoal.rank(), Point3()
+    model = Point3()
     shoal.set_topology(topology_util.RingGraph(shoal.size()), is_weighted=True)
     optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, **options)
-    h, c = curvature(rank), torch.tensor(target(rank))
+    step = step_of(optimizer, model)
+    shoal.barrier()
+    before()
+    for _ in range(STEPS):
+        step()
+        yield model.x.detach().tolist()
+
+
+def step_of(optimizer: shoal.DecentralizedOptimizer, model: Point3) -> Callable[[], object]:
+    """A step of this agent's, whose loss is ``h/2 |x - c|^2``."""
+    h, c = curvature(shoal.rank()), torch.tensor(target(shoal.rank()))
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -57,14 +67,13 @@ def steps_of_training(before: Callable[[], object], options: dict[str, Any]) -> 
         loss.backward()
         return loss
 
-    chooses = not options["algorithm"].one_gradient  # where its gradients are
-    shoal.barrier()
-    before()
-    for _ in range(STEPS):
+    def step() -> None:
+        chooses = not optimizer.algorithm.one_gradient  # where its gradients are
         if not chooses:
             closure()
         optimizer.step(closure if chooses else None)
-        yield model.x.detach().tolist()
+
+    return step
 
 
 def optimum(left: list[int]) -> NDArray[np.float64]:
