@@ -319,8 +319,10 @@ def test_dyadic_min_max_has_a_power_of_two_for_a_step() -> None:
 
 def test_the_bytes_are_those_of_the_message() -> None:
     assert Identity().nbytes(1000, torch.float32) == 4000
-    assert TopK(0.2).nbytes(1000, torch.float64) == 200 * 8 + 125  # a bit for each place
-    assert TopK(0.01).nbytes(1000, torch.float64) == 10 * (8 + 4)  # a position for each number
+    assert TopK(0.5).nbytes(1000, torch.float64) == 500 * 8 + 125  # a bit for each place
+    assert TopK(0.2).nbytes(1000, torch.float64) == 200 * 8 + 50 + 57  # two bits each, and 200 + 249 bits
+    assert TopK(0.01).nbytes(1000, torch.float64) == 10 * 8 + 8 + 4  # six bits each, and 10 + 15 bits
+    assert TopK(1.0).nbytes(1000, torch.float64) == 1000 * 8
     assert RandomK(0.2).nbytes(1000, torch.float32) == 200 * 4
     assert QSGD(127).nbytes(1000, torch.float32) == 1000 + 4
     assert QSGD(7).nbytes(1001, torch.float32) == 501 + 4

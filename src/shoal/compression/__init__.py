@@ -1,14 +1,16 @@
 """Compressors: shorter messages for the algorithms that can live with them.
 
-A :class:`Compressor` maps a tensor to what its receivers would have after decompression, and says how many bytes the
-message takes. The algorithms that are built for it are CHOCO-SGD, DeepSqueeze, BEER and low-precision D-PSGD. They run
-on the decompressed tensors: the books count the short messages, and between real agents whole tensors still travel.
+A :class:`Compressor` maps a tensor to what its receivers have after decompression, and says how many bytes the message
+takes; ``encode`` makes these bytes, and ``decode`` makes the same tensor of them. The algorithms that are built for it
+are CHOCO-SGD, DeepSqueeze, BEER and low-precision D-PSGD. They run on the decompressed tensors: the books count the
+short messages, and between real agents whole tensors still travel.
 """
 
+from .compressor import Cast as Cast
 from .compressor import Compressor as Compressor
-from .compressor import Draws as Draws
 from .compressor import Identity as Identity
 from .compressor import Shrunk as Shrunk
+from .draws import Draws as Draws
 from .quantise import QSGD as QSGD
 from .quantise import MinMaxUInt8 as MinMaxUInt8
 from .quantise import Sign as Sign

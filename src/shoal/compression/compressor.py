@@ -1,29 +1,37 @@
-"""What a compressor is, and the one that leaves everything as it is.
+"""What a compressor is, the one that leaves everything as it is, and the one that makes a contraction of another.
 
 A compressor is a map from a vector to the vector that its receivers reconstruct. It works along the last dimension, so
 that each row of a stacked fleet is compressed for itself, exactly as the agent alone would compress it.
+
+``compressor(x, draws)`` is ``decode(encode(x, draws))``, bit for bit. Both compute it with the same functions: those
+that choose what a number travels as, and those that make a number of that again. Only the bytes are between them.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 
+from .draws import Draws, Stream
+from .message import HALF, as_numbers, blocks, check_dtype, check_message, rows
 
-class Draws(Protocol):
-    """Where random numbers come from: :class:`shoal.algorithms.Mix`."""
-
-    def uniform(self, like: torch.Tensor) -> torch.Tensor:
-        """In [0, 1), shape and dtype of ``like``."""
-        ...
+Draw = Callable[[int, torch.Tensor], torch.Tensor]
+"""Fills a tensor with a row's random numbers, from a place on."""
+Piece = tuple[slice | torch.Tensor, torch.Tensor]
+"""Where numbers go, and the numbers: a stretch; or int64 places, the only ones of the row that are not zero."""
 
 
 class Compressor(ABC):
-    """A lossy message. NaN and infinities that are sent stay visible: they never become finite numbers."""
+    """A lossy message. NaN and infinities that are sent stay visible: they never become finite numbers.
+
+    One of your own has ``__call__`` and ``nbytes``, and ``omega`` if it is known; to travel as bytes, also ``_encode``
+    and ``_pieces``.
+    """
 
     @property
     def unbiased(self) -> bool:
@@ -49,23 +57,186 @@ class Compressor(ABC):
         """``1 - omega``: a compressor is a contraction if it is above 0, and at 0 is not known to be one."""
         return max(0.0, 1 - self.omega(d))
 
+    def encode(self, x: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """The message of each row of ``x`` ``[..., d]``: uint8 ``[..., nbytes(d, x.dtype)]``.
+
+        Numbers in it are as they lie in memory, little-endian.
+
+        Raises:
+            ValueError: ``x`` is in none of float64, float32, float16 and bfloat16.
+            NotImplementedError: The compressor has no wire format.
+        """
+        check_dtype(x.dtype)
+        data = torch.empty(*x.shape[:-1], self.nbytes(x.shape[-1], x.dtype), dtype=torch.uint8, device=x.device)
+        if x.numel():
+            self._encode(x.detach(), data, self._stream(draws, x))
+        return data
+
+    def decode(self, data: torch.Tensor, d: int, dtype: torch.dtype, draws: Draws) -> torch.Tensor:
+        """What ``compressor(x, draws)`` is, bit for bit (but for the payload of a NaN), of ``data = encode(x, draws)``.
+
+        The draws are the sender's: it draws as often as ``encode`` did. A NaN or an infinity in a message is what one
+        in ``x`` has become, and no error.
+
+        Args:
+            data: uint8 ``[..., nbytes(d, dtype)]``.
+            d: Numbers of a message.
+            dtype: Of the numbers that were sent, and of the result ``[..., d]``.
+
+        Raises:
+            ValueError: Such a message is sent by nobody; it says what is wrong with it.
+        """
+        self._check(data, d, dtype)
+        out = torch.empty(*data.shape[:-1], d, dtype=dtype, device=data.device)
+        for row, pieces in zip(rows(out), self._rows_of_pieces(data, out, draws), strict=True):
+            for where, numbers in pieces:
+                if isinstance(where, torch.Tensor):
+                    row.zero_()
+                row[where] = numbers
+        return out
+
+    def add_decoded(
+        self,
+        total: torch.Tensor,
+        data: torch.Tensor,
+        weight: float,
+        draws: Draws,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """``total.add_(decode(data, d, dtype, draws).to(total.dtype), alpha=weight)``, bit for bit, block by block.
+
+        A sum of 16 bits is computed as ``total.float().add_(decoded.float(), alpha=weight)`` and rounded once: torch's
+        own depends on how numbers lie in memory. Where a message has only some of the numbers, the others of ``total``
+        are not touched: a -0.0 among them stays one, and they do not become NaN where the weight is infinite.
+
+        Args:
+            total: ``[..., d]``, changed in place.
+            dtype: Of the numbers that were sent; that of ``total`` if not given.
+
+        Returns:
+            ``total``.
+
+        Raises:
+            ValueError: As of :meth:`decode`; nothing has been added then.
+        """
+        self._check(data, total.shape[-1], dtype or total.dtype)
+        if total.shape[:-1] != data.shape[:-1] or total.device != data.device:
+            raise ValueError(
+                f"messages of shape {list(data.shape)} on {data.device} for sums of shape {list(total.shape)} on "
+                f"{total.device}: pass one for each row, on the same device"
+            )
+        like = torch.empty((), dtype=dtype or total.dtype, device=total.device).expand(total.shape)
+        for row, pieces in zip(rows(total.detach()), self._rows_of_pieces(data, like, draws), strict=True):
+            for where, numbers in pieces:
+                part = row[where]  # of places a copy
+                if part.dtype in HALF:
+                    row[where] = part.float().add_(numbers.float(), alpha=weight).to(part.dtype)
+                else:
+                    part.add_(numbers.to(part.dtype), alpha=weight)
+                    if isinstance(where, torch.Tensor):
+                        row[where] = part
+        return total
+
+    def _check(self, data: torch.Tensor, d: int, dtype: torch.dtype) -> None:
+        check_dtype(dtype)
+        if d < 0:
+            raise ValueError(f"d={d}: pass how many numbers the message has, 0 or more")
+        check_message(data, self.nbytes(d, dtype), f"{self!r} of {d} numbers in {dtype}")
+
+    def _rows_of_pieces(self, data: torch.Tensor, like: torch.Tensor, draws: Draws) -> list[Iterator[Piece]]:
+        """Of each row of ``like``, after all have been checked."""
+        if not like.numel():
+            return [iter(()) for _ in rows(like)]
+        stream = self._stream(draws, like)
+        return [
+            self._pieces(message.contiguous(), like.shape[-1], like.dtype, _of_row(stream, number))
+            for number, message in enumerate(rows(data))
+        ]
+
+    def _stream(self, draws: Draws, like: torch.Tensor) -> Stream | None:
+        """The random numbers of the messages of ``like``: :func:`~shoal.compression.draws.stream_of` if it has any."""
+        return None
+
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+        """Write the message of each row of ``x``, which has numbers, into that of ``data``."""
+        raise NotImplementedError(f"{self!r} has no wire format: only its results can be sent, with all their numbers")
+
+    def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
+        """Check the message ``[nbytes]`` of a row, then give its numbers: in pieces in order, or in one with places.
+
+        A piece may be overwritten when the next is asked for, and is not changed by who asks.
+        """
+        raise NotImplementedError(f"{self!r} has no wire format: only its results can be sent, with all their numbers")
+
+
+def _of_row(stream: Stream | None, row: int) -> Draw:
+    return _nothing_drawn if stream is None else partial(stream.fill, row)
+
+
+def _nothing_drawn(start: int, out: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a compressor that draws says so in _stream")
+
+
+class Converted(Compressor):
+    """Every number in another dtype, or in its own."""
+
+    def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
+        return x.to(self._sent(x.dtype)).to(x.dtype)
+
+    def _sent(self, dtype: torch.dtype) -> torch.dtype:
+        """What numbers travel in."""
+        return dtype
+
+    def nbytes(self, d: int, dtype: torch.dtype) -> int:
+        return d * self._sent(dtype).itemsize
+
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+        data.view(self._sent(x.dtype)).copy_(x)
+
+    def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
+        sent = as_numbers(data, self._sent(dtype))
+        return ((where, sent[where].to(dtype)) for where in blocks(d))
+
 
 @dataclass(frozen=True)
-class Identity(Compressor):
+class Identity(Converted):
     """The tensor itself: what a compressing algorithm is without compression."""
 
     @property
     def unbiased(self) -> bool:
         return True
 
-    def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
-        return x
-
-    def nbytes(self, d: int, dtype: torch.dtype) -> int:
-        return d * dtype.itemsize
-
     def omega(self, d: int) -> float:
         return 0.0
+
+
+@dataclass(frozen=True)
+class Cast(Converted):
+    """Every number rounded to the nearest of a shorter dtype; half of float32's bytes.
+
+    The significand of ``dtype`` has p bits, 8 of bfloat16 and 11 of float16. A number in ``[2^e, 2^(e+1))`` is off by
+    ``2^(e-p)`` at most, and so by less than a share of ``2^-p`` of itself; also where it is rounded twice, as torch
+    rounds float64 through float32. So ``omega`` is ``4^-p`` for the normal numbers of ``dtype``, from 6.1e-5 to 65504
+    in float16, in bfloat16 nearly all that float32 has. What is larger becomes infinite, and so stays visible. What is
+    smaller is off by ``2^-25`` at most in float16 (``2^-134`` in bfloat16), and becomes zero of its sign if it is no
+    larger than that; ``omega`` does not hold for it.
+
+    Args:
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+    """
+
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.dtype not in HALF:
+            raise ValueError(f"dtype={self.dtype!r}: pass torch.bfloat16 or torch.float16")
+
+    def _sent(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype
+
+    def omega(self, d: int) -> float:
+        return (torch.finfo(self.dtype).eps / 2) ** 2
 
 
 @dataclass(frozen=True)
@@ -89,13 +260,27 @@ class Shrunk(Compressor):
             raise ValueError(f"Shrunk is for unbiased compressors, and {self.compressor!r} is biased: take it as it is")
 
     def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
-        omega = self.compressor.omega(x.shape[-1])
+        return self.compressor(x, mix) / self._divisor(x.shape[-1]) if x.numel() else x.clone()
+
+    def _divisor(self, d: int) -> float:
+        omega = self.compressor.omega(d)
         if omega == math.inf:
             raise ValueError(f"no omega is known of {self.compressor!r}: define omega(d), or take another compressor")
-        return self.compressor(x, mix) / (1 + omega)
+        return 1 + omega
 
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return self.compressor.nbytes(d, dtype)
 
     def omega(self, d: int) -> float:
         return 1 - 1 / (1 + self.compressor.omega(d))
+
+    def _stream(self, draws: Draws, like: torch.Tensor) -> Stream | None:
+        return self.compressor._stream(draws, like)
+
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+        self._divisor(x.shape[-1])
+        self.compressor._encode(x, data, stream)
+
+    def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
+        divisor = self._divisor(d)
+        return ((where, numbers / divisor) for where, numbers in self.compressor._pieces(data, d, dtype, draw))

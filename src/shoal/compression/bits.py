@@ -1,0 +1,121 @@
+"""Codes of a few bits each, packed without a gap: ``d`` codes of ``bits`` bits are ``ceil(d bits / 8)`` bytes.
+
+Their whole bytes come first, the lowest of all codes, then the next; then what is left of each, eight codes in as many
+bytes as it has bits, the first code in the lowest bits. So a stretch of codes that begins at a multiple of eight can be
+written and read by itself. What the last byte has more than codes is zero.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_TOGETHER = {2: torch.int32, 4: torch.int16}
+"""As many bytes as one has codes: an integer that becomes one byte."""
+
+
+def packed_bytes(d: int, bits: int) -> int:
+    return -(-d * bits // 8)
+
+
+class Packed:
+    """``d`` codes of ``bits`` bits in a message.
+
+    A code is uint8 where it has 8 bits or fewer, else int64, and not negative.
+
+    Args:
+        data: uint8 ``[packed_bytes(d, bits)]``.
+        bits: From 0, which are no bytes and codes of zero, to 63.
+    """
+
+    def __init__(self, data: torch.Tensor, d: int, bits: int) -> None:
+        self.d, self.bits = d, bits
+        planes, self._rest = divmod(bits, 8)
+        self._planes, self._packed = data[: planes * d].view(planes, d), data[planes * d :]
+
+    def put(self, start: int, codes: torch.Tensor) -> None:
+        """Write ``[n]`` codes from place ``start`` on, a multiple of 8; ``n`` is one, too, or reaches the end."""
+        stop = start + len(codes)
+        for number, plane in enumerate(self._planes):
+            plane[start:stop] = codes >> 8 * number if number else codes
+        if self._rest:
+            if len(self._planes):
+                codes = (codes >> 8 * len(self._planes)) & ((1 << self._rest) - 1)
+            packed = _pack(_filled(codes.to(torch.uint8), 8), self._rest)
+            target = self._packed[start // 8 * self._rest :][: packed_bytes(len(codes), self._rest)]
+            target.copy_(packed[: len(target)])
+
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """The codes of places ``start``, a multiple of 8, to ``stop``, one or the end."""
+        if self.bits <= 8 and len(self._planes):
+            return self._planes[0][start:stop]
+        codes = None
+        if self._rest:
+            packed = self._packed[start // 8 * self._rest : packed_bytes(stop, self._rest)]
+            codes = _unpack(_filled(packed, self._rest), self._rest)[: stop - start]
+            if self.bits < 8:
+                return codes
+        total = torch.zeros(stop - start, dtype=torch.int64, device=self._packed.device)
+        if codes is not None:
+            total |= codes.to(torch.int64) << 8 * len(self._planes)
+        for number, plane in enumerate(self._planes):
+            total |= plane[start:stop].to(torch.int64) << 8 * number
+        return total
+
+    def check(self) -> None:
+        """Raise ValueError if the last byte has more than codes, and it is not zero."""
+        used = self.d * self._rest % 8
+        if used and int(self._packed[-1]) >> used:
+            raise ValueError("the bits that fill up its last byte are not zero")
+
+
+def _filled(codes: torch.Tensor, multiple: int) -> torch.Tensor:
+    """With zeros up to a multiple of so many."""
+    more = -len(codes) % multiple
+    return torch.cat([codes, codes.new_zeros(more)]) if more else codes
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 ``[8 m]`` below ``2^bits``, to uint8 ``[m bits]``: the bytes of a larger integer close up."""
+    if codes.data_ptr() % 8:
+        codes = codes.clone()
+    if bits == 1:
+        # The product has byte i, which is 0 or 1, as bit 56 + i.
+        return ((codes.view(torch.int64) * 0x0102040810204080) >> 56).to(torch.uint8)
+    if bits in _TOGETHER:
+        many = codes.view(_TOGETHER[bits])
+        packed = many.clone()
+        for number in range(1, 8 // bits):
+            packed |= many >> number * (8 - bits)
+        return packed.to(torch.uint8)
+    eight = codes.view(torch.int64)
+    for lane, have in ((8, bits), (16, 2 * bits), (32, 4 * bits)):
+        low = _lanes(2 * lane, have)
+        eight = (eight & low) | ((eight & (low << lane)) >> (lane - have))
+    return eight.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 ``[m bits]`` to uint8 ``[8 m]``."""
+    if bits == 1:
+        # A copy of all eight bits in each byte, of which one is kept.
+        eight = packed.to(torch.int64) * 0x0101010101010101
+        return eight.bitwise_and_(0x8040201008040201 - (1 << 64)).view(torch.uint8).clamp_(max=1)
+    if bits in _TOGETHER:
+        some = packed.to(_TOGETHER[bits])
+        many = some.clone()
+        for number in range(1, 8 // bits):
+            many |= some << number * (8 - bits)
+        return many.bitwise_and_(_lanes(8, bits) & ((1 << 8 * many.itemsize) - 1)).view(torch.uint8)
+    wide = packed.new_zeros((len(packed) // bits, 8))
+    for column, read in zip(wide.T, packed.view(-1, bits).T, strict=False):
+        column.copy_(read)
+    eight = wide.view(torch.int64).view(-1)
+    for lane, have in ((32, 4 * bits), (16, 2 * bits), (8, bits)):
+        low = _lanes(2 * lane, have)
+        eight = (eight & low) | ((eight << (lane - have)) & (low << lane))
+    return eight.view(torch.uint8)
+
+
+def _lanes(width: int, bits: int) -> int:
+    """The lowest ``bits`` bits of each lane of so many bits, as an int64."""
+    return sum(((1 << bits) - 1) << at for at in range(0, 64, width))
