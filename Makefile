@@ -17,8 +17,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	# One thread of torch for each worker: with two each, on two cores, they take turns. And bytecode is kept, wherever
-	# it otherwise is not: a hundred processes of the tests would each compile the package again.
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not soak" -n 2 $(TESTS)
+	# it otherwise is not: a hundred processes of the tests would each compile the package again. Three workers on two
+	# cores: a third of the time a test waits.
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not soak" -n 3 $(TESTS)
 
 soak: $(STAMP)
 	$(BIN)/pytest -m soak --timeout 1800

@@ -21,7 +21,7 @@ sys.path += [str(DOCS), str(TESTS / "algorithms")]
 import algorithms_table  # noqa: E402
 import test_every_algorithm as suite  # noqa: E402
 
-STACKED, REAL, NEW = re.findall(r"```python\n(.*?)```", algorithms_table.PAGE.read_text(), re.DOTALL)
+STACKED, REAL, MESSAGES, NEW = re.findall(r"```python\n(.*?)```", algorithms_table.PAGE.read_text(), re.DOTALL)
 
 
 @pytest.fixture
@@ -46,10 +46,12 @@ def test_the_examples_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None
     names: dict[str, Any] = {}
     exec(STACKED, names)
     exec(REAL, names)
+    exec(MESSAGES, names)
     first, second = capsys.readouterr().out.split("\n", 1)
     assert first.startswith("torch.Size([1000, 10]) {'step': 300, ") and "'bytes': " in first and "'spread': " in first
     assert names["run"].records[-1]["spread"] < names["run"].records[1]["spread"]
     assert second.count("tensor(") == 4
+    assert names["data"].shape == (1000, 10 + 8)
 
 
 def test_a_new_algorithm_takes_less_than_40_lines() -> None:

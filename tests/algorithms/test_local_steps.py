@@ -134,8 +134,9 @@ class Walk(Algorithm):
     source = "here"
 
     def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
-        first = mix.uniform(x)
-        return mix(x) * 0 + first - mix.round * mix.uniform(x), ()
+        first, stream = mix.uniform(x), mix.stream(x)
+        second = torch.stack([stream.fill(row, 0, torch.empty_like(x[0])) for row in range(len(x))])
+        return mix(x) * 0 + first + second - mix.round * mix.uniform(x), ()
 
 
 @pytest.mark.parametrize("wrapper", [LocalSteps, GossipPGA])

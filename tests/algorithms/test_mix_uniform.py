@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.compression.draws import HashStream, hashed
 from shoal.sim import StackedMix
 from shoal.topology.families.circulant import ring
 
@@ -75,3 +76,24 @@ def test_a_negative_seed_and_a_large_one_are_seeds_too() -> None:
     found = [uniform(seed) for seed in (-1, 2**40, 0)]
     assert all(((one >= 0) & (one < 1)).all() for one in found)
     assert not any(torch.equal(found[a], found[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_stretch_of_a_stream_is_one_of_uniform(dtype: torch.dtype) -> None:
+    """Also where it is longer than what is computed at once, begins anywhere, and is asked for in any order."""
+    like = torch.empty((SIZE, 200_000), dtype=dtype)
+    whole, other = StackedMix(ring(SIZE), seed=3), StackedMix(ring(SIZE), seed=3)
+    for _ in range(2):  # both count as a draw
+        expected, stream = whole.uniform(like), other.stream(like)
+        for row, start, length in ((0, 0, 200_000), (7, 199_999, 1), (3, 65_000, 70_001), (0, 12, 0), (3, 1, 9)):
+            found = stream.fill(row, start, torch.empty(length, dtype=dtype))
+            assert torch.equal(found, expected[row, start : start + length])
+
+
+@pytest.mark.parametrize("key", [0, -1, 2**30 - 1, -(2**63), 2**63 - 1, 7046029254386353131 - 5])
+def test_the_hash_of_places_is_that_of_their_sums_with_the_key(key: int) -> None:
+    keys, like = torch.tensor([key]), torch.empty(70_000, dtype=torch.float64)
+    stream = HashStream(keys, like)
+    expected = (hashed(keys + torch.arange(70_000)) >> 11) & ((1 << 53) - 1)
+    assert torch.equal(stream.fill(0, 0, like.clone()), expected.double() * 2.0**-53)
+    assert torch.equal(stream.whole(), expected.double() * 2.0**-53)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal.cli import main
 from shoal.cli.report import Stay, stays
 from shoal.monitor.record import CAME, CHANGED, LEFT, Entry, read
-from support.world import reserved_port
+from support.world import World, reserved_port
 
 BY_HAND = [
     Entry(100.0, 0, 0, CAME, alive=(0, 1)),
@@ -49,6 +50,26 @@ def test_who_was_there_when() -> None:
     ]
 
 
+def test_who_was_there_of_a_job_that_was_begun_again() -> None:
+    begun_again = [Entry(50.0 + one.at, *list(vars(one).values())[1:]) for one in BY_HAND]
+    gone = [one for one in BY_HAND if one.at < 130.0]
+    assert stays([*gone, *begun_again]) == [
+        Stay(0, 0.0, 0.0, 50.0, True),
+        Stay(0, 50.0, 50.0, 80.0, False),
+        Stay(1, 0.5, 0.5, 10.0, True),
+        Stay(1, 12.0, 15.25, 50.5, True),
+        Stay(1, 50.5, 50.5, 60.0, True),
+        Stay(1, 62.0, 65.25, 81.0, False),
+    ]
+
+
+def test_a_job_that_was_begun_again_does_not_write_over_what_came_before(tmp_path: Path) -> None:
+    for attempt in ("0", "1"):
+        with World(1, environment={"SHOAL_RECORD": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": attempt}) as world:
+            world.results(shoal.shutdown)
+    assert [one.what for one in read(tmp_path)] == [CAME, LEFT] * 2
+
+
 def test_what_was_written_is_read_also_where_its_writer_was_killed(tmp_path: Path) -> None:
     written(tmp_path, BY_HAND)
     with (tmp_path / "agent1.0.jsonl").open("a") as file:
@@ -75,7 +96,7 @@ shoal.init()
 rank = shoal.rank()
 model = torch.nn.Linear(2, 1)
 run = shoal.Checkpoint(model=model)
-for step in range(run.load(None, missing_ok=True), 400):
+for step in range(run.load(None, missing_ok=True), 4000):
     if step == 5 and rank > 0 and "SHOAL_INCARNATION" not in os.environ:
         os._exit(3) if rank == 1 else os.kill(os.getpid(), 9)
     time.sleep(0.02)
@@ -112,6 +133,7 @@ def test_each_is_started_again_as_often_as_it_may_be(tmp_path: Path) -> None:
     assert "1 of 2 agents finished; lost: rank 1" in job.stderr
 
 
+@pytest.mark.soak
 def test_the_only_agent_of_a_machine_comes_back_to_those_of_others(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -16,21 +16,11 @@ from pathlib import Path
 import pytest
 
 import shoal
+from support.launcher import LAUNCHER, RUN
 
 TIMEOUT = 40
 Script = Callable[[str], Path]
 Job = subprocess.Popen[bytes]
-
-# The launcher without the package around it, whose import of torch would be most of these tests' time; the first test
-# runs the command itself.
-LAUNCHER = f"""
-import sys, types
-sys.modules["shoal"] = package = types.ModuleType("shoal")
-package.__path__ = {list(shoal.__path__)}
-from shoal.cli import main
-sys.exit(main(["run", *sys.argv[1:]]))
-"""
-RUN = [sys.executable, "-W", "error", "-c", LAUNCHER]
 
 PRELUDE = """
 import os, signal, sys, time
@@ -261,7 +251,7 @@ mark("lived on")
     )
 
 
-@pytest.mark.parametrize("dies", [0, 2])
+@pytest.mark.parametrize("dies", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_with_on_failure_continue_nobody_waits_in_init_for_one_that_has_ended(script: Script, dies: int) -> None:
     path = script(f"""
 import shoal

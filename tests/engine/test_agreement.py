@@ -10,50 +10,49 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from shoal.engine import keeping
 from shoal.engine.agreement import WORD, Agreement
 from shoal.engine.callbacks import Callbacks
 from shoal.engine.entry import Entry, Newcomer
-from shoal.engine.matching import Matcher
-from shoal.engine.membership import Departure, Membership, Plan
+from shoal.engine.gate import Gate
+from shoal.engine.handing_on import RESULT, HandingOn
+from shoal.engine.keeping import HAD, Keeping
+from shoal.engine.matching import LAST_STAGE, Matcher
+from shoal.engine.membership import NOT_YET, Departure, Membership, Plan
 from shoal.engine.operation import OnLoss, Operation, Recovery
 from shoal.transport.lobby import ENTRY
 from shoal.transport.place import Endpoint, Place, here
+from shoal.transport.sockets import Outgoing
 from shoal.transport.wire import Kind, Message, Payload, ProtocolError
 
 HERE = here(0)
-ALL, IN = "b", "c"
-"""Operations of all, and those of them that let others in."""
+ALL, IN, SMALL = "b", "c", "d"
+"""Operations of all; those of them that let others in; and those whose results are kept to be handed on."""
 
 
 class Lifecycle:
     """As much of one as agreements, entries and repairs use."""
 
     def __init__(self, one: Simulated) -> None:
-        self.frozen = False
-        self.gone: tuple[int, ...] = ()
-        self.entered = 0
+        self.gate = Gate(lambda: None)
         self.ready: deque[Operation] = deque()
         self._one = one
 
     def survive(self, _: object) -> None: ...
     def leave_stage(self, _: Operation) -> None: ...
     def close_generator(self, _: Operation) -> None: ...
-    def forget_before(self, _: Operation, __: int) -> None: ...
 
-    def freeze(self) -> None:
-        self.frozen = True
-
-    def thaw(self, gone: tuple[int, ...]) -> None:
-        self.frozen, self.gone = False, gone
-
-    def meet(self, plan: Plan) -> None:
-        self.gone, self.entered = plan
+    def forget_before(self, operation: Operation, stage: int) -> None:
+        (self._one.awaiting.add if stage == LAST_STAGE else self._one.awaiting.discard)(operation)
 
     def make_ready(self, operation: Operation) -> None:
         self._one.attempts(operation)
 
     def settle(self, operation: Operation, result: object, _: object) -> None:
         self._one.end(operation, result)
+
+    def fail(self, _: Operation, error: BaseException) -> None:
+        raise error
 
 
 class Fusion:
@@ -76,6 +75,7 @@ class Router:
         self.places[one.rank] = self.place
         self.endpoints = [Endpoint()] * size
         self.outside = False
+        self.links: dict[int, Any] = {}
         self.waiting: dict[tuple[int, int], list[Message]] = {}
         self._one = one
 
@@ -91,6 +91,9 @@ class Router:
 
     def admit(self, place: Place, endpoint: Endpoint) -> None:
         self.places[place.rank], self.endpoints[place.rank] = place, endpoint
+
+    def drop(self, rank: int) -> None:
+        del self.links[rank]
 
     def open_lobby(self) -> None:
         for rank, incarnation in list(self.waiting):
@@ -126,11 +129,14 @@ class Simulated:
         self.matcher, self.membership = Matcher(), Membership(net.size)
         self.planned: dict[int, Plan] = {}  # by round between neighbours
         self.ended: dict[tuple[str, int], object] = {}  # the results of all
+        self.awaiting: set[Operation] = set()  # what waits for a result that others hand on
         lifecycle: Any = Lifecycle(self)
         router: Any = Router(self, net.size)
         fusion: Any = Fusion()
         nothing: Any = Nothing()
         self.lifecycle, self.router = lifecycle, router
+        self.keeping = Keeping(rank, self.matcher, self.membership, self._send, lambda *_: None)
+        self.handing_on = HandingOn(self.matcher, self.membership, lifecycle, self.keeping, self._send, lambda *_: None)
         self.agreement = Agreement(
             rank,
             net.size,
@@ -139,6 +145,8 @@ class Simulated:
             lifecycle,
             fusion,
             Callbacks(),
+            self.keeping,
+            self.handing_on,
             self._send,
             lambda *_: None,
             self.notice,
@@ -158,8 +166,13 @@ class Simulated:
             nothing,
             self._send,
         )
+        self.entry._sign = nothing  # to a launcher
         if incarnation:
             self.entry.wait_outside()
+        elif net.begins < net.size:
+            absent = tuple(range(net.begins, net.size))
+            self.membership.begin_without(dict.fromkeys(absent, NOT_YET))
+            self.agreement.begin_without(absent)
 
     def ask(self) -> None:
         """As :meth:`Entry.ask` says it."""
@@ -171,14 +184,17 @@ class Simulated:
                 self.net.put(Link(self.rank, self.incarnation, other.rank, other.incarnation), message)
 
     def _send(self, peer: int, what: Message, data: torch.Tensor) -> None:
-        message = Message(what.kind, what.op, what.name, dtype=data.dtype, payload=Payload(data, data.numel()))
+        message = Message(what.kind, what.op, what.name, what.round, dtype=data.dtype, shape=tuple(data.shape))
+        message.payload = Payload(data, data.numel())
+        self.net.handed_on += what.op == RESULT
         self.net.put(Link(self.rank, self.incarnation, peer, self.router.places[peer].incarnation), message)
 
     def notice(self, departure: Departure) -> None:
         if self.membership.remove(departure.rank, departure.cause, departure.died) and (
-            departure.died or self.lifecycle.frozen
+            departure.died or self.lifecycle.gate.frozen
         ):
             self.agreement.change()
+        self.keeping.on_gone(departure.rank, None)
 
     def misses_somebody(self) -> None:
         """A round needs an agent that has left, if there is one."""
@@ -190,12 +206,13 @@ class Simulated:
         if self.matcher.under(IN):  # its caller waits for its end
             return
         operation = self.matcher.begin(name, name, float("inf"), False)
-        if name not in (ALL, IN):
+        if name not in (ALL, IN, SMALL):
             self.planned[operation.round] = self.agreement.plan_of(name, operation.round, OnLoss.GO_ON)
             self.matcher.end(operation, None)
             return
         plan = self.agreement.plan_of(name, operation.round, OnLoss.RESTART)
         operation.recovery = Recovery(lambda _: iter(()), OnLoss.RESTART, plan)  # type: ignore[arg-type, return-value]
+        operation.recovery.take = as_plan if name == SMALL else None
         self.attempts(operation)
 
     def attempts(self, operation: Operation) -> None:
@@ -213,6 +230,10 @@ class Simulated:
             assert recovery is not None
             group = set(range(self.net.size)) - set(operation.gone)
             parts = self.net.here[key]
+            if operation.name == SMALL:
+                if set(parts) >= group and operation not in self.awaiting:
+                    self.end(operation, operation.plan)
+                continue
             as_root = operation.name == ALL and self.rank == min(group)
             if recovery.result is None and (set(parts) >= group or as_root):
                 recovery.keep(joined(parts, operation) if operation.name == IN else operation.plan)
@@ -222,15 +243,23 @@ class Simulated:
 
     def end(self, operation: Operation, result: object) -> None:
         self.ended[operation.name, operation.round] = result
+        if operation.name == SMALL:
+            assert isinstance(result, Plan)
+            self.keeping.ended(operation, torch.tensor([result.entered, *result.gone]))
         self.matcher.end(operation, None)
         if operation.on_end is not None:
             operation.on_end(result)
 
     def hear(self, source: int, incarnation: int, message: Message) -> None:
         if self.router.take(source, incarnation, message):
-            service = self.entry if message.name == ENTRY else self.agreement
-            service.serve(source, message)
+            services = {ENTRY: self.entry, WORD: self.agreement, HAD: self.keeping, RESULT: self.handing_on}
+            services[message.name.partition(" ")[0]].serve(source, message)
         self.router.open_lobby()
+
+
+def as_plan(result: torch.Tensor) -> Plan:
+    entered, *gone = result.tolist()
+    return Plan(tuple(gone), entered)
 
 
 def joined(parts: dict[int, Any], operation: Operation) -> tuple[dict[int, Newcomer], dict[str, int]]:
@@ -248,13 +277,14 @@ def joined(parts: dict[int, Any], operation: Operation) -> tuple[dict[int, Newco
 
 
 class Net:
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, begins: int | None = None) -> None:
+        self.size, self.begins, self.handed_on = size, begins or size, 0
         self.links: dict[Link, deque[Message]] = {}
         self.here: defaultdict[tuple[str, int, Plan], dict[int, Any]] = defaultdict(dict)
         self.have: defaultdict[tuple[str, int, Plan], set[int]] = defaultdict(set)
-        self.there = {rank: Simulated(rank, self) for rank in range(size)}
-        self.dead: dict[tuple[int, int], bool] = {}  # by rank and incarnation; whether they died, or left
+        self.there = {rank: Simulated(rank, self) for rank in range(self.begins)}
+        # By rank and incarnation; whether they died, or left. Who has not come yet is as who died before it began.
+        self.dead: dict[tuple[int, int], bool] = {(rank, 0): True for rank in range(self.begins, size)}
         self.starts: Counter[int] = Counter()
 
     @property
@@ -301,10 +331,10 @@ class Net:
             one.misses_somebody()
         elif what < 0.51 and returns and len(self.there) < self.size:
             self.come_back(draw.choice([rank for rank in range(self.size) if rank not in self.there]))
-        elif one.entry.outside or one.lifecycle.frozen:
+        elif one.entry.outside or one.lifecycle.gate.frozen:
             pass
         elif what < 0.7:
-            one.begin(draw.choice(["a", ALL, IN] if returns else ["a", ALL]))
+            one.begin(draw.choice(["a", ALL, SMALL, SMALL, *([IN] if returns else [])]))
         else:
             one.go_on()
 
@@ -317,11 +347,11 @@ class Net:
             draw.choice(self.inside).misses_somebody()
             while waiting := self.waiting:
                 self.deliver(waiting[0])
-            for name in ("a", ALL, IN):
+            for name in ("a", ALL, SMALL, IN):
                 most = max(one.matcher.begun(name) for one in self.inside)
                 for one in self.inside:
                     for _ in range(most - one.matcher.begun(name)):
-                        if not one.lifecycle.frozen:
+                        if not one.lifecycle.gate.frozen:
                             one.begin(name)
             for one in self.inside:
                 one.go_on()
@@ -332,33 +362,44 @@ def check(net: Net) -> None:
     left = net.inside
     first = left[0]
     for one in left:
-        assert not one.lifecycle.frozen and one.agreement.now == first.agreement.now
+        assert not one.lifecycle.gate.frozen and one.agreement.now == first.agreement.now
         assert set(one.agreement.alive) == {other.rank for other in left}
         assert not one.matcher.in_flight()
         assert one.matcher.all_begun() == first.matcher.all_begun()
     ended: dict[tuple[str, int], object] = {}
     planned: dict[int, Plan] = {}
     for one in left:
+        one.keeping.tell()
+    for link in net.waiting:
+        net.deliver(link)
+    for one in left:
+        assert not one.keeping.results and not one.keeping._ahead
         for key, result in one.ended.items():
             assert ended.setdefault(key, result) == result
         for number, plan in one.planned.items():
             assert planned.setdefault(number, plan) == plan
 
 
-@pytest.mark.parametrize("returns", [False, True], ids=["lost", "lost and back"])
-@pytest.mark.parametrize("first", range(0, 1000, 250))
-def test_agents_that_are_there_plan_and_end_all_rounds_alike(first: int, returns: bool) -> None:
-    lost = entered = 0
+@pytest.mark.parametrize("how", ["lost", "lost and back", "joined, lost and back"])
+@pytest.mark.parametrize("first", [0, 250, *(pytest.param(k, marks=pytest.mark.soak) for k in range(500, 2000, 250))])
+def test_agents_that_are_there_plan_and_end_all_rounds_alike(
+    first: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "TELL_AFTER", 3)
+    lost = entered = handed_on = 0
+    returns = how != "lost"
     for seed in range(first, first + 250):
         draw = random.Random(seed)
-        net = Net(draw.randint(3, 6))
+        size = draw.randint(3, 6)
+        net = Net(size, draw.randint(1, size) if how.startswith("joined") else size)
         for _ in range(600 if returns else 400):
             net.step(draw, returns)
         net.finish(draw)
         check(net)
         lost += len(net.dead)
-        entered += net.inside[0].lifecycle.entered
-    assert lost > 250
+        entered += net.inside[0].lifecycle.gate.entered
+        handed_on += net.handed_on
+    assert lost > 250 and handed_on > 10
     assert entered > 150 or not returns
 
 
@@ -370,7 +411,7 @@ def test_who_missed_a_first_agreement_plans_its_rounds_like_those_who_had_it() -
         net.notices(rank, 3)
     for source, to in ((1, 0), (2, 0)):
         net.deliver(Link(source, 0, to, 0))
-    assert first.agreement.gone == (3,) and second.lifecycle.frozen
+    assert first.agreement.gone == (3,) and second.lifecycle.gate.frozen
     first.begin("a")
     net.lose(2)
     net.notices(1, 2)  # before it has heard what 0 and 2 said of the first
@@ -380,6 +421,32 @@ def test_who_missed_a_first_agreement_plans_its_rounds_like_those_who_had_it() -
     assert first.planned == second.planned == {0: Plan((3,))}
     first.begin("a")
     assert first.planned[1] == Plan((2, 3))
+
+
+def link(opened_at: float) -> Outgoing:
+    made = Outgoing.__new__(Outgoing)
+    made._since = opened_at
+    return made
+
+
+def test_who_enters_asks_nobody_any_more_whom_it_has_not_reached() -> None:
+    """They may be another part, which would let it in, too. Others have heard of it, and may be let in after it."""
+    net = Net(4)
+    for rank in (1, 2, 3):
+        net.lose(rank)
+        net.notices(0, rank)
+    inside = net.there[0]
+    assert inside.agreement.gone == (1, 2, 3)
+    net.come_back(3)
+    newcomer = net.there[3]
+    newcomer.router.links.update({0: link(1.0), 1: link(0.0), 2: link(1.0)})
+    net.deliver(Link(3, 1, 0, 0))
+    inside.begin(IN)
+    inside.go_on()
+    inside.go_on()
+    net.deliver(Link(0, 0, 3, 1))
+    assert newcomer.agreement.alive == (0, 3)
+    assert set(newcomer.router.links) == {0, 2}
 
 
 def test_results_of_two_attempts_are_not_taken_for_one() -> None:
@@ -408,12 +475,14 @@ def test_results_of_two_attempts_are_not_taken_for_one() -> None:
         "nonsense",
         "[]",
         '{"gone": []}',
-        '{"gone": [[7, "", true, false]], "entered": 0, "begun": {}, "open": {}, "decisions": []}',
-        '{"gone": [[1, "", true, false], [1, "", true, true]], "entered": 0, "begun": {}, "open": {}, "decisions": 1}',
-        '{"gone": [], "entered": "x", "begun": {}, "open": {}, "decisions": []}',
-        '{"gone": [], "entered": 0, "begun": {"a": "x"}, "open": {}, "decisions": []}',
-        '{"gone": [], "entered": 0, "begun": {}, "open": {"a": 1}, "decisions": []}',
-        '{"gone": [], "entered": 0, "begun": {}, "open": {}, "decisions": [[[2, 1], 0, {}, []]]}',
+        '{"gone": [[7, "", true, false]], "entered": 0, "begun": {}, "open": {}, "kept": {}, "decisions": []}',
+        '{"gone": [[1, "", 1, 0], [1, "", 1, 1]], "entered": 0, "begun": {}, "open": {}, "kept": {}, "decisions": 1}',
+        '{"gone": [], "entered": "x", "begun": {}, "open": {}, "kept": {}, "decisions": []}',
+        '{"gone": [], "entered": Infinity, "begun": {}, "open": {}, "kept": {}, "decisions": []}',
+        '{"gone": [], "entered": 0, "begun": {}, "open": {}, "kept": {"a": ["x"]}, "decisions": []}',
+        '{"gone": [], "entered": 0, "begun": {"a": "x"}, "open": {}, "kept": {}, "decisions": []}',
+        '{"gone": [], "entered": 0, "begun": {}, "open": {"a": 1}, "kept": {}, "decisions": []}',
+        '{"gone": [], "entered": 0, "begun": {}, "open": {}, "kept": {}, "decisions": [[[2, 1], 0, {}, []]]}',
     ],
 )
 def test_nonsense_about_a_loss_is_a_protocol_error(said: str) -> None:

@@ -19,12 +19,16 @@ class Connections:
 
     known: set[int] = field(default_factory=set)
     heard: set[int] = field(default_factory=set)
+    cut_off: set[int] = field(default_factory=set)
 
     def knows(self, rank: int) -> bool:
         return rank in self.known or rank in self.heard
 
     def hears(self, rank: int) -> bool:
         return rank in self.heard
+
+    def is_cut_off(self, rank: int) -> bool:
+        return rank in self.cut_off
 
 
 class Clock:

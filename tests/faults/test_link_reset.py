@@ -1,4 +1,5 @@
-"""A connection between two machines is reset, as by a firewall: the two have lost each other, nobody else is blamed."""
+"""A connection between two machines is reset, as by a firewall: it is made again. Where it cannot be, the two have lost
+each other, and nobody else is blamed."""
 
 from __future__ import annotations
 
@@ -6,10 +7,67 @@ import subprocess
 import time
 
 import pytest
+import torch
 
+import shoal
 from support.fault_points import average_until_it_fails
-from support.namespaces import network_namespaces
+from support.namespaces import Namespace, network_namespaces
 from support.world import World
+
+PAIRS = ((1, 2), (2, 1))
+
+
+def within(machine: Namespace, *command: str) -> None:
+    subprocess.run(["ip", "netns", "exec", machine.name, *command], check=True, capture_output=True)
+
+
+def average_until_told(numel: int) -> tuple[int, int]:
+    """Round after round, each checked, until rank 0 has been told to end by a file; how many, and how many are left."""
+    rank, size = shoal.rank(), shoal.size()
+    shoal.set_topology(shoal.RingGraph(size))
+    own = torch.full((numel,), float(rank))
+    mean = sum({(rank + step) % size for step in (-1, 0, 1)}) / 3
+    rounds, until = 0, time.monotonic() + 3.0
+    while shoal.broadcast(torch.tensor([time.monotonic() < until]), 0).item():
+        for _ in range(10):
+            assert torch.allclose(shoal.neighbor_allreduce(own), torch.tensor(mean))
+            rounds += 1
+    return rounds, len(shoal.alive())
+
+
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+@pytest.mark.parametrize("numel", [pytest.param(16, marks=pytest.mark.soak), 1 << 20])
+def test_connections_that_are_reset_again_and_again_are_made_again_and_nobody_is_lost(numel: int) -> None:
+    with network_namespaces(4) as machines, World(4, namespaces=machines) as world:
+        pending = [world.run_on(rank, average_until_told, numel) for rank in range(4)]
+        for _ in range(10):
+            time.sleep(0.25)
+            for here, there in PAIRS:
+                within(machines[here], "ss", "-K", "dst", machines[there].address)
+        outcomes = [one.outcome() for one in pending]
+        assert not any(one.error for one in outcomes), [one.trace for one in outcomes]
+        found = [one.value for one in outcomes]
+        assert len(set(found)) == 1 and found[0][0] >= 10 and found[0][1] == 4
+
+
+@pytest.mark.soak
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+def test_where_a_try_to_connect_again_is_dropped_in_silence_the_agent_is_lost() -> None:
+    with network_namespaces(3) as machines, World(3, namespaces=machines, timeout=60.0) as world:
+        pending = [world.run_on(rank, average_until_it_fails, 16) for rank in range(3)]
+        time.sleep(0.5)
+        at = time.monotonic()
+        machines[2].cut(machines[1], True)
+        within(machines[2], "ss", "-K", "dst", machines[1].address)
+        outcomes = [one.outcome(50.0) for one in pending]
+        machines[2].cut(machines[1], False)
+        expected = {0: "ranks 1 and 2 have lost each other", 1: "counts it as lost", 2: "rank 1 was lost"}
+        for one in outcomes:
+            assert expected[one.rank] in one.message, f"rank {one.rank}: {one.trace}"
+        assert max(one.ended for one in outcomes) - at < 25.0
+        world.destroy()
 
 
 @pytest.mark.transport("network")
@@ -19,12 +77,10 @@ def test_when_two_machines_lose_each_other_no_third_one_is_blamed() -> None:
         pending = [world.run_on(rank, average_until_it_fails, 16) for rank in range(4)]
         time.sleep(0.5)  # in the middle of the work
         at = time.monotonic()
-        for here, there in ((1, 2), (2, 1)):
-            subprocess.run(
-                ["ip", "netns", "exec", machines[here].name, "ss", "-K", "dst", machines[there].address],
-                check=True,
-                capture_output=True,
-            )
+        for here, there in PAIRS:
+            within(machines[here], "ip", "route", "add", "unreachable", machines[there].address)
+        for here, there in PAIRS:
+            within(machines[here], "ss", "-K", "dst", machines[there].address)
         outcomes = [one.outcome() for one in pending]
         for one in outcomes:
             assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.trace}"

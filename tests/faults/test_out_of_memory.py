@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import resource
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import shoal
+from shoal.world.agent import current
+from support.leftovers import nothing_is_left, wait_until
 from support.world import World
 
 OVER = [
@@ -70,3 +73,28 @@ def test_an_agent_without_memory_to_send_from_says_so_and_the_others_hear_why(en
     for rank in (0, 2):
         assert told[rank].startswith(f"Mismatch {tuple(sorted((rank, SHORT)))} "), told
         assert "whose own call failed there (MemoryError: the system cannot give" in told[rank], told
+
+
+def test_where_the_progress_thread_finds_no_memory_nobody_waits_in_vain() -> None:
+    def run() -> str:
+        engine = current().engine
+        poll, me = engine.poller.poll, threading.current_thread()
+
+        def instead(timeout: float) -> object:
+            if threading.current_thread() is not me:
+                raise MemoryError
+            return poll(timeout)
+
+        shoal.barrier()
+        if shoal.rank() == 0:
+            engine.poller.poll = instead  # type: ignore[method-assign, assignment]
+        handle = shoal.allreduce_nonblocking(torch.ones(3), name="never" if shoal.rank() else "x")
+        assert wait_until(lambda: shoal.rank() == 1 or shoal.poll(handle), 10.0), "it waits"
+        engine.poller.poll = poll  # type: ignore[method-assign]
+        with pytest.raises(shoal.ShoalError) as caught:
+            shoal.wait(handle)
+        return str(caught.value)
+
+    with nothing_is_left():
+        found = shoal.Fleet(2, timeout=20.0).run(run)
+    assert "MemoryError" in found[0], found

@@ -33,8 +33,20 @@ def give_up_and_try_again() -> float:
     return init_and_average()
 
 
-@pytest.mark.parametrize("served", [False, True], ids=["hosted", "lent"])
-@pytest.mark.parametrize("early", [[0], [1], [0, 1], [1, 2]], ids=str)
+@pytest.mark.parametrize(
+    ("early", "served"),
+    [
+        ([0], False),
+        ([1], True),
+        ([0, 1], True),
+        ([1, 2], False),
+        *(
+            pytest.param(*one, marks=pytest.mark.soak)
+            for one in (([0], True), ([1], False), ([0, 1], False), ([1, 2], True))
+        ),
+    ],
+    ids=str,
+)
 def test_agents_that_gave_up_meet_the_late_ones_when_they_try_again(early: list[int], served: bool) -> None:
     late = [rank for rank in range(SIZE) if rank not in early]
     world = World(SIZE, init=False)

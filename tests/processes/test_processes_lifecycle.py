@@ -84,11 +84,12 @@ def test_shutdown_without_an_agent_does_nothing() -> None:
 
 
 def test_an_agent_that_never_comes_to_init_is_named_at_the_deadline() -> None:
-    with World(SIZE, init=False, timeout=1.0) as world:
+    # Not less: the store asks for the name of whoever connects, and a name server may lose a question of each.
+    with World(SIZE, init=False, timeout=4.0) as world:
         for one in world.run(shoal.init, on=[0, 1]):
             assert one.error == "DeadlineExceeded", one.trace
             assert one.ranks == (2,), one.message
-            assert one.seconds < 4.0
+            assert one.seconds < 7.0
 
 
 # torch.distributed

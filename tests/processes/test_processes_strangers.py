@@ -23,10 +23,10 @@ from support.leftovers import wait_until
 from support.packets import over_tcp
 from support.strangers import (
     ASK,
+    NOISE,
     NONSENSE,
     NONSENSE_OVER_TCP,
     NONSENSE_OVER_UNIX,
-    NOT_PACKETS_OVER_TCP,
     SILENCE_SECONDS,
     Door,
     Packets,
@@ -202,21 +202,33 @@ def average_until_lost() -> None:
         shoal.neighbor_allreduce(torch.ones(5), name="x")
 
 
-SAID: dict[str, Callable[[Keyed], bytes]] = {
-    **{name: lambda seal, said=said: over_tcp(seal, said) for name, said in (NONSENSE | NONSENSE_OVER_TCP).items()},  # type: ignore[misc]
-    **NOT_PACKETS_OVER_TCP,
-}
+SAID = NONSENSE | NONSENSE_OVER_TCP
 
 
 @pytest.mark.transport("network")
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-def test_an_agent_that_speaks_nonsense_over_tcp_is_lost(said: Callable[[Keyed], bytes]) -> None:
+def test_an_agent_that_speaks_nonsense_over_tcp_is_lost(said: bytes) -> None:
     def speak(sock: socket.socket, keys: Keys) -> None:
-        leave_with(sock, said(Keyed(keys.messages)))
-        sock.shutdown(socket.SHUT_WR)
+        leave_with(sock, over_tcp(Keyed(keys.messages), said))
+        with contextlib.suppress(OSError):  # it has been closed already
+            sock.shutdown(socket.SHUT_WR)
 
     with World(SIZE, environment=NETWORK) as world:
         lose_the_claimed_one(world, speak)
+
+
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+def test_what_is_spoiled_on_the_way_ends_a_connection_and_no_agent(noise: Callable[[Keyed], bytes]) -> None:
+    with World(SIZE, environment=NETWORK) as world:
+        world.results(average)
+        with undisturbed(world, turned_away=0) as way:
+            sock, keys = way.enter(CLAIMED)
+            with sock:
+                leave_with(sock, noise(Keyed(keys.messages)))
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_WR)
+                assert is_closed(sock)
 
 
 UNIX_NONSENSE: dict[str, Packets] = {**{name: [(said, [])] for name, said in NONSENSE.items()}, **NONSENSE_OVER_UNIX}

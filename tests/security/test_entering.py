@@ -87,11 +87,14 @@ def test_what_a_stranger_writes_is_not_believed() -> None:
     assert read(store).endpoints[0].unix == "shoal-stranger"
 
 
-def test_how_often_an_agent_was_started_again_is_a_part_of_what_it_proves() -> None:
-    accepting, connecting = Accepting(b"key", 0, SIZE), Connecting(b"key", 2, 0, incarnation=3)
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("changed", [4, 12], ids=["how often it was started", "whether it only asks"])
+def test_how_often_an_agent_was_started_again_is_a_part_of_what_it_proves(changed: int, asks: bool) -> None:
+    """And whether it only asks, which has nobody hear it."""
+    accepting, connecting = Accepting(b"key", 0, SIZE), Connecting(b"key", 2, 0, incarnation=3, asks=asks)
     answer = bytearray(connecting.answer(accepting.hello))
-    assert accepting.check(bytes(answer))[0] == 2 and accepting.incarnation == 3
-    answer[4] = 7
+    assert accepting.check(bytes(answer)) == 2 and accepting.incarnation == 3 and accepting.asks == asks
+    answer[changed] ^= 1
     with pytest.raises(ProtocolError, match="secret"):
         accepting.check(bytes(answer))
 

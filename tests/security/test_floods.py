@@ -358,15 +358,35 @@ def open_more(count: int) -> None:
     """Connections to rank 0 besides this agent's link."""
     mine = current().engine.router
     kind: Any = type(mine.link(0))
+    nobody: Any = SimpleNamespace(on_closed=lambda *_, **__: None)
     for _ in range(count):
         sock, greeting = mine._connect(0)
-        OPENED.append(kind(sock, 0, greeting, mine.poller, mine._receiver))
+        OPENED.append(kind(sock, 0, greeting, mine.poller, nobody))
 
 
 OPENED: list[Any] = []
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "network"])
+def test_over_a_network_one_connection_takes_the_place_of_another() -> None:
+    def run() -> int:
+        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.barrier()
+        if shoal.rank() == 2:
+            with current().engine.lock:
+                open_more(router.CONNECTIONS)
+        for _ in range(200):
+            assert shoal.neighbor_allreduce(torch.full((3,), float(shoal.rank())), name="x")[0] == 1.0
+        most = max(len(connections) for connections in current().engine.router.incoming.values())
+        shoal.barrier()
+        if shoal.rank() == 2:
+            while OPENED:
+                OPENED.pop().close()
+        return most
+
+    assert shoal.Fleet(3, transport="network", timeout=20.0).run(run) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory"])
 def test_an_agent_that_opens_one_connection_after_another_is_lost(transport: str) -> None:
     def run() -> str:
         shoal.set_topology(shoal.FullyConnectedGraph(3))

@@ -53,7 +53,7 @@ def test_who_computes_for_it_changes_no_tensor_where_a_secret_was_given(
 
 @pytest.mark.parametrize("over", OVER)
 def test_what_a_relay_changes_is_noticed(over: str) -> None:
-    attack(over, 0, 25)
+    attack(over, 0, 15)
 
 
 @pytest.mark.soak

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -21,13 +22,15 @@ import torch
 
 import shoal
 from shoal.cli import certificates, doctor, main
+from shoal.transport.asking import Asking
 from shoal.transport.handshake import HELLO_SIZE, REFUSED, Connecting
 from shoal.transport.tls import Certificates
 from shoal.transport.wire import ProtocolError
 from shoal.world.agent import current
 from shoal.world.rendezvous import ThreadStore
+from support.leftovers import wait_until
 from support.relay import Change, in_the_middle
-from support.relay_attacks import attack
+from support.relay_attacks import attack, cuts
 from support.samples import ALL_DTYPES, sample
 from support.world import World
 
@@ -124,7 +127,15 @@ def test_nobody_on_the_way_reads_names_or_numbers(folder: Path, monkeypatch: pyt
 
 @NETWORK
 def test_what_a_relay_changes_inside_tls_is_noticed(folder: Path) -> None:
-    attack("network", 0, 15)
+    attack("network", 0, 10)
+
+
+@NETWORK
+def test_a_connection_that_is_cut_inside_tls_is_made_again(folder: Path) -> None:
+    undisturbed, seen = fleet().run(fingerprint), []
+    with in_the_middle(cuts(random.Random(1), seen)):
+        assert fleet(60.0).run(fingerprint) == undisturbed
+    assert len(seen) > 5
 
 
 # A rank is who has its certificate
@@ -260,6 +271,29 @@ def test_who_knows_the_secret_and_has_no_certificate_is_not_let_in(folder: Path)
         return before, router.rejected
 
     assert fleet().run(run) == [(0, 3), (0, 0), (0, 0)]
+
+
+@NETWORK
+@pytest.mark.usefixtures("folder")
+def test_who_only_asks_is_answered_inside_tls() -> None:
+    def run() -> list[int]:
+        engine, heard = current().engine, []
+        engine.router.answer_by(lambda rank, incarnation: 7)
+        asking = Asking(engine.router)
+
+        def waits() -> bool:
+            with engine.lock:  # while TLS begins, the socket is nobody's for a moment
+                return asking.waits
+
+        shoal.barrier()
+        if shoal.rank() == 0:
+            with engine.lock:
+                asking.ask(1, heard.append)
+            assert wait_until(lambda: not waits())
+        shoal.barrier()
+        return heard
+
+    assert fleet().run(run) == [[7], [], []]
 
 
 def test_who_listens_with_the_certificate_of_another_rank_is_not_taken_for_it(made: Path) -> None:

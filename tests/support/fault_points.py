@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import shoal
 from shoal import arithmetic
+from shoal.engine.agreement import Agreement
+from shoal.engine.entry import Entry
 from shoal.engine.events import Event
+from shoal.optim import checkpoint_files
 from shoal.transport.network import NetworkIncoming, NetworkLink
 from support.agent_main import die
 from support.world import template
@@ -25,6 +28,25 @@ OVER: dict[str, dict[str, str]] = {"shared_memory": {}, "network": {"SHOAL_TRANS
 over_both = pytest.mark.parametrize(
     "environment", [pytest.param(one, id=name, marks=pytest.mark.transport(name)) for name, one in OVER.items()]
 )
+
+
+def over_one(usual: str) -> pytest.MarkDecorator:
+    """As ``over_both``; but the soak alone has the transport that is not ``usual``."""
+    cases = []
+    for name, environment in OVER.items():
+        marks = [pytest.mark.transport(name), *([pytest.mark.soak] if name != usual else [])]
+        cases.append(pytest.param(environment, id=name, marks=marks))
+    return pytest.mark.parametrize("environment", cases)
+
+
+def each_over_one(ways: Iterable[str]) -> pytest.MarkDecorator:
+    """ "way" and "environment": each over one of the transports, in turn; the soak has the others."""
+    cases = []
+    for number, way in enumerate(ways):
+        for other, (name, environment) in enumerate(OVER.items()):
+            marks = [pytest.mark.transport(name), *([pytest.mark.soak] if (number + other) % 2 else [])]
+            cases.append(pytest.param(way, environment, id=f"{way}-{name}", marks=marks))
+    return pytest.mark.parametrize(("way", "environment"), cases)
 
 
 @dataclass(frozen=True)
@@ -61,6 +83,14 @@ def arm(point: Point, act: Callable[[], object] = die) -> None:
         _before(NetworkIncoming, "_read_chunk", reached)
     elif point.kind == "Chunk out":
         _before(NetworkLink, "_fill", reached)
+    elif point.kind == "Agreeing":  # on a loss that this agent has just heard of
+        _before(Agreement, "change", reached)
+    elif point.kind == "Deciding":
+        _before(Agreement, "_decide", reached)
+    elif point.kind == "Entering":
+        _before(Entry, "_enter", reached)
+    elif point.kind == "Writing":  # a file of a checkpoint
+        _before(checkpoint_files, "_sync", reached)
     else:
         listener: Callable[[Event], None] = lambda event: reached() if event.kind == point.kind else None  # noqa: E731
         shoal.events().subscribe(listener)

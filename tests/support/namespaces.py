@@ -44,6 +44,28 @@ class Namespace:
         """Pull the cable out at the bridge, or put it back."""
         _ip("-n", self.switch, "link", "set", self.port, "up" if plugged else "down")
 
+    def cut(self, to: Namespace, cut: bool) -> None:
+        """Have nothing that this machine sends reach another, which is heard as before; or end that."""
+        nobody = "lladdr 02:00:00:00:00:01 nud permanent"
+        for address in (to.address, to.address6):
+            _ip(
+                "-n",
+                self.name,
+                "neigh",
+                *(
+                    f"replace {address} dev {INTERFACE} {nobody}".split()
+                    if cut
+                    else f"del {address} dev {INTERFACE}".split()
+                ),
+            )
+
+    def slow(self, kbit: int) -> None:
+        """Let so much through the cable in a second, each way; 0: as much as there is."""
+        for name, interface in ((self.name, INTERFACE), (self.switch, self.port)):
+            what = f"replace dev {interface} root tbf rate {kbit}kbit burst 4k latency 1s"
+            command = ["tc", "-n", name, "qdisc", *(what if kbit else f"del dev {interface} root").split()]
+            subprocess.run(command, check=True, capture_output=True)
+
     def rename_link(self, name: str) -> None:
         """Give the machine's own interface another name; what it had of IPv6 is lost."""
         commands = (f"{INTERFACE} down", f"{INTERFACE} name {name}", f"{name} up")

@@ -7,12 +7,24 @@ import contextlib
 import os
 import selectors
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from shoal.transport import network, shared_memory
+
+RESET = struct.pack("ii", 1, 0)
+"""To linger for no time: closing resets the connection."""
+
+
+class Cut(Exception):
+    """Raised by a change: both ends of the connection are closed, or reset."""
+
+    def __init__(self, reset: bool) -> None:
+        self.reset = reset
+
 
 Change = Callable[[bytes, int], bytes]
 """What becomes of some bytes of one direction of a connection, given how many came before them."""
@@ -62,15 +74,19 @@ class Relay:
         said = b""
         with contextlib.suppress(OSError):
             said, fds, _, _ = socket.recv_fds(source, 1 << 17, 8)
-        changed = change(said, before)
         data[2] += len(said)
         try:
+            changed = change(said, before)
             if changed:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
                 sent = target.sendmsg([changed], rights)
                 target.sendall(changed[sent:]) if sent < len(changed) else None
         except OSError:
             said = b""
+        except Cut as cut:
+            said = b""
+            for sock in (source, target) if cut.reset else ():
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         finally:
             for fd in fds:
                 os.close(fd)

@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from support.leftovers import nothing_is_left
-from support.relay import Change, in_the_middle
+from support.relay import Change, Cut, in_the_middle
 
 SIZES = (3, 5_000, 400_000)
 MIB = 1 << 20
@@ -74,6 +74,27 @@ def repeats(draws: random.Random) -> Callable[[], Change]:
         return lambda said, before: 2 * said if before <= place < before + len(said) else said
 
     return of_a_connection
+
+
+def cuts(draws: random.Random, seen: list[int]) -> Callable[[], Change]:
+    """Every connection is cut when so many bytes have passed in one direction, of any magnitude; the later ones later,
+    so that it ends."""
+    lasts = 5.0
+
+    def of_a_direction() -> Change:
+        nonlocal lasts
+        lasts += 0.02
+        place, reset = int(10 ** draws.uniform(1.5, lasts)), draws.random() < 0.5
+
+        def change(said: bytes, before: int) -> bytes:
+            if before + len(said) > place:
+                seen.append(place)
+                raise Cut(reset)
+            return said
+
+        return change
+
+    return of_a_direction
 
 
 def attack(over: str, first: int, count: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from shoal.topology import AnyTopology, Without
 from support.fault_points import Point, arm
 
 RATE, STEPS = 0.2, 300
+disturbances: list[Callable[[torch.Tensor], torch.Tensor]] = []
+"""What becomes of the losses of this agent: faults add to it."""
 
 
 def curvature(rank: int) -> float:
@@ -64,6 +66,8 @@ def step_of(optimizer: shoal.DecentralizedOptimizer, model: Point3) -> Callable[
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss: torch.Tensor = 0.5 * h * (model.x - c).square().sum()
+        for disturb in disturbances:
+            loss = disturb(loss)
         loss.backward()
         return loss
 
@@ -82,15 +86,30 @@ def optimum(left: list[int]) -> NDArray[np.float64]:
 
 
 def resting_place(
-    topology: AnyTopology, size: int, gone: list[int], overlapping: bool, steps: int = STEPS
+    topology: AnyTopology,
+    size: int,
+    gone: Collection[int],
+    overlapping: bool,
+    steps: int = STEPS,
+    unheard: Collection[int] = (),
+    idle: Collection[int] = (),
 ) -> NDArray[np.float64]:
     """Where decentralized SGD with this constant rate comes to rest on what is left of a topology, after its last
-    round: ``x = W (x - rate h (x - c))``, or ``x = W x - rate h (x - c)`` with the step beside the exchange."""
+    round: ``x = W (x - rate h (x - c))``, or ``x = W x - rate h (x - c)`` with the step beside the exchange.
+
+    Args:
+        unheard: Whose tensors are left out; their weight goes to the receiver's own.
+        idle: Who has no gradients.
+    """
     schedule = Without(topology, gone)
     x = np.zeros((size, 3))
-    h = np.array([curvature(rank) for rank in range(size)])[:, None]
+    h = np.array([0.0 if rank in idle else curvature(rank) for rank in range(size)])[:, None]
     c = np.array([target(rank) for rank in range(size)])
     for number in range(steps + 500 * (schedule.period or 1)):
-        matrix, step = schedule.matrix(number), RATE * h * (x - c)
+        matrix, step = schedule.matrix(number).copy(), RATE * h * (x - c)
+        for sender in unheard:
+            matrix[range(size), range(size)] += matrix[:, sender]
+            matrix[:, sender] -= matrix[:, sender]
+            matrix[sender] = np.eye(size)[sender]
         x = matrix @ x - step if overlapping else matrix @ (x - step)
     return x

@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any
 
 import shoal
+from shoal.cli.agent_processes import death_with
 from shoal.world.agent import current
 
 from .agent_main import PACKET_BYTES, Dying, Outcome, Request, Spawn, left_over
@@ -131,7 +132,10 @@ def served_store() -> int:
     port: int = listener.getsockname()[1]
     serve = "import sys; from shoal.world.rendezvous import serve; serve(int(sys.argv[1]))"
     process = subprocess.Popen(
-        [sys.executable, "-c", serve, str(listener.fileno())], env=plain_environment(), pass_fds=[listener.fileno()]
+        [sys.executable, "-c", serve, str(listener.fileno())],
+        env=plain_environment(),
+        pass_fds=[listener.fileno()],
+        preexec_fn=death_with(os.getpid()),  # also where the tests are killed
     )
     listener.close()
 
@@ -151,7 +155,7 @@ def _store_within(machine: Namespace, port: int) -> Iterator[None]:
         f"serve(socket.create_server(({machine.address!r}, {port})).detach())"
     )
     command = ["ip", "netns", "exec", machine.name, sys.executable, "-c", serve]
-    process = subprocess.Popen(command, env=plain_environment())
+    process = subprocess.Popen(command, env=plain_environment(), preexec_fn=death_with(os.getpid()))
     try:
         yield
     finally:
@@ -258,6 +262,7 @@ class World:
         timeout: ``SHOAL_TIMEOUT``: above the seconds in which a fault must be noticed, below those of the test.
         init: Make them agents.
         restarts: Agents may be started again: :meth:`start_again`.
+        begin_with: How many there are at first; the others may join: :meth:`join`. With ``restarts``.
     """
 
     def __init__(
@@ -269,6 +274,7 @@ class World:
         timeout: float = 20.0,
         init: bool = True,
         restarts: bool = False,
+        begin_with: int | None = None,
     ) -> None:
         self.size = size
         self._incarnations: Counter[int] = Counter()
@@ -277,6 +283,7 @@ class World:
         self._shared_before = _shared_memory_files()
         self._names: set[str] = set()
         self.members: list[Member] = []
+        self.excused: set[int] = set()  # the ranks that may end with any complaint
         self._dropped: list[Member] = []  # that live on, while another has their place
         folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="shoal-world-"))
         served: dict[str, str] = {}
@@ -293,6 +300,8 @@ class World:
             host, port = "127.0.0.1", self._resources.enter_context(reserved_port())
         common = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "SHOAL_TIMEOUT": str(timeout)}
         common |= {"WORLD_SIZE": str(size), **served, **(environment or {})}
+        if begin_with is not None:
+            common = {"SHOAL_BEGIN_WITH": str(begin_with)} | common
 
         def start(rank: int) -> Member:
             own = plain_environment() | common | {"RANK": str(rank)}
@@ -303,7 +312,7 @@ class World:
 
         self._start = start
         try:
-            for rank in range(size):
+            for rank in range(size if begin_with is None else begin_with):
                 self.members.append(start(rank))
             if init:
                 self._names = {name for name in self.results(_begin) if name}
@@ -326,7 +335,7 @@ class World:
         patience: float = PATIENCE,
     ) -> list[Outcome]:
         """Have all agents (or those of ``on``) call a function at the same time; what came of it, by rank."""
-        ranks = list(range(self.size) if on is None else on)
+        ranks = list(range(len(self.members)) if on is None else on)
         pending = [self.run_on(rank, function, *args) for rank in ranks]
         return [one.outcome(patience) for one in pending]
 
@@ -353,6 +362,15 @@ class World:
         self._incarnations[rank] += 1
         self.members[rank] = self._start(rank)
         self._names |= {name for name in self.results(_begin, on=[rank]) if name}
+
+    def join(self, *, init: bool = True) -> int:
+        """A process of the next rank that was not there before; its rank, when it is an agent that waits to enter."""
+        rank = len(self.members)
+        self._incarnations[rank] += 1
+        self.members.append(self._start(rank))
+        if init:
+            self._names |= {name for name in self.results(_begin, on=[rank]) if name}
+        return rank
 
     def kill(self, rank: int, how: int = signal.SIGKILL) -> float:
         """Send a signal; returns ``time.monotonic()`` of that moment."""
@@ -399,7 +417,8 @@ class World:
                 ended = member.outcome(10.0)
                 if member.exit_code:
                     complaints.append(f"rank {member.rank} ended with {ended.message}")
-            complaints += [line for member in self.members for line in _noise(member)]
+            listened = [member for member in self.members if member.rank not in self.excused]
+            complaints += [line for member in listened for line in _noise(member)]
             complaints += [f"process left: {pid} {command}" for pid, command in template().orphans()]
             complaints += [f"socket left: @{name}" for name in self._names & _abstract_names()]
             complaints += [f"file left: {name}" for name in sorted(_shared_memory_files() - self._shared_before)]

@@ -1,7 +1,9 @@
-"""A job that falls apart into two: each part keeps a view of its own; by policy one stops, and enters again later."""
+"""A job that falls apart into two: each part goes on with a view of its own, or one at most, by policy; where they can
+reach each other again the smaller one gives way, and its agents enter the other when they are started again."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -11,10 +13,12 @@ import torch
 import shoal
 from support.namespaces import Namespace, network_namespaces
 from support.survivors import CONTINUE
-from support.world import World
+from support.world import Pending, World
 
 pytestmark = pytest.mark.transport("namespaces")
-STOP = CONTINUE | {"SHOAL_DROP_AFTER": "2", "SHOAL_ON_PARTITION": "stop"}
+DROP_AFTER = 2.0
+GO = CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER)}
+STOP = GO | {"SHOAL_ON_PARTITION": "stop"}
 
 
 @pytest.fixture
@@ -51,20 +55,95 @@ def keep_saving(seconds: float, most: int) -> tuple[int, int, tuple[int, ...]]:
     return began, step, shoal.alive()
 
 
-def test_both_parts_go_on_each_with_a_view_of_its_own(machines: list[Namespace]) -> None:
-    go = CONTINUE | {"SHOAL_DROP_AFTER": "2"}
-    with World(4, environment=go, namespaces=machines) as world:
-        pending = [world.run_on(rank, go_on, 6.0) for rank in range(4)]
+def live(size: int) -> tuple[int, list[float], list[tuple[int, ...]]]:
+    """Train until all have been apart, and are together again; with which step it began, its number after each step,
+    and who was there in each.
+
+    In a part with rank 0 the number grows by one in each step; in another one it falls: it says with whom it was.
+    """
+    model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(model.weight)
+    checkpoint = shoal.Checkpoint(model=model)
+    began = step = checkpoint.load(None, missing_ok=True)
+    there: list[tuple[int, ...]]
+    seen, there = [model.weight.item()], [()]
+    apart, limit = step > 0, time.monotonic() + 40.0
+    while len(there[-1]) < size or not apart:
+        with torch.no_grad():
+            model.weight.copy_(shoal.neighbor_allreduce(model.weight, name="x"))
+            here = tuple(shoal.allgather(torch.tensor([shoal.rank()])).tolist())
+            model.weight += 1.0 if here[0] == 0 else -1.0
+        seen.append(model.weight.item())
+        there.append(here)
+        apart = apart or len(here) < size
+        step += 1
+        assert time.monotonic() < limit, there[-1]
+        time.sleep(0.01)
+        checkpoint.save(None, step)
+    return began, seen, there
+
+
+def come_together(world: World, running: list[Pending], larger: list[int], smaller: list[int]) -> None:
+    """The cable is back: the smaller part gives way, is started again, and goes on with what the larger part has."""
+    for rank in smaller:
+        outcome = running[rank].outcome(6.0)
+        assert outcome.error == "PeerLost" and "and this one gives way" in outcome.message, outcome.trace
+        assert outcome.ranks == tuple(larger)
+        assert f"has gone on without ranks {smaller}, as one of {len(larger)}" in outcome.message
+    for rank in smaller:
+        world.kill(rank)
+        world.members[rank].outcome(5.0)
+    for rank in smaller:
+        world.start_again(rank)
+        running[rank] = world.run_on(rank, live, world.size)
+    outcomes = [one.outcome(45.0) for one in running]
+    assert not [one.trace for one in outcomes if one.error]
+    everybody = tuple(range(world.size))
+    began, seen, there = outcomes[larger[0]].value
+    assert began == 0
+    assert there[-1] == everybody and tuple(larger) in there
+    for (before, after), here in zip(itertools.pairwise(seen), there[1:], strict=True):
+        assert after - before == pytest.approx(1.0 if here[0] == 0 else -1.0), "of a step with others"
+    for rank in everybody:
+        began, own, here = outcomes[rank].value
+        assert own == pytest.approx(seen[began:]) and here[1:] == there[began + 1 :]
+        assert (began > 0) == (rank in smaller)
+
+
+@pytest.mark.parametrize("size", [pytest.param(5, marks=pytest.mark.soak), 4], ids=["three and two", "two and two"])
+def test_both_parts_go_on_and_the_smaller_one_gives_way_when_the_cable_is_back(
+    machines: list[Namespace], size: int
+) -> None:
+    first = [rank for rank in range(size) if rank * 2 // size == 0]
+    others = [rank for rank in range(size) if rank not in first]
+    with World(size, environment=GO, namespaces=machines, restarts=True) as world:
+        running = [world.run_on(rank, live, size) for rank in range(size)]
         time.sleep(0.5)
         machines[1].plug(False)
-        outcomes = [one.outcome() for one in pending]
+        time.sleep(DROP_AFTER + 1.5)
+        assert not any(one.ready() for one in running), "a part has ended before they could reach each other"
         machines[1].plug(True)
-    assert not [one.message for one in outcomes if one.error]
-    assert [one.value[1] for one in outcomes] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert outcomes[0].value[0] == outcomes[1].value[0] and outcomes[2].value[0] == outcomes[3].value[0]
+        come_together(world, running, first, others)
 
 
-@pytest.mark.parametrize("size", [5, 4], ids=["three and two", "two and two"])
+def test_who_has_entered_the_smaller_part_gives_way_with_it(machines: list[Namespace]) -> None:
+    """It was started again while the cable was out; and the larger part is the one without rank 0."""
+    size, dies, smaller, larger = 5, 1, [0, 1], [2, 3, 4]
+    with World(size, environment=GO, namespaces=[machines[rank > 1] for rank in range(size)], restarts=True) as world:
+        running = [world.run_on(rank, live, size) for rank in range(size)]
+        time.sleep(0.5)
+        machines[1].plug(False)
+        world.kill(dies)
+        running[dies].outcome()
+        world.start_again(dies)
+        running[dies] = world.run_on(dies, live, size)
+        time.sleep(DROP_AFTER + 1.5)
+        assert not any(one.ready() for one in running), "a part has ended before they could reach each other"
+        machines[1].plug(True)
+        come_together(world, running, larger, smaller)
+
+
+@pytest.mark.parametrize("size", [5, pytest.param(4, marks=pytest.mark.soak)], ids=["three and two", "two and two"])
 def test_the_smaller_part_stops_and_comes_back_when_the_cable_does(machines: list[Namespace], size: int) -> None:
     first = [rank for rank in range(size) if rank * 2 // size == 0]
     others = [rank for rank in range(size) if rank not in first]

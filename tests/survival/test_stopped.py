@@ -10,7 +10,8 @@ import torch
 
 import shoal
 from shoal import topology_util
-from support.fault_points import over_both
+from shoal.world.agent import current
+from support.fault_points import over_both, over_one
 from support.survivors import CONTINUE
 from support.world import World
 
@@ -43,7 +44,7 @@ def busy_for(seconds: float) -> float:
     return time.monotonic() - begun
 
 
-@over_both
+@over_one("shared_memory")
 def test_the_others_go_on_without_who_is_stopped_and_it_learns_of_it(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE | DROP) as world:
         ends = time.monotonic() + 6.0
@@ -64,6 +65,40 @@ def test_the_others_go_on_without_who_is_stopped_and_it_learns_of_it(environment
         assert world.results(rounds, time.monotonic(), on=left)  # and they go on after it is back
 
 
+def questions() -> int:
+    """How often this agent has asked somebody whom it counts as lost."""
+    reunion = current().engine.reunion
+    return reunion._turn - shoal.rank()
+
+
+@over_one("network")
+def test_whoever_is_in_the_smaller_part_goes_on_though_the_kernel_takes_its_questions(
+    environment: dict[str, str],
+) -> None:
+    """As many are stopped, with the lowest rank: they may be there, and nobody says so. When they wake, they end."""
+    stopped, left = (0, 1), (2, 3)
+    with World(SIZE, environment=environment | CONTINUE | DROP) as world:
+        ends = time.monotonic() + 5.5
+        pending = [world.run_on(rank, rounds, ends) for rank in range(SIZE)]
+        time.sleep(0.5)
+        for rank in stopped:
+            world.kill(rank, signal.SIGSTOP)
+        for rank in left:
+            outcome = pending[rank].outcome()
+            assert not outcome.error, outcome.trace
+            assert outcome.value[1] == left
+        assert min(world.results(questions, on=left)) > 0
+        more = time.monotonic() + 1.5
+        going_on = [world.run_on(rank, rounds, more) for rank in left]
+        for rank in stopped:
+            world.kill(rank, signal.SIGCONT)
+        for rank in stopped:
+            outcome = pending[rank].outcome()
+            assert outcome.error == "ShoalError" and "counts it as lost" in outcome.message, outcome.trace
+        for one in going_on:
+            assert not (outcome := one.outcome()).error, outcome.trace
+
+
 @over_both
 def test_where_losses_are_raised_all_name_who_is_stopped(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | DROP) as world:
@@ -78,7 +113,7 @@ def test_where_losses_are_raised_all_name_who_is_stopped(environment: dict[str, 
         assert pending[STOPPED].outcome().error in ("ShoalError", "PeerLost")
 
 
-@over_both
+@over_one("network")
 def test_who_computes_for_long_is_waited_for(environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | CONTINUE | DROP) as world:
         waited = world.results(busy_for, 4.0)
@@ -86,7 +121,7 @@ def test_who_computes_for_long_is_waited_for(environment: dict[str, str]) -> Non
         assert world.results(shoal.alive) == [tuple(range(SIZE))] * SIZE
 
 
-@over_both
+@over_one("shared_memory")
 def test_one_is_stopped_when_another_dies(environment: dict[str, str]) -> None:
     dies, left = 3, [0, 2]
     with World(SIZE, environment=environment | CONTINUE | DROP) as world:
@@ -104,7 +139,7 @@ def test_one_is_stopped_when_another_dies(environment: dict[str, str]) -> None:
         pending[dies].outcome()
 
 
-@over_both
+@over_one("network")
 def test_all_are_stopped_and_wake_and_nobody_is_dropped(environment: dict[str, str]) -> None:
     """As a laptop that was closed: whoever wakes first must not take the others for dead."""
     with World(SIZE, environment=environment | CONTINUE | DROP) as world:

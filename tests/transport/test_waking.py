@@ -63,7 +63,7 @@ def test_woken_for_a_part_worth_the_while_and_for_the_last_bytes() -> None:
     )
     chunk = Message(Kind.CHUNK, token=7, nbytes=len(data), text=sums(memoryview(data)))
     sent, seal = 100, Keyed(KEY)
-    far.sendall(over_tcp(seal, encode(message) + encode(chunk)) + data[:sent])
+    far.sendall(over_tcp(seal, encode(message)) + over_tcp(seal, encode(chunk)) + data[:sent])
     assert is_readable(incoming, PATIENCE_SECONDS)
     incoming.on_event()
     assert [one.name for one in ear.messages] == ["x"]
@@ -94,7 +94,8 @@ def test_the_end_of_the_connection_wakes_whatever_is_still_due() -> None:
     nbytes = 4 * WAKE_BYTES
     message = Message(Kind.DATA, name="x", token=7, shape=(nbytes,), where=Where.STREAM, nbytes=nbytes)
     chunk = Message(Kind.CHUNK, token=7, nbytes=nbytes)
-    far.sendall(over_tcp(Keyed(KEY), encode(message) + encode(chunk)) + bytes(10))
+    seal = Keyed(KEY)
+    far.sendall(over_tcp(seal, encode(message)) + over_tcp(seal, encode(chunk)) + bytes(10))
     assert is_readable(incoming, PATIENCE_SECONDS)
     incoming.on_event()
     far.sendall(bytes(10))

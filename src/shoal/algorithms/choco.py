@@ -112,7 +112,7 @@ register(
     Entry(
         "CHOCO-SGD",
         lambda: ChocoSGD(1 / 32, 0.25, TopK(0.2)),
-        0.2 + 1 / 64,
+        0.2 * (1 + 4.25 / 64),  # 2 bits of each position, and 1 + 5 / 4 in a row of bits
         "Slow networks: any compressor that is a contraction, for one more tensor of memory and gamma to tune.",
     )
 )
@@ -120,7 +120,7 @@ register(
     Entry(
         "DeepSqueeze",
         lambda: DeepSqueeze(1 / 32, 0.125, TopK(0.2)),
-        0.2 + 1 / 64,
+        0.2 * (1 + 4.25 / 64),  # 2 bits of each position, and 1 + 5 / 4 in a row of bits
         "As CHOCO-SGD where W changes from round to round; ends farther from the optimum.",
     )
 )

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..compression.draws import HashStream
 from .algorithm import Algorithm, Gradient
 from .catalog import Entry, register
 from .gradient_descent import GradientDescent
@@ -152,6 +153,9 @@ class _Through(Mix):
     def uniform(self, like: torch.Tensor) -> torch.Tensor:
         return self._mix.uniform(like)
 
+    def stream(self, like: torch.Tensor) -> HashStream:
+        return self._mix.stream(like)
+
     def _agents(self, like: torch.Tensor) -> torch.Tensor:
         return self._mix._agents(like)
 
@@ -163,6 +167,13 @@ class _Numbered(_Through):
         exchange, self._mix.round = self._mix.round, self.round
         try:
             return self._mix.uniform(like)
+        finally:
+            self._mix.round = exchange
+
+    def stream(self, like: torch.Tensor) -> HashStream:
+        exchange, self._mix.round = self._mix.round, self.round
+        try:
+            return self._mix.stream(like)
         finally:
             self._mix.round = exchange
 

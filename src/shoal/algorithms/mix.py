@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from ..compression.draws import HashStream, hashed
+
 EVERYBODY = "all"
 MACHINE = "machine"
 
@@ -103,20 +105,11 @@ class Mix(ABC):
         They depend on the seed, the agent, the round, how often the step has asked, and the place, and on nothing else:
         stacked or real, an agent draws the same.
         """
+        return self.stream(like).whole()
+
+    def stream(self, like: torch.Tensor) -> HashStream:
+        """What :meth:`uniform` would give, a stretch at a time; it counts as a call of it."""
         self._draws += 1
-        key = _hash(_hash(torch.tensor(self.seed)) + self.round)
-        key = _hash(key + self._draws)
-        rows = _hash(key.to(like.device) + self._agents(like))
-        columns = torch.arange(like.shape[-1], device=like.device)
-        bits = _hash(rows + columns)
-        exact = ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
-        # Rounding to a shorter dtype must not make a one of them.
-        return exact.clamp_(max=1 - torch.finfo(like.dtype).eps / 2).to(like.dtype)
-
-
-def _hash(z: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64, which wraps as uint64 would."""
-    z = z + -7046029254386353131
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685
-    return z ^ ((z >> 31) & ((1 << 33) - 1))
+        key = hashed(hashed(torch.tensor(self.seed)) + self.round)
+        key = hashed(key + self._draws)
+        return HashStream(hashed(key.to(like.device) + self._agents(like)), like)

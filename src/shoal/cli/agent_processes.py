@@ -22,18 +22,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
+from ..transport.outside import shows
 from ..world.launch import INCARNATION
 from .agent_output import STDERR, STDOUT, AgentOutput
+from .launcher_signals import Signals
 
 _PR_SET_PDEATHSIG = 1
 _CHUNK = 1 << 16
 # A pipe holds 64 KiB unless somebody enlarges it, at most to this.
 _MOST_IN_PIPE = 1 << 20
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SETTLE_SECONDS = 0.5
+"""How long nothing more must fail before an agent is started again: those that end of one cause end one by one, and
+where none is left nobody would let it in."""
+
 # A terminal sends these to a whole process group, ``kill`` sends the others to one process.
 _GROUP_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 
@@ -58,6 +63,22 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Ending:
+    """How a run ended.
+
+    Attributes:
+        status: The exit status of the job, see docs/launching.md.
+        all_gone: Agents that fail were to be started again, and none is left for them to come back to; nobody had
+            finished, and no signal had ended them that was sent to the launcher.
+        summary: What to tell the user of those that were lost, if anything.
+    """
+
+    status: int
+    all_gone: bool = False
+    summary: str = ""
+
+
+@dataclass(frozen=True)
 class _Agent:
     rank: int
     process: subprocess.Popen[bytes]
@@ -65,26 +86,30 @@ class _Agent:
 
 
 class AgentProcesses:
-    """The agents of this machine, as a context: on leaving it every one is gone, whatever happened.
+    """The agents of this machine in one run, as a context: on leaving it every one is gone, whatever happened.
 
     Args:
         output: where their output goes; None lets them write to the launcher's own stdout and stderr.
+        signals: what the launcher is told.
         survive: let the others go on when one fails, instead of ending them.
         restarts: how often each agent that fails is started again, while none has finished, and others are there.
-        elsewhere: there are agents on other machines.
+        elsewhere: whether agents of other launchers belong to the run. Asked when none is left here, and what it says
+            then must stay true.
         grace: seconds between asking an agent to end and the next, harder step.
     """
 
     def __init__(
         self,
         output: AgentOutput | None,
+        signals: Signals,
         *,
         survive: bool,
         restarts: int = 0,
-        elsewhere: bool = False,
+        elsewhere: Callable[[], bool] = lambda: False,
         grace: float,
     ) -> None:
         self._output = output
+        self._signals = signals
         self._survive = survive
         self._restarts = restarts
         self._elsewhere = elsewhere
@@ -93,6 +118,8 @@ class AgentProcesses:
         self._outcomes: dict[int, Outcome] = {}  # the last of each agent
         self._starts: dict[int, Callable[[int], None]] = {}
         self._started: Counter[int] = Counter()
+        self._again: list[Outcome] = []  # those that are to be started again, at this time
+        self._again_at = 0.0
         self._first_failure: Outcome | None = None
         self._helpers: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._tellers: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
@@ -101,49 +128,35 @@ class AgentProcesses:
         # What follows if the agents do not end by themselves: when, and which signal. Not None once they are to end.
         self._steps: list[tuple[float, signal.Signals]] | None = None
         self._requested: signal.Signals | None = None
+        self._passed_on: set[int] = set()
         self._selector = selectors.DefaultSelector()
-        self._wakeups = os.pipe()
-        self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> AgentProcesses:
-        receiver, sender = self._wakeups
-        os.set_blocking(receiver, False)
-        os.set_blocking(sender, False)
-        self._selector.register(receiver, selectors.EVENT_READ, self._read_signals)
-        previous = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-        self._exits.callback(signal.set_wakeup_fd, previous)
-        for signum in (*_FORWARDED, signal.SIGCHLD, signal.SIGTSTP):
-            old = signal.getsignal(signum)
-            # What nohup, or a shell that starts a job in the background, has chosen to ignore stays ignored.
-            if old is signal.SIG_IGN and signum != signal.SIGCHLD:
-                continue
-            signal.signal(signum, _noted)
-            self._exits.callback(signal.signal, signum, signal.SIG_DFL if old is None else old)
+        self._selector.register(self._signals, selectors.EVENT_READ, self._read_signals)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._exits:
-            for agent in self._living:
-                _kill_group(agent.process)
-            helpers = [*(process for _, process in self._helpers), *self._telling]
-            for process in (*(agent.process for agent in self._living), *helpers):
-                process.kill()
-                process.wait()
-            for descriptor in list(self._pipes):
-                self._close_pipe(descriptor)
-            self._selector.close()
-            if self._output is not None:
-                self._output.close()
-        for descriptor in self._wakeups:
-            os.close(descriptor)
+        for agent in self._living:
+            _kill_group(agent.process)
+        helpers = [*(process for _, process in self._helpers), *self._telling]
+        for process in (*(agent.process for agent in self._living), *helpers):
+            process.kill()
+            process.wait()
+        for descriptor in list(self._pipes):
+            self._close_pipe(descriptor)
+        self._selector.close()
+        if self._output is not None:
+            self._output.close()
 
     def start(self, rank: int, command: Sequence[str], environ: Mapping[str, str], *, keeps_stdin: bool) -> None:
         """Start one agent. It is killed with the launcher, however that ends."""
 
+        first = int(environ.get(INCARNATION, 0))  # more than 0 where it joins others
+
         def start(incarnation: int) -> None:
-            again = {INCARNATION: str(incarnation)} if incarnation else {}
+            again = {INCARNATION: str(first + incarnation)} if incarnation else {}
             self._start_agent(rank, command, {**environ, **again}, keeps_stdin and not incarnation)
 
         self._starts[rank] = start
@@ -173,16 +186,17 @@ class AgentProcesses:
         """Run this, with one argument more that says how, when an agent fails and the rest is to go on."""
         self._tellers[rank] = (command, environ)
 
-    def mind(self) -> int:
-        """Wait for the end of all agents; return the exit status of the job (see docs/launching.md)."""
-        while self._living:
+    def mind(self) -> Ending:
+        """Wait for the end of all agents."""
+        while self._living or self._again:
             for key, _ in self._selector.select(self._patience()):
                 key.data()
             self._take_due_step()
             self._reap()
+            self._start_again()
             if self._output is not None:
                 self._output.redraw()
-        return self._status()
+        return self._ending()
 
     def say(self, text: str) -> None:
         """Tell the user something, on stderr."""
@@ -192,32 +206,35 @@ class AgentProcesses:
         with contextlib.suppress(OSError):
             print(f"shoal run: {text}", file=sys.stderr, flush=True)
 
-    def _status(self) -> int:
+    def _ending(self) -> Ending:
         lost = [self._outcomes[rank] for rank in sorted(self._outcomes) if self._outcomes[rank].code != 0]
         if self._requested is not None:
-            return 128 + self._requested if lost else 0
+            return Ending(128 + self._requested if lost else 0)
         if not lost:
-            return 0
-        if self._survive:
-            finished = len(self._outcomes) - len(lost)
-            self.say(f"{finished} of {len(self._outcomes)} agents finished; lost: {'; '.join(map(str, lost))}")
-            if finished:
-                return 0
-        return self._first_failure.exit_status if self._first_failure is not None else 1
+            return Ending(0)
+        status = self._first_failure.exit_status if self._first_failure is not None else 1
+        if not self._survive:
+            return Ending(status)
+        finished = len(self._outcomes) - len(lost)
+        summary = f"{finished} of {len(self._outcomes)} agents finished; lost: {'; '.join(map(str, lost))}"
+        told_to = any(-outcome.code in self._passed_on for outcome in lost)
+        all_gone = self._restarts > 0 and not finished and not told_to and not self._elsewhere()
+        return Ending(0 if finished else status, all_gone, summary)
 
     def _patience(self) -> float | None:
         due = [self._steps[0][0]] if self._steps else []
+        due += [self._again_at] if self._again else []
         redraw = self._output.next_redraw() if self._output is not None else None
         if redraw is not None:
             due.append(redraw)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _read_signals(self) -> None:
-        for number in os.read(self._wakeups[0], 4096):
-            if number == signal.SIGTSTP:
+        for signum in self._signals.read():
+            if signum == signal.SIGTSTP:
                 self._suspend()
-            elif number != signal.SIGCHLD:
-                self._obey(signal.Signals(number))
+            elif signum != signal.SIGCHLD:
+                self._obey(signum)
 
     def _obey(self, signum: signal.Signals) -> None:
         if signum == signal.SIGINT and self._steps is not None:
@@ -230,12 +247,14 @@ class AgentProcesses:
             self.say(f"{_signal_name(signum)}: passed on, waiting for {_count(len(self._living))} to end{again}")
             self._end(signum)
             return
+        self._passed_on.add(signum)
         self._signal_agents(signum)
 
     def _end(self, first: signal.Signals) -> None:
         harder = [signal.SIGTERM, signal.SIGKILL] if first == signal.SIGINT else [signal.SIGKILL]
         now = time.monotonic()
         self._steps = [(now + self._grace * (1 + i), signum) for i, signum in enumerate(harder)]
+        self._again.clear()
         self._signal_agents(first)
 
     def _take_due_step(self) -> None:
@@ -286,8 +305,8 @@ class AgentProcesses:
     def _take_failure(self, outcome: Outcome) -> None:
         self._first_failure = self._first_failure or outcome
         others, rank = len(self._living), outcome.rank
-        again = self._started[rank] < self._restarts and (others > 0 or self._elsewhere)
-        again = again and not self._has_finished
+        again = self._started[rank] < self._restarts and not self._has_finished
+        again = again and self._somebody_is_inside()
         then = "letting the rest go on" if self._survive else "ending the rest"
         what = f"{outcome}; {then} ({_count(others)})" if others else str(outcome)
         self.say(f"{what}, and starting it again ({self._started[rank] + 1} of {self._restarts})" if again else what)
@@ -295,15 +314,38 @@ class AgentProcesses:
         if lines:
             text = "\n".join(f"    {line.decode(errors='backslashreplace')}" for line in lines)
             self.say(f"the last lines of rank {outcome.rank} on stderr:\n{text}")
+        self._again_at = time.monotonic() + SETTLE_SECONDS
         if again:
-            self._started[rank] += 1
-            self._starts[rank](self._started[rank])
+            self._again.append(outcome)
         elif not self._survive:
             self._end(signal.SIGTERM)
-        elif others and outcome.rank in self._tellers:
+        elif others:
+            self._tell_of(outcome)
+
+    def _tell_of(self, outcome: Outcome) -> None:
+        if outcome.rank in self._tellers:
             command, environ = self._tellers[outcome.rank]
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             self._telling.append(_start([*command, str(outcome)], env=environ, **quiet))
+
+    def _start_again(self) -> None:
+        """Start those that are to come back, when it is time; where nobody is left to come back to, none."""
+        if not self._again or (self._living and time.monotonic() < self._again_at):
+            return
+        if not self._somebody_is_inside():
+            self._again.clear()
+        due, self._again = self._again, []
+        for outcome in due:
+            if self._has_finished:
+                self.say(f"rank {outcome.rank} is not started again: another agent has finished meanwhile")
+                self._tell_of(outcome)
+            else:
+                self._started[outcome.rank] += 1
+                self._starts[outcome.rank](self._started[outcome.rank])
+
+    def _somebody_is_inside(self) -> bool:
+        """Somebody may be left who lets in those that come back: who waits for that itself does not."""
+        return any(not shows(agent.process.pid) for agent in self._living) or self._elsewhere()
 
     @property
     def _has_finished(self) -> bool:
@@ -338,10 +380,6 @@ class AgentProcesses:
             self._output.end(rank, stream)
         self._selector.unregister(descriptor)
         os.close(descriptor)
-
-
-def _noted(signum: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor says it all; but without a handler Python would not write to it."""
 
 
 def _start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:

@@ -42,6 +42,7 @@ LOOKUP_SECONDS = 5.0
 FEWEST_FILES = 1024
 VARIABLES = (
     "SHOAL_AGENTS_PER_MACHINE",
+    "SHOAL_BEGIN_WITH",
     "SHOAL_CERTIFICATES",
     "SHOAL_CHECK_FINITE",
     "SHOAL_DROP_AFTER",
@@ -64,7 +65,14 @@ _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 _SHOWN_SLURM = ("SLURM_JOB", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP", "SLURM_NODELIST")
 _LIVE_CHECK = (sys.executable, "-m", "shoal.cli.live_check")
 # A check meets its own agents, at an address of its own, and writes no trace; who they are is no question.
-_NOT_FOR_CHECKS = ("SHOAL_INCARNATION", "SHOAL_RECORD", "SHOAL_RENDEZVOUS", "SHOAL_TIMELINE", "SHOAL_TLS")
+_NOT_FOR_CHECKS = (
+    "SHOAL_BEGIN_WITH",
+    "SHOAL_INCARNATION",
+    "SHOAL_RECORD",
+    "SHOAL_RENDEZVOUS",
+    "SHOAL_TIMELINE",
+    "SHOAL_TLS",
+)
 _ADVICE = {
     "threads": "nothing of the system plays a part in it, so this is a bug in Shoal: report it with all of the above",
     "shared_memory": "it needs memfd_create, Unix sockets that pass descriptors, and /proc; a container's seccomp "

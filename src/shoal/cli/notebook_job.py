@@ -16,6 +16,7 @@ from pathlib import Path
 from ..world.launch import LOOPBACK
 from ..world.rendezvous import listen
 from .agent_processes import AgentProcesses
+from .launcher_signals import Signals
 from .notebook_files import Files
 from .run import SERVE, Job
 
@@ -43,7 +44,7 @@ def main(profile: str, agents: int) -> int:
     controller = [sys.executable, "-m", "shoal.cli.notebook_controller", where]
     serve = [sys.executable, "-c", SERVE, str(listener.fileno())]
     try:
-        with AgentProcesses(None, survive=True, grace=_GRACE_SECONDS) as processes:
+        with Signals() as signals, AgentProcesses(None, signals, survive=True, grace=_GRACE_SECONDS) as processes:
             # It keeps the lock as well: nobody shall start another one beside it.
             processes.start_helper("the controller", controller, owned)
             processes.start_helper("the rendezvous store", serve, listener.fileno())
@@ -56,7 +57,10 @@ def main(profile: str, agents: int) -> int:
                 ]
                 environ = {"SHOAL_TIMEOUT": _TIMEOUT, **job.environment(rank, os.environ)}
                 processes.start(rank, engine, environ, keeps_stdin=False)
-            return processes.mind()
+            ending = processes.mind()
+            if ending.summary:
+                processes.say(ending.summary)
+            return ending.status
     finally:
         _kill_children()
         files.forget_connection()

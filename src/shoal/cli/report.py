@@ -42,7 +42,11 @@ def stays(entries: list[Entry]) -> list[Stay]:
     coming = sorted((one for one in entries if one.what == CAME), key=lambda one: (one.rank, one.at))
     for one, after in zip(coming, [*coming[1:], None], strict=True):
         until = after.at if after is not None and after.rank == one.rank else float("inf")
-        own = [other for other in entries if (other.rank, other.incarnation) == (one.rank, one.incarnation)]
+        own = [
+            other
+            for other in entries  # of a job that was begun again there are several of one incarnation
+            if (other.rank, other.incarnation) == (one.rank, one.incarnation) and one.at <= other.at < until
+        ]
         entered = one.at if one.alive != (one.rank,) or not one.incarnation else None
         if entered is None:
             entered = next((other.at for other in own if one.rank in other.entered), None)

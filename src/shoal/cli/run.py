@@ -8,35 +8,46 @@ line of output with its rank, and leaves no process behind, even when it is kill
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import os
 import secrets
+import shlex
+import signal
+import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..world.launch import INCARNATION, LOOPBACK, join_address, parse_address
+from ..world.joining import Room, keep_secret
+from ..world.launch import BEGIN_WITH, INCARNATION, LOOPBACK, join_address, parse_address
 from ..world.meeting import LOST
 from ..world.rendezvous import listen
 from .agent_output import AgentOutput
-from .agent_processes import AgentProcesses
+from .agent_processes import AgentProcesses, Ending
+from .joining import claim
+from .launcher_signals import Signals
 
 # A process of its own, so that the launcher needs no torch and starts the agents at once, and no thread. torch would
 # warn of each client that says something odd, with pages of frames, and anybody may be one: only errors are shown.
 # It must be told before it is imported.
 SERVE = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.world.rendezvous import serve; serve(int(sys.argv[1]))"
+    "from shoal.world.rendezvous import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
 )
 TELL = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
     "from shoal.world.rendezvous import tell_of_the_end; tell_of_the_end(*sys.argv[1:])"
 )
+LONGEST_PAUSE = 30.0
+"""Seconds before all agents are begun with again, at most."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all agents of one job have in common, as far as this machine's launcher knows it."""
+    """What all agents of one run of a job have in common, as far as this machine's launcher knows it."""
 
     agents_per_node: int
     nodes: int
@@ -45,14 +56,22 @@ class Job:
     port: int
     name: str
     secret: str | None
+    room: Room | None = None
+    joins_at: int | None = None
+    """The first of the ranks with which these agents join a run that goes on."""
+    attempt: int = 0
+    """How often the job has been begun again."""
+    attempts: int = 0
+    """How often it may be."""
 
     @property
     def size(self) -> int:
-        return self.agents_per_node * self.nodes
+        return self.room.size if self.room is not None else self.agents_per_node * self.nodes
 
     def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
         """The whole environment of one agent: the launcher's own, and the variables that torchrun sets."""
-        rank = self.node_rank * self.agents_per_node + local_rank
+        first = self.node_rank * self.agents_per_node if self.joins_at is None else self.joins_at
+        rank = first + local_rank
         found = {
             **environ,
             "RANK": str(rank),
@@ -67,13 +86,18 @@ class Job:
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_RUN_ID": self.name,
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.attempts),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         # It is our address; left there it would tell rank 0 to host a store where the launcher does.
         found.pop("SHOAL_RENDEZVOUS", None)
         found.pop(INCARNATION, None)
+        found.pop(BEGIN_WITH, None)
+        if self.room is not None:
+            found[BEGIN_WITH] = str(self.room.begins)
+        if self.joins_at is not None:
+            found[INCARNATION] = "1"
         found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         if self.agents_per_node > 1:
             found.setdefault("OMP_NUM_THREADS", "1")
@@ -96,18 +120,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where machine 0 is reached, and a free port there; needed for several machines (SHOAL_RENDEZVOUS)",
     )
     parser.add_argument(
+        "--max-agents",
+        type=int,
+        metavar="M",
+        help="room for so many agents in all: others may join while the run goes on, where the script loads and saves "
+        "a shoal.Checkpoint; the run says how when it starts. With --on-failure continue (the default then) or restart",
+    )
+    parser.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="join the run that goes on there and was started with --max-agents, with N agents more",
+    )
+    parser.add_argument(
         "--on-failure",
         choices=["stop", "continue", "restart"],
-        default="stop",
-        help="when an agent fails: end the others (stop, the default); let them go on (continue); let them go on, and "
-        "start it again to take its place, where the script loads and saves a shoal.Checkpoint (restart)",
+        help="when an agent fails: end the others (stop, the default); let them go on (continue, the default with "
+        "--max-agents and --join); let them go on, and start it again to take its place, where the script loads and "
+        "saves a shoal.Checkpoint (restart). With restart on one machine a job of which no agent is left begins again, "
+        "from the files of its checkpoints",
     )
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=3,
         metavar="K",
-        help="with restart: how often each agent is started again (3)",
+        help="with restart: how often each agent is started again, and how often the whole job where none is left (3)",
     )
     parser.add_argument(
         "--grace",
@@ -126,68 +163,215 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the job's agents of this machine; the exit status is described in docs/launching.md."""
     try:
-        address = _checked(args)
+        host, port = _checked(args)
     except ValueError as error:
-        print(f"shoal run: error: {error}", file=sys.stderr)
-        return 2
-    listener = None
-    host, port = address
-    if args.node_rank == 0:
-        try:
-            listener = listen(host, port, os.environ.get("SHOAL_INTERFACE", ""))
-        except ValueError as error:
-            print(f"shoal run: error: {error}", file=sys.stderr)
-            return 2
-        except OSError as error:
-            print(f"shoal run: error: cannot listen on {join_address(host, port)}: {error.strerror}", file=sys.stderr)
-            return 1
-        port = listener.getsockname()[1]
-    secret = os.environ.get("SHOAL_SECRET") or (secrets.token_hex(32) if args.nnodes == 1 else None)
-    name = f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8)
-    job = Job(args.agents, args.nnodes, args.node_rank, host, port, name, secret)
+        return _refused(error, 2)
+    return _join(args, host, port) if args.join is not None else _begin(args, host, port)
 
+
+def _begin(args: argparse.Namespace, host: str, port: int) -> int:
+    """Run agents that begin together; and all of them anew where none is left, as often as that is to be."""
+    # Whether agents are left on other machines, no launcher knows.
+    attempts = args.max_restarts if args.on_failure == "restart" and args.nnodes == 1 else 0
+    with Signals() as signals:
+        ending = _begin_once(args, host, port, 0, attempts, signals)
+        for attempt in range(1, attempts + 1):
+            if not ending.all_gone:
+                break
+            stopped = _pause_before(attempt, attempts, signals)
+            if stopped is not None:
+                return 128 + stopped
+            ending = _begin_once(args, host, port, attempt, attempts, signals)
+    return ending.status
+
+
+def _begin_once(
+    args: argparse.Namespace, host: str, port: int, attempt: int, attempts: int, signals: Signals
+) -> Ending:
+    """One run, in which nothing is of the one before it: it has its own store, name and secret."""
+    with contextlib.ExitStack() as last:
+        listener = None
+        if args.node_rank == 0:
+            try:
+                listener = last.enter_context(listen(host, port, os.environ.get("SHOAL_INTERFACE", "")))
+            except ValueError as error:
+                return Ending(_refused(error, 2))
+            except OSError as error:
+                return Ending(_refused(f"cannot listen on {join_address(host, port)}: {error.strerror}", 1))
+            port = listener.getsockname()[1]
+        secret = os.environ.get("SHOAL_SECRET") or (secrets.token_hex(32) if args.nnodes == 1 else None)
+        name = f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8)
+        room, how, text = None, "", ""
+        if args.max_agents is not None and secret is not None:
+            kept = keep_secret(secret)
+            last.callback(os.close, kept)
+            room = Room(name, args.max_agents, args.agents * args.nnodes, os.getpid(), kept, attempt)
+            text, how = room.written(secret), _how_to_join(args, room, host, port)
+        nodes = args.agents, args.nnodes, args.node_rank
+        job = Job(*nodes, host, port, name, secret, room, attempt=attempt, attempts=attempts)
+        elsewhere = _beyond if args.nnodes > 1 else _have_joined(room, host, port)
+        return _mind(args, job, signals, elsewhere, listener, text, how if listener is not None else "")
+
+
+def _pause_before(attempt: int, attempts: int, signals: Signals) -> signal.Signals | None:
+    """Say that the job begins again, and wait: not the first time, then 1 s, 2 s, 4 s ..., as what ended it may need
+    time to pass, and a job that ends at once shall not use up many attempts in a moment. The signal that forbids it."""
+    seconds = min(2.0 ** (attempt - 2), LONGEST_PAUSE) if attempt > 1 else 0.0
+    limit = time.monotonic() + seconds
+    told = signals.read()
+    if not _stopping(told):
+        when = f" in {seconds:g} s" if seconds else ""
+        _say(f"all agents are gone; beginning again{when} ({attempt} of {attempts})")
+    while True:
+        stopping = _stopping(told)
+        if stopping is not None:
+            _say(f"{stopping.name}: not begun again")
+            return stopping
+        if signal.SIGTSTP in told:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if time.monotonic() >= limit:
+            return None
+        told = signals.wait(limit - time.monotonic())
+
+
+def _stopping(told: list[signal.Signals]) -> signal.Signals | None:
+    """The first of these after which nothing is begun."""
+    return next((one for one in told if one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)), None)
+
+
+def _beyond() -> bool:
+    """There are agents that this launcher does not see."""
+    return True
+
+
+def _have_joined(room: Room | None, host: str, port: int) -> Callable[[], bool]:
+    """Whether agents of other launchers may have joined this run. Once it has said no, none can any more."""
+
+    @functools.cache
+    def have_joined() -> bool:
+        if room is None or room.size == room.begins:
+            return False
+        try:
+            claim(host, port, room.size - room.begins)  # all that there is: given only where nobody has any of it
+        except ValueError:
+            return True
+        return False
+
+    return have_joined
+
+
+def _join(args: argparse.Namespace, host: str, port: int) -> int:
+    """Run agents that join a run that goes on."""
+    try:
+        claimed = claim(host, port, args.agents)
+    except ValueError as error:
+        return _refused(f"--join {args.join}: {error}", 1)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    room, last = claimed.room, claimed.first + args.agents - 1
+    ranks = f"rank {last}" if args.agents == 1 else f"ranks {claimed.first} to {last}"
+    job = Job(args.agents, 1, 0, host, port, room.name, claimed.secret, room, claimed.first, room.attempt)
+    with Signals() as signals:
+        says = f"joining the run at {args.join} as {ranks} of {room.size}"
+        return _mind(args, job, signals, _beyond, says=says).status
+
+
+def _mind(
+    args: argparse.Namespace,
+    job: Job,
+    signals: Signals,
+    elsewhere: Callable[[], bool],
+    listener: socket.socket | None = None,
+    room: str = "",
+    says: str = "",
+) -> Ending:
+    """Start the agents, mind them to their end, and serve the store where that is to be done here."""
     output = AgentOutput() if args.agents > 1 and not args.no_prefix else None
     # Unbuffered: lines come when they are printed, and a killed agent's last words are not lost.
     command = [sys.executable, "-u", *(["-m"] if args.is_module else []), args.script, *args.arguments]
     survive, restarts = args.on_failure != "stop", args.max_restarts if args.on_failure == "restart" else 0
-    elsewhere = args.nnodes > 1
-    with AgentProcesses(output, survive=survive, restarts=restarts, elsewhere=elsewhere, grace=args.grace) as agents:
-        if "OMP_NUM_THREADS" not in os.environ and args.agents > 1:
+    with AgentProcesses(
+        output, signals, survive=survive, restarts=restarts, elsewhere=elsewhere, grace=args.grace
+    ) as agents:
+        if "OMP_NUM_THREADS" not in os.environ and args.agents > 1 and not job.attempt:
             agents.say("OMP_NUM_THREADS is not set: each agent gets 1 thread")
+        if says:
+            agents.say(says)
         defaults = {"SHOAL_ON_LOSS": "continue"} if survive else {}
         for local_rank in range(args.agents):
             environ = job.environment(local_rank, {**defaults, **os.environ})
             rank = int(environ["RANK"])
-            agents.start(rank, command, environ, keeps_stdin=rank == 0)
-            # Those that have met find out by themselves; those that have not would wait for it.
-            agents.tell_of(rank, [sys.executable, "-c", TELL, LOST], environ)
+            agents.start(rank, command, environ, keeps_stdin=local_rank == 0 and args.node_rank == 0)
+            if job.joins_at is None:  # nobody has to meet those who join
+                # Those that have met find out by themselves; those that have not would wait for it.
+                agents.tell_of(rank, [sys.executable, "-c", TELL, LOST], environ)
         if listener is not None:
             # The agents may connect already: the kernel lets them in, and they are answered once torch is imported.
-            serve = [sys.executable, "-c", SERVE, str(listener.fileno())]
+            serve = [sys.executable, "-c", SERVE, str(listener.fileno()), room]
             agents.start_helper("the rendezvous store", serve, listener.fileno())
             listener.close()
-        return agents.mind()
+        ending = agents.mind()
+        if ending.summary and not (ending.all_gone and job.attempt < job.attempts):
+            agents.say(ending.summary)
+        return ending
+
+
+def _how_to_join(args: argparse.Namespace, room: Room, host: str, port: int) -> str:
+    """What to tell the user of a run that has room."""
+    more = room.size - room.begins
+    if not more:
+        return ""
+    here = host in (LOOPBACK, "localhost", "::1") or not os.environ.get("SHOAL_SECRET")
+    where = "on this machine, by this user" if here else "on other machines with the same SHOAL_SECRET"
+    script = shlex.join([*(["-m"] if args.is_module else []), args.script, *args.arguments])
+    return f"{more} more may join, {where}: shoal run --join {join_address(host, port)} -n K {script}"
+
+
+def _say(text: str) -> None:
+    """Tell the user something while no agent is there, on stderr."""
+    with contextlib.suppress(OSError):
+        print(f"shoal run: {text}", file=sys.stderr, flush=True)
+
+
+def _refused(why: object, status: int) -> int:
+    print(f"shoal run: error: {why}", file=sys.stderr)
+    return status
 
 
 def _checked(args: argparse.Namespace) -> tuple[str, int]:
     """Refuse arguments that make no sense; return where to meet (port 0: any)."""
+    if args.join is not None:
+        others = {"--nnodes": args.nnodes != 1, "--node-rank": args.node_rank, "--rendezvous": args.rendezvous}
+        for option in (option for option, given in (others | {"--max-agents": args.max_agents}).items() if given):
+            raise ValueError(f"--join with {option}: that is for the run to say that is joined")
     if args.agents < 1:
         raise ValueError(f"-n {args.agents}: at least one agent must run here")
     if args.nnodes < 1:
         raise ValueError(f"--nnodes {args.nnodes}: there is at least this one machine")
     if not 0 <= args.node_rank < args.nnodes:
         raise ValueError(f"--node-rank {args.node_rank} must be 0 to {args.nnodes - 1} with --nnodes {args.nnodes}")
+    growing = args.max_agents is not None or args.join is not None
+    if growing and args.on_failure == "stop":
+        what = "--join" if args.join is not None else "--max-agents"
+        raise ValueError(f"{what} with --on-failure stop: agents that come and go are no failure; continue, or restart")
+    args.on_failure = args.on_failure or ("continue" if growing else "stop")
+    begins = args.agents * args.nnodes
+    if args.max_agents is not None and args.max_agents < begins:
+        raise ValueError(f"--max-agents {args.max_agents}: the run begins with {begins}, and that is more")
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts {args.max_restarts}: 0 or more")
-    if args.on_failure == "restart" and args.nnodes > 1 and not os.environ.get("SHOAL_SECRET"):
+    later = "--on-failure restart" if args.on_failure == "restart" else "--max-agents" if growing else ""
+    if later and args.nnodes > 1 and not os.environ.get("SHOAL_SECRET"):
         raise ValueError(
-            "--on-failure restart with --nnodes: set SHOAL_SECRET to the same for all machines; who is started again "
-            "proves with it that it belongs to the job"
+            f"{later} with --nnodes: set SHOAL_SECRET to the same for all machines; who comes later proves with it "
+            "that it belongs to the job"
         )
     if not args.grace >= 0:
         raise ValueError(f"--grace {args.grace}: seconds, zero or more")
     if not args.is_module and not Path(args.script).exists():
         raise ValueError(f"there is no script {args.script!r} in {Path.cwd()} (-m runs a module)")
+    if args.join is not None:
+        return parse_address(args.join, "--join")
     if args.rendezvous is not None:
         return parse_address(args.rendezvous, "--rendezvous")
     if os.environ.get("SHOAL_RENDEZVOUS"):

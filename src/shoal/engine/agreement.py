@@ -8,9 +8,11 @@ leader and without the store:
 
 - A round of an operation between neighbours that somebody had begun is completed by all as it was planned, without what
   the lost agent has not sent; each edge counts for itself. Later rounds are planned among those that are left.
-- An operation of all agents that gives all the same result ends with it where everybody has it, and begins anew among
-  those that are left where somebody does not. So that nobody has it alone, it ends only when all have said that they
-  have it (``discover`` of nobody, one small message in ``ceil(log2 n)`` steps each).
+- An operation of all agents that gives all the same result ends with it where everybody has it. Who does not is handed
+  the result of one on which it has ended (``keeping.py``, ``handing_on.py``); and where it has ended on nobody that is
+  left, it begins anew among those. A large result is not kept to be handed on. So that nobody has it alone, such an
+  operation ends only when all have said that they have it (``discover`` of nobody, one small message in
+  ``ceil(log2 n)`` steps each).
 
 Who is lost meanwhile is added, and all tell each other again. What an agent said is matched by whom it misses, so that
 nobody decides on what was said before the last loss. This is virtual synchrony (Birman, Joseph, "Exploiting virtual
@@ -21,7 +23,7 @@ lost wrongly is told so, and ends.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,18 +34,18 @@ from ..errors import PeerLost, ShoalError
 from ..transport.wire import Kind, Message, ProtocolError
 from .callbacks import Callbacks
 from .fusion import Fusion
+from .handing_on import HandingOn
+from .keeping import Keeping
 from .lifecycle import Lifecycle, cannot_go_on
 from .matching import Matcher
 from .membership import WHOLE, Departure, Membership, Plan
 from .operation import OnLoss, Operation
-from .repair import conclude, go_on_without, restart
-from .services import MinimalService, once_whole
+from .repair import await_result, conclude, go_on_without, restart
+from .services import NONSENSE, MinimalService, as_tensor, once_whole
 
 WORD = "~agreement"
 MOST_DECISIONS = 32
 """So many are kept when an agent enters: of those before, no round is still to begin."""
-NONSENSE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-"""What data raise that are not what they should be."""
 Ranks = tuple[int, ...]
 
 
@@ -85,6 +87,7 @@ class _Report:
         plan: The ranks that it knows to be gone, and how many have entered.
         begun: How many rounds of each name it has begun.
         open: What is open of operations of all, by name and round: the attempt that it has a result of, or None.
+        kept: The rounds of operations of all that have ended there, and whose results it can hand on, by name.
         decisions: What it has agreed on with others so far.
         out_of_reach: Those of the ranks that are gone of which it does not know that they have ended.
     """
@@ -92,6 +95,7 @@ class _Report:
     plan: Plan
     begun: dict[str, int]
     open: dict[str, dict[int, int | None]]
+    kept: dict[str, list[int]]
     decisions: list[Decision]
     out_of_reach: frozenset[int]
 
@@ -99,11 +103,21 @@ class _Report:
         """The agent has the result of an operation of all, and by that attempt where it has not ended."""
         return self.begun.get(name, 0) > round_ and self.open.get(name, {}).get(round_, attempt) == attempt
 
+    def keeps(self, name: str, round_: int) -> bool:
+        """The operation has ended there, and the agent can hand on the result."""
+        return round_ in self.kept.get(name, ())
+
+    def lacks(self, name: str, round_: int) -> bool:
+        """The operation is open there."""
+        return round_ in self.open.get(name, {})
+
 
 class Agreement(MinimalService):
     """One agent's part in it. Used under the engine's lock.
 
     Args:
+        keeping: The results that this agent keeps for others.
+        handing_on: Gives them those.
         send: Sends a peer what belongs to no operation; see :func:`~.outbox.send_alone`.
         acknowledge: Says that a message has been read.
         told: Takes what another agent says of a loss.
@@ -124,6 +138,8 @@ class Agreement(MinimalService):
         lifecycle: Lifecycle,
         fusion: Fusion,
         callbacks: Callbacks,
+        keeping: Keeping,
+        handing_on: HandingOn,
         send: Callable[[int, Message, torch.Tensor], None],
         acknowledge: Callable[[int, Message], None],
         told: Callable[[Departure], None],
@@ -137,8 +153,11 @@ class Agreement(MinimalService):
         self._matcher = matcher
         self._membership = membership
         self._lifecycle = lifecycle
+        self._gate = lifecycle.gate
         self._fusion = fusion
         self._callbacks = callbacks
+        self._keeping = keeping
+        self._handing_on = handing_on
         self._send = send
         self._acknowledge = acknowledge
         self._told = told
@@ -158,12 +177,12 @@ class Agreement(MinimalService):
     @property
     def gone(self) -> Ranks:
         """The ranks that are gone, as all that are left have agreed, ascending."""
-        return self._lifecycle.gone
+        return self._gate.gone
 
     @property
     def now(self) -> Plan:
         """Whom what begins now is planned without."""
-        return Plan(self._lifecycle.gone, self._lifecycle.entered)
+        return Plan(self._gate.gone, self._gate.entered)
 
     @property
     def alive(self) -> Ranks:
@@ -181,9 +200,17 @@ class Agreement(MinimalService):
         ]
 
     @property
+    def out_of_reach(self) -> frozenset[int]:
+        """The ranks that are gone and of which this agent does not know that they have ended: they may go on
+        elsewhere."""
+        view = self._membership.view
+        known = {*view.left, *view.died}.difference(view.out_of_reach)
+        return frozenset(self._noticed.gone) - known
+
+    @property
     def _noticed(self) -> Plan:
         alive = self._membership.view.alive
-        return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._lifecycle.entered)
+        return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._gate.entered)
 
     def plan_of(self, name: str, round_: int, on_loss: OnLoss) -> Plan:
         """Whom a round that begins now is planned without."""
@@ -211,12 +238,12 @@ class Agreement(MinimalService):
 
     def change(self) -> None:
         """Somebody is gone, and is missed: stop, and tell all that are left."""
-        if not self._lifecycle.frozen:
+        if not self._gate.frozen:
             self._fusion.split_all()
-            self._lifecycle.freeze()
+            self._gate.freeze()
         report = self._report()
         self._reports[self._rank] = report
-        data = torch.frombuffer(bytearray(self._written(report)), dtype=torch.uint8)
+        data = as_tensor(self._written(report))
         for peer in self._membership.view.alive:
             if peer != self._rank:
                 self._send(peer, Message(Kind.DATA, WORD, WORD), data)
@@ -229,9 +256,10 @@ class Agreement(MinimalService):
             if recovery is not None and operation.restarts:
                 attempt = None if recovery.result is None else recovery.plan.attempt
                 open_.setdefault(operation.name, {})[operation.round] = attempt
-        view, noticed = self._membership.view, self._noticed
-        known = {*view.left, *view.died}.difference(view.out_of_reach)
-        return _Report(noticed, self._matcher.all_begun(), open_, self._decisions, frozenset(noticed.gone) - known)
+        kept: dict[str, list[int]] = {}
+        for name, round_ in self._keeping.results:
+            kept.setdefault(name, []).append(round_)
+        return _Report(self._noticed, self._matcher.all_begun(), open_, kept, self._decisions, self.out_of_reach)
 
     def _written(self, report: _Report) -> bytes:
         """What is said of it to others: also how the loss of each showed, and whether it died."""
@@ -246,6 +274,7 @@ class Agreement(MinimalService):
             "entered": report.plan.entered,
             "begun": report.begun,
             "open": report.open,
+            "kept": report.kept,
             "decisions": decisions,
         }
         return json.dumps(said).encode()
@@ -259,16 +288,16 @@ class Agreement(MinimalService):
         self._acknowledge(source, message)
         if not self.active:
             return
-        if report.plan.entered > self._lifecycle.entered:
+        if report.plan.entered > self._gate.entered:
             self._let_in_now()
-        if report.plan.entered != self._lifecycle.entered:
+        if report.plan.entered != self._gate.entered:
             return  # it has still to let in whom others have let in, and will tell again
         self._reports[source] = report
         alive = self._membership.view.alive
         for rank, cause, died in losses:
             if rank in alive:
                 self._told(Departure(rank, cause, died, source))
-        if not self._lifecycle.frozen and set(self._noticed.gone) >= set(report.plan.gone) > set(self.gone):
+        if not self._gate.frozen and set(self._noticed.gone) >= set(report.plan.gone) > set(self.gone):
             self.change()  # who left was not missed here, and is missed there
         else:
             self._decide()
@@ -276,19 +305,20 @@ class Agreement(MinimalService):
     # Deciding
 
     def _decide(self) -> None:
-        if not self._lifecycle.frozen or self.missing:
+        if not self._gate.frozen or self.missing:
             return
         plan, before = self._noticed, self.gone
-        reports = [self._reports[rank] for rank in self._membership.view.alive]
+        by_rank = {rank: self._reports[rank] for rank in self._membership.view.alive}
+        reports = list(by_rank.values())
         beyond = frozenset.intersection(*(report.out_of_reach for report in reports))
-        if self._stops_as_smaller_part and _is_smaller(self._membership.view.alive, sorted(beyond)):
-            self._give_way(sorted(beyond))
+        if self._stops_as_smaller_part and standing(self._membership.view.alive) < standing(beyond):
+            self._stop_as_smaller_part(sorted(beyond))
             return
-        entered = self._lifecycle.entered
+        entered = self._gate.entered
         for operation in self._matcher.in_flight():
             if operation.on_end is not None and _all_have(operation, reports):
                 conclude(self._lifecycle, operation)
-                if self._lifecycle.entered != entered:  # those who have entered agree, too
+                if self._gate.entered != entered:  # those who have entered agree, too
                     return
         begun: dict[str, int] = {}
         for report in reports:
@@ -298,10 +328,19 @@ class Agreement(MinimalService):
         earlier = {decision.order: decision for report in reports for decision in report.decisions}
         self._decisions = [*(earlier[order] for order in sorted(earlier)), Decision(plan, begun)]
         self._reports = {}
-        self._lifecycle.thaw(plan.gone)
+        self._gate.thaw(plan.gone)
         self._announce(lost=tuple(rank for rank in plan.gone if rank not in before))
         for operation in self._matcher.in_flight():
             self._repair(operation, reports)
+        self._hand_on(by_rank)
+
+    def _hand_on(self, reports: dict[int, _Report]) -> None:
+        """Give results to those that lack them, where this agent is the first of those that have them."""
+        for name, round_ in self._keeping.results:
+            keepers = [rank for rank, report in reports.items() if report.keeps(name, round_)]
+            if min(keepers, default=-1) == self._rank:
+                for rank in [rank for rank, report in reports.items() if report.lacks(name, round_)]:
+                    self._handing_on.send(rank, name, round_)
 
     def _repair(self, operation: Operation, reports: list[_Report]) -> None:
         recovery = operation.recovery
@@ -312,20 +351,26 @@ class Agreement(MinimalService):
             go_on_without(self._lifecycle, operation, self.gone)
         elif _all_have(operation, reports):
             conclude(self._lifecycle, operation)
+        elif any(report.keeps(operation.name, operation.round) for report in reports):
+            await_result(self._lifecycle, operation)
         else:
             restart(self._lifecycle, operation, self._plan_of_all(operation.name, operation.round))
 
-    def _give_way(self, beyond: list[int]) -> None:
-        """Those that are out of reach may go on without this part, which is the smaller one."""
+    def _stop_as_smaller_part(self, beyond: list[int]) -> None:
+        """Those that are out of reach may go on without this part."""
         here = list(self._membership.view.alive)
-        self._lifecycle.thaw(self.gone)
-        self._stop(
+        self.give_way(
             PeerLost(
                 f"ranks {here} cannot reach ranks {beyond}, which may go on without them: they stop, as the smaller "
                 "part of a job with SHOAL_ON_PARTITION=stop. Started again, they take the state of the others",
                 beyond,
             )
         )
+
+    def give_way(self, why: PeerLost) -> None:
+        """End, as a part without which others go on; also where a loss is just being agreed on."""
+        self._gate.thaw(self.gone)
+        self._stop(why)
 
     def _announce(self, lost: Ranks = (), entered: Ranks = ()) -> None:
         change = MembershipChange(lost, self.alive, entered)
@@ -341,7 +386,7 @@ class Agreement(MinimalService):
 
     def _let_in_now(self) -> None:
         """Others have let somebody in. So the operation that does it has ended there, and all have its result."""
-        entered = self._lifecycle.entered
+        entered = self._gate.entered
         for operation in self._matcher.in_flight():
             if (
                 operation.on_end is not None
@@ -349,7 +394,7 @@ class Agreement(MinimalService):
                 and operation.recovery.result is not None
             ):
                 conclude(self._lifecycle, operation)
-                if self._lifecycle.entered != entered:
+                if self._gate.entered != entered:
                     return
         raise ProtocolError("it has let somebody in alone")
 
@@ -362,34 +407,38 @@ class Agreement(MinimalService):
             ranks: Who.
             begun: How many rounds of each name somebody had begun, as all that were there have agreed.
         """
-        plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._lifecycle.entered + len(ranks))
+        plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._gate.entered + len(ranks))
         self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
         self._missed.difference_update(ranks)
-        self._lifecycle.meet(plan)
+        self._gate.meet(plan)
         self._announce(entered=ranks)
 
     def tell_again(self) -> None:
         """After :meth:`admit`: where an agreement is under way, say once more whom this agent misses."""
-        if self._lifecycle.frozen:
+        if self._gate.frozen:
             self.change()
 
     def enter(self, plan: Plan, decisions: list[Decision]) -> None:
         """This agent has entered, and begins with what the others have agreed on."""
         entered = tuple(sorted({self._rank, *self.gone} - set(plan.gone)))
         self._decisions = decisions
-        self._lifecycle.meet(plan)
+        self._gate.meet(plan)
         self._announce(entered=entered)
+
+    def begin_without(self, ranks: Ranks) -> None:
+        """These have not come yet: all is planned without them, as if they had been lost before it began."""
+        self._gate.meet(Plan(ranks))
+        self._decisions = [Decision(self.now, {})]
 
     def stand_alone(self) -> None:
         """This agent waits to enter. Until then what it does is with nobody."""
-        self._lifecycle.meet(Plan(tuple(rank for rank in range(self._size) if rank != self._rank)))
-        self._decisions = [Decision(self.now, {})]
+        self.begin_without(tuple(rank for rank in range(self._size) if rank != self._rank))
 
     # As a service
 
     def check(self, now: float) -> float:
         """Begin what was put off; see :class:`~.services.Service`."""
-        if not self._lifecycle.frozen and self._missed.difference(self.gone):
+        if not self._gate.frozen and self._missed.difference(self.gone):
             self.change()
         return float("inf")
 
@@ -404,16 +453,18 @@ def _parsed(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Repor
             str(name): {int(round_): None if attempt is None else int(attempt) for round_, attempt in rounds.items()}
             for name, rounds in said["open"].items()
         }
+        kept = {str(name): [int(round_) for round_ in rounds] for name, rounds in said["kept"].items()}
         plan = Plan(as_ranks([rank for rank, _, _ in losses], size), int(said["entered"]))
         decisions = decisions_of(said["decisions"], size)
-        return losses, _Report(plan, as_counts(said["begun"]), open_, decisions, beyond)
+        return losses, _Report(plan, as_counts(said["begun"]), open_, kept, decisions, beyond)
     except NONSENSE as error:
         raise ProtocolError(f"what was said of a loss makes no sense: {error}") from None
 
 
-def _is_smaller(here: Ranks, beyond: list[int]) -> bool:
-    """Fewer, or as many and without the lowest rank; so that of two parts exactly one is."""
-    return (len(here), -min(here)) < (len(beyond), -min(beyond, default=0))
+def standing(part: Collection[int]) -> tuple[int, int]:
+    """Which of several parts of a job is to go on: that of more agents, or of as many with the lowest rank; so that it
+    is exactly one. It has the greatest of these."""
+    return len(part), -min(part, default=0)
 
 
 def _all_have(operation: Operation, reports: list[_Report]) -> bool:

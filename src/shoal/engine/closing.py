@@ -27,7 +27,7 @@ class Drain:
         self._lifecycle = lifecycle
 
     def __call__(self, drained: Callable[[], bool], limit: float, hopeless: Callable[[], bool] | None = None) -> None:
-        failed = hopeless or (lambda: self._lifecycle.ended is not None)
+        failed = hopeless or (lambda: self._lifecycle.gate.ended is not None)
         while self._progress.started and self.interrupt is None:
             self._progress.drive_until(lambda: drained() or failed(), limit)
             if not held.pending:

@@ -16,6 +16,7 @@ import torch
 from ..engine.engine import Engine
 from ..engine.operation import Arrived, Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..errors import Mismatch
+from .keeping import copy_to_keep
 
 T = TypeVar("T")
 
@@ -67,17 +68,28 @@ def submit_to_all(
     steps: Callable[[Operation], Steps[T]],
     timeout: float | None = None,
     alone: bool = True,
+    take: Callable[[torch.Tensor], T] | None = None,
 ) -> Handle[T]:
     """Begin an operation that gives all agents the same; see :meth:`Engine.submit`.
 
-    Where agents go on after a loss, it begins anew among those that are left, and ends only when all have its result:
-    else one might go on with what the others can get from nobody any more.
+    Where agents go on after a loss, it begins anew among those that are left, unless it has ended on one of them: then
+    the others have what that one has. It is handed on where ``take`` says how; else it ends only when all have it.
+
+    Args:
+        engine, op, name, steps, timeout, alone: As there.
+        take: Makes the result from that of another agent: a tensor, or of no numbers where there is nothing to hand on.
+            Only where nobody ends before all have begun; and there a result is that tensor, or None.
     """
 
     def held_by_all(operation: Operation) -> Steps[T]:
+        recovery = operation.recovery
+        assert recovery is not None
+        recovery.take = take
         result = yield from steps(operation)
-        assert operation.recovery is not None
-        operation.recovery.keep(result)
+        recovery.copy = copy_to_keep(result, engine.pool) if take is not None else None
+        if recovery.copy is not None:
+            return result
+        recovery.keep(result)
         yield from discover(engine, operation, (), _ALL_HAVE_IT)
         return result
 

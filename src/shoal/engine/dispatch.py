@@ -71,6 +71,12 @@ class Dispatch:
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
         self._failures.on_closed(peer, cause, final, certain)
 
+    def on_cut(self, peer: int, cause: str) -> None:
+        self._failures.on_cut(peer, cause)
+
+    def on_shut_out(self, peer: int) -> None:
+        self._failures.on_shut_out(peer)
+
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
         self._failures.on_left(peer, lost, cause)
 
@@ -89,7 +95,7 @@ class Dispatch:
         if operation is not None and operation.fused is not None:
             self._fusion.put(operation, source, message)
         elif result is MatchResult.LATE or (
-            result is MatchResult.EARLY and operation is None and lifecycle.closing
+            result is MatchResult.EARLY and operation is None and lifecycle.gate.closing
         ):  # nobody here will take it up
             self._outbox.acknowledge(source, message)
         elif result is MatchResult.EARLY:
@@ -128,7 +134,8 @@ class Dispatch:
             self._matcher.keep_ask(source, message)
         elif result is not MatchResult.NOW or not (operation and operation.stage and operation.stage.sends_to(source)):
             # If it was sent all the same, it arrives before this denial, which is then void.
-            self._outbox.deny(source, message, message.stage, self._matcher.why(message))
+            why, by_itself = self._matcher.why(message), self._matcher.failed_by_itself(message)
+            self._outbox.deny(source, message, message.stage, why, by_itself)
 
     def _on_deny(self, source: int, message: Message) -> None:
         if message.name == ALIVE:
@@ -140,7 +147,9 @@ class Dispatch:
             return
         if self._fusion.is_coming(source, (message.name, message.round)):  # it was sent before, and is longer
             return
-        if self._lifecycle.frozen and operation.restarts:  # there it has begun anew already
+        if self._lifecycle.gate.frozen and operation.restarts:  # there it has begun anew already
+            return
+        if message.flags & DIED and self._failures.leave_behind(source, message.text):
             return
         why = (
             f"whose own call failed there ({message.text})"

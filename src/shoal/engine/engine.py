@@ -42,13 +42,17 @@ from .entry import Entry
 from .events import Events
 from .failures import Failures
 from .fusion import Fusion
+from .handing_on import RESULT, HandingOn
+from .keeping import HAD, Keeping
 from .lifecycle import Lifecycle
 from .matching import Matcher
-from .membership import WHOLE, Membership, Plan
+from .membership import NOT_YET, WHOLE, Membership, Plan
 from .operation import Fusible, Handle, OnLoss, Operation, Steps
 from .outbox import Outbox, send_alone
 from .progress import Progress
 from .publishing import Publisher
+from .reunion import WORD as TOGETHER
+from .reunion import Reunion
 from .seconds import as_seconds
 from .services import Services
 from .watchdog import STALL_AFTER, Watchdog
@@ -80,6 +84,11 @@ class Engine:
             rank, router, membership, events, lambda peer, cause: self.failures.on_closed(peer, cause)
         )
         self.callbacks = callbacks = Callbacks()
+
+        def send(peer: int, what: Message, tensor: torch.Tensor) -> None:
+            send_alone(self.publisher, outbox, peer, what, tensor)
+
+        self.keeping = keeping = Keeping(rank, matcher, membership, send, outbox.acknowledge)
         self.lifecycle = lifecycle = Lifecycle(
             rank,
             progress,
@@ -91,6 +100,7 @@ class Engine:
             lambda operation: self.fusion.begins(operation),
             lambda name, round_, on_loss: self.agreement.plan_of(name, round_, on_loss),
             callbacks,
+            keeping,
         )
         self.fusion = fusion = Fusion(
             rank,
@@ -101,10 +111,7 @@ class Engine:
             lifecycle,
             lambda source, message: self.dispatch.on_message(source, message),
         )
-
-        def send(peer: int, what: Message, tensor: torch.Tensor) -> None:
-            send_alone(self.publisher, outbox, peer, what, tensor)
-
+        self.handing_on = handing_on = HandingOn(matcher, membership, lifecycle, keeping, send, outbox.acknowledge)
         self.agreement = agreement = Agreement(
             rank,
             size,
@@ -113,6 +120,8 @@ class Engine:
             lifecycle,
             fusion,
             callbacks,
+            keeping,
+            handing_on,
             send,
             outbox.acknowledge,
             lambda said: self.failures.told(said),
@@ -126,6 +135,9 @@ class Engine:
         self.watchdog = watchdog = Watchdog(rank, lifecycle, matcher, membership, outbox, failures, agreement)
         self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, watchdog, services, events)
         router.deliver_to(self.dispatch)
+        self.reunion = Reunion(
+            rank, size, progress, membership, router, outbox, lifecycle.gate, agreement, self.entry, send
+        )
         self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # this is a forked child's copy
 
@@ -140,11 +152,11 @@ class Engine:
     @property
     def ended(self) -> ShoalError | None:
         """Why no operation is possible any more."""
-        return self.lifecycle.ended
+        return self.lifecycle.gate.ended
 
     def reason_against(self, one_sided: bool) -> ShoalError | None:
         """Why operations are not possible any more; those that are ``one_sided`` may outlive others."""
-        return self.lifecycle.reason_against(one_sided)
+        return self.lifecycle.gate.reason_against(one_sided)
 
     # Operations
 
@@ -202,7 +214,7 @@ class Engine:
             raise RuntimeError(
                 f"{what}: an agent was lost just now, and nothing can begin inside a callback until then"
             )
-        while not progress.drive_until(lambda: not lifecycle.frozen, limit):
+        while not progress.drive_until(lambda: not lifecycle.gate.frozen, limit):
             held.checkpoint()
             if progress.stopped:
                 raise NotInitialized(f"{what}: this agent has shut down; call shoal.init() first")
@@ -220,7 +232,16 @@ class Engine:
         fallen apart, if that is to stop. Before the exchange starts."""
         self.agreement.activate(stops_as_smaller_part)
         self.services.add(WORD, self.agreement)
+        self.services.add(HAD, self.keeping)
+        self.services.add(RESULT, self.handing_on)
         self.services.add(ENTRY, self.entry)
+        self.services.add(TOGETHER, self.reunion)
+        self.reunion.activate()
+
+    def begin_without(self, ranks: tuple[int, ...]) -> None:
+        """These have not come yet, and may join. Before the exchange starts."""
+        self.membership.begin_without(dict.fromkeys(ranks, NOT_YET))
+        self.agreement.begin_without(ranks)
 
     def await_entry(self, seconds: float) -> None:
         """Ask the others to let this agent in, and wait until they have.
@@ -294,7 +315,7 @@ class Engine:
                     return
         except Exception as error:  # a fault of ours; nobody else would hear of it in the progress thread
             with self.lock:
-                self._break_off(error)
+                self.break_off(error)
 
     def handle(self, due: list[tuple[Callable[[int], None], int]]) -> None:
         try:
@@ -307,7 +328,7 @@ class Engine:
         except MemoryError as error:  # this agent's failure, not that of whoever sent something
             self.failures.break_off(str(error) or "there is no memory for what others send")
         except Exception as error:  # a fault of ours; an agent that no longer hears must not look as if it did
-            self._break_off(error)
+            self.break_off(error)
         except BaseException:
             self.failures.break_off("it was interrupted while it handled messages")
             raise
@@ -323,16 +344,16 @@ class Engine:
                 self.router.next_check,
             )
         except Exception as error:
-            self._break_off(error)
+            self.break_off(error)
             return float("inf")
 
     def after(self) -> None:
-        if self.lifecycle.frozen:  # what callbacks begin would have to wait
+        if self.lifecycle.gate.frozen:  # what callbacks begin would have to wait
             return
         if self.callbacks.due:
             self.callbacks.run()
 
-    def _break_off(self, error: Exception) -> None:
+    def break_off(self, error: Exception) -> None:
         log.error("rank %d: the exchange failed", self.rank, exc_info=error)
         what = f"an internal error ended the exchange ({type(error).__name__}: {error}); its log says where"
         self.failures.break_off(what)
@@ -361,6 +382,10 @@ class Engine:
                 return
             drain(lambda: self.outbox.drained and not self.matcher.in_flight(), deadline)
             with self.lock:
+                if self.keeping.results and not died:
+                    self.keeping.tell(leaving=True)
+            drain(lambda: not self.keeping.results, min(deadline, time.monotonic() + HANG_UP_SECONDS))
+            with self.lock:
                 self._say_goodbye(why, died)
             # After a loss, too: it says whose. A neighbour that is busy, its socket full, would count us as lost.
             last_word = time.monotonic() + LAST_WORD_SECONDS if self.ended is not None else deadline
@@ -381,7 +406,7 @@ class Engine:
         for service in self.services.all():  # the other half is for what the others still need
             service.close(now if died else now + (deadline - now) / 2)
         with self.lock:
-            if self.lifecycle.closing:
+            if self.lifecycle.gate.closing:
                 return False
             self.outbox.forget_failed()
             self.lifecycle.close(_gone(), died)
@@ -402,7 +427,7 @@ class Engine:
         """
         self.lock._at_fork_reinit()  # type: ignore[attr-defined]
         self.abandoned = True
-        self.lifecycle.refuse_all()
+        self.lifecycle.gate.refuse_all()
         found = [*self.router.descriptors(), *self.arena.descriptors(), *self.poller.descriptors()]
         for fd in [*found, *(fd for service in self.services.all() for fd in service.descriptors())]:
             try:

@@ -20,17 +20,19 @@ import torch
 
 from ..errors import DeadlineExceeded, PeerLost, ShoalError
 from ..transport.lobby import ENTRY
+from ..transport.outside import Sign
 from ..transport.place import Endpoint, Place
 from ..transport.router import Router
+from ..transport.sockets import Outgoing
 from ..transport.wire import Kind, Message, ProtocolError, Where
-from .agreement import NONSENSE, Agreement, as_counts, as_ranks, decisions_as_data, decisions_of
+from .agreement import Agreement, as_counts, as_ranks, decisions_as_data, decisions_of
 from .failures import Failures
 from .matching import Matcher
 from .membership import Membership, Plan
 from .operation import Operation
 from .outbox import Outbox
 from .progress import Progress
-from .services import MinimalService, once_whole
+from .services import NONSENSE, MinimalService, as_tensor, once_whole
 
 T = TypeVar("T")
 
@@ -93,6 +95,7 @@ class Entry(MinimalService):
         self.outside = False
         self.patience = float("inf")
         self._asked: dict[int, Newcomer] = {}
+        self._sign = Sign()
         self._rank = rank
         self._size = size
         self._progress = progress
@@ -136,8 +139,7 @@ class Entry(MinimalService):
         self._agreement.admit(ranks, begun)
         said = json.dumps(self._welcome(begun)).encode()
         for rank in ranks:
-            data = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-            self._send(rank, Message(Kind.DATA, ENTRY, ENTRY), data)
+            self._send(rank, Message(Kind.DATA, ENTRY, ENTRY), as_tensor(said))
         self._agreement.tell_again()
         self._progress.check_by(0.0)
 
@@ -146,7 +148,15 @@ class Entry(MinimalService):
         router = self._router
         everybody = [Newcomer(*one).as_data() for one in zip(router.places, router.endpoints, strict=True)]
         decisions = decisions_as_data(self._agreement.decisions)
-        return {"everybody": everybody, "plan": self._agreement.now, "begun": begun, "decisions": decisions}
+        view = self._membership.view
+        ended = {rank: cause for rank, cause in view.died.items() if rank not in view.out_of_reach}
+        return {
+            "everybody": everybody,
+            "plan": self._agreement.now,
+            "begun": begun,
+            "decisions": decisions,
+            "ended": ended,
+        }
 
     # Outside
 
@@ -155,6 +165,7 @@ class Entry(MinimalService):
         self._membership.stand_alone(self._rank)
         self._agreement.stand_alone()
         self.outside = True
+        self._sign.show()
         self._router.wait_outside()
 
     def ask(self) -> None:
@@ -177,8 +188,8 @@ class Entry(MinimalService):
 
     def not_in_yet(self, what: str) -> ShoalError:
         return ShoalError(
-            f"{what} on rank {self._rank}: this agent was started again, and has not entered the run of the others: it "
-            "does where it loads its shoal.Checkpoint, which has to come first; see docs/survival.md",
+            f"{what} on rank {self._rank}: this agent came later, and has not entered the run of the others: it does "
+            "where it loads its shoal.Checkpoint, which has to come first; see docs/survival.md",
             (self._rank,),
         )
 
@@ -191,8 +202,8 @@ class Entry(MinimalService):
         """The others have not let this agent in."""
         asked = sorted(self._router.links)
         return DeadlineExceeded(
-            f"rank {self._rank} was started again and has waited {seconds:g} s to be let in: ranks {asked} have called "
-            "no Checkpoint.save. SHOAL_ENTRY_TIMEOUT sets how long to wait",
+            f"rank {self._rank} has waited {seconds:g} s to be let in: ranks {asked} have called no Checkpoint.save. "
+            "SHOAL_ENTRY_TIMEOUT sets how long to wait",
             asked,
         )
 
@@ -200,8 +211,7 @@ class Entry(MinimalService):
         """The others have ended before they let this agent in."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         return PeerLost(
-            f"rank {self._rank} was started again, and nobody is there any more who could let it in: the others have "
-            "ended",
+            f"rank {self._rank} came later, and nobody is there any more who could let it in: the others have ended",
             others,
         )
 
@@ -209,15 +219,22 @@ class Entry(MinimalService):
         plan = Plan(as_ranks(said["plan"][0], self._size), int(said["plan"][1]))
         everybody = [Newcomer.of(one, rank) for rank, one in enumerate(said["everybody"])]
         begun, decisions = as_counts(said["begun"]), decisions_of(said["decisions"], self._size)
+        ended = {int(rank): str(cause)[:1000] for rank, cause in said["ended"].items()}
         if len(everybody) != self._size or self._rank in plan.gone:
             raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}")
         self.outside = False
+        self._sign.take_down()
         self._router.stop_waiting()
         self._matcher.begin_at(begun)
         for rank, one in enumerate(everybody):
             if rank != self._rank and rank not in plan.gone:
                 self._router.admit(one.place, one.endpoint)
                 self._membership.add(rank)
+        for rank in plan.gone:  # who could not be reached until now is not to hear that this agent waits
+            link = self._router.links.get(rank)
+            if isinstance(link, Outgoing) and not link.has_been_open:
+                self._router.drop(rank)
+        self._membership.begin_without({rank: cause for rank, cause in ended.items() if rank in plan.gone})
         self._agreement.enter(plan, decisions)
         self._progress.notify()
         self._progress.check_by(0.0)
@@ -245,3 +262,9 @@ class Entry(MinimalService):
         """Hear what those have said who were let in; see :class:`~.services.Service`."""
         self._router.open_lobby()
         return float("inf")
+
+    def descriptors(self) -> list[int]:
+        return self._sign.descriptors()
+
+    def close(self, deadline: float) -> None:
+        self._sign.take_down()

@@ -40,6 +40,7 @@ class FailureDetector:
 
     def suspect(self, peer: int, cause: str, final: bool, certain: bool) -> float:
         """An agent seems to be gone. Returns when that is confirmed, as ``time.monotonic()``."""
+        final = final or self._router.is_cut_off(peer)
         due = time.monotonic() + (0.0 if final else GRACE if self._router.knows(peer) else UNCONNECTED_GRACE)
         known = self._suspects.get(peer)
         if known is not None:
@@ -101,6 +102,11 @@ class FailureDetector:
         """The suspects whose time is up."""
         return [departure for due, departure in self._suspects.values() if now >= due]
 
+    def nothing_follows(self, rank: int) -> None:
+        """Nothing can come of an agent any more: where it is a suspect, that is confirmed now."""
+        if rank in self._suspects:
+            self._suspects[rank] = (time.monotonic(), self._suspects[rank][1])
+
     def forget(self, rank: int) -> None:
         self._suspects.pop(rank, None)
 
@@ -156,6 +162,19 @@ class Failures:
         elif not self._outbox.said_goodbye:  # after it, an end is somebody hanging up
             self._progress.check_by(self._detector.suspect(peer, cause, final, certain))
 
+    def on_cut(self, peer: int, cause: str) -> None:
+        """A connection was cut, over which an agent has sent. If its process has ended, the link to it shows that."""
+        if peer not in self._membership.view.alive or self.deaf:
+            self._router.drop(peer)
+        elif not self._outbox.said_goodbye and not self._outbox.reach(peer):
+            self._detector.nothing_follows(peer)
+            self._progress.check_by(self._detector.next)
+
+    def on_shut_out(self, peer: int) -> None:
+        """An agent counts this one as lost, which has not heard of it: it was cut off meanwhile."""
+        if peer in self._membership.view.alive and not self._outbox.said_goodbye:
+            self.break_off(f"rank {peer} counts it as lost")
+
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
         """An agent has said goodbye, because of the loss of another where that has a cause."""
         if cause and 0 <= lost < self._size and lost != self._rank:
@@ -182,6 +201,13 @@ class Failures:
         """An agent counts as lost, whatever its connections look like; it is told so, if it ever listens."""
         self._confirm(Departure(rank, cause, True, self._rank, certain=True, silent=True))
 
+    def leave_behind(self, rank: int, why: str) -> bool:
+        """An agent's own call failed in a round that others have begun, and it will not catch up: where losses are
+        agreed on it counts as lost, whether its script ends of that or not. False where they are not."""
+        if self._agreement.active:
+            self._confirm(Departure(rank, f"its own call failed: {why}", True, self._rank, certain=True))
+        return self._agreement.active
+
     def forget(self, rank: int) -> None:
         """An agent has entered: what was suspected of one that had its rank before says nothing of it."""
         self._detector.forget(rank)
@@ -207,7 +233,7 @@ class Failures:
             missed = died and rank in self._membership.view.left  # it left, and somebody needed it after that
             if missed and self._agreement.active:
                 self._agreement.missed(rank)
-            elif missed and self._lifecycle.ended is None:
+            elif missed and self._lifecycle.gate.ended is None:
                 self._outbox.pass_on(gone)
                 self._lose(f"rank {rank} is gone: {cause}", rank)
             return
@@ -235,8 +261,10 @@ class Failures:
         if died:
             self._fusion.forget(rank)
             self._matcher.forget(rank)
-        self._router.drop(rank)
-        if self._agreement.active and (died or self._lifecycle.frozen):
+            self._router.shut_out(rank)
+        else:
+            self._router.drop(rank)
+        if self._agreement.active and (died or self._lifecycle.gate.frozen):
             self._agreement.change()
 
     def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:

@@ -346,7 +346,7 @@ class Fusion:
         self._matcher.charge(source, message)
         for key in keys(runs):
             self._early.setdefault(key, []).append(received)
-        if self._lifecycle.closing:
+        if self._lifecycle.gate.closing:
             self.give_up_early()
 
     def _match(self, fused: FusedOperation, received: _Received) -> None:

@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
+from ..errors import Mismatch, PeerLost, ShoalError
 from ..transport.wire import Message
 from .callbacks import Callbacks
 from .events import Events
+from .gate import Gate
+from .keeping import Keeping
 from .matching import Channel, Matcher, disagreement, unexpected
 from .membership import WHOLE, Departure, Membership, Plan
 from .operation import (
@@ -52,17 +54,13 @@ class Lifecycle:
     Args:
         prepare: Told of an operation before it enters a stage: what came for it in another form is unpacked then.
         planned: Whom a round of a name is planned without, as all agree, of an operation that may outlive a loss.
+        keeping: Told of operations of all that end, where others may outlive this agent.
 
     Attributes:
         ready: What can go on, for whoever drives.
         unbegun: What may be fused, and begins when somebody drives. Fusion takes it from here.
-        ended: Why no operation is possible any more.
-        aborted: Not even a one-sided one, which the loss of others does not end.
-        closing: This agent has shut down, or is about to.
+        gate: What may begin.
         callbacks: Whom to call back, for whoever drives.
-        frozen: Those that are left agree on a loss. Nothing begins until they have, and no operation of all goes on.
-        gone: The ranks that are gone, as all that are left have agreed, ascending.
-        entered: How many agents have entered since the run began.
     """
 
     def __init__(
@@ -77,17 +75,13 @@ class Lifecycle:
         prepare: Callable[[Operation], None],
         planned: Callable[[str, int, OnLoss], Plan],
         callbacks: Callbacks,
+        keeping: Keeping,
     ) -> None:
         self.ready: deque[Operation] = deque()
         self.unbegun: deque[Operation] = deque()
-        self.ended: ShoalError | None = None
-        self.aborted = False
-        self.closing = False
+        self.gate = Gate(progress.notify)
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self.callbacks = callbacks
-        self.frozen = False
-        self.gone: tuple[int, ...] = ()
-        self.entered = 0
         self._on_missed: Callable[[int], None] | None = None
         self._rank = rank
         self._progress = progress
@@ -99,6 +93,7 @@ class Lifecycle:
         self._events = events
         self._prepare = prepare
         self._planned = planned
+        self._keeping = keeping
 
     # Beginning
 
@@ -118,15 +113,16 @@ class Lifecycle:
         None where it has to wait until the agents that are left agree on a loss.
         """
         with self._lock:
-            self._check_open(op, one_sided)
-            if self.frozen and not one_sided:
+            gate = self.gate
+            gate.check_open(op, one_sided)
+            if gate.frozen and not one_sided:
                 return None
-            if self.gone and on_loss is OnLoss.FAIL and not one_sided:
-                raise cannot_go_on(op, self.gone)
+            if gate.gone and on_loss is OnLoss.FAIL and not one_sided:
+                raise cannot_go_on(op, gate.gone)
             operation = self._matcher.begin(op, name, seconds, alone)
             if on_loss is not OnLoss.FAIL:
                 begins = steps.alone if isinstance(steps, Fusible) else steps
-                plan = self._planned(name, operation.round, on_loss) if self.gone or self.entered else WHOLE
+                plan = self._planned(name, operation.round, on_loss) if gate.plan != WHOLE else WHOLE
                 operation.recovery = recovery = Recovery(begins, on_loss, plan)
                 if recovery.first_stage:
                     self.forget_before(operation, recovery.first_stage)
@@ -155,17 +151,6 @@ class Lifecycle:
         with self._lock:
             self._progress.submitted()
         return handle
-
-    def reason_against(self, one_sided: bool) -> ShoalError | None:
-        """Why operations are not possible any more."""
-        return self.ended if self.aborted or not one_sided else None
-
-    def _check_open(self, op: str, one_sided: bool) -> None:
-        if self.closing:
-            raise NotInitialized(f"{op}: this agent has shut down; call shoal.init() first")
-        ended = self.ended
-        if ended is not None and (self.aborted or not one_sided):
-            raise type(ended)(f"{op}: {ended}", ended.ranks)
 
     def begin(self, operation: Operation) -> None:
         """Begin by itself what may be fused. Also without the lock."""
@@ -218,7 +203,7 @@ class Lifecycle:
         while ready:
             operation = ready.popleft()
             stage = operation.stage
-            if operation.error is not None or (self.frozen and operation.restarts):
+            if operation.error is not None or (self.gate.frozen and operation.restarts):
                 continue
             if operation.recovery is not None and operation.recovery.again:
                 self._begin_again(operation, operation.recovery)
@@ -232,7 +217,7 @@ class Lifecycle:
         if operation.error is not None:  # it was failed meanwhile
             self.close_generator(operation)
             self.release(operation)
-        elif self.frozen and error is None and operation.restarts:
+        elif self.gate.frozen and error is None and operation.restarts:
             pass  # what becomes of it is about to be agreed on
         elif item is MORE:
             operation.waiting_more = True
@@ -265,8 +250,8 @@ class Lifecycle:
         view = self._membership.view
         needs = stage.missing if operation.sent else stage.needs
         gone = sorted(rank for rank in needs if rank not in view.alive) if view.epoch else []
-        if gone or self.ended is not None:
-            ended = self.reason_against(operation.one_sided)
+        if gone or self.gate.ended is not None:
+            ended = self.gate.reason_against(operation.one_sided)
             if ended is not None:
                 self.fail(operation, type(ended)(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
             elif gone and (operation.one_sided or self._on_missed is None):
@@ -339,7 +324,8 @@ class Lifecycle:
         if found is None:
             return
         operation, channel = found
-        if operation.outcome is not None and not operation.unconfirmed and operation.error is None:
+        agreed_on = self.gate.frozen and operation.restarts  # what becomes of it
+        if operation.outcome is not None and not operation.unconfirmed and operation.error is None and not agreed_on:
             outcome, operation.outcome = operation.outcome, None
             self.settle(operation, outcome[0], None)
         self.send_deferred(channel)
@@ -370,6 +356,9 @@ class Lifecycle:
         ended_well = error is None
         late, asks = self._matcher.end(operation, error)  # first: what comes from here on must find the round ended
         self.leave_stage(operation)
+        if operation.restarts:
+            assert operation.recovery is not None
+            self._keeping.ended(operation, operation.recovery.copy if ended_well else None)
         self.release(operation)
         if operation.on_end is not None and ended_well:
             operation.on_end(result)
@@ -379,7 +368,8 @@ class Lifecycle:
             else:
                 self._outbox.acknowledge(source, message)
         for number, source in asks:
-            self._outbox.deny(source, operation, number, self._matcher.why(operation))
+            why, by_itself = self._matcher.why(operation), self._matcher.failed_by_itself(operation)
+            self._outbox.deny(source, operation, number, why, by_itself)
         self.send_deferred(self._matcher.channel(operation))
         handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
         assert handle is not None
@@ -423,13 +413,13 @@ class Lifecycle:
         if operation.one_sided:
             return error
         self.tell_of(operation, ranks)
-        self.ended = self.ended or PeerLost(f"{what}, and was needed; shut down and start again", ranks)
+        self.gate.end(PeerLost(f"{what}, and was needed; shut down and start again", ranks))
         return error
 
     def tell_of(self, operation: Operation, ranks: list[int]) -> None:
         """Agents that have left are missed: all others must hear of it."""
         survives, left = self._on_missed is not None, self._membership.view.left
-        missed = [rank for rank in ranks if rank in left and rank not in self.gone] if survives else ranks[:1]
+        missed = [rank for rank in ranks if rank in left and rank not in self.gate.gone] if survives else ranks[:1]
         for rank in missed:
             cause = f"it left while rank {self._rank} needed it for {operation}"
             self._outbox.pass_on(Departure(rank, cause, True, self._rank, certain=True))
@@ -438,16 +428,14 @@ class Lifecycle:
 
     def lose(self, what: str, ranks: tuple[int, ...]) -> ShoalError:
         """Without these agents nothing goes on that needs all: end such operations, now and from now on."""
-        if self.ended is None:
-            self.ended = PeerLost(f"{what}; the agents that are left can shut down and start again", ranks)
-        ended = self.ended
+        ended = self.gate.end(PeerLost(f"{what}; the agents that are left can shut down and start again", ranks))
         for operation in [one for one in self._matcher.in_flight() if not one.one_sided]:
             self.fail(operation, PeerLost(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
         return ended
 
     def abort(self, error: ShoalError) -> None:
         """End all operations, now and from now on, with ``error``."""
-        self.ended, self.aborted = self.ended or error, True
+        self.gate.abort(error)
         self.fail_all(error)
 
     def fail_all(self, error: BaseException) -> None:
@@ -461,14 +449,10 @@ class Lifecycle:
         for operation in self._matcher.in_flight():
             if died or not self._matcher.channel(operation).defers(operation):
                 self.fail(operation, error)
-        self.refuse_all()
+        self.gate.refuse_all()
         # What others have sent for calls that this agent never made. They wait for an answer, perhaps to leave as well.
         for source, message in self._matcher.give_up_early():
             self._outbox.acknowledge(source, message)
-
-    def refuse_all(self) -> None:
-        """Take no more operations."""
-        self.closing = True
 
     # Telling callers
 
@@ -483,19 +467,6 @@ class Lifecycle:
     def survive(self, on_missed: Callable[[int], None]) -> None:
         """A loss does not end what needs everybody; ``on_missed`` is told when somebody is missed who has left."""
         self._on_missed = on_missed
-
-    def freeze(self) -> None:
-        """Begin nothing, and let no operation of all go on, until the agents that are left agree."""
-        self.frozen = True
-
-    def thaw(self, gone: tuple[int, ...]) -> None:
-        """The agents that are left have agreed on who is gone: what waits may begin."""
-        self.frozen, self.gone = False, gone
-        self._progress.notify()
-
-    def meet(self, plan: Plan) -> None:
-        """Agents have entered: whom all begins with from here on."""
-        self.gone, self.entered = plan
 
     def forget_before(self, operation: Operation, stage: int) -> None:
         """Begin with a stage: what was sent for those before it, for another attempt, is of no use."""

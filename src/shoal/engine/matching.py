@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from enum import Enum, auto
 
+from ..errors import NotFinite, ShoalError
 from ..transport.budgets import Budget, cost
 from ..transport.wire import Message
 from .operation import Operation, Stage, describe
@@ -118,7 +119,8 @@ class Matcher:
         self._asks: dict[Key, set[Ask]] = {}
         self._kept: dict[int, Budget] = defaultdict(lambda: Budget("messages that came before this agent's call"))
         self._asked: dict[int, Budget] = defaultdict(lambda: Budget("questions for calls that this agent has not made"))
-        self._tombstones: OrderedDict[Key, str] = OrderedDict()  # why they failed
+        # Why they failed, and whether by an error of this agent's own, of which the others have none.
+        self._tombstones: OrderedDict[Key, tuple[str, bool]] = OrderedDict()
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
         """The next round of a name. ``alone`` refuses it while another of its kind is in flight."""
@@ -274,7 +276,11 @@ class Matcher:
 
     def why(self, what: Operation | Message) -> str:
         """Why a round has failed here; empty where it has not, or that is long ago."""
-        return self._tombstones.get((what.name, what.round), "")
+        return self._tombstones.get((what.name, what.round), ("", False))[0]
+
+    def failed_by_itself(self, what: Operation | Message) -> bool:
+        """A round has failed here, and by an error of this agent's own, of which the others have none."""
+        return self._tombstones.get((what.name, what.round), ("", False))[1]
 
     def end(self, operation: Operation, error: BaseException | None) -> tuple[list[tuple[int, Message]], list[Ask]]:
         """Close the book on a round: the messages and the questions that nothing will take up any more."""
@@ -282,7 +288,8 @@ class Matcher:
         self._channels[operation.name].active.pop(operation.round, None)
         if error is not None:
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
-            self._tombstones[key] = reason.encode(errors="replace").decode()  # it travels, whatever is in it
+            own = isinstance(error, Exception) and (isinstance(error, NotFinite) or not isinstance(error, ShoalError))
+            self._tombstones[key] = reason.encode(errors="replace").decode(), own  # it travels, whatever is in it
             if len(self._tombstones) > TOMBSTONES:
                 self._tombstones.popitem(last=False)
         early = self._early.pop(key, None)

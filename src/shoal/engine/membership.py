@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+NOT_YET = "it has not come yet"
+
 
 @dataclass(frozen=True)
 class View:
@@ -16,7 +18,7 @@ class View:
     left: tuple[int, ...]
     """Agents that said goodbye."""
     died: dict[int, str]
-    """Agents that were lost without a word, each with how it showed."""
+    """Agents that were lost without a word, each with how it showed; and those that have not come yet."""
     out_of_reach: tuple[int, ...] = ()
     """Those of them of which nobody knows that they have ended: they may go on elsewhere."""
 
@@ -89,6 +91,12 @@ class Membership:
         beyond = tuple(other for other in old.out_of_reach if other != rank)
         self._set(View(old.epoch + 1, alive, left, died, beyond))
 
+    def begin_without(self, causes: dict[int, str]) -> None:
+        """These are not there, and it is certain that they are nowhere else; each with why."""
+        old = self.view
+        alive = tuple(rank for rank in old.alive if rank not in causes)
+        self._set(View(old.epoch + 1, alive, old.left, {**old.died, **causes}, old.out_of_reach))
+
     def stand_alone(self, rank: int) -> None:
         """This agent waits to enter, and is with nobody yet."""
         self._set(View(self.view.epoch + 1, (rank,), (), {}))
@@ -100,6 +108,8 @@ class Membership:
 
     def describe(self, rank: int) -> str:
         """What became of an agent, for an error message."""
+        if self.view.died.get(rank) == NOT_YET:
+            return f"rank {rank} has not come yet"
         if rank in self.view.died:
             return f"rank {rank} was lost ({self.view.died[rank]})"
         if rank in self.view.left:

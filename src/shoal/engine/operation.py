@@ -154,6 +154,8 @@ class Recovery:
         input: The tensor that it began with, and where that was published; it may be gone from where it was.
         result: Of one that restarts, once it is here and before all others have theirs.
         again: Its generator is to be made anew.
+        take: Makes the result of it, from that of another agent on which it has ended.
+        copy: Of the result, for others on which it may not have ended.
     """
 
     steps: Callable[[Operation], Steps[Any]]
@@ -162,6 +164,8 @@ class Recovery:
     input: tuple[torch.Tensor, Published] | None = None
     result: tuple[Any] | None = None
     again: bool = False
+    take: Callable[[torch.Tensor], Any] | None = None
+    copy: torch.Tensor | None = None
 
     def keep(self, result: Any) -> None:
         """It is here; whether all others have it, is to be seen."""

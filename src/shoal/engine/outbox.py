@@ -129,9 +129,11 @@ class Outbox:
         self.say(source, refusal)
         message.flags = 0  # a refusal is an answer
 
-    def deny(self, peer: int, what: Operation | Message, stage: int, why: str = "") -> None:
-        """Tell a peer that waits for a message of ours that none will come, and why where the call failed."""
-        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, text=why))
+    def deny(self, peer: int, what: Operation | Message, stage: int, why: str = "", by_itself: bool = False) -> None:
+        """Tell a peer that waits for a message of ours that none will come, and why where the call failed; by an error
+        of this agent's own, or not."""
+        flags = DIED if by_itself else 0
+        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=flags, text=why))
 
     def pass_on(self, gone: Departure) -> None:
         """Tell everybody that we have a link to, but those who know, that an agent is gone.
@@ -168,6 +170,11 @@ class Outbox:
             self.say(peer, last)
         self.said_goodbye = True
         self._router.say_goodbye(lost, cause)
+
+    def reach(self, peer: int) -> bool:
+        """See to it that there is a link to a peer, or one is being made, which shows if its process has ended. False
+        where the link has ended before."""
+        return self._router.reaches(peer) if peer in self._router.links else self._link(peer) is not None
 
     def _link(self, peer: int) -> Link | None:
         """The link to a peer, marked for flushing; None when it cannot be opened, or no more since we leave."""
@@ -236,13 +243,13 @@ def send_alone(publisher: Publisher, outbox: Outbox, peer: int, what: Message, t
         publisher, outbox: This agent's.
         peer: Who gets it.
         what: Says the operation, name, round, stage and digest of the message.
-        tensor: Any dtype; it arrives flat.
+        tensor: Any dtype.
     """
     alone = Operation(what.op, what.name, what.round, float("inf"))
     alone.one_sided = True
     published = publisher.publish(alone, tensor)
-    numel = published.data.numel()
-    exchange = Exchange([Send(peer, published, 0, numel, (numel,))], (), digest=what.digest)
+    send = Send(peer, published, 0, published.data.numel(), tuple(tensor.shape))
+    exchange = Exchange([send], (), digest=what.digest)
     outbox.post(Channel(what.name), alone, Stage(what.stage, exchange, set(), {}))
     for lease in alone.leases:
         lease.release()

@@ -28,6 +28,8 @@ AT_MOST = 0.02
 """Seconds for which callers that submit and never wait can keep it away."""
 STOP_SECONDS = 5.0
 """How long the end waits for another thread to stop driving; all that it could wait for has ended by then."""
+AFTER_FAILING = 0.1
+"""Seconds after which the progress thread tries again where it could not drive."""
 FOREVER = float("inf")
 LONGEST = 1.0
 """Seconds of one system call: a signal that comes just before it would not end it, and memory that somebody has let go
@@ -48,6 +50,9 @@ class Driven(Protocol):
 
     def after(self) -> None:
         """Call back whoever asked for it. Without the lock."""
+
+    def break_off(self, error: Exception) -> None:
+        """It cannot be driven any more: end what waits for it. With the lock."""
 
 
 class Progress:
@@ -208,6 +213,10 @@ class Progress:
                 self._driver = me
             try:
                 self._drive(lambda: bool(self.waiters) or self._closing or self._aside, FOREVER)
+            except Exception as error:  # as where there is no memory; without this thread all would wait in vain
+                with self.lock:
+                    self._driven.break_off(error)
+                    self._progress_turn.wait(AFTER_FAILING)
             finally:
                 with self.lock:
                     self._driver = 0

@@ -6,6 +6,8 @@ have no stage yet.
 
 from __future__ import annotations
 
+import torch
+
 from .lifecycle import Lifecycle
 from .matching import LAST_STAGE
 from .membership import Plan
@@ -46,17 +48,43 @@ def conclude(lifecycle: Lifecycle, operation: Operation) -> None:
         lifecycle.settle(operation, result[0], None)
 
 
+def await_result(lifecycle: Lifecycle, operation: Operation) -> None:
+    """Some that are left have the result of an operation of all, and hand it on: wait for that alone."""
+    _stop(lifecycle, operation)
+    lifecycle.forget_before(operation, LAST_STAGE)
+
+
+def take_result(lifecycle: Lifecycle, operation: Operation, result: torch.Tensor) -> None:
+    """Another agent has handed on the result of an operation of all."""
+    recovery = operation.recovery
+    if recovery is None or recovery.take is None:
+        return
+    await_result(lifecycle, operation)
+    recovery.copy = result
+    try:
+        taken = recovery.take(result)
+    except Exception as error:
+        lifecycle.fail(operation, error)
+    else:
+        lifecycle.settle(operation, taken, None)
+
+
 def restart(lifecycle: Lifecycle, operation: Operation, plan: Plan) -> None:
     """Begin an operation of all anew among the agents that are left."""
     recovery = operation.recovery
     assert recovery is not None
+    _stop(lifecycle, operation)
+    recovery.plan, recovery.result, recovery.copy, recovery.again = plan, None, None, True
+    lifecycle.forget_before(operation, recovery.first_stage)
+    _make_ready_once(lifecycle, operation)
+
+
+def _stop(lifecycle: Lifecycle, operation: Operation) -> None:
+    """This attempt is over."""
     lifecycle.leave_stage(operation)
     lifecycle.close_generator(operation)
     operation.generator, operation.waiting_more = None, False
-    operation.unconfirmed = {}  # by those to whom it was another attempt
-    recovery.plan, recovery.result, recovery.again = plan, None, True
-    lifecycle.forget_before(operation, recovery.first_stage)
-    _make_ready_once(lifecycle, operation)
+    operation.unconfirmed, operation.outcome = {}, None  # by those to whom it was another attempt
 
 
 def _make_ready_once(lifecycle: Lifecycle, operation: Operation) -> None:

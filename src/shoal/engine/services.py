@@ -10,6 +10,9 @@ import torch
 
 from ..transport.wire import Message, Payload, ProtocolError
 
+NONSENSE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What data raise that are not what they should be."""
+
 
 class Service(Protocol):
     """Called under the engine's lock, but for ``close``."""
@@ -81,18 +84,30 @@ class Services:
         return list(self._by_word.values())
 
 
+def as_tensor(text: bytes) -> torch.Tensor:
+    """A text as it is sent."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
 def once_whole(message: Message, then: Callable[[bytes], None]) -> None:
-    """Call ``then`` with the bytes of a message, when all of them are here. ProtocolError if it has none."""
-    payload = message.payload
-    if payload is None or message.dtype != torch.uint8:
+    """Call ``then`` with the text of a message, when all of it is here. ProtocolError if it has none."""
+    if message.dtype != torch.uint8:
         raise ProtocolError("what was said is no text")
+    once_there(message, lambda data: then(bytes(data.numpy())))
+
+
+def once_there(message: Message, then: Callable[[torch.Tensor], None]) -> None:
+    """Call ``then`` with the numbers of a message, flat, when all of them are here. ProtocolError if it has none."""
+    payload = message.payload
+    if payload is None:
+        raise ProtocolError("what was said is nothing")
     if payload.complete:
-        then(bytes(payload.data.numpy()))
+        then(payload.data)
     else:
         payload.on_more = partial(_more, payload, then)
 
 
-def _more(payload: Payload, then: Callable[[bytes], None]) -> None:
+def _more(payload: Payload, then: Callable[[torch.Tensor], None]) -> None:
     if payload.complete:
         payload.on_more = None
-        then(bytes(payload.data.numpy()))
+        then(payload.data)

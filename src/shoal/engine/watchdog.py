@@ -108,7 +108,7 @@ class Watchdog:
             behind = self._outbox.receivers_behind(operation.name) if stage is not None and not stage.posted else []
             for rank in {*operation.waiting_for, *behind}:
                 yield rank, start
-        if self._lifecycle.frozen:
+        if self._lifecycle.gate.frozen:
             for rank in self._agreement.missing:
                 yield rank, 0.0
 

@@ -75,6 +75,7 @@ class Record:
         self._agent = agent
         incarnation = agent.engine.router.place.incarnation
         stem = f"agent{agent.rank}" + (f".{incarnation}" if incarnation else "")
+        stem += f"-restart{agent.launch.attempt}" if agent.launch.attempt else ""
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open_own(folder / f"{stem}.jsonl")
         self._write(CAME, MembershipChange((), agent.engine.agreement.alive))

@@ -75,7 +75,7 @@ def measure_here(agents: int) -> Measured:
     """
     command = [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(agents), "-m", "shoal.netmodel.probe"]
     # They meet elsewhere than the agents of a job whose variables are still set.
-    others = ("SHOAL_INCARNATION", "SHOAL_RECORD", "SHOAL_RENDEZVOUS", "SHOAL_TIMELINE")
+    others = ("SHOAL_BEGIN_WITH", "SHOAL_INCARNATION", "SHOAL_RECORD", "SHOAL_RENDEZVOUS", "SHOAL_TIMELINE")
     environ = {name: text for name, text in os.environ.items() if name not in others}
     done = subprocess.run(
         command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE_SECONDS

@@ -109,9 +109,16 @@ def submit_allreduce(
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         return reduced(agent, operation, tensor, how, operation.left_of(whole), out, zero_copy)
 
+    def take(reduction: torch.Tensor) -> torch.Tensor:
+        result = Result(agent, out, tensor, tuple(tensor.shape))
+        result.flat.copy_(reduction.view(-1))
+        return result.finish()
+
     kind = f"allreduce ({how}{', within the machine' if within_machine else ''})"
     channel = channel_name("allreduce", name)
-    return submit_to_all(agent.engine, kind, channel, steps, timeout, name is not None)
+    # Within a machine there are several results, and who has ended need not have the one that another lacks.
+    taken = None if within_machine else take
+    return submit_to_all(agent.engine, kind, channel, steps, timeout, name is not None, taken)
 
 
 def allreduce_(
@@ -354,7 +361,11 @@ def allgather_nonblocking(
         parts = yield from parts_of_all(agent, operation, tensor)
         return (yield from joined(agent, "allgather", tensor, parts))
 
-    return submit_to_all(agent.engine, "allgather", channel_name("allgather", name), steps, timeout, name is not None)
+    def take(everything: torch.Tensor) -> torch.Tensor:
+        return everything.to(tensor.device)
+
+    channel = channel_name("allgather", name)
+    return submit_to_all(agent.engine, "allgather", channel, steps, timeout, name is not None, take)
 
 
 def gather_by_rank(tensor: torch.Tensor, name: str, *, timeout: float | None = None) -> dict[int, torch.Tensor]:
@@ -396,4 +407,5 @@ def barrier(name: str | None = None, *, timeout: float | None = None) -> None:
     def steps(operation: Operation) -> Steps[None]:
         yield from discover(agent.engine, operation, ())
 
-    submit_to_all(agent.engine, "barrier", channel_name("barrier", name), steps, timeout, name is not None).wait()
+    channel, take = channel_name("barrier", name), lambda _: None
+    submit_to_all(agent.engine, "barrier", channel, steps, timeout, name is not None, take).wait()

@@ -10,10 +10,11 @@ from zlib import crc32
 import torch
 
 from ..arithmetic import complete
-from ..engine.agreement import NONSENSE, as_counts
+from ..engine.agreement import as_counts
 from ..engine.discovery import submit_to_all
 from ..engine.entry import Newcomer
 from ..engine.operation import Exchange, OnLoss, Operation, Send, Steps
+from ..engine.services import NONSENSE
 from ..errors import Mismatch, PeerLost, ShoalError
 from ..world.agent import Agent
 from . import plain

@@ -29,7 +29,7 @@ class Backward:
         self._failed: BaseException | None = None
 
     def arm(self, buckets: Sequence[Bucket]) -> None:
-        """The gradients of the backward pass to come are those of the step. Raises what ``ready`` has raised."""
+        """The gradients of the backward pass to come are those of the step. Raises what went wrong in one before."""
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
@@ -54,8 +54,8 @@ class Backward:
     def came(self, param: torch.Tensor) -> None:
         """A hook's word that a parameter has its gradient.
 
-        What ``ready`` raises waits for the step: torch never gives back the parameters, and so the memory that they lie
-        in, whose gradients were still to come when a hook of a backward pass raised.
+        What is wrong waits for the step, or the next forward pass: torch never gives back the parameters, and so the
+        memory that they lie in, whose gradients were still to come when a hook of a backward pass raised.
         """
         if not self._armed or self._failed is not None:
             return
@@ -63,12 +63,13 @@ class Backward:
         number = self._of[param]
         missing = self._missing.get(number, set())
         if param not in missing:
-            raise RuntimeError(
+            self._failed = RuntimeError(
                 'overlap="backward": a parameter got a second gradient before step(), and its bucket steps with the '
                 "first one. With k backward passes for a step set num_steps_per_communication=k. After a backward pass "
                 "that failed, call step() before the next: the neighbours wait for the buckets that have not left. "
                 "Parameters that another model's loss reaches must not be learnt then: requires_grad_(False)"
             )
+            return
         missing.discard(param)
         if not missing:
             del self._missing[number]

@@ -102,8 +102,8 @@ class Checkpoint:
 
         If one agent cannot write, none has saved, and all raise.
 
-        Agents that were started again (``shoal run --on-failure restart``) enter here: :meth:`load` gives them the
-        state of an agent that is there, and returns ``step``.
+        Agents that were started again (``shoal run --on-failure restart``) or join (``--join``) enter here:
+        :meth:`load` gives them the state of an agent that is there, and returns ``step``.
 
         Args:
             folder: On a disk that all machines share, or each machine's own if the ranks stay where they are. None:
@@ -131,7 +131,14 @@ class Checkpoint:
             place = self._save_among(_who_is_there(timeout), Path(folder), step, keep, timeout)
         if agent.engine.agreement.active and let_in(agent, timeout):
             hand_over(agent, lambda: self._handed_over(step), timeout)
+            self._meet()
         return place
+
+    def _meet(self) -> None:
+        """Agents have entered, and have their state: do what all have to do together then."""
+        for _, part in sorted(self._parts.items()):
+            if isinstance(part, DecentralizedOptimizer):
+                part.met()
 
     def _handed_over(self, step: int) -> dict[str, Any]:
         """What an agent needs that enters now."""
@@ -159,6 +166,7 @@ class Checkpoint:
                 part.take_over(state["parts"][name])
             else:
                 part.load_state_dict(state["parts"][name])
+        self._meet()
         return int(state["step"])
 
     def _save_among(
@@ -187,7 +195,7 @@ class Checkpoint:
             checksums = gather_by_rank(own, Internal("checkpoint.checksums"), timeout=timeout)
             if tuple(checksums) == there:
                 crcs = tuple(int(one) for one in checksums.values())
-                manifest = Manifest(step, len(there), tuple(self._parts), crcs)
+                manifest = Manifest(step, len(there), tuple(self._parts), crcs, agent.size)
                 remove_all_but(folder, _of(first, "manifest", lambda: complete(folder, name, manifest, keep), timeout))
                 return place
         except PeerLost as lost:
@@ -211,6 +219,9 @@ class Checkpoint:
         What was saved and is not a part here is left out. Nothing is loaded unless all agents could read; where one
         cannot, or a file is not what was written (its checksum says so), a warning names the file, and the checkpoint
         saved before it is loaded (of that ``step``, if one is given).
+
+        A job that the launcher has begun again, since none of its agents was left, may have lost some before, and its
+        last checkpoint be of fewer. Then all begin at the mean of these, as with ``start="consensus"``, with a warning.
 
         An agent that was started again while the others went on (``shoal run --on-failure restart``) reads no file: it
         waits until the others call :meth:`save`, for up to ``SHOAL_ENTRY_TIMEOUT`` seconds, enters there, and has the
@@ -245,7 +256,8 @@ class Checkpoint:
                 return 0
             raise FileNotFoundError("checkpoint: folder=None has no files; missing_ok=True begins at step 0")
         folder = Path(folder)
-        found = _of(_who_is_there(timeout)[0], "find", lambda: find(folder, step), timeout)
+        there = _who_is_there(timeout)
+        found = _of(there[0], "find", lambda: find(folder, step), timeout)
         if not found["found"]:
             if missing_ok and not found["steps"]:
                 return 0
@@ -256,23 +268,24 @@ class Checkpoint:
             if errors:
                 warnings.warn(f"checkpoint: {errors[-1]}; the one before it is tried", stacklevel=2)
             place, manifest = folder / _named(name), Manifest(**content)
-            failures, states = self._read(place, manifest, start, timeout)
+            way = _way_to_begin(start, place, manifest, len(there))
+            failures, states = self._read(place, manifest, way, there, timeout)
             if states is not None and not failures:
                 for part_name, part in self._parts.items():
-                    if start == "own" or not isinstance(part, _RandomState):
+                    if way == "own" or not isinstance(part, _RandomState):
                         part.load_state_dict(states[part_name])
                 return manifest.step
             errors.append(failures.error(f"{place} is not loaded"))
         raise errors[0]
 
     def _read(
-        self, place: Path, manifest: Manifest, start: str, timeout: float | None
+        self, place: Path, manifest: Manifest, start: str, there: tuple[int, ...], timeout: float | None
     ) -> tuple[_Failures, dict[str, Any] | None]:
         """What each agent loads of one checkpoint, by part; and who could not read it."""
         agent = current("Checkpoint.load")
-        if start == "own" and manifest.agents != agent.size:
+        if start == "own" and manifest.agents not in (agent.size, len(there)):
             raise ValueError(
-                f"{place} is of {manifest.agents} agents, and there are {agent.size} now. Run with {manifest.agents}, "
+                f"{place} is of {manifest.agents} agents, and there are {len(there)} now. Run with {manifest.agents}, "
                 "or load with start='consensus': then every agent begins at the mean of all that were saved."
             )
         lacking = set(self._parts) - set(manifest.parts)
@@ -280,8 +293,11 @@ class Checkpoint:
             raise ValueError(f"{place} has {', '.join(manifest.parts)}, and not {', '.join(sorted(lacking))}")
 
         def read() -> dict[str, Any]:
-            if start == "own":
+            if start == "own" and manifest.agents == agent.size:
                 return read_states(place, agent.rank, manifest)
+            if start == "own":  # numbered in the order of the ranks that were there, as it was saved
+                own = read_states(place, there.index(agent.rank), manifest)
+                return {part: _of_agent(state, agent.rank, agent.size) for part, state in own.items()}
             files = [read_states(place, rank, manifest, mmap=True) for rank in range(manifest.agents)]
             return {name: _of_nobody(mean_state([file[name] for file in files], name)) for name in self._parts}
 
@@ -317,6 +333,20 @@ class Checkpoint:
         for name, part in self._parts.items():
             saved = state_dict[key][name]
             part.load_state_dict(saved if isinstance(part, torch.nn.Module) else saved[0])
+
+
+def _way_to_begin(start: str, place: Path, manifest: Manifest, there: int) -> str:
+    """``start``, or the mean, where this job has been begun again and had lost agents when this was saved."""
+    agent = current("Checkpoint.load")
+    fewer = manifest.size == agent.size and manifest.agents not in (agent.size, there)
+    if start != "own" or not fewer or not agent.launch.attempt:
+        return start
+    warnings.warn(
+        f"checkpoint: {place} is of {manifest.agents} agents, since others had been lost when it was saved. This run "
+        f"was begun again, with {there}: all of them begin at the mean of those",
+        stacklevel=3,
+    )
+    return "consensus"
 
 
 class _RandomState:

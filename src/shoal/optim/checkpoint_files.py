@@ -36,6 +36,8 @@ class Manifest:
     parts: Sequence[str]
     checksums: Sequence[int] = ()
     """CRC-32 of each agent's file; empty where an earlier version wrote it."""
+    size: int = 0
+    """How many ranks the run had, of which some may have been lost; 0 where an earlier version wrote it."""
 
 
 class Damaged(Exception):

@@ -100,6 +100,9 @@ class Flight(ABC):
     def settle(self) -> None:  # noqa: B027 - only some have something to do then
         """All agents have ended: take in what is still on its way, if exchanges are not in step."""
 
+    def met(self) -> None:  # noqa: B027 - only some have something to do then
+        """Agents have entered the run; all call it."""
+
     def before_local_step(self) -> None:  # noqa: B027 - only some have something to do then
         """The wrapped optimizer is about to change the parameters."""
 

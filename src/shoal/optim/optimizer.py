@@ -409,22 +409,22 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._strategy.load_state(kept)
 
     def hand_over(self) -> dict[str, Any]:
-        """The state for an agent that enters the run, to :meth:`take_over`.
-
-        Raises:
-            ValueError: A part of it is in windows, which are made by all agents together.
-        """
-        if not self._flight.in_step:
-            raise ValueError("an optimizer that exchanges through windows cannot be entered so far")
-        own = self.state_dict()
-        del own["shoal"]["agent"]
-        return {"state": own, "agreed": self._flight.agreed}
+        """The state for an agent that enters the run, to :meth:`take_over`. What is in windows is not in it: all make
+        them anew in :meth:`met`."""
+        way = self._strategy.state() if self._flight.in_step else {}
+        own = {"rounds": self._flight.rounds, "passes": self._passes.kept, "way": way}
+        return {"state": {**self._inner.state_dict(), "shoal": own}, "agreed": self._flight.agreed}
 
     def take_over(self, handed_over: Mapping[str, Any]) -> None:
         """Go on with what another agent's :meth:`hand_over` gave, from the round that all come to next. What that agent
         had agreed on with the others holds for this one; its memory of an algorithm is begun anew there, by all."""
         self.load_state_dict(handed_over["state"])
         self._flight.agreed = bool(handed_over["agreed"])
+
+    def met(self) -> None:
+        """Agents have entered, and taken over what they need. All call it, those that entered, too."""
+        with torch.no_grad():
+            self._flight.met()
 
     def close(self) -> None:
         """Give the model back: no hook, no claim on its parameters, which keep their values."""

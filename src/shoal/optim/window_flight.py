@@ -1,10 +1,13 @@
-"""Exchanges of an optimizer through one-sided windows: nobody waits for anybody."""
+"""Exchanges of an optimizer through one-sided windows: nobody waits for anybody.
+
+Where losses are outlived, each goes on with the neighbours that are left; when agents enter, windows are made anew.
+"""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +15,12 @@ import torch
 from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.needs import DOUBLY_STOCHASTIC
 from ..engine.operation import Handle
-from ..errors import DeadlineExceeded
+from ..errors import DeadlineExceeded, PeerLost
 from ..ops.collective import barrier
 from ..topology._validate import as_weight
 from ..windows import by_name as ops
 from ..windows.registry import windows_of
 from ..world.agent import current
-from ..world.identity import out_neighbor_ranks
 from .buckets import Bucket
 from .flight import Flight, Params
 from .settings import Settings
@@ -102,6 +104,17 @@ class WindowFlight(Flight, ABC):
             self._register(bucket, name)
             self._windows.append(name)
 
+    def met(self) -> None:
+        """Agents have entered. All agents call it together, and those that entered: what is on its way is taken in, and
+        windows are made anew with all neighbours before the next round."""
+        self.abandon()
+        barrier(f"{self._name}.met")
+        if self._windows:
+            self.prepare()
+            self._take_all()
+        self.close()
+        self.agreed = False
+
     def changed(self) -> None:
         """As it is; all agents call it together, since windows are made anew with all neighbours."""
         if self._windows:
@@ -133,13 +146,31 @@ class WindowFlight(Flight, ABC):
         ops.win_update(name)
 
 
+def _to_those_there(name: str, weights: Any, move: Callable[[Any], Handle[bool]]) -> Handle[bool]:
+    """Move something with those of the ranks in ``weights`` that are there; None: all neighbours that are."""
+    window = windows_of(current("optim")).get("win_put", name)
+    while True:
+        there: Any = None if weights is None else window.there(weights)
+        if isinstance(weights, Mapping):
+            there = {rank: weights[rank] for rank in there}
+        try:
+            return move(there)
+        except PeerLost:
+            if weights is None or len(window.there(weights)) == len(there or ()):
+                raise
+
+
 class PutFlight(WindowFlight):
     """Put the parameters into the neighbours' windows; average with what has been put into one's own."""
 
     counts = frozenset(("dst_weights",))
 
     def _move(self, bucket: Bucket, name: str) -> Handle[bool]:
-        return ops.win_put_nonblocking(bucket.flat, name, dst_weights=self.settings.dst_weights)
+        return _to_those_there(
+            name,
+            self.settings.dst_weights,
+            lambda weights: ops.win_put_nonblocking(bucket.flat, name, dst_weights=weights),
+        )
 
 
 class GetFlight(WindowFlight):
@@ -148,7 +179,9 @@ class GetFlight(WindowFlight):
     counts = frozenset(("src_weights",))
 
     def _move(self, bucket: Bucket, name: str) -> Handle[bool]:
-        return ops.win_get_nonblocking(name, src_weights=self.settings.src_weights)
+        return _to_those_there(
+            name, self.settings.src_weights, lambda weights: ops.win_get_nonblocking(name, src_weights=weights)
+        )
 
 
 FLOOR = 0.25
@@ -233,8 +266,11 @@ class PushSumFlight(WindowFlight):
             return None
         self._short_since.pop(name, None)
         settings, weights = self.settings, self.settings.dst_weights
+        window = windows_of(current("push-sum")).get("win_accumulate", name)
         if weights is None:
-            ranks = out_neighbor_ranks()
+            ranks = window.there(window.destinations)
+            if not ranks:
+                return None  # all neighbours are lost
             weights = dict.fromkeys(ranks, 1 / (len(ranks) + 1))
         pairs = weights.items() if isinstance(weights, Mapping) else ()
         given = {rank: as_weight(weight, f"dst_weights[{rank}]") for rank, weight in pairs}
@@ -246,7 +282,12 @@ class PushSumFlight(WindowFlight):
                 f"push-sum: the shares of an agent must sum to 1 (column stochastic): self_weight={own:g} and "
                 f"dst_weights={weights}; give {{destination: share}} and leave the rest as self_weight"
             )
-        return ops.win_accumulate_nonblocking(u, name, self_weight=own, dst_weights=given)
+
+        def accumulate(there: dict[int, float]) -> Handle[bool]:
+            kept = own + sum(share for rank, share in given.items() if rank not in there)  # the shares of the lost
+            return ops.win_accumulate_nonblocking(u, name, self_weight=kept, dst_weights=there)
+
+        return _to_those_there(name, given, accumulate)
 
     def _wait_for_more(self, name: str) -> None:
         """Raise after the deadline: who sends nothing does not notice otherwise that its neighbours have ended."""

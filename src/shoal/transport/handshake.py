@@ -3,7 +3,8 @@
 The accepting side speaks first, with a fresh nonce; the connecting side proves that it knows the secret without showing
 it, and then the accepting side proves the same. A recording of one handshake opens no other connection. Both then have
 two keys that nobody else has and no other connection: one for what is said in each direction. They seal what follows,
-see ``sealing``; they do not hide it.
+see ``sealing``; they do not hide it. Where a connection takes the place of one that was cut, the accepting side also
+says how much has come before (``resuming``). One that only asks is answered with a number, and ends (``asking``).
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ from .wire import VERSION, ProtocolError
 
 MAGIC = b"SHOAL"
 _HELLO = struct.Struct(f"<{len(MAGIC)}sH16s")
-_ANSWER = struct.Struct("<III16s32s")
-HELLO_SIZE, ANSWER_SIZE, WELCOME_SIZE = _HELLO.size, _ANSWER.size, 32
+_ANSWER = struct.Struct("<III?16s32s")
+_WELCOME = struct.Struct("<Q32s")
+HELLO_SIZE, ANSWER_SIZE, WELCOME_SIZE = _HELLO.size, _ANSWER.size, _WELCOME.size
 REFUSED = bytes(WELCOME_SIZE)
 """Instead of a welcome, to who could not prove who he is."""
+SHUT_OUT = (1 << 64) - 1
+"""Instead of a count in a welcome, to an agent that counts as lost: it must not think that it is the others who are."""
 
 
 class _Ends(NamedTuple):
     source: int
     incarnation: int  # how often that agent has been started again
     destination: int
+    asks: bool  # and is to be answered, not heard
 
 
-def _proof(secret: bytes, what: bytes, hello: bytes, nonce: bytes, ends: _Ends) -> bytes:
-    text = b"|".join((what, hello, nonce, struct.pack("<III", *ends)))
+def _proof(secret: bytes, what: bytes, hello: bytes, nonce: bytes, ends: _Ends, had: int = 0) -> bytes:
+    text = b"|".join((what, hello, nonce, struct.pack("<III?Q", *ends, had)))
     return hmac.digest(secret, text, "sha256")
 
 
@@ -47,30 +52,37 @@ class Keys(NamedTuple):
 
 class Accepting:
     """The side that listens. ``keys`` are there once :meth:`check` has passed, and which ``incarnation`` of the other
-    agent it is."""
+    agent it is; ``asks``: it only wants an answer."""
 
     keys: Keys
     incarnation: int
+    asks: bool
 
     def __init__(self, secret: bytes, rank: int, size: int) -> None:
         self._secret, self._rank, self._size = secret, rank, size
         self.hello = _HELLO.pack(MAGIC, VERSION, os.urandom(16))
 
-    def check(self, answer: bytes) -> tuple[int, bytes]:
-        """The rank that connects, and the welcome to send it.
+    def check(self, answer: bytes) -> int:
+        """The rank that connects.
 
         Raises :class:`ProtocolError` for who does not know the secret."""
         if len(answer) != ANSWER_SIZE:
             raise ProtocolError(f"an answer of {len(answer)} bytes")
-        source, incarnation, destination, nonce, proof = _ANSWER.unpack(answer)
-        ends = _Ends(source, incarnation, destination)
+        source, incarnation, destination, asks, nonce, proof = _ANSWER.unpack(answer)
+        ends = _Ends(source, incarnation, destination, asks)
         if not hmac.compare_digest(proof, _proof(self._secret, b"connect", self.hello, nonce, ends)):
             raise ProtocolError("it does not know this job's secret")
         if destination != self._rank or not 0 <= source < self._size or source == self._rank:
             raise ProtocolError(f"rank {source} looks for rank {destination}; this is rank {self._rank}")
         self.keys = Keys.of(self._secret, self.hello, nonce, ends)
-        self.incarnation = incarnation
-        return source, _proof(self._secret, b"accept", self.hello, nonce, ends)
+        self.incarnation, self.asks = incarnation, asks
+        self._nonce, self._ends = nonce, ends
+        return int(source)
+
+    def welcome(self, had: int = 0) -> bytes:
+        """What to say to who has passed; ``had``: how many units of what it sends had come over another connection,
+        or the answer to who only asks."""
+        return _WELCOME.pack(had, _proof(self._secret, b"accept", self.hello, self._nonce, self._ends, had))
 
 
 class Connecting:
@@ -78,9 +90,9 @@ class Connecting:
 
     keys: Keys
 
-    def __init__(self, secret: bytes, source: int, destination: int, incarnation: int = 0) -> None:
-        self._secret, self._ends = secret, _Ends(source, incarnation, destination)
-        self._expected = b""
+    def __init__(self, secret: bytes, source: int, destination: int, incarnation: int = 0, asks: bool = False) -> None:
+        self._secret, self._ends = secret, _Ends(source, incarnation, destination, asks)
+        self.asks = asks
 
     def answer(self, hello: bytes) -> bytes:
         if len(hello) != HELLO_SIZE:
@@ -90,17 +102,20 @@ class Connecting:
             raise ProtocolError("it is no Shoal agent")
         if version != VERSION:
             raise ProtocolError(f"it speaks protocol {version} and this agent {VERSION}: install one version of Shoal")
-        nonce = os.urandom(16)
-        self._expected = _proof(self._secret, b"accept", hello, nonce, self._ends)
+        self._hello, self._nonce = hello, (nonce := os.urandom(16))
         proof = _proof(self._secret, b"connect", hello, nonce, self._ends)
         self.keys = Keys.of(self._secret, hello, nonce, self._ends)
         return _ANSWER.pack(*self._ends, nonce, proof)
 
-    def check(self, welcome: bytes) -> None:
+    def check(self, welcome: bytes) -> int:
+        """How many units of what was sent had come over another connection, or the answer."""
         if welcome == REFUSED:
             raise ProtocolError(
                 "it refuses this agent: the secret, the certificate or what was said at the rendezvous is not its own "
                 "job's"
             )
-        if not hmac.compare_digest(welcome, self._expected):
+        had, proof = _WELCOME.unpack(welcome)
+        expected = _proof(self._secret, b"accept", self._hello, self._nonce, self._ends, had)
+        if not hmac.compare_digest(proof, expected):
             raise ProtocolError("it does not know this job's secret")
+        return int(had)

@@ -89,6 +89,12 @@ class Receiver(Protocol):
             certain: Its process has ended, or it ended the connection itself; else it may be the network that failed.
         """
 
+    def on_cut(self, peer: int, cause: str) -> None:
+        """What a peer sends comes no more, and it may be there all the same: then it connects once more."""
+
+    def on_shut_out(self, peer: int) -> None:
+        """The peer counts this agent as lost, and hears it no more."""
+
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
         """The peer has said goodbye where it only listens; what it has sent to us may still be under way.
 

@@ -39,6 +39,12 @@ class Threshold:
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
         self._closed = (peer, cause, final, certain)
 
+    def on_cut(self, peer: int, cause: str) -> None:
+        """Whoever waits connects once more."""
+
+    def on_shut_out(self, peer: int) -> None:
+        """Only connections that lead away are told."""
+
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
         """Only connections that lead away hear a goodbye."""
 
@@ -65,6 +71,12 @@ class Lobby:
     def remove(self, connection: Incoming) -> bool:
         """It has ended. False where it was not here."""
         return self._waiting.pop(connection, None) is not None
+
+    def replace(self, before: Incoming, connection: Incoming) -> None:
+        """One connection has taken the place of another, if that was here."""
+        if before in self._waiting:
+            self._waiting[connection] = self._waiting.pop(before)
+        self._let_in = [(connection if one is before else one, threshold) for one, threshold in self._let_in]
 
     def of(self, rank: int, incarnation: int) -> list[Incoming]:
         """The connections of an agent."""

@@ -1,7 +1,8 @@
 """Agents on different machines: TCP, with large tensors in chunks so that summing overlaps receiving.
 
 Control messages and small tensors go first; the payloads of large ones follow chunk by chunk, in turn when there are
-several, so that a large tensor never blocks another name. A chunk is received straight into its place in memory.
+several, so that a large tensor never blocks another name. A chunk is received straight into its place in memory. Where
+the connection is cut, the next one goes on behind what had come (``resuming.py``).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from .handshake import Accepting, Connecting
 from .link import Published, Receiver
 from .memory import ResultPool
 from .poller import Poller
-from .sealing import Check, Keyed, sums
-from .sockets import Incoming, Outgoing
+from .resuming import CutOff, Had, Sent
+from .sealing import Check, Keyed, Spoiled, sums
+from .sockets import HAD, Incoming, Outgoing
 from .tls import RECORD_BYTES, Certificates, Encrypted
 from .wire import PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
 
@@ -110,10 +112,19 @@ class _Stream:
     keep: Published
 
 
+class _Piece(NamedTuple):
+    """Of a tensor: a chunk."""
+
+    token: int
+    data: memoryview
+    keep: Published
+
+
 class NetworkLink(Outgoing):
     """To a process on another machine."""
 
     transport = "network"
+    resumes = True
     seal_of = Keyed
 
     def __init__(
@@ -130,6 +141,7 @@ class NetworkLink(Outgoing):
         self._tls: Encrypted | None = None
         self._streams: deque[_Stream] = deque()
         self._sending: deque[memoryview] = deque()
+        self._sent: Sent[bytes | _Piece] = Sent()
 
     def _place(self, message: Message, published: Published, start: int, stop: int) -> None:
         message.where = Where.INLINE
@@ -142,7 +154,14 @@ class NetworkLink(Outgoing):
 
     def begin_again(self, sock: socket.socket, greeting: Connecting) -> None:
         self._tls = None
+        self._sending.clear()
         super().begin_again(sock, greeting)
+
+    def _go_on_after(self, had: int) -> None:
+        self._sent.go_on_after(had)
+
+    def _on_had(self, count: int) -> None:
+        self._sent.acknowledge(count)
 
     def _is_private(self) -> bool:
         if self._guard.certificates is None:
@@ -169,28 +188,42 @@ class NetworkLink(Outgoing):
             self._want_write(True)
             return
         except OSError as error:
-            self.fail(f"sending to it failed: {error}")
+            self._end(error, "sending to it failed: ")
             return
         self._want_write(False)
 
     def _fill(self) -> bool:
-        """Put the next bytes in line: messages first, then one chunk of the stream whose turn it is."""
+        """Put the next bytes in line: what was cut, messages, then a chunk of the stream whose turn it is."""
         if self._sending:
+            return True
+        again = self._sent.next_again()
+        if again is not None:
+            self._send(again)
             return True
         self._pack()
         if self._packets:
-            self._sending.extend(self._sealed(self._packets.popleft()[0]) for _ in range(len(self._packets)))
+            for _ in range(len(self._packets)):
+                self._send(self._packets.popleft()[0])
             return True
         if not self._streams:
             return False
         stream = self._streams.popleft()
         chunk, stream.rest = stream.rest[:CHUNK_BYTES], stream.rest[CHUNK_BYTES:]
-        header = Message(Kind.CHUNK, token=stream.token, nbytes=len(chunk), text=self._guard.check(chunk))
-        self._sending.append(self._sealed(encode(header)))
-        self._sending.append(chunk)
+        self._send(_Piece(stream.token, chunk, stream.keep))
         if stream.rest:
             self._streams.append(stream)
         return True
+
+    def _send(self, unit: bytes | _Piece) -> None:
+        """Put a unit in line. Its memory stays as it is until the receiver has answered for it (``outbox.py``), so for
+        as long as it may have to be sent once more."""
+        self._sent.keep(unit)
+        if isinstance(unit, bytes):
+            self._sending.append(self._sealed(unit))
+            return
+        header = Message(Kind.CHUNK, token=unit.token, nbytes=len(unit.data), text=self._guard.check(unit.data))
+        self._sending.append(self._sealed(encode(header)))
+        self._sending.append(unit.data)
 
     def _sealed(self, packet: bytes) -> memoryview:
         sealed = self._seal.close(packet)
@@ -198,18 +231,21 @@ class NetworkLink(Outgoing):
 
     @property
     def idle(self) -> bool:
-        return self.sock.fileno() < 0 or not (self._frames or self._packets or self._streams or self._sending)
+        waits = self._frames or self._packets or self._streams or self._sending or not self._sent.idle
+        return self.sock.fileno() < 0 or not waits
 
     def close(self) -> None:
         super().close()
         self._streams.clear()
         self._sending.clear()
+        self._sent.clear()
 
 
 @dataclass(slots=True)
 class _Arriving:
     """A tensor that comes in chunks. Only what has been checked counts as come."""
 
+    token: int
     payload: Payload
     memory: memoryview
     at: int = 0
@@ -228,6 +264,7 @@ class NetworkIncoming(Incoming):
     """From a process on another machine."""
 
     seal_of = Keyed
+    resumes = True
 
     def __init__(
         self,
@@ -250,8 +287,23 @@ class NetworkIncoming(Incoming):
         self._frames: deque[memoryview] = deque()  # of the packet that was opened last, not yet taken
         self._arriving: dict[int, _Arriving] = {}
         self._announced = Budget("tensors that are announced and have not come")
+        self._nbytes, self._alone = 0, True  # of that packet, and whether it is a single frame
+        self._had = Had()
         self._chunk: _Arriving | None = None  # the one whose chunk follows
         self._wakes_at = 1
+
+    @property
+    def had(self) -> int:
+        return self._had.count
+
+    def go_on_from(self, before: NetworkIncoming) -> None:
+        """Take the place of a connection that was cut, in the middle of whatever it was."""
+        before.close()
+        self._receiver = before._receiver
+        self._frames, self._had = before._frames, before._had
+        self._arriving, self._announced = before._arriving, before._announced
+        if before._chunk is not None:  # it comes once more
+            before._chunk.at, before._chunk.rest = before._chunk.begin, 0
 
     def _is_private(self) -> bool:
         if self._guard.certificates is None:
@@ -268,6 +320,10 @@ class NetworkIncoming(Incoming):
     def read(self) -> None:
         try:
             self._read()
+        except Spoiled as error:
+            if self._had.one_spoiled():
+                raise
+            raise CutOff(str(error)) from None
         finally:
             self._say_when_to_wake()
 
@@ -289,7 +345,7 @@ class NetworkIncoming(Incoming):
                 continue
             nbytes = self.sock.recv_into(self._view[self._filled :])
             if not nbytes:
-                raise ProtocolError("its end of the connection closed")
+                raise CutOff("its end of the connection closed")
             turn += nbytes
             self._filled += nbytes
             self._parse()
@@ -297,7 +353,7 @@ class NetworkIncoming(Incoming):
     def _read_chunk(self, one: _Arriving) -> int:
         nbytes = self.sock.recv_into(one.memory[one.at : one.at + one.rest])
         if not nbytes:
-            raise ProtocolError("its end of the connection closed in the middle of a tensor")
+            raise CutOff("its end of the connection closed in the middle of a tensor")
         self._advance(one, nbytes)
         return nbytes
 
@@ -308,9 +364,18 @@ class NetworkIncoming(Incoming):
             return
         self._chunk = None
         if self._guard.check(one.memory[one.begin : one.at]) != one.expected:
-            raise ProtocolError("a part of a tensor was changed on the way")
+            raise Spoiled("a part of a tensor was changed on the way")
+        if one.at == len(one.memory):
+            del self._arriving[one.token]
+            self._announced.give_back(len(one.memory))
         one.payload.available = one.at // one.payload.data.element_size()
         self._receiver.on_arrived(one.payload)
+        self._has_come(one.at - one.begin)
+
+    def _has_come(self, nbytes: int) -> None:
+        """One unit more; now and then its sender is told, which has kept it until then."""
+        if self._had.one_more(nbytes):
+            self._say(HAD, self._had.said())
 
     def _parse(self) -> None:
         """Take the whole packets out of the buffer; the start of a chunk's bytes may lie behind its header.
@@ -319,19 +384,23 @@ class NetworkIncoming(Incoming):
         """
         while self._chunk is None:
             if self._frames:
-                self._take(decode(self._frames.popleft()))
+                message = decode(self._frames.popleft())
+                self._take(message)
+                if not self._frames and message.kind is not Kind.CHUNK:  # which counts once its bytes are here
+                    self._has_come(self._nbytes)
                 continue
             if self._filled - self._at < _LENGTH.size:
                 break
             length, inverse = _LENGTH.unpack_from(self._view, self._at)
             if length ^ inverse != _ALL_BITS or not self._seal.size < length <= READ_BYTES - _LENGTH.size:
-                raise ProtocolError(f"a packet of {length} bytes")
+                raise Spoiled(f"a packet of {length} bytes")
             start = self._at + _LENGTH.size
             if self._filled < start + length:
                 break
             packet = bytes(self._seal.open(self._view[start : start + length]))
-            self._at = start + length
+            self._at, self._nbytes = start + length, length
             self._frames.extend(frames(memoryview(packet)))
+            self._alone = len(self._frames) == 1
         rest = self._filled - self._at
         if self._at:
             self._view[:rest] = bytes(self._view[self._at : self._filled])
@@ -351,17 +420,14 @@ class NetworkIncoming(Incoming):
             self._announced.take(message.nbytes)
             data = self._pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
             message.payload = Payload(data, 0)
-            self._arriving[message.token] = _Arriving(message.payload, _bytes_of(data))
+            self._arriving[message.token] = _Arriving(message.token, message.payload, _bytes_of(data))
         self._receiver.on_message(self.peer, message)
 
     def _start_chunk(self, message: Message) -> None:
         one = self._arriving.get(message.token)
-        if self._frames or one is None or not 0 < message.nbytes <= len(one.memory) - one.at:
-            raise ProtocolError("a chunk of a tensor that was not announced, or in the middle of a packet")
+        if not self._alone or one is None or not 0 < message.nbytes <= len(one.memory) - one.at:
+            raise ProtocolError("a chunk of a tensor that was not announced, or not in a packet of its own")
         one.begin, one.rest, one.expected = one.at, message.nbytes, message.text
-        if one.at + one.rest == len(one.memory):
-            del self._arriving[message.token]
-            self._announced.give_back(len(one.memory))
         self._chunk = one
         here = min(one.rest, self._filled - self._at)
         one.memory[one.at : one.at + here] = self._view[self._at : self._at + here]

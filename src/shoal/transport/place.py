@@ -28,6 +28,11 @@ class Place:
     def machine(self) -> tuple[str, int, int]:
         return self.boot, self.namespace, self.uid
 
+    @property
+    def known(self) -> bool:
+        """An agent has come there."""
+        return bool(self.process)
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -58,6 +63,11 @@ def process_start(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def nowhere(rank: int) -> Place:
+    """The place of an agent that has not come yet."""
+    return Place(rank, "", "", 0, -1, "", 0, 0)
 
 
 def here(rank: int, incarnation: int = 0) -> Place:

@@ -27,8 +27,9 @@ from .handshake import Accepting, Connecting
 from .link import Link, Receiver
 from .lobby import Lobby
 from .memory import Arena, ResultPool
-from .place import Endpoint, Place, here, process_start
+from .place import Endpoint, Place, here
 from .poller import Poller
+from .processes import Processes
 from .sealing import strong, sums, unchecked
 from .sockets import GREETING_SECONDS, Incoming, Outgoing
 from .threads import Inbox, ThreadLink
@@ -39,9 +40,9 @@ log = logging.getLogger("shoal")
 
 TRANSPORTS = ("threads", "shared_memory", "network")
 CONNECTIONS = 2
-"""Of one agent to another, at most: its link, and that once more where it was cut, which may be noticed late here."""
+"""Of one agent to another, at most: its link, and that once more where it was cut while it began."""
 AGAIN_SECONDS, AGAIN_AT_MOST = 0.01, 0.1
-"""The first pause before a link that was cut while it began is tried again, and the longest."""
+"""The first pause before a link that was cut is tried again, and the longest."""
 LOUD = 15
 """The try after which that is logged: it has taken a second."""
 _pauses = random.Random()
@@ -75,12 +76,19 @@ class Router:
         self._door = -1
         self._again: dict[int, float] = {}  # when links that were cut are tried again
         self._tries: dict[int, int] = {}
-        self._pidfds: dict[int, int] = {}
+        self._shut_out: set[int] = set()  # those that were lost
+        self._cut_off: dict[int, Incoming] = {}  # what agents sent came there, until it was cut
+        self._answer: Callable[[int, int], int] = lambda rank, incarnation: 0
+        self._processes = Processes(poller, self._on_process_end)
         self.rejected = 0
 
     def deliver_to(self, receiver: Receiver) -> None:
         """Who is told of what comes; before anything can."""
         self._receiver = receiver
+
+    def answer_by(self, answer: Callable[[int, int], int]) -> None:
+        """What to say to an agent that only asks, by its rank and incarnation; see :mod:`~.asking`."""
+        self._answer = answer
 
     def choose(self, places: list[Place], forced: str = "") -> list[str]:
         """The transport to each rank. ``forced`` (``SHOAL_TRANSPORT``) is used for all, or refused with the reason."""
@@ -89,6 +97,9 @@ class Router:
         mine = self.place
         kinds = []
         for place in places:
+            if not place.known:
+                kinds.append("")
+                continue
             best = "network"
             if place.machine == mine.machine:
                 best = "threads" if place.process == mine.process else "shared_memory"
@@ -109,7 +120,11 @@ class Router:
         self._places = places
         self._forced = forced
         self._kinds = self.choose(places, forced)
-        others = {kind for rank, kind in enumerate(self._kinds) if rank != self.rank}
+        others = {kind for rank, kind in enumerate(self._kinds) if rank != self.rank and kind}
+        if not all(self._kinds):  # who joins comes from where the rendezvous can be reached
+            others.add(forced or "shared_memory")
+            if interface or not is_loopback(self._rendezvous(rendezvous, reached)):
+                others.add("network")
         unix, host, port = "", "", 0
         if "shared_memory" in others:
             unix = f"shoal-{uuid.uuid4().hex}"
@@ -125,6 +140,10 @@ class Router:
             self._open_door(sock, self._let_in_remote)
         return Endpoint(self.inbox.address, unix, host, port, self._door)
 
+    def _rendezvous(self, rendezvous: str, reached: list[str]) -> str:
+        """Where the rendezvous is, as this agent has found it."""
+        return reached[self.rank] or rendezvous
+
     def _open_door(self, sock: socket.socket, let_in: Callable[[socket.socket, Any], None]) -> None:
         self._doors.append(Door(sock, self.poller, let_in))
 
@@ -133,14 +152,13 @@ class Router:
         if interface:
             far = [address for address in reached if address and not is_loopback(address)]
             return interface_address(interface, prefer_ipv6=bool(far) and ":" in far[0])
-        network_of = [(place.boot, place.namespace) for place in self._places]
-        if len(set(network_of)) == 1:
+        there = self._rendezvous(rendezvous, reached)
+        network_of = {place.rank: (place.boot, place.namespace) for place in self._places if place.known}
+        whole = len(network_of) == len(self._places)
+        if len(set(network_of.values())) == 1 and (whole or is_loopback(there)):
             return LOOPBACK
         mine = network_of[self.rank]
-        return reachable_address(
-            reached[self.rank] or rendezvous,
-            [address for rank, address in enumerate(reached) if network_of[rank] != mine],
-        )
+        return reachable_address(there, [reached[rank] for rank, other in network_of.items() if other != mine])
 
     def meet(self, endpoints: list[Endpoint], secret: bytes, well_kept: bool = False) -> None:
         """Learn where everybody listens, and watch the processes of this machine.
@@ -165,27 +183,10 @@ class Router:
             self._watch(place)
 
     def _watch(self, place: Place) -> None:
-        """Be told when a process of this machine ends, also when a child of its keeps its sockets open."""
-        if place.machine != self.place.machine or place.process == self.place.process:
-            return
-        try:
-            fd = os.pidfd_open(place.pid)
-        except OSError:
-            return
-        if process_start(place.pid) != place.started:  # another process namespace, so another process
-            os.close(fd)
-            return
-        self._pidfds[place.rank] = fd
-        self.poller.add(fd, lambda _, rank=place.rank: self._on_process_end(rank))  # type: ignore[misc]
-
-    def _unwatch(self, rank: int) -> None:
-        fd = self._pidfds.pop(rank, None)
-        if fd is not None:
-            self.poller.remove(fd)
-            os.close(fd)
+        if place.machine == self.place.machine and place.process != self.place.process:
+            self._processes.watch(place)
 
     def _on_process_end(self, rank: int) -> None:
-        self._unwatch(rank)
         self._receiver.on_closed(rank, "its process ended", certain=True)
 
     def transport_to(self, rank: int) -> str:
@@ -208,43 +209,48 @@ class Router:
 
     def _open(self, peer: int) -> Link:
         kind = self._kinds[peer]
+        if not kind:
+            raise OSError(errno.ENOTCONN, "it has not come yet")
         if kind == "threads":
             return ThreadLink(self.rank, self.inbox, peer, self._endpoints[peer].inbox)
-        sock, greeting = self._connect(peer)
-        link: Outgoing
-        if kind == "shared_memory":
-            link = shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, self._receiver)
-        else:
-            link = network.NetworkLink(sock, peer, greeting, self.poller, self._receiver, self._guard)
+        link = self.outgoing(peer, self._receiver)
         link.on_cut = self._cut
         return link
 
-    def _connect(self, peer: int) -> tuple[socket.socket, Connecting]:
+    def outgoing(self, peer: int, receiver: Receiver, asks: bool = False) -> Outgoing:
+        """A connection to a peer in another process; where it only ``asks``, for that."""
+        sock, greeting = self._connect(peer, asks)
+        if self._kinds[peer] == "shared_memory":
+            return shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, receiver)
+        return network.NetworkLink(sock, peer, greeting, self.poller, receiver, self._guard)
+
+    def _connect(self, peer: int, asks: bool = False) -> tuple[socket.socket, Connecting]:
         """Begin to connect to a peer."""
         endpoint = self._endpoints[peer]
         if self._kinds[peer] == "shared_memory":
             sock = self._connect_here(self._places[peer], endpoint)
         else:
             sock = network.start_connecting(beside(endpoint.host, self._host), endpoint.port)
-        return sock, Connecting(self._secret, self.rank, peer, self.place.incarnation)
+        return sock, Connecting(self._secret, self.rank, peer, self.place.incarnation, asks)
 
     def _connect_here(self, place: Place, endpoint: Endpoint) -> socket.socket:
         """To an agent of this machine; where this process may look into its, by the way that others cannot flood."""
-        if endpoint.door >= 0 and (place.rank in self._pidfds or place.process == self.place.process):
+        if endpoint.door >= 0 and (place.rank in self._processes or place.process == self.place.process):
             try:
                 return shared_memory.connect(f"/proc/{place.pid}/fd/{endpoint.door}")
             except PermissionError:
                 pass
         return shared_memory.connect("\0" + endpoint.unix)
 
-    def _cut(self, link: Outgoing, cause: str) -> None:
-        """A link was cut before it was open, as by a peer that has no room: try again, until an operation's deadline.
+    def _cut(self, link: Outgoing, cause: str, at_once: bool) -> None:
+        """A link was cut, as by a peer that has no room while it begins: try again, until an operation's deadline.
 
         What is queued stays there. Where nobody listens any more, the next try says so.
         """
-        tries = self._tries[link.peer] = self._tries.get(link.peer, 0) + 1
+        tries = self._tries[link.peer] = 0 if at_once else self._tries.get(link.peer, 0) + 1
         pause = min(AGAIN_AT_MOST, AGAIN_SECONDS * 2.0 ** min(tries - 1, LOUD)) * _pauses.uniform(0.5, 1.0)
-        self._again[link.peer] = time.monotonic() + pause
+        self._again[link.peer] = time.monotonic() + (pause if tries else 0.0)
+        self.poller.wake()
         if tries == LOUD:
             log.warning("rank %d has no link to rank %d yet, and goes on trying: %s", self.rank, link.peer, cause)
 
@@ -284,23 +290,45 @@ class Router:
             return
         connection.on_known = self._introduce
         connection.on_end = self._forget
+        connection.on_cut = self._hear_no_more
+        connection.is_shut_out, connection.answer = self._is_shut_out, self._answer
         self._unauthenticated.add(connection, origin)
 
     def _introduce(self, connection: Incoming) -> None:
         """A connection has proved to be an agent's; move it to where that agent's connections are."""
         self._unauthenticated.remove(connection)
         incarnation = self._places[connection.peer].incarnation
-        if connection.incarnation < incarnation and not self._outside:
-            raise ProtocolError(f"rank {connection.peer} has been started again since, and this is not that process")
         if connection.incarnation > incarnation or self._outside:
-            if len(self._lobby.of(connection.peer, connection.incarnation)) >= CONNECTIONS:
+            waiting = self._lobby.of(connection.peer, connection.incarnation)
+            if waiting and _goes_on(connection, waiting[0]):
+                self._lobby.replace(waiting[0], connection)
+                return
+            if len(waiting) >= CONNECTIONS:
                 raise ProtocolError("it opened one connection more while it waits to be let in")
             self._lobby.add(connection, self._receiver)
             return
         known = self.incoming.setdefault(connection.peer, [])
+        before = known[0] if known else self._cut_off.pop(connection.peer, None)
+        if before is not None and _goes_on(connection, before):
+            self.incoming[connection.peer] = [connection]
+            self._lobby.replace(before, connection)
+            return
         if len(known) >= CONNECTIONS:
             raise ProtocolError(f"it opened a connection more than the {CONNECTIONS} that an agent may have to another")
         known.append(connection)
+
+    def _is_shut_out(self, rank: int, incarnation: int) -> bool:
+        now = self._places[rank].incarnation
+        return not self._outside and (incarnation < now or (incarnation == now and rank in self._shut_out))
+
+    def _hear_no_more(self, connection: Incoming, cause: str) -> None:
+        """What comes from an agent was cut. If it lives, it goes on over another connection."""
+        connection.close()
+        known = self.incoming.get(connection.peer, [])
+        if connection in known:
+            known.remove(connection)
+            self._cut_off[connection.peer] = connection
+            self._receiver.on_cut(connection.peer, cause)
 
     def _forget(self, connection: Incoming) -> None:
         if self._unauthenticated.remove(connection):
@@ -329,10 +357,13 @@ class Router:
         rank = place.rank
         if self._places[rank] != place:
             self.drop(rank)
-            self._unwatch(rank)
+            self._processes.forget(rank)
+        if endpoint.host and not self._endpoints[rank].host:
+            self._unauthenticated.expect(origin_of(endpoint.host))
+        self._shut_out.discard(rank)
         self._places[rank], self._endpoints[rank] = place, endpoint
         self._kinds[rank] = self.choose([place], self._forced)[0]
-        if rank not in self._pidfds:
+        if rank not in self._processes:
             self._watch(place)
         for connection in self._lobby.of(rank, place.incarnation):
             self._lobby.let_in(connection)
@@ -383,6 +414,15 @@ class Router:
         """A connection from this rank is open, so that its goodbye or its end will be noticed there."""
         return bool(self.incoming.get(rank))
 
+    def is_cut_off(self, rank: int) -> bool:
+        """What this rank sends was cut, and has not come over another connection yet."""
+        return rank in self._cut_off and not self.hears(rank)
+
+    def reaches(self, rank: int) -> bool:
+        """There is a link to this rank, or one is being made: if that agent has ended, it will show there."""
+        link = self.links.get(rank)
+        return link is not None and (not isinstance(link, Outgoing) or link.sock.fileno() >= 0)
+
     def shared_by(self, peer: int, ident: int) -> tuple[torch.Tensor, int]:
         """A memory file that a peer has shared, and its descriptor, -1 if it is not to be locked."""
         for connection in self.incoming.get(peer, ()):
@@ -404,10 +444,16 @@ class Router:
                 if isinstance(link, shared_memory.SharedMemoryLink):
                     link.forget(ident)
 
+    def shut_out(self, peer: int) -> None:
+        """A peer was lost. Should it live, it is told when it connects, instead of being heard."""
+        self._shut_out.add(peer)
+        self.drop(peer)
+
     def drop(self, peer: int) -> None:
         """Close what leads to and from a peer that is gone."""
         link = self.links.pop(peer, None)
         self._again.pop(peer, None)
+        self._cut_off.pop(peer, None)
         if link is not None:
             link.close()
         for connection in self.incoming.pop(peer, []):
@@ -428,19 +474,25 @@ class Router:
             door.close()
         if self._door >= 0:
             os.close(self._door)
-        for fd in self._pidfds.values():
-            self.poller.remove(fd)
-            os.close(fd)
+        self._processes.close()
         self.inbox.close()
-        self.links, self.incoming, self._again, self._pidfds = {}, {}, {}, {}
+        self.links, self.incoming, self._again, self._cut_off = {}, {}, {}, {}
         self._unauthenticated, self._lobby, self._doors, self._door = Unauthenticated(), Lobby(), [], -1
 
     def descriptors(self) -> list[int]:
         """Every descriptor that a forked child must close, or this agent's end would not be noticed."""
         socks = [getattr(link, "sock", None) for link in self.links.values()]
         socks += [connection.sock for connection in self._connections()] + [door.sock for door in self._doors]
-        found = [sock.fileno() for sock in socks if sock is not None] + [*self._pidfds.values(), self._door]
+        found = [sock.fileno() for sock in socks if sock is not None] + [*self._processes.descriptors(), self._door]
         for connection in self._connections():
             if isinstance(connection, shared_memory.SharedMemoryIncoming):
                 found += connection.memory.descriptors()
         return found
+
+
+def _goes_on(connection: Incoming, before: Incoming) -> bool:
+    """Whether a connection takes the place of one that was cut; that may be noticed late here."""
+    if not isinstance(connection, network.NetworkIncoming) or not isinstance(before, network.NetworkIncoming):
+        return False
+    connection.go_on_from(before)
+    return True

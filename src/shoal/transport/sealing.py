@@ -29,6 +29,10 @@ _LONG = 1 << 9
 """Packets of more bytes go through SHA-256 first, which processors have instructions for."""
 
 
+class Spoiled(ProtocolError):
+    """What came is not what was sent. It may be, if it is sent once more."""
+
+
 Check = Callable[[memoryview], str]
 """What the bytes of one chunk come to."""
 
@@ -88,7 +92,7 @@ class Keyed:
     def open(self, sealed: memoryview) -> memoryview:
         packet = sealed[SEAL_SIZE:]
         if not hmac.compare_digest(self._next(packet), sealed[:SEAL_SIZE]):
-            raise ProtocolError("what it says was changed on the way, or is not its own")
+            raise Spoiled("what it says was changed on the way, or is not its own")
         return packet
 
 

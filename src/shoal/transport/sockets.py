@@ -1,7 +1,8 @@
 """What the two kinds of socket connection share: who connects to whom, the handshake, and how an end shows.
 
 An :class:`Outgoing` connection only carries messages away; an :class:`Incoming` one only brings them. Messages that are
-queued together make a packet, which is sealed when it is sent. Subclasses say how packets and tensors become bytes on
+queued together make a packet, which is sealed when it is sent. One over a network is made again where it is cut
+(``resuming.py``). Subclasses say how packets and tensors become bytes on
 their kind of socket. Everything is non-blocking and driven by the agent's poll loop.
 """
 
@@ -9,32 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import socket
 import struct
 import time
 from collections import deque
 from collections.abc import Callable
 
-from .handshake import ANSWER_SIZE, HELLO_SIZE, REFUSED, WELCOME_SIZE, Accepting, Connecting
+from .handshake import ANSWER_SIZE, HELLO_SIZE, REFUSED, SHUT_OUT, WELCOME_SIZE, Accepting, Connecting
 from .link import Published, Receiver
 from .poller import READ, WRITE, Poller
+from .resuming import CutOff, is_cut
 from .sealing import Seal
 from .wire import PACKET_BYTES, Message, ProtocolError, encode
 
-GOODBYE = struct.Struct("<7si128s")
-"""What an agent that leaves says to those that connected to it: the word, the rank that it had lost, and the cause."""
-_BYE = b"goodbye"
+SAID = struct.Struct("<7sQi128s")
+"""What an agent says to those that connected to it, and to nobody else. When it leaves: goodbye, the rank that it had
+lost, and the cause. Over a network, also how many units have come."""
+GOODBYE, HAD = b"goodbye", b"has had"
+log = logging.getLogger("shoal")
+
 NO_DESCRIPTOR = -1
 GREETING_SECONDS = 10.0
 """A connection that has not proved itself after this long is closed."""
-
-
-_PASSING = {errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT, errno.ENOTCONN}
-"""Of a connection that is not made yet: what also one that is flooded does. Where nobody listens, it is refused."""
-
-
-class CutOff(ProtocolError):
-    """The other side has closed the connection during the handshake."""
+SHORT_SECONDS = 1.0
+"""A connection that was cut before is made again after a pause, one that has lasted longer at once."""
 
 
 def hear(sock: socket.socket, nbytes: int) -> bytes:
@@ -49,7 +49,8 @@ def hear(sock: socket.socket, nbytes: int) -> bytes:
 
 
 def _is_passing(error: Exception) -> bool:
-    return isinstance(error, CutOff) or (isinstance(error, OSError) and error.errno in _PASSING)
+    """Of a connection that is not made yet: what also one that is flooded does. Where nobody listens, it is refused."""
+    return is_cut(error) or (isinstance(error, OSError) and error.errno == errno.ETIMEDOUT)
 
 
 class Outgoing:
@@ -58,6 +59,8 @@ class Outgoing:
     transport = ""
     seal_of: Callable[[bytes], Seal]
     """Makes what seals one direction, from its key."""
+    resumes = False
+    """It is made again where it is cut."""
 
     def __init__(
         self, sock: socket.socket, peer: int, greeting: Connecting, poller: Poller, receiver: Receiver
@@ -65,7 +68,11 @@ class Outgoing:
         self.peer = peer
         self.sock = sock
         self.open = False
-        self.on_cut: Callable[[Outgoing, str], None] | None = None  # sees to it that a handshake is tried again
+        self.on_cut: Callable[[Outgoing, str, bool], None] | None = None  # sees to it that it is tried again; at once?
+        self.on_answer: Callable[[int], None] = lambda answer: None  # where it only asks
+        self._since = 0.0  # when it was opened last
+        self._left = False  # the peer has said goodbye
+        self._cut_by = ""  # what has cut it after it was open
         self._greeting = greeting
         self._hello = b""
         self._answered = False
@@ -112,12 +119,27 @@ class Outgoing:
             else:
                 self._greet()
         except (OSError, ProtocolError) as error:
-            cause = str(error) or repr(error)
-            if self.open or self.on_cut is None or not _is_passing(error):
-                self.fail(cause, isinstance(error, ProtocolError))
-                return
+            self._end(error)
+
+    def _end(self, error: Exception, what: str = "") -> None:
+        """The connection has ended by an error: make it again, or fail."""
+        cause = f"{what}{error}" if str(error) else repr(error)
+        if self.open:
+            self._hear_last_words()
+        if self.open:
+            may_pass = self.resumes and not self._left and is_cut(error)
+        else:  # one that was there before does not come into a flood: who does not answer then is gone
+            may_pass = is_cut(error) if self._cut_by else _is_passing(error)
+        if may_pass and self.on_cut is not None:
+            lasted = self.open and time.monotonic() - self._since > SHORT_SECONDS
+            if self.open:
+                self.open, self._cut_by = False, cause
             self._poller.remove(self.sock.fileno())  # and not closed: without a socket a link counts as done with
-            self.on_cut(self, cause)
+            self.on_cut(self, cause, lasted)
+        elif self._cut_by and isinstance(error, ConnectionRefusedError):
+            self.fail(self._cut_by, certain=True)  # and nobody listens there any more: its process has ended
+        else:
+            self.fail(cause, isinstance(error, ProtocolError))
 
     def _greet(self) -> None:
         if not self._hello:
@@ -135,11 +157,29 @@ class Outgoing:
         welcome = self._whole(WELCOME_SIZE)
         if not welcome:
             return
-        self._greeting.check(welcome)
+        had = self._greeting.check(welcome)
+        if self._greeting.asks:
+            self.close()
+            self.on_answer(had)
+            return
+        if had == SHUT_OUT:
+            self._receiver.on_shut_out(self.peer)
+            raise ProtocolError("it counts this agent as lost")
         self._seal = type(self).seal_of(self._greeting.keys.messages)
         self._goodbye = type(self).seal_of(self._greeting.keys.goodbye)
-        self.open = True
+        self._go_on_after(had)
+        self.open, self._since = True, time.monotonic()
+        if self._cut_by:
+            log.warning("the connection to rank %d was cut (%s), and is there again", self.peer, self._cut_by)
         self.flush()
+
+    @property
+    def has_been_open(self) -> bool:
+        """The peer has heard of it, also where it was cut since."""
+        return self._since > 0.0
+
+    def _go_on_after(self, had: int) -> None:
+        """So many units of what was sent have come over another connection."""
 
     def _whole(self, nbytes: int) -> bytes:
         """The next part of the handshake, once all of it has come."""
@@ -158,22 +198,39 @@ class Outgoing:
             self._listen()
         self.flush()
 
-    def _listen(self) -> None:
-        """All that the peer ever says here is goodbye; else anything readable is an end."""
+    def _listen(self) -> bool:
+        """Hear what the peer says here, which is always of one size. Whether it said something."""
+        size = self._goodbye.size + SAID.size
         try:
-            try:
-                said = self.sock.recv(self._goodbye.size + GOODBYE.size - len(self._heard))
-            except ConnectionResetError:  # it did not read our last words; its own may still be here
-                said = self.sock.recv(self._goodbye.size + GOODBYE.size - len(self._heard))
+            said = self.sock.recv(size - len(self._heard))
         except BlockingIOError:
-            return
+            return False
         self._heard += said
         if not said:
-            raise ProtocolError("its end of the connection closed")
-        if len(self._heard) == self._goodbye.size + GOODBYE.size:
-            _, lost, cause = GOODBYE.unpack(self._goodbye.open(memoryview(self._heard)))
-            self._heard = b""
+            raise CutOff("its end of the connection closed")
+        if len(self._heard) < size:
+            return True
+        word, count, lost, cause = SAID.unpack(self._goodbye.open(memoryview(self._heard)))
+        self._heard = b""
+        if word == GOODBYE:
+            self._left = True
             self._receiver.on_left(self.peer, lost, cause.rstrip(b"\0").decode(errors="replace"))
+        elif word == HAD:
+            self._on_had(count)
+        else:
+            raise ProtocolError("it says what nobody says there")
+        return True
+
+    def _on_had(self, count: int) -> None:
+        """So many units of what was sent have come."""
+        raise ProtocolError("it counts what comes to it without being asked")
+
+    def _hear_last_words(self) -> None:
+        """It may have said goodbye, which says for whom it leaves, before it broke the connection."""
+        for _ in range(2):  # that it did not read our last words may be said first
+            with contextlib.suppress(OSError, ProtocolError):
+                while self._listen():
+                    pass
 
     def _want_write(self, wanted: bool) -> None:
         events = READ | WRITE if wanted else READ
@@ -184,14 +241,15 @@ class Outgoing:
     def flush(self) -> None:
         raise AssertionError("a kind of connection says how it sends")
 
+    @property
+    def idle(self) -> bool:
+        raise AssertionError("a kind of connection says what it has still to send")
+
     def fail(self, cause: str, certain: bool = False) -> None:
         """Close; ``certain``: by what the peer did, an orderly end or nonsense, which no network makes up."""
         if self.sock.fileno() >= 0:
-            try:
-                if self.open:  # it may have said goodbye, which says for whom it leaves, before it broke the connection
-                    self._listen()
-            except (OSError, ProtocolError):
-                pass
+            if self.open:
+                self._hear_last_words()
             self.close()
             self._receiver.on_closed(self.peer, cause, certain=certain)
 
@@ -208,6 +266,8 @@ class Incoming:
 
     seal_of: Callable[[bytes], Seal]
     """As for :class:`Outgoing`."""
+    resumes = False
+    """As for :class:`Outgoing`."""
 
     def __init__(self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver) -> None:
         self.sock = sock
@@ -216,6 +276,9 @@ class Incoming:
         self.since = time.monotonic()
         self.on_end: Callable[[Incoming], None] = lambda _: None
         self.on_known: Callable[[Incoming], None] = lambda _: None
+        self.is_shut_out: Callable[[int, int], bool] = lambda rank, incarnation: False
+        self.answer: Callable[[int, int], int] = lambda rank, incarnation: 0
+        self.on_cut: Callable[[Incoming, str], None] = lambda connection, cause: connection.fail(cause, True)
         self._greeting = greeting
         self._heard = b""
         self._poller = poller
@@ -237,6 +300,9 @@ class Incoming:
             return
         except (OSError, ProtocolError, MemoryError, ValueError, OverflowError) as error:
             short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+            if self.peer >= 0 and self.resumes and is_cut(error):
+                self.on_cut(self, str(error) or repr(error))
+                return
             if self.peer < 0 or not short:
                 self.fail(str(error) or repr(error), isinstance(error, ProtocolError))
                 return
@@ -251,17 +317,28 @@ class Incoming:
         if len(self._heard) < ANSWER_SIZE:
             return
         try:
-            peer, welcome = self._greeting.check(self._heard)
+            peer = self._greeting.check(self._heard)
             self._check_identity(peer)
         except ProtocolError:
             with contextlib.suppress(OSError):
                 self.sock.send(REFUSED)  # that it need not try again
             raise
+        if self._greeting.asks:
+            self.sock.send(self._greeting.welcome(self.answer(peer, self._greeting.incarnation)))
+            raise CutOff("it has only asked")
+        if self.is_shut_out(peer, self._greeting.incarnation):
+            self.sock.send(self._greeting.welcome(SHUT_OUT))
+            raise CutOff("it counts as lost")  # and its end is no loss: another process may have its rank by now
         self.peer, self.incarnation = peer, self._greeting.incarnation
         self._seal = type(self).seal_of(self._greeting.keys.messages)
         self._goodbye = type(self).seal_of(self._greeting.keys.goodbye)
         self.on_known(self)
-        self.sock.send(welcome)
+        self.sock.send(self._greeting.welcome(self.had))
+
+    @property
+    def had(self) -> int:
+        """How many units have come, over other connections before."""
+        return 0
 
     def _is_private(self) -> bool:
         """As for :class:`Outgoing`."""
@@ -279,10 +356,17 @@ class Incoming:
         self._receiver = receiver
 
     def say_goodbye(self, lost: int, cause: str) -> None:
+        with contextlib.suppress(OSError, CutOff):  # it left first
+            self._say(GOODBYE, lost=lost, cause=cause)
+
+    def _say(self, word: bytes, count: int = 0, lost: int = 0, cause: str = "") -> None:
+        said = self._goodbye.close(SAID.pack(word, count, lost, cause.encode()[:128]))
         try:
-            self.sock.send(self._goodbye.close(GOODBYE.pack(_BYE, lost, cause.encode()[:128])))
-        except OSError:
-            pass  # it left first
+            sent = self.sock.send(said)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(said):
+            raise CutOff("it does not hear what is said to it")
 
     def fail(self, cause: str, certain: bool = False) -> None:
         """Close; the loss of an unauthenticated connection is nobody's loss. ``certain``: as for :class:`Outgoing`."""

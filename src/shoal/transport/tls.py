@@ -14,6 +14,7 @@ import ssl
 from collections.abc import Iterable
 from pathlib import Path
 
+from .resuming import CutOff
 from .wire import ProtocolError
 
 AUTHORITY, REVOKED = "ca.crt", "revoked.crl"
@@ -72,10 +73,12 @@ class Certificates:
 
     def accept(self, sock: socket.socket) -> Encrypted:
         """Begin TLS with who has connected."""
+        sock.getpeername()  # of one that has gone again: to wrap it would fail, and leave it open
         return Encrypted(self._accepting.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 
     def connect(self, sock: socket.socket, peer: int) -> Encrypted:
         """Begin TLS with who must be rank ``peer``."""
+        sock.getpeername()
         return Encrypted(
             self._connecting.wrap_socket(sock, server_hostname=host_name(peer), do_handshake_on_connect=False)
         )
@@ -114,6 +117,8 @@ class Encrypted:
                 self._sock.do_handshake()
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return False
+            except ssl.SSLEOFError:
+                raise CutOff("it closed the connection during TLS's handshake") from None
             except ssl.SSLCertVerificationError as error:
                 raise ProtocolError(f"its certificate is refused: {error.verify_message}") from None
             except ssl.SSLError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -110,6 +110,18 @@ class WindowPart:
         """An agent is gone."""
         self._gone.add(rank)
 
+    def there(self, ranks: Iterable[int]) -> list[int]:
+        """Without those that are gone, where the others go on without them; who has come back has no part in it."""
+        return [rank for rank in ranks if not self._goes_on_without(rank)]
+
+    def need(self, op: str, ranks: Iterable[int]) -> None:
+        """Raise where one is gone that the caller has named, and that it would go on without."""
+        for rank in filter(self._goes_on_without, ranks):
+            self._check(op, rank)
+
+    def _goes_on_without(self, rank: int) -> bool:
+        return rank in self._gone and self._engine.agreement.active
+
     @property
     def sources(self) -> tuple[int, ...]:
         return self.mixing.source_ranks
@@ -129,7 +141,10 @@ class WindowPart:
         require_mutex: bool,
         deadline: float,
     ) -> bool:
-        """Put or accumulate ``tensor``, times a weight for each, into the slots that neighbours have for this agent."""
+        """Put or accumulate ``tensor``, times a weight for each, into the slots that neighbours have for this agent.
+
+        Where losses are outlived, who is lost meanwhile has got it or not, and is nobody's concern.
+        """
         with self._my_turn(deadline, how.value):
             self._publish_own(deadline, how.value)
             share = self.p if self._owner.with_p else None
@@ -157,23 +172,50 @@ class WindowPart:
         self, how: How, tensor: torch.Tensor, weights: Mapping[int, float], share: float | None, deadline: float
     ) -> None:
         far = {rank: weight for rank, weight in weights.items() if rank not in self.direct}
-        handle = self._ask(how.value, far, tensor, share, deadline) if far else None
+        handle = self._ask_those_there(how.value, far, tensor, share, deadline)
         for rank, weight in weights.items():
             memory = self.direct.get(rank)
             if memory is None:
                 continue
-            with self._explained(how.value, rank, deadline):
+            with self._or_go_on_without(rank), self._explained(how.value, rank, deadline):
                 self._check(how.value, rank)
                 p = None if share is None else share * weight
                 memory.write(how, self._engine.rank, tensor, weight, p, deadline, partial(self._check, how.value, rank))
-        if handle is not None:
-            self._answers(handle)
+        while handle is not None:
+            try:
+                self._answers(handle)
+                break
+            except PeerLost:
+                if not any(map(self._goes_on_without, far)):
+                    raise
+                far = {} if handle.operation.next_stage > 1 else far  # it had left for the others as well
+                handle = self._ask_those_there(how.value, far, tensor, share, deadline)
+
+    def _ask_those_there(
+        self, op: str, far: Mapping[int, float], tensor: torch.Tensor, share: float | None, deadline: float
+    ) -> Handle[dict[int, torch.Tensor]] | None:
+        while wanted := {rank: far[rank] for rank in self.there(far)}:
+            try:
+                return self._ask(op, wanted, tensor, share, deadline)
+            except PeerLost:
+                if not any(map(self._goes_on_without, wanted)):
+                    raise
+        return None
+
+    @contextmanager
+    def _or_go_on_without(self, rank: int) -> Iterator[None]:
+        """Of what is between this agent and another: nothing comes of it where that is lost, and others go on."""
+        try:
+            yield
+        except PeerLost:
+            if not self._goes_on_without(rank):
+                raise
 
     def get(self, weights: Mapping[int, float], require_mutex: bool, deadline: float) -> bool:
         """Fetch the registered tensors of in-neighbours, times a weight, into this agent's slots for them."""
         op = How.GET.value
         for rank, weight in weights.items():
-            with ExitStack() as held:
+            with self._or_go_on_without(rank), ExitStack() as held:
                 if require_mutex:
                     held.enter_context(self.mutex([rank], deadline, op))
                 memory = self.direct.get(rank)
@@ -229,7 +271,7 @@ class WindowPart:
     def check_neighbours(self, op: str) -> None:
         """Raise if a neighbour is gone, or has freed this window, without moving anything."""
         deadline = time.monotonic() + self._engine.timeout
-        for rank in sorted({*self.sources, *self.destinations}):
+        for rank in self.there(sorted({*self.sources, *self.destinations})):
             self._check(op, rank)
             memory = self.direct.get(rank)
             if memory is None:  # who asks for its mutex is told

@@ -22,11 +22,11 @@ def weights_of(
 
     Args:
         windows: Those of the agent.
-        given: ``{rank: weight}``, or ranks for weights of 1; all neighbours if None.
+        given: ``{rank: weight}``, or ranks for weights of 1; all neighbours that are there if None.
         what: What the argument is called.
     """
     if given is None:
-        return dict.fromkeys(neighbours, 1)
+        return dict.fromkeys(window.there(neighbours), 1)
     rank, size = windows.engine.rank, windows.engine.size
     ranks = as_ranks(op, what, given, rank, size)
     not_neighbours = sorted(set(ranks) - set(neighbours))

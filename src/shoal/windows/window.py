@@ -132,6 +132,8 @@ class Window:
 
     - ``dst_weights`` and ``src_weights`` are ``{rank: w}``, or ranks for weights of 1; all neighbours if not given.
       They must be neighbours in the topology of the window. Whole numbers for a window of whole numbers.
+    - With ``on_loss="continue"`` all neighbours are those that are left, and :meth:`update` by the topology gives the
+      weight of a lost one to the own tensor. Who is lost in the midst of a call is left out.
     - ``require_mutex``: hold the :meth:`mutex` of each agent whose memory is written to, or read from, meanwhile.
     - ``timeout``: seconds until :class:`~shoal.DeadlineExceeded`; ``SHOAL_TIMEOUT`` if not given.
     - The forms called ``_nonblocking`` return a handle, and run one after the other in the order of the calls.
@@ -334,7 +336,9 @@ class Window:
                 "weights)"
             )
         if src_weights is None or self_weight is None:
-            self_weight, weights = part.mixing.self_weight, dict(part.mixing.sources)
+            weights = {rank: part.mixing.sources[rank] for rank in part.there(part.sources)}
+            lost = sum(weight for rank, weight in part.mixing.sources.items() if rank not in weights)
+            self_weight = part.mixing.self_weight + lost
             if not part.tensor.dtype.is_floating_point and not part.tensor.dtype.is_complex:
                 raise TypeError(
                     f"{op} {self.name!r}: the topology's weights are fractions and the window holds "
@@ -452,6 +456,7 @@ class Window:
                     f"{op}: self_weight changes the tensor in place, and it has a gradient; pass its .detach()"
                 )
         weights = weights_of(op, part, self._windows, dst_weights, part.destinations, "dst_weights")
+        part.need(op, weights)
         return partial(part.send, how, tensor, self_weight, weights, require_mutex, deadline)
 
     def _getting(
@@ -459,6 +464,7 @@ class Window:
     ) -> Callable[[], bool]:
         part = self._open(_GET)
         weights = weights_of(_GET, part, self._windows, src_weights, part.sources, "src_weights")
+        part.need(_GET, weights)
         return partial(part.get, weights, require_mutex, deadline)
 
     def _later(self, op: str, move: Callable[[], bool], deadline: float) -> Handle[bool]:

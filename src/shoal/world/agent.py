@@ -83,10 +83,14 @@ class StaticTopology:
 
 @dataclass
 class Agent:
-    """One agent of a running fleet."""
+    """One agent of a running fleet.
+
+    Attributes:
+        grouping: How ranks are grouped into machines; None where that cannot be known of all of them.
+    """
 
     engine: Engine
-    machines: Machines
+    grouping: Machines | None
     launch: Launch
     topology: StaticTopology = field(init=False)
     machine_topology: StaticTopology | None = None
@@ -101,6 +105,20 @@ class Agent:
     @property
     def size(self) -> int:
         return self.engine.size
+
+    @property
+    def machines(self) -> Machines:
+        """How ranks are grouped into machines.
+
+        Raises:
+            ValueError: Agents may still come, to machines that nobody knows.
+        """
+        if self.grouping is None:
+            raise ValueError(
+                f"agents may join this run (it began with {self.launch.begins} of {self.size}), and on which machines "
+                "is not known: to group ranks into machines set SHOAL_AGENTS_PER_MACHINE, the same for all agents"
+            )
+        return self.grouping
 
     @property
     def machine_rank(self) -> int:

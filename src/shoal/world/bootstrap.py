@@ -21,14 +21,14 @@ import networkx as nx
 
 from ..engine.engine import Engine
 from ..engine.operation import Operation, Steps
-from ..errors import Mismatch, NotInitialized
+from ..errors import Mismatch, NotInitialized, ShoalError
 from ..interrupts import held
 from ..transport.place import Endpoint, Place
 from ..transport.tls import certificates_of
 from .agent import Agent, AgentContext, Machines, agent_context, process_context
 from .identity import set_topology
-from .introductions import ENDPOINT, add_to_directory, directory, introduce
-from .launch import Launch, current
+from .introductions import ENDPOINT, Introduced, add_to_directory, directory, introduce, with_absent
+from .launch import BEGIN_WITH, Launch, current, join_address
 from .meeting import DIRECTORY, AlreadyMet, convene
 from .rendezvous import open_store
 
@@ -76,11 +76,12 @@ def init(
         after which an agent that does not answer (stopped, hung, cut off) counts as lost; if unset it is waited for
         until the deadline of what needs it. An agent that computes answers. ``SHOAL_INCARNATION``: how often this agent
         was started again while the others went on; more than 0 asks them to let it in. ``SHOAL_ENTRY_TIMEOUT``: seconds
-        for which it waits for that (3600).
+        for which it waits for that (3600). ``SHOAL_BEGIN_WITH``: how many agents the run begins with, if not all; the
+        others may join, each with ``SHOAL_INCARNATION=1``.
         ``SHOAL_ON_PARTITION``: with ``on_loss="continue"``, what agents do that cannot reach as many others as there
-        are of them, or more, of which nobody knows that they have ended: ``continue``, or ``stop`` with
-        :class:`~shoal.PeerLost`, so that one part at most goes on. ``SHOAL_RECORD``: a folder in which each agent
-        writes down who is there.
+        are of them, or more, of which nobody knows that they have ended: ``continue``, until the smaller part reaches
+        the larger one again and gives way with :class:`~shoal.PeerLost`; or ``stop`` with it at once, so that one part
+        at most goes on. ``SHOAL_RECORD``: a folder in which each agent writes down who is there.
 
     Raises:
         DeadlineExceeded: Agents did not come; the message names them.
@@ -199,6 +200,7 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     on_partition = _one_of("SHOAL_ON_PARTITION", CONTINUE, STOP)
     finite, drop_after = _check_finite(), _seconds("SHOAL_DROP_AFTER", float("inf"))
     certificates = certificates_of(launch.rank)
+    _check_room(mine, launch, on_loss)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
     engine.entry.be_patient(_seconds("SHOAL_ENTRY_TIMEOUT", ENTRY_TIMEOUT))
     engine.publisher.finite = finite
@@ -210,18 +212,22 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     try:
         alike = {"SHOAL_AGENTS_PER_MACHINE": per_machine, "SHOAL_TLS": "on" if certificates else "off"}
         alike |= {"on_loss": on_loss, "SHOAL_ON_PARTITION": on_partition}
+        alike |= {"WORLD_SIZE": launch.size, BEGIN_WITH: launch.begins}
         said = {"place": asdict(engine.router.place), "alike": alike}
         try:
+            if launch.joins:
+                raise AlreadyMet
+            if launch.begins < launch.size:
+                engine.begin_without(tuple(range(launch.begins, launch.size)))
             comes_back = launch.incarnation > 0 and not mine.has_met and bool(os.environ.get("SHOAL_SECRET"))
             with convene(mine.store, launch, deadline, said, comes_back) as (meeting, found):
-                places = [Place(**one["place"]) for one in found]
                 _check_agreement(found, alike)
-                endpoint = _listen(engine, launch, forced, found)
+                endpoint = _listen(engine, launch, forced, with_absent(found, launch.size))
                 met = introduce(meeting, launch, found, endpoint)
                 meeting.end()
                 engine.router.meet(met.endpoints, met.key, met.well_kept)
                 engine.start()
-                agent = Agent(engine, _machines(places, per_machine), launch)
+                agent = Agent(engine, _machines(met.places, per_machine, launch), launch)
                 _settle(agent, deadline)
                 meeting.forget(ENDPOINT)
                 if on_loss == CONTINUE and met.well_kept and launch.store_is_served:
@@ -254,13 +260,14 @@ def _come_back(
         met.said[launch.rank] = {"place": asdict(engine.router.place), "alike": alike, "reached": store.address}
         endpoint = _listen(engine, launch, forced, met.said)
         met.heard[launch.rank] = {"endpoint": asdict(endpoint)}
+        _check_reachable(engine, launch, met)
         engine.router.meet(met.endpoints, met.key, met.well_kept)
         add_to_directory(store, launch, met)
     engine.start()
     with engine.lock:
         engine.entry.wait_outside()
-    log.warning("rank %d was started again: until it loads its shoal.Checkpoint it exchanges with nobody", launch.rank)
-    return Agent(engine, _machines(met.places, per_machine), launch)
+    log.warning("rank %d comes later: until it loads its shoal.Checkpoint it exchanges with nobody", launch.rank)
+    return Agent(engine, _machines(met.places, per_machine, launch), launch)
 
 
 def _free(mine: AgentContext) -> None:
@@ -281,7 +288,7 @@ def _settle(agent: Agent, deadline: float) -> None:
 
 def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None:
     for name, value in alike.items():
-        others = [rank for rank, one in enumerate(found) if one["alike"].get(name) != value]
+        others = [rank for rank, one in enumerate(found) if "alike" in one and one["alike"].get(name) != value]
         if others:
             there = found[others[0]]["alike"].get(name)
             raise Mismatch(
@@ -289,9 +296,43 @@ def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None
             )
 
 
-def _machines(places: list[Place], per_machine: int | None) -> Machines:
+def _check_room(mine: AgentContext, launch: Launch, on_loss: str) -> None:
+    """Refuse a run that agents may join where none could."""
+    if launch.begins == launch.size:
+        return
+    what = f"{BEGIN_WITH}={launch.begins} of {launch.size} agents, so others may join"
+    if on_loss != CONTINUE:
+        raise ValueError(f"{what}, and with on_loss={on_loss!r} nobody could: set SHOAL_ON_LOSS=continue")
+    if not os.environ.get("SHOAL_SECRET"):
+        raise ValueError(f"{what}: they prove with SHOAL_SECRET that they belong to the job; set it for all agents")
+    if not launch.store_is_served:
+        raise ValueError(
+            f"{what}: they look for the others in a store that stays, as `shoal run --max-agents` serves one"
+        )
+    if launch.joins and mine.has_met:
+        raise ShoalError(
+            f"shoal.init(): rank {launch.rank} joined a run, and has left it; a new process can join again", ()
+        )
+
+
+def _check_reachable(engine: Engine, launch: Launch, met: Introduced) -> None:
+    """Refuse to wait for those that listen only for agents of their own machine and user."""
+    known = [place.rank for place in met.places if place.known and place.rank != launch.rank]
+    far = [rank for rank in known if engine.router.transport_to(rank) == "network" and not met.endpoints[rank].port]
+    if far:
+        raise ValueError(
+            f"shoal.init(): rank {launch.rank} on {engine.router.place.host} cannot reach ranks {far} on "
+            f"{met.places[far[0]].host}, which listen for agents of their own machine and user only, since they met at "
+            f"{join_address(launch.host, launch.port)}. Start the run at a --rendezvous that other machines reach, or "
+            "with SHOAL_INTERFACE"
+        )
+
+
+def _machines(places: list[Place], per_machine: int | None, launch: Launch) -> Machines | None:
     if per_machine is not None:
         return Machines(tuple(rank // per_machine for rank in range(len(places))))
+    if launch.begins < launch.size:
+        return None
     known: dict[tuple[str, int, int], int] = {}
     return Machines(tuple(known.setdefault(place.machine, len(known)) for place in places))
 

@@ -18,7 +18,7 @@ log = logging.getLogger("shoal")
 
 
 def size() -> int:
-    """The number of agents."""
+    """The number of agents; where others may join, with those that have not come: :func:`alive` says who is there."""
     return current("size()").size
 
 
@@ -69,7 +69,8 @@ def alive() -> tuple[int, ...]:
 
 
 def is_entering() -> bool:
-    """Whether this agent was started again (``shoal run --on-failure restart``), and the others have not let it in yet.
+    """Whether this agent was started again (``shoal run --on-failure restart``) or joins (``--join``), and the others
+    have not let it in yet.
 
     Until its :meth:`shoal.Checkpoint.load`, which waits for that, it is alone: operations of all give it its own, and
     those with neighbours raise :class:`~shoal.ShoalError`.

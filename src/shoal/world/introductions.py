@@ -18,10 +18,10 @@ import secrets
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from ..errors import Mismatch
-from ..transport.place import Endpoint, Place
+from ..errors import DeadlineExceeded, Mismatch
+from ..transport.place import Endpoint, Place, nowhere
 from .launch import Launch
-from .meeting import DIRECTORY, Meeting
+from .meeting import DIRECTORY, LOST, Meeting, ended_before
 from .rendezvous import Store
 
 ENDPOINT = "endpoint"
@@ -39,6 +39,8 @@ class Introduced(NamedTuple):
     """What agents must know to connect."""
     well_kept: bool
     """Nobody else can know it."""
+    begins: int | None = None
+    """How many of them have met, where others may come later."""
 
     @property
     def places(self) -> list[Place]:
@@ -52,7 +54,20 @@ class Introduced(NamedTuple):
 
     def written(self) -> bytes:
         """For those who come later, and know the secret that was given."""
-        return json.dumps([self.attempt, self.said, self.heard]).encode()
+        return json.dumps([self.attempt, self.said[: self.begins], self.heard[: self.begins]]).encode()
+
+
+def with_absent(said: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+    """What has been said by rank, and the places of those who have not come yet."""
+    return [*said, *({"place": asdict(nowhere(rank)), "reached": ""} for rank in range(len(said), size))]
+
+
+def _whole(
+    launch: Launch, attempt: str, said: list[dict[str, Any]], heard: list[dict[str, Any]], key: bytes, well_kept: bool
+) -> Introduced:
+    """What agents know who have met, with those who have not come yet."""
+    endpoints = [*heard, *({"endpoint": asdict(Endpoint())} for _ in range(len(heard), launch.size))]
+    return Introduced(attempt, with_absent(said, launch.size), endpoints, key, well_kept, launch.begins)
 
 
 def directory(store: Store, launch: Launch, deadline: float) -> Introduced:
@@ -65,14 +80,14 @@ def directory(store: Store, launch: Launch, deadline: float) -> Introduced:
     if not given:
         raise _doubt(launch.rank, [launch.rank])
     try:
-        attempt, said, heard = json.loads(store.get(DIRECTORY, deadline))
+        attempt, said, heard = json.loads(_directory_of(store, launch, deadline))
         _believe(given, attempt, launch, said, heard)
-        met = Introduced(attempt, said, heard, _digest(given, "shoal job", attempt, said, heard), True)
+        met = _whole(launch, attempt, said, heard, _digest(given, "shoal job", attempt, said, heard), True)
         for rank in range(launch.size):
             if store.has(f"{DIRECTORY}/{rank}"):
                 *came, proof = json.loads(store.get(f"{DIRECTORY}/{rank}", deadline))
                 if hmac.compare_digest(str(proof).encode(), _came(given, attempt, rank, came).encode()):
-                    said[rank], heard[rank] = came
+                    met.said[rank], met.heard[rank] = came
         return met
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise Mismatch(
@@ -80,6 +95,21 @@ def directory(store: Store, launch: Launch, deadline: float) -> Introduced:
             f"({error}); somebody else writes to it",
             (),
         ) from None
+
+
+def _directory_of(store: Store, launch: Launch, deadline: float) -> bytes:
+    """Who joins may be there before those who begin have met."""
+    try:
+        what, text = store.first([DIRECTORY, LOST], deadline)
+    except DeadlineExceeded:
+        raise DeadlineExceeded(
+            f"shoal.init() on rank {launch.rank}: the agents that the run begins with have not met in time; "
+            "SHOAL_TIMEOUT sets how long to wait",
+            tuple(range(launch.begins)),
+        ) from None
+    if what == LOST:
+        raise ended_before(launch.rank, text)
+    return text
 
 
 def add_to_directory(store: Store, launch: Launch, met: Introduced) -> None:
@@ -127,7 +157,7 @@ def introduce(meeting: Meeting, launch: Launch, found: list[dict[str, Any]], end
         raise _doubt(launch.rank, [launch.rank])
     secret = given or heard[0]["secret"].encode()
     key = _digest(secret, "shoal job", meeting.attempt, found, heard)
-    return Introduced(meeting.attempt, found, heard, key, bool(given))
+    return _whole(launch, meeting.attempt, found, heard, key, bool(given))
 
 
 def _believe(
@@ -139,7 +169,7 @@ def _believe(
         proof = _proof(given, attempt, rank, found, one.get("endpoint"))
         if not hmac.compare_digest(str(one.get("proof")).encode(), proof.encode()):
             unproven.append(rank)
-    if unproven or len(heard) != launch.size:
+    if unproven or len(heard) != launch.begins:
         raise _doubt(launch.rank, unproven)
 
 

@@ -12,11 +12,12 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 INCARNATION = "SHOAL_INCARNATION"
+BEGIN_WITH = "SHOAL_BEGIN_WITH"
 
 # Below the range from which Linux takes the ports of outgoing connections (32768 to 60999), so that no client of
 # this machine sits on a derived port by accident.
@@ -42,6 +43,18 @@ class Launch:
     job: str = ""
     #: How often the launcher has started this one agent again while the others went on.
     incarnation: int = 0
+    #: How many agents the run begins with, ranks 0 to that - 1; 0: all. The others may join it.
+    begin_with: int = 0
+
+    @property
+    def begins(self) -> int:
+        """How many agents the run begins with."""
+        return self.begin_with or self.size
+
+    @property
+    def joins(self) -> bool:
+        """This agent comes to a run that goes on, which its rank was not in before."""
+        return self.rank >= self.begins
 
 
 def current(environ: Mapping[str, str] = os.environ) -> Launch:
@@ -55,6 +68,11 @@ def current(environ: Mapping[str, str] = os.environ) -> Launch:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return detect(environ)
     variables = _Variables(environ)
+    if variables.text(BEGIN_WITH):
+        raise ValueError(
+            f"{BEGIN_WITH}={variables.text(BEGIN_WITH)}: the process group of torch.distributed that the script has "
+            "initialised cannot grow; leave it out of a run that agents may join"
+        )
     host, port = _given_address(variables)
     return Launch(
         rank=distributed.get_rank(),
@@ -97,7 +115,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch:
     for launcher in (_torchrun, _openmpi, _pmi, _slurm):
         launch = launcher(variables)
         if launch is not None:
-            return launch
+            return _with_room(launch, variables)
     if variables.text("WORLD_SIZE") and variables.count("WORLD_SIZE") > 1:
         raise ValueError(f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not: set both, or neither")
     return Launch(0, 1, "none")
@@ -189,6 +207,22 @@ def _torchrun(variables: _Variables) -> Launch | None:
         incarnation=variables.count(INCARNATION, default=0),
         job=variables.text("TORCHELASTIC_RUN_ID"),
     )
+
+
+def _with_room(launch: Launch, variables: _Variables) -> Launch:
+    """The same where not all ranks begin."""
+    begin_with = variables.count(BEGIN_WITH, default=0)
+    if not variables.text(BEGIN_WITH):
+        return launch
+    if not 1 <= begin_with <= launch.size:
+        raise ValueError(f"{BEGIN_WITH}={begin_with} must be 1 to {launch.size}, the number of ranks that there may be")
+    found = replace(launch, begin_with=begin_with)
+    if found.joins and not launch.incarnation:
+        raise ValueError(
+            f"rank {launch.rank} is none of the {begin_with} that the run begins with ({BEGIN_WITH}): to join it, set "
+            f"{INCARNATION}=1, too"
+        )
+    return found
 
 
 def _openmpi(variables: _Variables) -> Launch | None:

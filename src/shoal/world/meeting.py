@@ -78,7 +78,7 @@ class Meeting:
         self._set(f"{key}/{self._launch.rank}", json.dumps(said).encode())
         try:
             if self._launch.rank == 0:
-                parts = [self._await(f"{key}/{other}").decode() for other in range(self._launch.size)]
+                parts = [self._await(f"{key}/{other}").decode() for other in range(self._launch.begins)]
                 self._set(f"{key}/all", f"[{','.join(parts)}]".encode())
             found: list[dict[str, Any]] = json.loads(self._await(f"{key}/all"))
         except DeadlineExceeded:
@@ -89,7 +89,7 @@ class Meeting:
         """Take what all have read of :meth:`gather` out of the store, which others may read, too. Rank 0 does it."""
         if self._launch.rank == 0:
             with contextlib.suppress(RuntimeError):  # not every store of a process group can; and it may be gone
-                for who in ("all", *range(self._launch.size)):
+                for who in ("all", *range(self._launch.begins)):
                     self.store.delete(self._key(f"{key}/{who}"))
 
     @property
@@ -116,7 +116,7 @@ class Meeting:
             self.store.set(f"{before}/next", self._attempt.encode())
         self._joined = True
         self._set("place/0", place)
-        others = range(1, self._launch.size)
+        others = range(1, self._launch.begins)
         for other in others:
             self._present(other)
         parts = [place, *(self._present(other) for other in others)]  # again: what each said last counts
@@ -179,13 +179,8 @@ class Meeting:
             self._told = True
             raise AlreadyMet
         if key == LOST:
-            lost = json.loads(value)
             self._told = self._hopeless = True
-            raise PeerLost(
-                f"shoal.init() on rank {self._launch.rank}: an agent has ended ({lost['why']}), and all must have met "
-                "before the others can go on without it",
-                (int(lost["rank"]),),
-            )
+            raise ended_before(self._launch.rank, value)
         return key, value
 
     def _await(self, key: str) -> bytes:
@@ -219,7 +214,7 @@ class Meeting:
         if rank:
             self.store.add(self._key("left"), 1)
             return
-        joined = sum(self._has_joined(other) for other in range(1, self._launch.size))
+        joined = sum(self._has_joined(other) for other in range(1, self._launch.begins))
         limit = time.monotonic() + BREAK_UP_SECONDS
         while self.store.add(self._key("left"), 0) < joined and time.monotonic() < limit:
             pause(_LOOK_AGAIN)
@@ -237,7 +232,7 @@ class Meeting:
         return self.store.has(name) and bool(self.store.get(name, self._deadline))
 
     def _too_late(self, key: str) -> DeadlineExceeded:
-        rank, size = self._launch.rank, self._launch.size
+        rank, size = self._launch.rank, self._launch.begins
         if self.note is not None:
             return given_up(rank, self.note)
         missing: list[int] = []
@@ -251,6 +246,16 @@ class Meeting:
             f"{join_address(self._launch.host, self._launch.port)}; SHOAL_TIMEOUT sets how long to wait",
             missing or (0,),
         )
+
+
+def ended_before(rank: int, said: bytes) -> PeerLost:
+    """An agent that the others cannot begin without has ended, as its launcher says."""
+    lost = json.loads(said)
+    return PeerLost(
+        f"shoal.init() on rank {rank}: an agent has ended ({lost['why']}), and all must have met before the others can "
+        "go on without it",
+        (int(lost["rank"]),),
+    )
 
 
 def given_up(rank: int, note: dict[str, Any]) -> DeadlineExceeded:

@@ -41,6 +41,9 @@ _PORT_SECONDS = 3.0
 _LEAST_SECONDS = 5.0
 _BACKLOG = 4096
 _HOSTED = "hosted"
+PREFIX = "shoal/"
+ROOM, CLAIMED = "room", "claimed"
+"""What the store of a launcher says, of no job, to those who may join it: see ``joining.py``."""
 
 
 class Store(Protocol):
@@ -198,6 +201,11 @@ class TcpStore:
         what = f"add to {key!r} in {self._name}"
         return self._call(lambda: int(self._store.add(self._prefix + key, amount)), what)
 
+    def swap(self, key: str, old: bytes, new: bytes) -> bytes:
+        """Make ``new`` the value of ``key`` where it is ``old``; returns what it is then."""
+        both = cast(str, old), cast(str, new)
+        return self._call(lambda: self._store.compare_set(self._prefix + key, *both), f"set {key!r} in {self._name}")
+
     def delete(self, key: str) -> None:
         self._call(lambda: self._store.delete_key(self._prefix + key), f"delete {key!r} in {self._name}")
 
@@ -269,7 +277,7 @@ def open_store(launch: Launch, deadline: float) -> Store:
         OSError: rank 0 cannot listen on the port.
         ValueError: the launch contradicts the process group, or has no address.
     """
-    prefix = f"shoal/{launch.job}/{launch.attempt}/"
+    prefix = f"{PREFIX}{launch.job}/{launch.attempt}/"
     found = _store_of_process_group(launch)
     if launch.size == 1:
         return ThreadStore()
@@ -283,8 +291,8 @@ def open_store(launch: Launch, deadline: float) -> Store:
 
     def connect(address: str, server_ranks: tuple[int, ...]) -> TcpStore:
         # To the very address that answered: the host may have several, and torch's own search for one is noisy.
-        client = partial(_client, address, port, deadline)
-        return TcpStore(client, prefix=prefix, name=name, server_ranks=server_ranks, deadline=deadline, address=address)
+        begin = partial(client, address, port, deadline)
+        return TcpStore(begin, prefix=prefix, name=name, server_ranks=server_ranks, deadline=deadline, address=address)
 
     if launch.store_is_served:
         return connect(_await_server(launch, deadline), ())
@@ -333,9 +341,16 @@ def listen(host: str, port: int, interface: str = "") -> socket.socket:
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
-def serve(descriptor: int) -> None:
-    """Serve a store on an inherited listening socket until this process is ended: a launcher's helper process."""
+def serve(descriptor: int, room: str = "") -> None:
+    """Serve a store on an inherited listening socket until this process is ended: a launcher's helper process.
+
+    Args:
+        descriptor: The socket.
+        room: What it says to those who may join the run; empty: nobody may.
+    """
     store = _server(socket.socket(fileno=descriptor), time.monotonic() + threading.TIMEOUT_MAX)
+    store.set(PREFIX + CLAIMED, "0 nobody")
+    store.set(PREFIX + ROOM, room)
     try:
         while True:
             signal.pause()
@@ -438,7 +453,8 @@ def _server(listener: socket.socket, deadline: float) -> NativeStore:
     return _tcp_store(address, port, deadline, is_master=True, master_listen_fd=listener.detach())
 
 
-def _client(host: str, port: int, deadline: float) -> NativeStore:
+def client(host: str, port: int, deadline: float) -> NativeStore:
+    """A connection to a store that is served there."""
     return _tcp_store(host, port, deadline, is_master=False)
 
 

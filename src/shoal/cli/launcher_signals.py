@@ -1,0 +1,66 @@
+"""The signals that a launcher gets, as bytes in a pipe: they are obeyed between other things, and none is missed.
+
+One context for the whole life of a launcher: a Ctrl-C that comes while one run has ended and the next has not begun is
+read by whoever looks next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from types import FrameType, TracebackType
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_CAUGHT = (*FORWARDED, signal.SIGCHLD, signal.SIGTSTP)
+_MOST = 4096
+
+
+class Signals:
+    """What has come and was not read yet. For the main thread."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = os.pipe()
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> Signals:
+        os.set_blocking(self._receiver, False)
+        os.set_blocking(self._sender, False)
+        previous = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
+        self._exits.callback(signal.set_wakeup_fd, previous)
+        for signum in _CAUGHT:
+            old = signal.getsignal(signum)
+            # What nohup, or a shell that starts a job in the background, has chosen to ignore stays ignored.
+            if old is signal.SIG_IGN and signum != signal.SIGCHLD:
+                continue
+            signal.signal(signum, _noted)
+            self._exits.callback(signal.signal, signum, signal.SIG_DFL if old is None else old)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._exits.close()
+        os.close(self._receiver)
+        os.close(self._sender)
+
+    def fileno(self) -> int:
+        """For a selector: readable when a signal has come."""
+        return self._receiver
+
+    def read(self) -> list[signal.Signals]:
+        """Those that have come since the last time, in their order; none twice."""
+        try:
+            return [signal.Signals(number) for number in os.read(self._receiver, _MOST)]
+        except BlockingIOError:
+            return []
+
+    def wait(self, seconds: float) -> list[signal.Signals]:
+        """The same, after so long a time, or as soon as one has come."""
+        select.select([self._receiver], [], [], max(0.0, seconds))
+        return self.read()
+
+
+def _noted(signum: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor says it all; but without a handler Python would not write to it."""

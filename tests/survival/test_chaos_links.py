@@ -1,0 +1,23 @@
+"""Cables drawn from seeds: slow, cut both ways, one way, or between two; for a time, which loses nobody, or for good.
+
+``python tools/chaos.py --links`` runs more of them and prints a table.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from support.chaos_links import FAULTS, Draw, run
+
+pytestmark = pytest.mark.transport("namespaces")
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.soak) for k in range(3, 100))])
+def test_training_ends_where_it_must_whatever_a_cable_does(seed: int) -> None:
+    run(seed)
+
+
+def test_seeds_draw_all_kinds_of_faults() -> None:
+    draws = [Draw.of(seed) for seed in range(100)]
+    assert {draw.kind for draw in draws[: len(FAULTS)]} == set(FAULTS)
+    assert {draw.stops for draw in draws} == {True, False}

@@ -1,0 +1,129 @@
+"""Optimizers that exchange through windows: where an agent is killed the others go on, and when it comes back all make
+their windows anew with it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import shoal
+from shoal import topology_util
+from shoal.topology import Static
+from shoal.world.agent import current
+from support.fault_points import Point, arm, over_both
+from support.surviving_training import RATE, Point3, optimum, resting_place, step_of, target
+from support.survivors import CONTINUE
+from support.world import World
+
+SIZE, VICTIM = 4, 1
+LEFT = [rank for rank in range(SIZE) if rank != VICTIM]
+RING = Static(topology_util.RingGraph(SIZE))
+WAYS = {
+    "put": shoal.DistributedWinPutOptimizer,
+    "get": shoal.DistributedPullGetOptimizer,
+    "push-sum": shoal.DistributedPushSumOptimizer,
+}
+NEAR = {"put": 1e-8, "get": 0.2}
+"""What is got may lie between a neighbour's average and its local step; what is put lies at the end of a step."""
+POINTS = [
+    Point("finished", 31),
+    *(pytest.param(point, marks=pytest.mark.soak) for point in (Point("submitted", 58), Point("sent", 21))),
+]
+TOGETHER, BETWEEN, STEPS = 2, 20, 300
+"""Steps after which agents wait for each other, so that none is far ahead; after which some may enter; and in all, once
+everybody is there that is to be."""
+MOST_SECONDS = 40.0
+
+Ended = tuple[list[float], tuple[int, ...], list[tuple[int, ...]]]
+
+
+def train(way: str, rate: float, point: Point | None, returns: int) -> Ended:
+    """The parameters in the end, who is there then, and who was lost and entered, in turn."""
+    rank, model, seen = shoal.rank(), Point3(), []
+    shoal.set_topology(topology_util.RingGraph(SIZE), is_weighted=True)
+    with torch.no_grad():
+        model.x += torch.tensor(target(rank))
+    optimizer = WAYS[way](torch.optim.SGD(model.parameters(), lr=rate), model)
+    checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
+    shoal.on_membership_change(lambda change: seen.append((*change.lost, *change.entered)))
+    first = not shoal.is_entering()
+    step, since, limit = checkpoint.load(None, missing_ok=True), 0, time.monotonic() + MOST_SECONDS
+    take_a_step = step_of(optimizer, model)
+    if first and point is not None:
+        arm(point)
+    while since < STEPS:
+        take_a_step()
+        step, since = step + 1, since + 1
+        if step % TOGETHER == 0:
+            shoal.barrier()
+        if step % BETWEEN == 0:
+            there = shoal.allgather(torch.tensor([rank])).tolist()
+            entered = current().engine.agreement.now.entered
+            if entered < returns or len(there) != (SIZE if returns else len(LEFT)):
+                since = 0
+                time.sleep(0.01)
+            assert time.monotonic() < limit, f"rank {rank}: {seen}"
+            checkpoint.save(None, step)
+    shoal.barrier()
+    return model.x.tolist(), shoal.alive(), seen
+
+
+def ended(world: World, way: str, rate: float, point: Point, returns: int = 0) -> dict[int, Ended]:
+    pending = {
+        rank: world.run_on(rank, train, way, rate, point if rank == VICTIM else None, returns) for rank in range(SIZE)
+    }
+    for _ in range(returns):
+        assert pending[VICTIM].outcome(60.0).error == "Died"
+        world.start_again(VICTIM)
+        pending[VICTIM] = world.run_on(VICTIM, train, way, rate, None, returns)
+    outcomes = {rank: pending[rank].outcome(60.0) for rank in range(SIZE)}
+    if not returns:
+        assert outcomes.pop(VICTIM).error == "Died"
+    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes.values() if one.error]
+    assert not failed, "\n".join(failed)
+    return {rank: one.value for rank, one in outcomes.items()}
+
+
+def parameters(found: dict[int, Ended]) -> NDArray[np.float64]:
+    return np.array([found[rank][0] for rank in sorted(found)])
+
+
+@over_both
+@pytest.mark.parametrize("point", POINTS, ids=str)
+@pytest.mark.parametrize("way", ["put", "get"])
+def test_the_others_come_to_rest_where_those_that_are_left_do(
+    environment: dict[str, str], way: str, point: Point
+) -> None:
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        found = ended(world, way, RATE, point)
+    assert {one[1] for one in found.values()} == {tuple(LEFT)}
+    expected = resting_place(RING, SIZE, [], overlapping=True, unheard=[VICTIM])[LEFT]
+    np.testing.assert_allclose(parameters(found), expected, rtol=0, atol=NEAR[way])
+
+
+@over_both
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_push_sum_of_those_that_are_left_agrees(environment: dict[str, str], point: Point) -> None:
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        x = parameters(ended(world, "push-sum", 0.0, point))
+    begun = np.array([target(rank) for rank in range(SIZE)])
+    assert np.ptp(x, axis=0).max() < 1e-8
+    assert (x >= begun.min(0)).all() and (x <= begun.max(0)).all()
+
+
+@over_both
+@pytest.mark.parametrize("way", WAYS)
+def test_who_comes_back_has_windows_with_all_others(environment: dict[str, str], way: str) -> None:
+    with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
+        found = ended(world, way, RATE, Point("finished", 40), returns=1)
+    assert {one[1] for one in found.values()} == {tuple(range(SIZE))}
+    assert found[0][2] == [(VICTIM,), (VICTIM,)]
+    x, everybody = parameters(found), list(range(SIZE))
+    if way == "push-sum":  # at a constant rate it comes near
+        assert np.abs(x.mean(0) - optimum(everybody)).max() < 0.2
+    else:
+        np.testing.assert_allclose(x, resting_place(RING, SIZE, [], overlapping=True), rtol=0, atol=NEAR[way])

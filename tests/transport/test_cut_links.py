@@ -1,0 +1,134 @@
+"""A connection between two machines is cut while both agents live: it is made again, and every message comes once."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+import shoal
+from shoal.transport.network import NetworkLink
+from shoal.transport.resuming import SAY_AFTER_UNITS, Had, Sent
+from shoal.transport.wire import ProtocolError
+from shoal.world.agent import current
+from support.leftovers import nothing_is_left
+from support.relay import Change, in_the_middle
+from support.relay_attacks import cuts
+
+SIZES = (3, 5_000, 400_000)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_each_unit_comes_once_and_in_order_wherever_it_is_cut(seed: int) -> None:
+    draws = random.Random(seed)
+    sent: Sent[int] = Sent()
+    had, come, following = Had(), [], 0
+    on_the_way: list[int] = []
+    acknowledgements: list[int] = []
+    while following < 500 or not sent.idle or on_the_way:
+        act = draws.random()
+        if act < 0.5 and (following < 500 or not sent.idle):
+            unit = sent.next_again()
+            if unit is None:
+                unit, following = following, following + 1
+            sent.keep(unit)
+            on_the_way.append(unit)
+        elif act < 0.95 and on_the_way:
+            come.append(on_the_way.pop(0))
+            if had.one_more(1):
+                acknowledgements.append(had.said())
+        elif act < 0.98 and acknowledgements:
+            sent.acknowledge(acknowledgements.pop(0))
+        elif act > 0.99:  # what is on its way is lost, there and back
+            on_the_way.clear()
+            acknowledgements.clear()
+            sent.go_on_after(had.count)
+    assert come == list(range(500))
+
+
+def test_a_count_that_cannot_be_is_refused() -> None:
+    sent: Sent[int] = Sent()
+    for unit in range(5):
+        sent.keep(unit)
+    sent.acknowledge(3)
+    for count in (2, 6, 1 << 40):
+        with pytest.raises(ProtocolError, match="were expected"):
+            sent.acknowledge(count)
+        with pytest.raises(ProtocolError, match="were expected"):
+            sent.go_on_after(count)
+    sent.acknowledge(5)
+
+
+def test_what_is_sent_is_not_kept_for_ever() -> None:
+    sent: Sent[int] = Sent()
+    had = Had()
+    for unit in range(10 * SAY_AFTER_UNITS):
+        sent.keep(unit)
+        if had.one_more(1):
+            sent.acknowledge(had.said())
+        assert len(sent._kept) <= SAY_AFTER_UNITS
+
+
+def rounds() -> list[torch.Tensor]:
+    """Twenty rounds of each size, with others in flight."""
+    found = []
+    for step in range(20):
+        handles = [
+            shoal.neighbor_allreduce_nonblocking(torch.full((size,), 10.0 * step + shoal.rank()), name=f"of {size}")
+            for size in SIZES
+        ]
+        found += [shoal.wait(handle) for handle in handles]
+        found.append(shoal.allreduce(torch.tensor([float(shoal.rank() + step)])))
+    return found
+
+
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 40))])
+def test_cut_again_and_again_all_goes_on_and_gives_the_same(seed: int) -> None:
+    undisturbed = shoal.Fleet(3, transport="network", timeout=30.0).run(rounds)
+    seen: list[int] = []
+    with nothing_is_left(), in_the_middle(cuts(random.Random(seed), seen)):
+        found = shoal.Fleet(3, transport="network", timeout=30.0).run(rounds)
+    assert len(seen) > 10
+    for one, other in zip(found, undisturbed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.transport("network")
+def test_a_sender_keeps_no_more_than_it_may_have_to_send_again() -> None:
+    def run() -> int:
+        for step in range(300):
+            shoal.neighbor_allreduce(torch.full((5,), float(step)), name="small")
+            if step % 20 == 0:
+                shoal.neighbor_allreduce(torch.full((1 << 20,), float(step)), name="large")
+        links = list(current().engine.router.links.values())
+        shoal.barrier()  # who has ended is nobody's link
+        return max(len(link._sent._kept) for link in links if isinstance(link, NetworkLink))
+
+    assert max(shoal.Fleet(2, transport="network").run(run)) < 2 * SAY_AFTER_UNITS
+
+
+@pytest.mark.transport("network")
+def test_what_is_spoiled_each_time_ends_a_link_and_not_the_patience_of_all() -> None:
+    def of_a_direction() -> Change:
+        def change(said: bytes, before: int) -> bytes:
+            place = 500 - before  # behind the handshake
+            if not 0 <= place < len(said):
+                return said
+            return said[:place] + bytes([said[place] ^ 1]) + said[place + 1 :]
+
+        return change
+
+    def run() -> str:
+        began = time.monotonic()
+        with pytest.raises(shoal.PeerLost) as caught:
+            for step in range(50):
+                shoal.neighbor_allreduce(torch.full((1_000,), float(step)), name="x")
+        assert time.monotonic() - began < 10.0
+        return str(caught.value)
+
+    with nothing_is_left(), in_the_middle(of_a_direction):
+        found = shoal.Fleet(2, transport="network", timeout=30.0).run(run)
+    assert any("changed on the way" in text for text in found), found
