@@ -30,12 +30,12 @@ from .ops.handles import synchronize as synchronize
 from .ops.handles import wait as wait
 from .ops.hierarchical import hierarchical_neighbor_allreduce as hierarchical_neighbor_allreduce
 from .ops.hierarchical import hierarchical_neighbor_allreduce_nonblocking as hierarchical_neighbor_allreduce_nonblocking
-from .ops.neighbor import neighbor_allgather as neighbor_allgather
-from .ops.neighbor import neighbor_allgather_nonblocking as neighbor_allgather_nonblocking
 from .ops.neighbor import neighbor_allreduce as neighbor_allreduce
 from .ops.neighbor import neighbor_allreduce_nonblocking as neighbor_allreduce_nonblocking
 from .ops.neighbor import pair_gossip as pair_gossip
 from .ops.neighbor import pair_gossip_nonblocking as pair_gossip_nonblocking
+from .ops.neighbor_allgather import neighbor_allgather as neighbor_allgather
+from .ops.neighbor_allgather import neighbor_allgather_nonblocking as neighbor_allgather_nonblocking
 from .ops.objects import InferDestinationFromSourceRanks as InferDestinationFromSourceRanks
 from .ops.objects import InferSourceFromDestinationRanks as InferSourceFromDestinationRanks
 from .ops.objects import allreduce_parameters as allreduce_parameters

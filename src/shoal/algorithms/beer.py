@@ -59,8 +59,8 @@ class BEER(Algorithm):
         self, x: torch.Tensor, copy: torch.Tensor, mixed: torch.Tensor, mix: Mix
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The public copy after a message, and W times all copies."""
-        q = self.compressor(x - copy, mix)
-        return copy + q, mixed + mix(q, nbytes=self.compressor.nbytes(q.shape[-1], q.dtype))
+        news, q = mix.compressed(x - copy, self.compressor)
+        return copy + q, mixed + news
 
 
 register(

@@ -66,9 +66,8 @@ class ChocoSGD(Algorithm):
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         h, s = state
         y = x - self.lr * grad(x)
-        q = self.compressor(y - h, mix)
-        h = h + q
-        s = s + mix(q, nbytes=self.compressor.nbytes(q.shape[-1], q.dtype))
+        mixed, q = mix.compressed(y - h, self.compressor)
+        h, s = h + q, s + mixed
         return y + self.gamma * (s - h), (h, s)
 
 
@@ -103,8 +102,7 @@ class DeepSqueeze(Algorithm):
         (e,) = state
         y = x - self.lr * grad(x)
         v = y + e
-        c = self.compressor(v, mix)
-        mixed = mix(c, nbytes=self.compressor.nbytes(c.shape[-1], c.dtype))
+        mixed, c = mix.compressed(v, self.compressor)
         return y + self.gamma * (mixed - c), (v - c,)
 
 

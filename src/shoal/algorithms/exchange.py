@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable
 import networkx as nx
 import torch
 
+from ..compression import Compressor
+from ..compression.draws import Redrawn
 from ..engine.membership import WHOLE
 from ..ops.alltoall import submit as submit_alltoall
 from ..ops.arguments import channel_name
 from ..ops.collective import allreduce
+from ..ops.encoded import Encoded
 from ..ops.neighbor import submit
 from ..topology.healing import Without
 from ..topology.schedule import Schedule
@@ -74,6 +77,18 @@ class Exchange(Mix):
         self.exchanges += 1
         self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else int(nbytes))
         return submit(current("neighbor_allreduce"), x, mixing, name=self._name).wait()
+
+    def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not compressor.encodes:
+            return super().compressed(x, compressor)
+        mixing = self._schedule.mixing(self.round, "mix", self._plan.gone)
+        seed, step, times = self.seed, self.step, self._draws
+        encoded = Encoded.of(x, compressor, self.rank, lambda rank: Redrawn(seed, step, rank, times), by=self)
+        self.exchanges += 1
+        self.sent += len(mixing.destinations) * encoded.message.numel()
+        agent = current("neighbor_allreduce")
+        mixed = submit(agent, x, mixing, name=self._name, encoded=lambda _: encoded).wait()
+        return mixed, encoded.numbers.to(x.device)
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         if group not in (EVERYBODY, MACHINE):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..compression import Compressor
 from ..compression.draws import HashStream
 from .algorithm import Algorithm, Gradient
 from .catalog import Entry, register
@@ -86,7 +87,7 @@ class LocalSteps(_Sometimes):
         step = mix.round
         if (step + 1) % self.every:
             return self.algorithm.step(x, state, grad, _Quiet(mix))
-        exchange = _Numbered(mix)
+        exchange = _Through(mix)
         mix.round = step // self.every
         try:
             return self.algorithm.step(x, state, grad, exchange)
@@ -124,7 +125,7 @@ class _Through(Mix):
 
     def __init__(self, mix: Mix) -> None:
         super().__init__(mix.seed)
-        self._mix, self.size, self.round = mix, mix.size, mix.round
+        self._mix, self.size, self.round, self.step = mix, mix.size, mix.round, mix.step
 
     def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
         return self._mix(x, nbytes=nbytes)
@@ -150,6 +151,9 @@ class _Through(Mix):
     def sign(self, like: torch.Tensor) -> torch.Tensor:
         return self._mix.sign(like)
 
+    def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._mix.compressed(x, compressor)
+
     def uniform(self, like: torch.Tensor) -> torch.Tensor:
         return self._mix.uniform(like)
 
@@ -160,29 +164,14 @@ class _Through(Mix):
         return self._mix._agents(like)
 
 
-class _Numbered(_Through):
-    """Draws by the number of the step, where the one behind it has the number of an exchange."""
-
-    def uniform(self, like: torch.Tensor) -> torch.Tensor:
-        exchange, self._mix.round = self._mix.round, self.round
-        try:
-            return self._mix.uniform(like)
-        finally:
-            self._mix.round = exchange
-
-    def stream(self, like: torch.Tensor) -> HashStream:
-        exchange, self._mix.round = self._mix.round, self.round
-        try:
-            return self._mix.stream(like)
-        finally:
-            self._mix.round = exchange
-
-
 class _Quiet(_Through):
     """W = I, and nothing is sent. A new tensor each time, as of any exchange."""
 
     def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
         return x.clone()
+
+    def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
+        return Mix.compressed(self, x, compressor)
 
     def pull(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -205,6 +194,9 @@ class _Everybody(_Through):
 
     def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
         return self._mix.average(x)
+
+    def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
+        return Mix.compressed(self, x, compressor)
 
     def pull(self, x: torch.Tensor) -> torch.Tensor:
         return self._mix.average(x)

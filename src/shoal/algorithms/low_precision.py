@@ -52,9 +52,8 @@ class LowPrecision(Algorithm):
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (s,) = state
-        q = self.compressor(s - self.lr * grad(x) - x, mix)
-        s = s + mix(q, nbytes=self.compressor.nbytes(q.shape[-1], q.dtype))
-        return x + q, (s,)
+        mixed, q = mix.compressed(s - self.lr * grad(x) - x, self.compressor)
+        return x + q, (s + mixed,)
 
 
 register(

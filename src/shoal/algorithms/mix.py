@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from ..compression.draws import HashStream, hashed
+from ..compression import Compressor
+from ..compression.draws import HashStream, drawn
 
 EVERYBODY = "all"
 MACHINE = "machine"
@@ -22,7 +23,9 @@ class Mix(ABC):
 
     Attributes:
         size: Number of agents.
-        round: The number of the step; the runner counts it. It chooses the round of the topology and what is drawn.
+        round: The round of the topology: the number of the step, which the runner counts, or of the exchange where
+            steps are taken between exchanges.
+        step: The number of the step, by which is drawn.
         seed: What the random numbers are made from.
         sent: Bytes sent so far: by all agents of a stacked fleet, by this one in a real agent.
         exchanges: How often the algorithm has exchanged something; in a step it may do so several times.
@@ -33,7 +36,7 @@ class Mix(ABC):
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.round = 0
+        self.round = self.step = 0
         self.sent = 0
         self.exchanges = 0
         self.seconds: float | None = None
@@ -45,7 +48,7 @@ class Mix(ABC):
         Returns:
             Agents have been lost since the last step: :meth:`Algorithm.restart` comes first.
         """
-        self.round = round_
+        self.round = self.step = round_
         self._draws = 0
         return False
 
@@ -61,6 +64,15 @@ class Mix(ABC):
             nbytes: Bytes of an agent's message where it would travel in a shorter form than ``x``, for the books: one
                 number, or one for each agent, integers ``[n, 1]`` or ``[1]``.
         """
+
+    def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``W q`` and ``q``, where ``q = C(x)`` is what the neighbours make of an agent's message.
+
+        Between agents of one machine, where copying is cheaper than decoding, ``q`` itself is handed over, with the
+        same result; the books count the message. A compressor without a wire format sends ``q``.
+        """
+        q = compressor(x, self)
+        return self(q, nbytes=compressor.nbytes(q.shape[-1], q.dtype) if compressor.encodes else None), q
 
     @abstractmethod
     def pull(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +114,7 @@ class Mix(ABC):
     def uniform(self, like: torch.Tensor) -> torch.Tensor:
         """Random numbers in [0, 1), shape and dtype of ``like`` (one row for each agent).
 
-        They depend on the seed, the agent, the round, how often the step has asked, and the place, and on nothing else:
+        They depend on the seed, the agent, the step, how often the step has asked, and the place, and on nothing else:
         stacked or real, an agent draws the same.
         """
         return self.stream(like).whole()
@@ -110,6 +122,4 @@ class Mix(ABC):
     def stream(self, like: torch.Tensor) -> HashStream:
         """What :meth:`uniform` would give, a stretch at a time; it counts as a call of it."""
         self._draws += 1
-        key = hashed(hashed(torch.tensor(self.seed)) + self.round)
-        key = hashed(key + self._draws)
-        return HashStream(hashed(key.to(like.device) + self._agents(like)), like)
+        return drawn(self.seed, self.step, self._draws, self._agents(like), like)

@@ -46,6 +46,11 @@ class Compressor(ABC):
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         """Bytes of the message of one agent's ``d`` numbers."""
 
+    @property
+    def encodes(self) -> bool:
+        """It has a wire format; else only its results can be sent, with all their numbers."""
+        return type(self)._encode is not Compressor._encode
+
     def omega(self, d: int) -> float:
         """The least known omega with ``E |C(x) - x|^2 <= omega |x|^2`` for every ``x`` of ``d`` numbers.
 
@@ -72,7 +77,9 @@ class Compressor(ABC):
             self._encode(x.detach(), data, self._stream(draws, x))
         return data
 
-    def decode(self, data: torch.Tensor, d: int, dtype: torch.dtype, draws: Draws) -> torch.Tensor:
+    def decode(
+        self, data: torch.Tensor, d: int, dtype: torch.dtype, draws: Draws, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """What ``compressor(x, draws)`` is, bit for bit (but for the payload of a NaN), of ``data = encode(x, draws)``.
 
         The draws are the sender's: it draws as often as ``encode`` did. A NaN or an infinity in a message is what one
@@ -82,12 +89,14 @@ class Compressor(ABC):
             data: uint8 ``[..., nbytes(d, dtype)]``.
             d: Numbers of a message.
             dtype: Of the numbers that were sent, and of the result ``[..., d]``.
+            out: Takes the result.
 
         Raises:
             ValueError: Such a message is sent by nobody; it says what is wrong with it.
         """
         self._check(data, d, dtype)
-        out = torch.empty(*data.shape[:-1], d, dtype=dtype, device=data.device)
+        if out is None:
+            out = torch.empty(*data.shape[:-1], d, dtype=dtype, device=data.device)
         for row, pieces in zip(rows(out), self._rows_of_pieces(data, out, draws), strict=True):
             for where, numbers in pieces:
                 if isinstance(where, torch.Tensor):
@@ -261,6 +270,10 @@ class Shrunk(Compressor):
 
     def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
         return self.compressor(x, mix) / self._divisor(x.shape[-1]) if x.numel() else x.clone()
+
+    @property
+    def encodes(self) -> bool:
+        return self.compressor.encodes
 
     def _divisor(self, d: int) -> float:
         omega = self.compressor.omega(d)

@@ -82,6 +82,37 @@ class HashStream:
         return out
 
 
+def drawn(seed: int, round_: int, time: int, agents: torch.Tensor, like: torch.Tensor) -> HashStream:
+    """What agents draw the ``time``-th time in a round, from 1 on: nothing else counts, so anybody can draw it again.
+
+    Args:
+        agents: int64, the ranks: ``[n, 1]`` or ``[1]``, on the device of ``like``.
+        like: ``[..., d]``.
+    """
+    key = hashed(hashed(torch.tensor(seed)) + round_)
+    key = hashed(key + time)
+    return HashStream(hashed(key.to(like.device) + agents), like)
+
+
+class Redrawn:
+    """What one agent draws in a round, for those who decode its messages.
+
+    Args:
+        rank: The agent.
+        times: How often it had drawn before.
+    """
+
+    def __init__(self, seed: int, round_: int, rank: int, times: int = 0) -> None:
+        self._seed, self._round, self._rank, self._times = seed, round_, rank, times
+
+    def uniform(self, like: torch.Tensor) -> torch.Tensor:
+        return self.stream(like).whole()
+
+    def stream(self, like: torch.Tensor) -> HashStream:
+        self._times += 1
+        return drawn(self._seed, self._round, self._times, torch.tensor([self._rank], device=like.device), like)
+
+
 def hashed(z: torch.Tensor) -> torch.Tensor:
     """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64, which wraps as uint64 would."""
     z = z + _STEP

@@ -140,9 +140,14 @@ class Engine:
         )
         self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # this is a forked child's copy
+        self.compresses_locally = False  # messages of compressors travel encoded within this machine, too
 
     def start(self) -> None:
         self.progress.start()
+
+    def is_far(self, rank: int) -> bool:
+        """What goes to an agent goes over the network, or is to be as short as if it did."""
+        return self.compresses_locally or self.router.transport_to(rank) == "network"
 
     @property
     def bytes_sent(self) -> int:

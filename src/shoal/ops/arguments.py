@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..arithmetic import complete
-from ..engine.operation import INTERNAL, Arrived, Steps
+from ..engine.operation import INTERNAL, Arrived, Send, Steps
 from ..errors import Mismatch
 from ..topology._validate import as_int
 from ..transport.wire import DTYPES, Message, Payload
@@ -120,6 +120,11 @@ def put(result: torch.Tensor, out: torch.Tensor) -> None:
     if out.is_inference() and not (out.is_conj() or out.is_neg()):  # else :func:`writable` gives bits, not numbers
         out = writable(out)
     out.detach().copy_(result)
+
+
+def rotated(sends: Iterable[Send], agent: Agent) -> list[Send]:
+    """Serve rank + 1 first, then rank + 2, ...: so that not everybody sends to rank 0 first."""
+    return sorted(sends, key=lambda send: (send.destination - agent.rank) % agent.size)
 
 
 def payload(arrived: Arrived, source: int) -> Payload:

@@ -29,6 +29,7 @@ from .arguments import (
     check_tensor,
     joined,
     payload,
+    rotated,
 )
 
 DIRECT_BYTES = 1 << 13
@@ -221,11 +222,6 @@ def allgather_shares(
             continue
         yield from complete([payload(arrived, rank)])
         out[start:stop].copy_(payload(arrived, rank).data)
-
-
-def rotated(sends: Sequence[Send], agent: Agent) -> list[Send]:
-    """Serve rank + 1 first, then rank + 2, ...: so that not everybody sends to rank 0 first."""
-    return sorted(sends, key=lambda send: (send.destination - agent.rank) % agent.size)
 
 
 def broadcast(

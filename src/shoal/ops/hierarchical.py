@@ -17,8 +17,8 @@ from ..engine.discovery import submit_to_all
 from ..engine.operation import Exchange, Handle, Operation, Send, Steps
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
-from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload, split_name
-from .collective import allgather_shares, reduce_scatter, reduced, rotated, shape_digest
+from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload, rotated, split_name
+from .collective import allgather_shares, reduce_scatter, reduced, shape_digest
 
 OP = "hierarchical_neighbor_allreduce"
 _BETWEEN_LEADERS, _FROM_LEADER = 8, 9

@@ -12,12 +12,13 @@ side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ..arithmetic import complete, weighted_sum
+from ..compression import Compressor
 from ..engine.discovery import discover, submit_to_all
 from ..engine.operation import NOTHING, Arrived, Exchange, Fusible, Handle, OnLoss, Operation, Send, Steps
 from ..engine.publishing import PUBLISH_BYTES
@@ -26,16 +27,15 @@ from ..world.agent import Agent, StaticTopology, current
 from .arguments import (
     WEIGHABLE,
     Result,
-    as_ranks,
     channel_name,
-    check_gatherable,
     check_out,
     check_tensor,
-    joined,
     payload,
     put,
+    rotated,
     split_name,
 )
+from .encoded import Encoded, encoded_by_call
 from .robust import Robust
 
 OP = "neighbor_allreduce"
@@ -54,6 +54,7 @@ def neighbor_allreduce(
     *,
     enable_topo_check: bool = True,
     robust: Robust | None = None,
+    compression: Compressor | None = None,
     name: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -89,6 +90,11 @@ def neighbor_allreduce(
         robust: A rule in the place of the weighted average, for neighbours that may send nonsense:
             :class:`~shoal.FiniteOnly`, :class:`~shoal.ClippedGossip` or :class:`~shoal.TrimmedMean`. Agents may have
             different ones.
+        compression: Between machines a :mod:`message <shoal.compression>` of it travels in the place of the tensor, and
+            the result is ``x_i - C(x_i) + w_ii C(x_i) + sum r_ij s_ij C(x_j)``: what a message leaves out stays with
+            its agent, so that weights whose columns sum to 1 keep the mean. Within a machine tensors are read where
+            they lie, with the same result bit for bit. Again and again over, a coarse compressor does not bring agents
+            to their mean: for that there is :class:`~shoal.algorithms.ChocoSGD`. The same on all agents.
         name: What calls are matched by between agents. Unnamed calls match by their order.
         out: Takes the result; it may be ``tensor`` itself.
         timeout: Seconds until the deadline; ``SHOAL_TIMEOUT`` (300) if not given.
@@ -104,8 +110,19 @@ def neighbor_allreduce(
     agent, checked = current(OP), enable_topo_check
     self_weight, name = split_name(OP, self_weight, name)
     mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
+    encoded = None if compression is None else encoded_by_call(OP, tensor, compression, agent.rank)
     return submit(
-        agent, tensor, mixing, form, name, checked=checked, out=out, timeout=timeout, fusible=False, robust=robust
+        agent,
+        tensor,
+        mixing,
+        form,
+        name,
+        checked=checked,
+        out=out,
+        timeout=timeout,
+        fusible=False,
+        robust=robust,
+        encoded=encoded,
     ).wait()
 
 
@@ -117,6 +134,7 @@ def neighbor_allreduce_nonblocking(
     *,
     enable_topo_check: bool = True,
     robust: Robust | None = None,
+    compression: Compressor | None = None,
     name: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -129,7 +147,10 @@ def neighbor_allreduce_nonblocking(
     agent, checked = current(OP), enable_topo_check
     self_weight, name = split_name(OP, self_weight, name)
     mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
-    return submit(agent, tensor, mixing, form, name, checked=checked, out=out, timeout=timeout, robust=robust)
+    encoded = None if compression is None else encoded_by_call(OP, tensor, compression, agent.rank)
+    return submit(
+        agent, tensor, mixing, form, name, checked=checked, out=out, timeout=timeout, robust=robust, encoded=encoded
+    )
 
 
 def submit(
@@ -146,6 +167,7 @@ def submit(
     fusible: bool = True,
     replan: Callable[[tuple[int, ...]], Mixing] | None = None,
     robust: Robust | None = None,
+    encoded: Callable[[Operation], Encoded] | None = None,
 ) -> Handle[torch.Tensor]:
     """Begin a weighted average with a round as it is, for the public functions, optimizers and algorithms.
 
@@ -161,6 +183,7 @@ def submit(
         replan: The same round without agents that are gone, for one that begins when they are. If not given, what they
             would have sent weighs in this agent's own tensor; on a directed graph the mean leans to some agents then.
         robust: As for :func:`neighbor_allreduce`.
+        encoded: How the tensor travels, and what of it, if not as it is.
     """
     tensor = check_tensor(OP, tensor, WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
@@ -170,7 +193,8 @@ def submit(
         known, form = static.mixing, "static"
         small = 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES and tensor.is_cpu
         # After a loss the rounds under way may be planned for different agents.
-        if small and fusible and robust is None and not agent.engine.events.active and not agent.engine.agreement.gone:
+        plain = robust is None and encoded is None
+        if small and fusible and plain and not agent.engine.events.active and not agent.engine.agreement.gone:
             flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
             one = Fusible(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
             return agent.engine.submit(OP, channel_name(OP, name), one, timeout, name is not None, on_loss=OnLoss.GO_ON)
@@ -185,7 +209,20 @@ def submit(
             one = now.mixing
         elif gone:
             one = known.without(gone) if replan is None else replan(gone)
-        return _mix(agent, operation, tensor, one, form, now, out, checked=checked, zero_copy=zero_copy, robust=robust)
+        how = None if encoded is None else encoded(operation)
+        return _mix(
+            agent,
+            operation,
+            tensor,
+            one,
+            form,
+            now,
+            out,
+            checked=checked,
+            zero_copy=zero_copy,
+            robust=robust,
+            encoded=how,
+        )
 
     channel = channel_name(OP, name)
     if form in _IN_STAGES:  # it cannot go on in the middle
@@ -210,12 +247,11 @@ class _OnStaticTopology:
         parts = [small.flat for small in smalls]
         published = self.agent.engine.publisher.publish_joined(operation, parts)
         total = published.data.numel()
-        sends = [
-            Send(rank, published, 0, total, (total,), mixing.destinations[rank])
-            for rank in _rotated(self.agent, mixing.destinations)
-        ]
+        sends = [Send(rank, published, 0, total, (total,), mixing.destinations[rank]) for rank in mixing.destinations]
         digest = self.static.digest ^ _FORMS["static"]
-        arrived = yield Exchange(sends, mixing.source_ranks, parts[0].dtype, (total,), digest=digest)
+        arrived = yield Exchange(
+            rotated(sends, self.agent), mixing.source_ranks, parts[0].dtype, (total,), digest=digest
+        )
         terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in mixing.sources.items()]
         joined = torch.empty_like(published.data)
         yield from weighted_sum(joined, published.data, mixing.self_weight, terms)
@@ -287,8 +323,11 @@ def _mix(
     checked: bool = False,
     zero_copy: bool = False,
     robust: Robust | None = None,
+    encoded: Encoded | None = None,
 ) -> Steps[torch.Tensor]:
     engine = agent.engine
+    if encoded is not None:
+        tensor = encoded.numbers
     published = engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     shape, total = tuple(tensor.shape), published.data.numel()
     sources, destinations = mixing.sources, mixing.destinations
@@ -305,16 +344,20 @@ def _mix(
     elif form == "pull within":
         destinations = yield from _readers(agent, operation, static.mixing, sources)
 
-    sends = [Send(rank, published, 0, total, shape, destinations[rank]) for rank in _rotated(agent, destinations)]
+    digest, digest_of = static.digest ^ _FORMS[form] if form in _FORMS else 0, "topology, or form of the call"
+    sends = [Send(rank, published, 0, total, shape, weight) for rank, weight in destinations.items()]
+    if encoded is not None:
+        sends = encoded.shortened(engine, operation, sends)
+        digest, digest_of = digest ^ encoded.digest, f"{digest_of}, compression, shape or dtype"
     sends += [Send(rank, published, 0, 0, (0,), NOTHING) for rank in nothing]
     arrived = yield Exchange(
-        sends,
+        rotated(sends, agent),
         list(sources),
-        tensor.dtype,
-        shape,
+        tensor.dtype if encoded is None else None,
+        shape if encoded is None else None,
         checked=checked and form == "push-pull",
-        digest=static.digest ^ _FORMS[form] if form in _FORMS else 0,
-        digest_of="topology, or form of the call",
+        digest=digest,
+        digest_of=digest_of,
     )
     result = Result(agent, out, tensor, shape)
     own = mixing.self_weight
@@ -324,12 +367,17 @@ def _mix(
         own += sum(weight for rank, weight in sources.items() if rank not in arrived)
     there = [rank for rank in sources if rank in arrived and not arrived[rank].nothing]  # ascending, as in every Mixing
     terms = [(payload(arrived, rank), sources[rank] * arrived[rank].scale) for rank in there]
+    if encoded is not None:
+        payloads = yield from encoded.decoded(operation, agent, [(rank, arrived[rank]) for rank in there])
+        terms = [(one, weight) for one, (_, weight) in zip(payloads, terms, strict=True)]
     if robust is None:
         yield from weighted_sum(result.flat, published.data, own, terms)
     else:  # it has to look at all of a tensor first
         yield from complete([one for one, _ in terms])
         theirs = [(rank, one.data, weight) for rank, (one, weight) in zip(there, terms, strict=True)]
         robust.combine(agent.rank, result.flat, published.data, own, theirs)
+    if encoded is not None and encoded.rest is not None:
+        result.flat.add_(encoded.rest)
     return result.finish()
 
 
@@ -341,85 +389,10 @@ def _readers(
     empty = agent.engine.publisher.publish(operation, torch.empty(0))
     sends = [
         Send(rank, empty, 0, 0, (0,), 1.0 if rank in wanted else NOTHING)
-        for rank in _rotated(agent, operation.left_of(static.source_ranks))
+        for rank in operation.left_of(static.source_ranks)
     ]
-    arrived = yield Exchange(sends, operation.left_of(static.destination_ranks))
+    arrived = yield Exchange(rotated(sends, agent), operation.left_of(static.destination_ranks))
     return {rank: 1.0 for rank in sorted(arrived) if not arrived[rank].nothing}
-
-
-def _rotated(agent: Agent, ranks: Iterable[int]) -> list[int]:
-    """rank + 1, rank + 2, ...: so that not everybody sends to rank 0 first."""
-    return sorted(ranks, key=lambda rank: (rank - agent.rank) % agent.size)
-
-
-def neighbor_allgather(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    *,
-    src_ranks: Iterable[int] | None = None,
-    dst_ranks: Iterable[int] | None = None,
-    enable_topo_check: bool = True,
-    timeout: float | None = None,
-) -> torch.Tensor:
-    """The tensors of this agent's in-neighbours, joined along dimension 0; its own is not among them.
-
-    Args:
-        tensor: Any dtype, at least one dimension. The first dimension may differ between agents, the others not.
-        name: What calls are matched by.
-        src_ranks: With ``dst_ranks``: the ranks to receive from, any ranks; the result is in the order given here.
-        dst_ranks: With ``src_ranks``: the ranks to send to.
-        enable_topo_check: Confirm on each edge that both sides know of it.
-        timeout: Seconds until the deadline.
-
-    Returns:
-        Shape ``[sum of the first dimensions, ...]``; in ascending order of rank on the static topology. Without any
-        source, ``[0, ...]``.
-    """
-    return neighbor_allgather_nonblocking(
-        tensor,
-        name,
-        src_ranks=src_ranks,
-        dst_ranks=dst_ranks,
-        enable_topo_check=enable_topo_check,
-        timeout=timeout,
-    ).wait()
-
-
-def neighbor_allgather_nonblocking(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    *,
-    src_ranks: Iterable[int] | None = None,
-    dst_ranks: Iterable[int] | None = None,
-    enable_topo_check: bool = True,
-    timeout: float | None = None,
-) -> Handle[torch.Tensor]:
-    """:func:`neighbor_allgather` without waiting."""
-    op = "neighbor_allgather"
-    agent = current(op)
-    tensor = check_gatherable(op, tensor)
-    if (src_ranks is None) != (dst_ranks is None):
-        raise ValueError(f"{op}: give both src_ranks and dst_ranks (any ranks), or neither (the static topology)")
-    static = agent.topology
-    given: tuple[Sequence[int], Sequence[int]] | None = None
-    if src_ranks is not None and dst_ranks is not None:
-        given = (
-            as_ranks(op, "src_ranks", src_ranks, agent.rank, agent.size),
-            as_ranks(op, "dst_ranks", dst_ranks, agent.rank, agent.size),
-        )
-
-    def steps(operation: Operation) -> Steps[torch.Tensor]:
-        engine = agent.engine
-        published = engine.publisher.publish(operation, tensor)
-        shape, total = tuple(tensor.shape), published.data.numel()
-        now = static.without(operation.gone)
-        sources, targets = given or (now.mixing.source_ranks, now.mixing.destination_ranks)
-        sends = [Send(rank, published, 0, total, shape) for rank in _rotated(agent, targets)]
-        digest, checked = (0, enable_topo_check) if given else (now.digest, False)
-        arrived = yield Exchange(sends, sorted(sources), tensor.dtype, checked=checked, digest=digest)
-        return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in sources if rank in arrived]))
-
-    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
 
 
 def pair_gossip(

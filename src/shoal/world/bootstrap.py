@@ -159,10 +159,10 @@ def _agents_per_machine(mine: AgentContext) -> int | None:
     return int(text)
 
 
-def _check_finite() -> bool:
-    text = os.environ.get("SHOAL_CHECK_FINITE", "")
+def _flag(variable: str) -> bool:
+    text = os.environ.get(variable, "")
     if text not in ("", "0", "1"):
-        raise ValueError(f"SHOAL_CHECK_FINITE={text!r}: it must be 0 or 1")
+        raise ValueError(f"{variable}={text!r}: it must be 0 or 1")
     return text == "1"
 
 
@@ -198,12 +198,13 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     per_machine = _agents_per_machine(mine)
     deadline = time.monotonic() + timeout
     on_partition = _one_of("SHOAL_ON_PARTITION", CONTINUE, STOP)
-    finite, drop_after = _check_finite(), _seconds("SHOAL_DROP_AFTER", float("inf"))
+    finite, locally = _flag("SHOAL_CHECK_FINITE"), _flag("SHOAL_COMPRESS_LOCALLY")
+    drop_after = _seconds("SHOAL_DROP_AFTER", float("inf"))
     certificates = certificates_of(launch.rank)
     _check_room(mine, launch, on_loss)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
     engine.entry.be_patient(_seconds("SHOAL_ENTRY_TIMEOUT", ENTRY_TIMEOUT))
-    engine.publisher.finite = finite
+    engine.publisher.finite, engine.compresses_locally = finite, locally
     engine.watchdog.drop_after = drop_after
     engine.router.certificates = certificates
     if on_loss == CONTINUE:
