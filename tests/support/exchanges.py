@@ -10,6 +10,7 @@ import networkx as nx
 import torch
 
 import shoal
+from shoal.compression import QSGD, TopK
 from support.reference import bits
 from support.samples import BLOCK_BYTES, INLINE_BYTES, WEIGHABLE, random_digraph, sample
 
@@ -69,6 +70,14 @@ def push_pull(tensor: torch.Tensor) -> torch.Tensor:
     return shoal.neighbor_allreduce(
         tensor, self_weight=1.1, src_weights=_receives(rank), dst_weights=_sends()[rank], name="push-pull"
     )
+
+
+def compressed(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a compressor that draws, and one whose messages are as long as it likes."""
+    shoal.set_topology(weighted_digraph(shoal.size()), is_weighted=True)
+    tensor = tensor.real if tensor.is_complex() else tensor
+    both = [shoal.neighbor_allreduce(tensor, compression=one) for one in (QSGD(7), TopK(0.1))]
+    return torch.stack([*both, shoal.neighbor_allreduce(tensor, 0.5, _receives(shoal.rank()), compression=QSGD(7))])
 
 
 def gossip(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,6 +147,7 @@ EXCHANGES: tuple[Exchange, ...] = (
     push,
     pull,
     push_pull,
+    compressed,
     gossip,
     neighbor_allgather,
     allgather,

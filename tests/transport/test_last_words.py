@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+import torch
 
+import shoal
+from shoal.transport import sockets
 from shoal.transport.handshake import Connecting
 from shoal.transport.link import Receiver
 from shoal.transport.network import NetworkLink
@@ -15,6 +19,7 @@ from shoal.transport.poller import Poller
 from shoal.transport.shared_memory import SharedMemoryLink
 from shoal.transport.sockets import GOODBYE, SAID, Outgoing
 from shoal.transport.wire import Kind, Message
+from shoal.world.agent import current
 from support.leftovers import wait_until
 
 
@@ -62,3 +67,24 @@ def test_a_goodbye_is_heard_before_the_failure_of_what_is_sent_after_it(
     assert wait_until(has_failed)
     assert ear.heard == [("left", 4, 2, "its process ended"), ("closed", 4)]
     poller.close()
+
+
+@pytest.mark.transport("network")
+def test_who_has_left_does_not_send_all_once_more_to_those_that_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go on, and would take it for messages of rounds that they are through with."""
+    monkeypatch.setattr(sockets, "SHORT_SECONDS", 0.0)  # as after an hour: a link that is cut is made again at once
+
+    def run() -> None:
+        x = torch.ones(4)
+        for _ in range(10):
+            shoal.neighbor_allreduce(x)
+        if shoal.rank() == 0:
+            return
+        if shoal.rank() == 2:  # who leaves waits for this one, too, and meanwhile the other has hung up
+            with current("test").engine.lock:
+                time.sleep(0.5)
+        other = {3 - shoal.rank(): 0.5}
+        for _ in range(10):
+            shoal.neighbor_allreduce(x, 0.5, other, other)
+
+    shoal.Fleet(3, transport="network", timeout=20.0).run(run)

@@ -28,8 +28,13 @@ class Drain:
 
     def __call__(self, drained: Callable[[], bool], limit: float, hopeless: Callable[[], bool] | None = None) -> None:
         failed = hopeless or (lambda: self._lifecycle.gate.ended is not None)
+
+        def over() -> bool:
+            with self._progress.lock:  # another thread may drive, and so change what is looked at
+                return drained() or failed()
+
         while self._progress.started and self.interrupt is None:
-            self._progress.drive_until(lambda: drained() or failed(), limit)
+            self._progress.drive_until(over, limit)
             if not held.pending:
                 return
             try:

@@ -344,11 +344,11 @@ def _mix(
     elif form == "pull within":
         destinations = yield from _readers(agent, operation, static.mixing, sources)
 
-    digest, digest_of = static.digest ^ _FORMS[form] if form in _FORMS else 0, "topology, or form of the call"
+    digest, digest_of = static.digest ^ _FORMS[form] if form in _FORMS else 0, "topology, form or compression"
     sends = [Send(rank, published, 0, total, shape, weight) for rank, weight in destinations.items()]
     if encoded is not None:
         sends = encoded.shortened(engine, operation, sends)
-        digest, digest_of = digest ^ encoded.digest, f"{digest_of}, compression, shape or dtype"
+        digest, digest_of = digest ^ encoded.digest, "topology, form, compression, shape or dtype"
     sends += [Send(rank, published, 0, 0, (0,), NOTHING) for rank in nothing]
     arrived = yield Exchange(
         rotated(sends, agent),

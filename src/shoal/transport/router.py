@@ -74,6 +74,7 @@ class Router:
         self._outside = False  # this agent waits to enter itself: nobody is let in before
         self._doors: list[Door] = []
         self._door = -1
+        self._leaving = False
         self._again: dict[int, float] = {}  # when links that were cut are tried again
         self._tries: dict[int, int] = {}
         self._shut_out: set[int] = set()  # those that were lost
@@ -245,8 +246,12 @@ class Router:
     def _cut(self, link: Outgoing, cause: str, at_once: bool) -> None:
         """A link was cut, as by a peer that has no room while it begins: try again, until an operation's deadline.
 
-        What is queued stays there. Where nobody listens any more, the next try says so.
+        What is queued stays there. Where nobody listens any more, the next try says so. A peer that has heard our
+        goodbye is through with us: what it does not remember would all come to it once more.
         """
+        if self._leaving and link.idle:
+            link.fail(cause, certain=True)
+            return
         tries = self._tries[link.peer] = 0 if at_once else self._tries.get(link.peer, 0) + 1
         pause = min(AGAIN_AT_MOST, AGAIN_SECONDS * 2.0 ** min(tries - 1, LOUD)) * _pauses.uniform(0.5, 1.0)
         self._again[link.peer] = time.monotonic() + (pause if tries else 0.0)
@@ -396,6 +401,7 @@ class Router:
 
     def say_goodbye(self, lost: int = -1, cause: str = "") -> None:
         """Tell those that connected to us that we leave, because rank ``lost`` (-1: nobody) was lost for ``cause``."""
+        self._leaving = True
         self.inbox.last_word = lost, cause
         for connections in self.incoming.values():
             for connection in connections:

@@ -1,0 +1,256 @@
+"""Averages with compressed messages: against the equation, over every transport, and with messages that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shoal
+from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
+from shoal.compression.draws import Draws, Redrawn
+from shoal.ops import encoded as encoding
+from shoal.ops.encoded import Encoded
+
+Fleets = Callable[..., shoal.Fleet]
+SIZE = 4
+COMPRESSORS = [Sign(), MinMaxUInt8(), QSGD(7), TopK(0.1), RandomK(0.2), Shrunk(QSGD(1)), Cast(torch.bfloat16)]
+every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+
+
+def mine(numel: int = 1001, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(shoal.rank())).to(dtype)
+
+
+@pytest.fixture(params=["as the transport has it", "encoded"])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within a machine, too, messages travel encoded; and as it is without that."""
+    if request.param == "encoded":
+        monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
+    yield
+
+
+# What it computes
+
+
+def deterministic(compressor: Compressor) -> bool:
+    return isinstance(compressor, (Sign, MinMaxUInt8, TopK, Cast))
+
+
+FORMS: Mapping[str, Callable[[int], dict[str, Any]]] = {
+    "static": lambda rank: {},
+    "push": lambda rank: {"self_weight": 0.5, "dst_weights": {(rank + 1) % SIZE: 0.5}},
+    "pull": lambda rank: {"self_weight": 0.5, "src_weights": {(rank - 1) % SIZE: 0.5}},
+    "push-pull": lambda rank: {
+        "self_weight": 0.5,
+        "src_weights": {(rank - 1) % SIZE: 2.0},
+        "dst_weights": {(rank + 1) % SIZE: 0.25},
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("compressor", [one for one in COMPRESSORS if deterministic(one)], ids=repr)
+def test_it_is_what_the_equation_says(fleet: Fleets, anywhere: None, compressor: Compressor, form: str) -> None:
+    """x_i + sum_j w_ij C(x_j) - C(x_i), one agent at a time, with numpy."""
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        shoal.set_topology(shoal.RingGraph(SIZE))
+        x = mine()
+        before = x.clone()
+        found = shoal.neighbor_allreduce(x, compression=compressor, **FORMS[form](shoal.rank()))
+        assert torch.equal(x, before)
+        return x, found
+
+    both = fleet(SIZE).run(run)
+    x = np.stack([one.numpy() for one, _ in both])
+    sent = np.stack([compressor(one, Redrawn(0, 0, 0)).numpy() for one, _ in both])
+    for rank, (_, found) in enumerate(both):
+        around = {"static": (-1, 1)}.get(form, (-1,))
+        share = 1 / 3 if form == "static" else 0.5
+        averaged = share * sent[rank] + sum(share * sent[(rank + one) % SIZE] for one in around)
+        assert np.allclose(found.numpy(), x[rank] - sent[rank] + averaged, rtol=0, atol=1e-14)
+
+
+@every_compressor
+def test_the_mean_stays(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
+    """Also with those that draw, whose messages are other ones in each round."""
+
+    def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shoal.set_topology(shoal.RingGraph(SIZE))
+        x = mine()
+        return (
+            x,
+            shoal.neighbor_allreduce(x, compression=compressor),
+            shoal.neighbor_allreduce(x, compression=compressor),
+        )
+
+    x, once, again = (torch.stack(list(one)) for one in zip(*fleet(SIZE).run(run), strict=True))
+    assert (once.mean(0) - x.mean(0)).abs().max() < 1e-14
+    assert (again.mean(0) - x.mean(0)).abs().max() < 1e-14
+    assert (once - x).abs().max() > 0.1
+    assert torch.equal(once, again) == deterministic(compressor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_compressor
+def test_encoded_or_not_it_is_the_same_bit_for_bit(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, compressor: Compressor, dtype: torch.dtype
+) -> None:
+    def run() -> list[bytes]:
+        shoal.set_topology(shoal.ExponentialTwoGraph(SIZE))
+        found = [shoal.neighbor_allreduce(mine(n, dtype), compression=compressor) for n in (0, 1, 1001, 300_000)]
+        return [one.view(torch.uint8).numpy().tobytes() for one in found]
+
+    plain = fleet(SIZE).run(run)
+    monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
+    assert fleet(SIZE).run(run) == plain
+
+
+def test_a_nonblocking_call_has_the_tensor_as_it_was_and_writes_to_out(fleet: Fleets, anywhere: None) -> None:
+    def run() -> None:
+        shoal.set_topology(shoal.RingGraph(SIZE))
+        x, out = mine(), torch.zeros(1001, dtype=torch.float64)
+        expected = shoal.neighbor_allreduce(x, compression=Sign())
+        handle = shoal.neighbor_allreduce_nonblocking(x, compression=Sign(), out=out)
+        x.fill_(torch.nan)
+        assert shoal.wait(handle) is out
+        assert torch.equal(out, expected)
+
+    fleet(SIZE).run(run)
+
+
+def test_a_robust_rule_sees_what_the_messages_say(fleet: Fleets, anywhere: None) -> None:
+    def run() -> None:
+        shoal.set_topology(shoal.RingGraph(SIZE))
+        x = mine()
+        if shoal.rank() == 2:
+            x[5] = torch.nan
+        found = shoal.neighbor_allreduce(x, compression=MinMaxUInt8(), robust=shoal.FiniteOnly())
+        assert bool(found.isfinite().all()) == (shoal.rank() != 2)
+
+    fleet(SIZE).run(run)
+
+
+def test_it_is_short_between_machines_and_not_within_one(transport: str) -> None:
+    def run() -> int:
+        shoal.set_topology(shoal.RingGraph(SIZE))
+        shoal.neighbor_allreduce(mine(100_000, torch.float32), compression=MinMaxUInt8())
+        return shoal.bytes_sent()
+
+    whole, short = 2 * 400_000, 2 * (100_000 + 8)
+    assert set(shoal.Fleet(SIZE, transport=transport).run(run)) == {short if transport == "network" else whole}
+
+
+# What is refused
+
+
+def test_other_compressors_shapes_and_dtypes_are_a_mismatch(fleet: Fleets, anywhere: None) -> None:
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: shoal.neighbor_allreduce(mine(), compression=Sign() if shoal.rank() else TopK(0.1)),
+        lambda: shoal.neighbor_allreduce(mine(), compression=Sign() if shoal.rank() else None),
+        lambda: shoal.neighbor_allreduce(mine(1001 + 7 * shoal.rank()), compression=Sign()),
+        lambda: shoal.neighbor_allreduce(mine().view(-1, 7 if shoal.rank() else 13), compression=Sign()),
+        lambda: shoal.neighbor_allreduce(mine(1001, (torch.float16, torch.bfloat16)[shoal.rank()]), compression=Sign()),
+    ]
+
+    def run() -> None:
+        shoal.set_topology(shoal.RingGraph(2))
+        for number, call in enumerate(calls):
+            with pytest.raises(shoal.Mismatch, match="a different topology, form") as caught:
+                call()
+            assert set(caught.value.ranks) == {0, 1}, number
+            both = shoal.neighbor_allreduce(mine(), compression=Sign(), name=f"after {number}")
+            assert both.isfinite().all()
+
+    fleet(2).run(run)
+
+
+class OfOnesOwn(Compressor):
+    """Halves, without a wire format."""
+
+    def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
+        return x / 2
+
+    def nbytes(self, d: int, dtype: torch.dtype) -> int:
+        return 2 * d
+
+
+def test_what_cannot_be_a_message_is_refused_before_anything_is_sent(fleet: Fleets) -> None:
+    def run() -> None:
+        shoal.set_topology(shoal.RingGraph(2))
+        for wrong, compressor, said in [
+            (mine(), OfOnesOwn(), "no wire format"),
+            (mine(), "Sign", "is no compressor"),
+            (mine(), Sign, "is no compressor"),
+            (mine().long(), Sign(), "takes float"),
+            (mine().to(torch.complex64), Sign(), "takes float"),
+            ([1.0], Sign(), "tensor"),
+        ]:
+            with pytest.raises(TypeError, match=said):
+                shoal.neighbor_allreduce(wrong, compression=compressor)  # type: ignore[arg-type]
+        assert torch.equal(shoal.neighbor_allreduce(torch.ones(3), compression=Sign()), torch.ones(3))
+
+    fleet(2).run(run)
+
+
+def spoiled(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Encoded]:
+    """Makes messages as always, but those of rank 1 are changed on their way."""
+    make = Encoded.of.__func__  # type: ignore[attr-defined]
+
+    def of(
+        cls: type[Encoded], tensor: torch.Tensor, compressor: Compressor, rank: int, *rest: Any, **named: Any
+    ) -> Any:
+        found = make(cls, tensor, compressor, rank, *rest, **named)
+        if rank == 1 and len(tensor) == 1001:
+            object.__setattr__(found, "message", change(found.message.clone()))
+        return found
+
+    return of
+
+
+def with_scale(message: torch.Tensor) -> torch.Tensor:
+    message[:8] = torch.tensor([-3.0], dtype=torch.float64).view(torch.uint8)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("compressor", "change", "said"),
+    [
+        (Sign(), with_scale, "scale"),
+        (Sign(), lambda message: message[:-1], "neither a message"),
+        (Sign(), lambda message: torch.cat([message, message]), "neither a message"),
+        (TopK(0.1), lambda message: message.fill_(255), "no message of TopK"),
+        (QSGD(7), lambda message: message.fill_(0), "its step is"),
+    ],
+    ids=str,
+)
+def test_a_message_that_nobody_sends_names_its_sender_and_the_next_call_works(
+    fleet: Fleets,
+    monkeypatch: pytest.MonkeyPatch,
+    compressor: Compressor,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    said: str,
+) -> None:
+    monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
+    monkeypatch.setattr(encoding.Encoded, "of", classmethod(spoiled(change)))
+
+    def run() -> str:
+        shoal.set_topology(shoal.RingGraph(3))
+        message = ""
+        try:
+            shoal.neighbor_allreduce(mine(), compression=compressor, name="spoiled")
+        except shoal.Mismatch as error:
+            message = str(error)
+            assert 1 in error.ranks, error
+        shoal.barrier()
+        x = mine(1000)
+        assert shoal.neighbor_allreduce(x, compression=compressor).isfinite().all()
+        return message
+
+    messages = fleet(3).run(run)
+    for rank in (0, 2):
+        assert said in messages[rank] and "rank 1" in messages[rank]
