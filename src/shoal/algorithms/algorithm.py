@@ -79,10 +79,12 @@ class Algorithm(ABC):
     Attributes:
         source: The paper and the equation.
         one_gradient: A step takes the gradient once, at its own ``x``: what local momentum may stand in for.
+        own_rounds: It says itself in which steps agents exchange, which therefore no wrapper may change.
     """
 
     source: ClassVar[str]
     one_gradient: ClassVar[bool] = False
+    own_rounds: ClassVar[bool] = False
 
     @property
     def needs(self) -> tuple[Need, ...]:

@@ -24,6 +24,34 @@ from .needs import LINKS, STATIC, TREE, Need
 from .tracking import GradientTracking
 
 
+def check_wrapped(wrapper: Algorithm, algorithm: Algorithm, every: int) -> None:
+    """Refuse what cannot do without an exchange in every step, or without always the same.
+
+    Raises:
+        ValueError: ``every`` is no count, or the algorithm needs one W for all steps or a message for each edge, or has
+            an ``every`` of its own.
+    """
+    if every < 1:
+        raise ValueError(f"every={every}: pass a number of steps, at least 1")
+    who, wrapped = type(wrapper).__name__, type(algorithm).__name__
+    if algorithm.own_rounds:
+        raise ValueError(
+            f"{wrapped} says itself how often agents exchange, and {who} would say otherwise. Take {wrapped} "
+            "alone, with the `every` that is wanted."
+        )
+    needed = {need.name for need in algorithm.needs}  # by name, for the remedies differ
+    if STATIC.name in needed:
+        raise ValueError(
+            f"{wrapped} needs the same W in every step, and {who} changes it. Take an algorithm that allows W to "
+            "change: GradientDescent, or GradientTracking, which is exact."
+        )
+    if LINKS.name in needed or TREE.name in needed:
+        raise ValueError(
+            f"{wrapped} sends each neighbour a message of its own, and {who} can only change an average. Take an "
+            "algorithm that mixes: GradientDescent, or GradientTracking, which is exact."
+        )
+
+
 @dataclass(frozen=True)
 class _Sometimes(Algorithm):
     """What the wrappers share: the algorithm says all but what ``mix`` is."""
@@ -32,20 +60,7 @@ class _Sometimes(Algorithm):
     every: int
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every={self.every}: pass a number of steps, at least 1")
-        who, wrapped = type(self).__name__, type(self.algorithm).__name__
-        needed = {need.name for need in self.algorithm.needs}  # by name, for the remedies differ
-        if STATIC.name in needed:
-            raise ValueError(
-                f"{wrapped} needs the same W in every step, and {who} changes it. Take an algorithm that allows W to "
-                "change: GradientDescent, or GradientTracking, which is exact."
-            )
-        if LINKS.name in needed or TREE.name in needed:
-            raise ValueError(
-                f"{wrapped} sends each neighbour a message of its own, and {who} can only change an average. Take an "
-                "algorithm that mixes: GradientDescent, or GradientTracking, which is exact."
-            )
+        check_wrapped(self, self.algorithm, self.every)
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -70,7 +85,8 @@ class LocalSteps(_Sometimes):
         every: Steps for each exchange; 1 is the algorithm itself.
 
     Raises:
-        ValueError: ``every`` is no count, or the algorithm needs one W for all steps or a message for each edge.
+        ValueError: ``every`` is no count, or the algorithm needs one W for all steps or a message for each edge, or
+            has an ``every`` of its own.
     """
 
     source: ClassVar[str] = "Koloskova et al. 2020, arXiv:2003.10422; Stich 2018, arXiv:1805.09767"
@@ -86,7 +102,7 @@ class LocalSteps(_Sometimes):
     def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
         step = mix.round
         if (step + 1) % self.every:
-            return self.algorithm.step(x, state, grad, _Quiet(mix))
+            return self.algorithm.step(x, state, grad, Quiet(mix))
         exchange = _Through(mix)
         mix.round = step // self.every
         try:
@@ -107,7 +123,8 @@ class GossipPGA(_Sometimes):
         every: Steps for each global average; 1 averages in all of them.
 
     Raises:
-        ValueError: ``every`` is no count, or the algorithm needs one W for all steps or a message for each edge.
+        ValueError: ``every`` is no count, or the algorithm needs one W for all steps or a message for each edge, or
+            has an ``every`` of its own.
     """
 
     source: ClassVar[str] = "Chen, Yuan, Zhang, Pan, Xu, Yin 2021, arXiv:2105.09080"
@@ -164,7 +181,7 @@ class _Through(Mix):
         return self._mix._agents(like)
 
 
-class _Quiet(_Through):
+class Quiet(_Through):
     """W = I, and nothing is sent. A new tensor each time, as of any exchange."""
 
     def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:

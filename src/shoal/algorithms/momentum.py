@@ -70,7 +70,7 @@ class Momentum(Algorithm):
 
     def __post_init__(self) -> None:
         require_one_gradient("Momentum", self.algorithm)
-        _check_beta(self.beta)
+        check_beta(self.beta)
         if self.nesterov and self.dampened:
             raise ValueError("nesterov=True, dampened=True: Nesterov's momentum is not dampened; choose one")
 
@@ -105,7 +105,7 @@ class _OneMomentum(Algorithm):
     one_gradient: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_beta(self.beta)
+        check_beta(self.beta)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return (torch.zeros_like(x),)
@@ -139,7 +139,7 @@ class DecentLaM(_OneMomentum):
         (m,) = state
         change = x - mix(x - self.lr * grad(x))
         kept = self.beta * m
-        return x - change - self.lr * kept, (kept + _per_step(change, self.lr),)
+        return x - change - self.lr * kept, (kept + per_step(change, self.lr),)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class QuasiGlobalMomentum(_OneMomentum):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_beta(self._stays, "beta" if self.mu is None else "mu")
+        check_beta(self._stays, "beta" if self.mu is None else "mu")
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (m,) = state
@@ -187,7 +187,7 @@ class QuasiGlobalMomentum(_OneMomentum):
         if self.nesterov:
             direction = g + self.beta * direction
         new = mix(x - self.lr * direction)
-        return new, (self._stays * m + (1 - self._stays) * _per_step(x - new, self.lr),)
+        return new, (self._stays * m + (1 - self._stays) * per_step(x - new, self.lr),)
 
 
 @dataclass(frozen=True)
@@ -222,14 +222,15 @@ class AveragedMomentum(_OneMomentum):
         return mix(x - self.lr * (local if self.together else m)), (m,)
 
 
-def _per_step(change: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
+def per_step(change: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
     """``change / lr``; nothing where the step is zero, since then no gradient has had a part in it."""
     if isinstance(lr, torch.Tensor):
         return torch.where(lr == 0, 0, change / torch.where(lr == 0, 1, lr))
     return change / lr if lr else torch.zeros_like(change)
 
 
-def _check_beta(share: float, name: str = "beta") -> None:
+def check_beta(share: float, name: str = "beta") -> None:
+    """Raise ValueError if it is no share that a momentum may keep."""
     if not 0 <= share < 1:
         raise ValueError(f"{name}={share}: momentum keeps a share of the last step's, 0 <= {name} < 1; 0.9 is usual")
 
