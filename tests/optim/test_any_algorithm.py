@@ -12,18 +12,23 @@ from torch import Tensor
 
 import shoal
 from shoal.algorithms import (
+    EASGD,
     NIDS,
     SGP,
+    AccumAdam,
     Algorithm,
     DecentLaM,
+    DiLoCo,
     ExactDiffusion,
     Gradient,
     GradientDescent,
     GradientTracking,
     Momentum,
+    NoLoCo,
     ParallelGradientDescent,
     PushPull,
     QuasiGlobalMomentum,
+    SlowMo,
 )
 from shoal.sim import StackedFleet
 from support.optimizers import LR, MODEL, SIZE, batch, flat, gradient
@@ -40,8 +45,14 @@ ONE_GRADIENT = [
     Momentum(GradientDescent(1.0), 0.9, nesterov=True),
     DecentLaM(1.0, 0.8),
     QuasiGlobalMomentum(1.0, 0.8),
+    SlowMo(GradientDescent(1.0), 2, 0.7),
+    SlowMo(GradientDescent(1.0), 2, 0.7, gossip=True),
+    DiLoCo(GradientDescent(1.0), 2),
+    NoLoCo(Momentum(GradientDescent(1.0), 0.5), 2),
+    AccumAdam(0.05, 2, eps=1e-3),
 ]
 CHOOSES_POINTS = [GradientTracking(1.0), GradientTracking(1.0, atc=False), SGP(1.0), PushPull(1.0)]
+CHOOSES_POINTS += [EASGD(1.0, 2), DiLoCo(GradientTracking(1.0), 2)]
 
 
 def simulated(algorithm: Algorithm, steps: int = STEPS) -> Tensor:
@@ -108,7 +119,11 @@ def test_the_static_topology_is_taken_where_none_is_given(fleet: Fleets) -> None
     assert (found - simulated(ExactDiffusion(1.0, lazy=True))).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("algorithm", [ExactDiffusion(1.0, lazy=True), GradientTracking(1.0)], ids=str)
+RESUMED = [ExactDiffusion(1.0, lazy=True), GradientTracking(1.0), EASGD(1.0, 2), AccumAdam(0.05, 2)]
+RESUMED += [SlowMo(GradientDescent(1.0), 2, 0.7), DiLoCo(GradientDescent(1.0), 2), NoLoCo(GradientDescent(1.0), 2)]
+
+
+@pytest.mark.parametrize("algorithm", RESUMED, ids=str)  # the outer ones stop in the middle of a round
 def test_it_is_resumed_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
     def run() -> bool:
         def make() -> tuple[torch.nn.Module, shoal.DecentralizedOptimizer]:

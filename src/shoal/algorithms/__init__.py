@@ -4,6 +4,7 @@ An :class:`Algorithm` is a frozen dataclass with ``init`` and ``step``. It runs 
 agents (:class:`shoal.sim.StackedFleet`), and on real ones (:func:`run`): threads, processes, a cluster.
 """
 
+from .accum_adam import AccumAdam as AccumAdam
 from .admm import DecentralizedADMM as DecentralizedADMM
 from .algorithm import Algorithm as Algorithm
 from .algorithm import Gradient as Gradient
@@ -15,6 +16,7 @@ from .censored import CensoredGradientDescent as CensoredGradientDescent
 from .choco import ChocoSGD as ChocoSGD
 from .choco import DeepSqueeze as DeepSqueeze
 from .dual_averaging import DualAveraging as DualAveraging
+from .elastic import EASGD as EASGD
 from .exact import EXTRA as EXTRA
 from .exact import NIDS as NIDS
 from .exact import ExactDiffusion as ExactDiffusion
@@ -34,6 +36,9 @@ from .momentum import Momentum as Momentum
 from .momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
 from .needs import Need as Need
 from .needs import check as check
+from .outer import DiLoCo as DiLoCo
+from .outer import NoLoCo as NoLoCo
+from .outer import SlowMo as SlowMo
 from .power_gossip import PowerGossip as PowerGossip
 from .push_pull import PushPull as PushPull
 from .push_sum import SGP as SGP

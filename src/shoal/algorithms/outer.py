@@ -1,0 +1,284 @@
+"""Outer optimizers: agents take many steps alone, and what these come to is the gradient of a step of all.
+
+None of them moves where the algorithm that it wraps comes to rest: there the outer gradient is zero, and so is the
+momentum of it. They change how fast it gets there, and how well noise averages out.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+
+from .algorithm import Algorithm, Gradient, State
+from .catalog import Entry, register
+from .gradient_descent import GradientDescent
+from .growth import dies_out, with_wrapper
+from .local_steps import GossipPGA, LocalSteps, Quiet, check_wrapped
+from .mix import Mix
+from .momentum import check_beta, per_step
+from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
+
+
+@dataclass(frozen=True)
+class _Outer(Algorithm):
+    """What SlowMo and DiLoCo share: rounds of ``every`` steps that end with the mean of all, and a memory of them."""
+
+    algorithm: Algorithm
+    every: int
+    own_rounds: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_wrapped(self, self.algorithm, self.every)
+
+    @cached_property
+    def _base(self) -> Algorithm:
+        """Local SGD, where the algorithm is gradient descent."""
+        return LocalSteps(GossipPGA(self.algorithm, every=1), self.every)
+
+    @property
+    def one_gradient(self) -> bool:  # type: ignore[override]
+        return self.algorithm.one_gradient
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return with_wrapper(self, self.algorithm.needs)
+
+    def cycle(self, rounds: int) -> int:
+        return math.lcm(self.every, self._base.cycle(rounds))
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return mix.average(x), torch.zeros_like(x), *self.algorithm.init(x, grad, mix)
+
+    def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        before, u, *inner = state
+        x, after = self._base.step(x, tuple(inner), grad, mix)
+        if (mix.round + 1) % self.every == 0:
+            x, u = self._outer_step(before, u, before - x)
+            before = x
+        return x, (before, u, *after)
+
+    @abstractmethod
+    def _outer_step(self, x: torch.Tensor, u: torch.Tensor, moved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From where the round began, with what its steps came to as the gradient: the new ``x`` and ``u``."""
+
+    def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+        return self.algorithm.estimate(x, state[2:])
+
+
+@dataclass(frozen=True)
+class SlowMo(_Outer):
+    """Slow momentum: heavy-ball momentum of rounds of ``every`` steps.
+
+    After a round of the algorithm that began at ``x0`` and ends with the mean ``xm`` of all:
+    ``u+ = beta u + (x0 - xm) / lr``, ``x+ = x0 - alpha lr u+``, with ``u = 0`` at first (Wang, Tantia, Ballas, Rabbat
+    2020, arXiv:1910.00643). Here ``lr`` is the algorithm's, as a multiple of the one that it was made with; in a round
+    in which it changes, that of the last step.
+
+    It ends where the algorithm alone would, averaged as often. With ``beta=0, alpha=1`` it is that: Local SGD over
+    GradientDescent, or GossipPGA with ``gossip=True``. What the algorithm remembers goes on from round to round.
+    State: ``x0`` and ``u``, as ``x``, and then the algorithm's; all agents have the same two.
+
+    Args:
+        algorithm: Any that allows W to change, communicates by averages, and begins its next step at its ``x``.
+        every: Steps of a round.
+        beta: How much of the last round's momentum stays, 0 <= beta < 1.
+        alpha: The outer step, 0 < alpha < 2 (1 + beta).
+        gossip: Within a round agents average with the neighbours, and not only at its end with all.
+        rate: For :meth:`scaled`.
+
+    Raises:
+        ValueError: A number is out of its range, or the algorithm cannot be wrapped.
+    """
+
+    beta: float
+    alpha: float = 1.0
+    gossip: bool = False
+    rate: float | torch.Tensor = field(default=1.0, repr=False)
+    source: ClassVar[str] = "Wang, Tantia, Ballas, Rabbat 2020, arXiv:1910.00643, algorithm 1"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_beta(self.beta)
+        _check_step("alpha", self.alpha, self.beta, 2 * (1 + self.beta))
+
+    @cached_property
+    def _base(self) -> Algorithm:
+        if self.gossip:
+            return GossipPGA(self.algorithm, self.every)
+        return LocalSteps(GossipPGA(self.algorithm, every=1), self.every)
+
+    def scaled(self, by: float | torch.Tensor) -> Algorithm | None:
+        inner = self.algorithm.scaled(by)
+        return None if inner is None else replace(self, algorithm=inner, rate=self.rate * by)
+
+    def _outer_step(self, x: torch.Tensor, u: torch.Tensor, moved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        u = self.beta * u + per_step(moved, self.rate)
+        return x - self.alpha * self.rate * u, u
+
+
+@dataclass(frozen=True)
+class DiLoCo(_Outer):
+    """DiLoCo: Nesterov's momentum of rounds of ``every`` steps alone, with a step that no learning rate changes.
+
+    After a round that began at ``x0`` and ends with the mean ``xm`` of all: ``u+ = beta u + (x0 - xm)``,
+    ``x+ = x0 - outer_lr (x0 - xm + beta u+)``, with ``u = 0`` at first (Douillard et al. 2023, arXiv:2311.08105, with
+    AdamW inside). Around a wrapped AdamW, over ``GradientDescent(1.0)``, it is just that.
+
+    It ends where Local SGD with as many steps does. What an agent's optimizer remembers is its own, and goes on from
+    round to round. State: ``x0`` and ``u``, as ``x``, and then the algorithm's; all agents have the same two.
+
+    Args:
+        algorithm: Any that allows W to change, communicates by averages, and begins its next step at its ``x``.
+        every: Steps of a round; 50 to 500 are usual.
+        outer_lr: The outer step, 0 < outer_lr < 2 (1 + beta) / (1 + 2 beta).
+        beta: How much of the last round's momentum stays, 0 <= beta < 1.
+
+    Raises:
+        ValueError: A number is out of its range, or the algorithm cannot be wrapped.
+    """
+
+    outer_lr: float = 0.7
+    beta: float = 0.9
+    source: ClassVar[str] = "Douillard et al. 2023, arXiv:2311.08105, algorithm 1"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_beta(self.beta)
+        _check_step("outer_lr", self.outer_lr, self.beta, 2 * (1 + self.beta) / (1 + 2 * self.beta))
+
+    def _outer_step(self, x: torch.Tensor, u: torch.Tensor, moved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        u = self.beta * u + moved
+        return x - self.outer_lr * (moved + self.beta * u), u
+
+
+@dataclass(frozen=True)
+class NoLoCo(Algorithm):
+    """NoLoCo: an outer momentum without a mean of all. Agents average with the neighbours of a round, as with one.
+
+    After ``every`` steps alone, from ``phi`` to ``x``: ``delta+ = alpha delta + beta W (x - phi) - gamma (phi - W
+    phi)``, ``phi+ = phi + delta+``, and the next round begins there; ``delta = 0`` at first (Kolehmainen et al. 2025,
+    arXiv:2506.10911). ``W (beta (x - phi) + gamma phi)`` says all of it in one message of x's size. The paper's W pairs
+    agents at random, :class:`~shoal.topology.RandomMatchings`; the k-th exchange uses round k of the topology.
+
+    The mean of all ``phi`` takes the step of a heavy ball. Where the agents' objectives differ their answers stay
+    apart, the farther the longer the rounds: average them at the end. On a W that is the mean of all, and from one
+    start, it is SlowMo with the outer step ``beta`` and the momentum ``alpha``. Whether ``alpha`` and ``gamma`` bring
+    agents together on a topology is checked (``growth.py``). State: ``phi`` and ``delta``, as ``x``, and then the
+    algorithm's.
+
+    Args:
+        algorithm: One that takes one gradient a step, and allows W to change. Its steps are taken alone, with W = I.
+        every: Steps of a round.
+        alpha: How much of the last round's momentum stays, 0 <= alpha < 1.
+        beta: The outer step, 0 < beta < 2 (1 + alpha).
+        gamma: How far to go towards the neighbours' ``phi``.
+
+    Raises:
+        TypeError: The algorithm takes its gradient more than once a step, or not at its own ``x``.
+        ValueError: A number is out of its range, or the algorithm cannot be wrapped.
+    """
+
+    algorithm: Algorithm
+    every: int
+    alpha: float = 0.5
+    beta: float = 0.7
+    gamma: float = 1.0
+    source: ClassVar[str] = "Kolehmainen et al. 2025, arXiv:2506.10911"
+    one_gradient: ClassVar[bool] = True
+    own_rounds: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_wrapped(self, self.algorithm, self.every)
+        if not self.algorithm.one_gradient:
+            raise TypeError(
+                f"NoLoCo lets agents step alone, and what {type(self.algorithm).__name__} remembers would never be "
+                "exchanged. Take an algorithm with one_gradient = True, such as GradientDescent, or DiLoCo, which "
+                "averages that too."
+            )
+        check_beta(self.alpha, "alpha")
+        _check_step("beta", self.beta, self.alpha, 2 * (1 + self.alpha))
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self)
+
+    def cycle(self, rounds: int) -> int:
+        return math.lcm(self.every * rounds, self.algorithm.cycle(1))
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return x, torch.zeros_like(x), *self.algorithm.init(x, grad, mix)
+
+    def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        phi, delta, *inner = state
+        x, after = self.algorithm.step(x, tuple(inner), grad, Quiet(mix))
+        step = mix.round
+        if (step + 1) % self.every:
+            return x, (phi, delta, *after)
+        mix.round = step // self.every
+        try:
+            mixed = mix(self.beta * (x - phi) + self.gamma * phi)
+        finally:
+            mix.round = step
+        delta = self.alpha * delta + mixed - self.gamma * phi
+        phi = phi + delta
+        return phi, (phi, delta, *after)
+
+    def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+        return self.algorithm.estimate(x, state[2:])
+
+
+def _check_wrapped(outer: Algorithm, algorithm: Algorithm, every: int) -> None:
+    check_wrapped(outer, algorithm, every)
+    if isinstance(algorithm, LocalSteps | GossipPGA):
+        raise ValueError(
+            f"{type(outer).__name__} of {type(algorithm).__name__}: both say when agents exchange. Pass the algorithm "
+            "that this one wraps, and `every`."
+        )
+
+
+def _check_step(name: str, step: float, kept: float, limit: float) -> None:
+    """Of a heavy ball whose every round goes all the way to where it leads, as long rounds do."""
+    if not 0 < step < limit:
+        raise ValueError(
+            f"{name}={step}: with a momentum of {kept} an outer step swings up from {limit:.4g} on; pass 0 < {name} < "
+            f"{limit:.4g}"
+        )
+
+
+register(
+    Entry(
+        "SlowMo",
+        lambda: SlowMo(GradientDescent(0.05), every=5, beta=0.7),
+        1 / 10,
+        "Local SGD with momentum that all agents share, where noise or long rounds make it slow.",
+    )
+)
+register(
+    Entry(
+        "SlowMo over D-PSGD",
+        lambda: SlowMo(GradientDescent(0.05), every=5, beta=0.7, gossip=True),
+        4 / 5 + 1 / 10,
+        "Gossip-PGA with momentum that all agents share.",
+    )
+)
+register(
+    Entry(
+        "DiLoCo",
+        lambda: DiLoCo(GradientDescent(0.05), every=5),
+        1 / 10,
+        "Very slow networks: hundreds of steps of AdamW, then one mean of all.",
+    )
+)
+register(
+    Entry(
+        "NoLoCo",
+        lambda: NoLoCo(GradientDescent(0.05), every=5),
+        1 / 5,
+        "As DiLoCo, where a mean of all costs too much: on random pairs, with one mean at the end.",
+    )
+)

@@ -1,0 +1,295 @@
+"""Outer optimizers: their path is the papers' loops, and they come to rest where what they wrap does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.algorithms import (
+    Algorithm,
+    DiLoCo,
+    ExactDiffusion,
+    GossipPGA,
+    GradientDescent,
+    GradientTracking,
+    LocalSteps,
+    NoLoCo,
+    SlowMo,
+)
+from shoal.algorithms.growth import growth
+from shoal.algorithms.loop import steps_of
+from shoal.algorithms.needs import Facts
+from shoal.sim import StackedFleet, StackedMix
+from shoal.topology import AllReduce, OnePeerHypercube, RandomMatchings, Schedule
+from shoal.topology.families.circulant import ring
+from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_cycle
+from support.least_squares import DIMENSION, SIZE, optimum
+
+LR, EVERY, BETA = 0.1, 4, 0.7
+GRADIENT = gradients(SIZE)
+START = torch.randn(SIZE, DIMENSION, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+W = matrix(ring(SIZE))
+UNIT, MEAN = torch.eye(SIZE, dtype=torch.float64), torch.full((SIZE, SIZE), 1 / SIZE, dtype=torch.float64)
+INNER = GradientDescent(LR)
+
+
+def local_sgd(every: int = EVERY) -> Algorithm:
+    return LocalSteps(GossipPGA(INNER, every=1), every)
+
+
+def run(algorithm: Algorithm, steps: int, topology: Schedule | None = None) -> Tensor:
+    return StackedFleet(topology or ring(SIZE)).run(algorithm, START, GRADIENT, steps).x
+
+
+def off(x: Tensor) -> float:
+    return float((x.mean(0) - optimum()).norm())
+
+
+@pytest.mark.parametrize("steps", [3, 4, 21])
+@pytest.mark.parametrize(("gossip", "plain"), [(False, local_sgd()), (True, GossipPGA(INNER, EVERY))], ids=str)
+def test_slow_momentum_without_memory_is_the_algorithm_itself(gossip: bool, plain: Algorithm, steps: int) -> None:
+    found = run(SlowMo(INNER, EVERY, beta=0.0, gossip=gossip), steps)
+    assert (found - run(plain, steps)).abs().max() < 1e-13
+    assert (run(SlowMo(INNER, EVERY, beta=BETA, gossip=gossip), 21) - run(plain, 21)).abs().max() > 0.01
+
+
+REST = [
+    (DiLoCo(INNER, EVERY), [UNIT] * 3 + [MEAN]),
+    (SlowMo(INNER, EVERY, BETA), [UNIT] * 3 + [MEAN]),
+    (SlowMo(INNER, EVERY, BETA, alpha=0.5), [UNIT] * 3 + [MEAN]),
+    (SlowMo(INNER, EVERY, BETA, gossip=True), [W] * 3 + [MEAN]),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "cycle"), REST, ids=[str(one) for one, _ in REST])
+def test_an_outer_optimizer_does_not_move_the_fixed_point(algorithm: Algorithm, cycle: list[Tensor]) -> None:
+    assert (run(algorithm, 1200) - rest_of_cycle(cycle, LR)).abs().max() < 1e-10
+
+
+def test_diloco_ends_where_local_sgd_of_as_long_rounds_was_measured() -> None:
+    for every in (4, 16):
+        found, plain = off(run(DiLoCo(INNER, every), 1600)), off(run(local_sgd(every), 1600))
+        assert found == pytest.approx(plain, abs=1e-10)
+    assert plain == pytest.approx(0.2859, abs=1e-4)
+
+
+def test_over_gradient_tracking_it_finds_the_optimum() -> None:
+    found = run(DiLoCo(GradientTracking(0.05), 3), 3000)
+    assert (found - optimum()).abs().max() < 1e-9
+
+
+def rounds_by_hand(
+    outer: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]], rates: list[float]
+) -> Tensor:
+    """Every agent takes its steps alone from one x0, and the mean of where they end is what the outer rule is given."""
+    x0, u = START.mean(0), torch.zeros(DIMENSION, dtype=torch.float64)
+    x = START.clone()
+    for rate in rates:
+        for _ in range(EVERY):
+            x = x - LR * rate * GRADIENT(x)
+        x0, u = outer(x0, u, x.mean(0), rate)
+        x = x0.repeat(SIZE, 1)
+    return x
+
+
+RATES = [1.0, 1.0, 0.5, 0.5, 2.0]
+
+
+def at_rates(algorithm: Algorithm) -> Tensor:
+    fleet, so_far = StackedFleet(ring(SIZE)), None
+    for rate in RATES:
+        scaled = algorithm.scaled(rate)
+        assert scaled is not None
+        so_far = fleet.run(scaled, START, GRADIENT, EVERY, resume=so_far)
+    assert so_far is not None
+    return so_far.x
+
+
+def test_slow_momentum_is_in_the_unit_of_gradients_when_the_learning_rate_changes() -> None:
+    def outer(x0: Tensor, u: Tensor, mean: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        u = BETA * u + (x0 - mean) / (rate * LR)
+        return x0 - 0.8 * rate * LR * u, u
+
+    found = at_rates(SlowMo(INNER, EVERY, BETA, alpha=0.8))
+    assert (found - rounds_by_hand(outer, RATES)).abs().max() < 1e-12
+
+
+def test_a_learning_rate_for_each_parameter_may_be_zero() -> None:
+    rate = torch.tensor([0.0] + [1.0] * (DIMENSION - 1), dtype=torch.float64)
+    scaled = SlowMo(INNER, EVERY, BETA).scaled(rate)
+    assert scaled is not None
+    found = run(scaled, 3 * EVERY)
+    assert bool(found.isfinite().all())
+    assert (found[:, 0] - START[:, 0].mean()).abs().max() < 1e-12
+
+
+def test_diloco_is_torchs_nesterov_and_its_step_no_learning_rate_changes() -> None:
+    weights = torch.nn.Parameter(START.mean(0).clone())
+    sgd = torch.optim.SGD([weights], lr=0.7, momentum=0.9, nesterov=True)
+
+    def outer(x0: Tensor, u: Tensor, mean: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        assert torch.equal(weights.detach(), x0)
+        weights.grad = x0 - mean
+        sgd.step()
+        return weights.detach().clone(), u
+
+    assert (at_rates(DiLoCo(INNER, EVERY)) - rounds_by_hand(outer, RATES)).abs().max() < 1e-12
+
+
+def noloco_by_hand(alpha: float, beta: float, gamma: float, topology: Schedule, rounds: int) -> Tensor:
+    """Of each agent and its pair, as the paper has it: its delta, from those of the two."""
+    phi, delta = START.clone(), torch.zeros_like(START)
+    for round_ in range(rounds):
+        theta = phi
+        for _ in range(EVERY):
+            theta = theta - LR * GRADIENT(theta)
+        moved = theta - phi
+        pairs = [[other for other in range(SIZE) if weight[other] > 0] for weight in matrix(topology, round_)]
+        assert all(len(pair) == 2 for pair in pairs)
+        delta = torch.stack(
+            [
+                alpha * delta[i] + beta / 2 * (moved[j] + moved[k]) - gamma * (phi[i] - (phi[j] + phi[k]) / 2)
+                for i, (j, k) in enumerate(pairs)
+            ]
+        )
+        phi = phi + delta
+    return phi
+
+
+@pytest.mark.parametrize(("alpha", "beta", "gamma"), [(0.5, 0.7, 1.0), (0.3, 1.1, 0.6)])
+def test_noloco_is_the_papers_step_of_pairs(alpha: float, beta: float, gamma: float) -> None:
+    topology = RandomMatchings(SIZE, seed=3)
+    found = run(NoLoCo(INNER, EVERY, alpha, beta, gamma), 6 * EVERY, topology)
+    assert (found - noloco_by_hand(alpha, beta, gamma, topology, 6)).abs().max() < 1e-12
+
+
+def rest_of_noloco(algorithm: NoLoCo, topology: Schedule) -> Tensor:
+    """``[n, d]``: the phi with which a period of the topology begins and ends, by linear algebra."""
+    H, c = gradient_of_all(SIZE)
+    unit = torch.eye(len(H), dtype=H.dtype)
+    alone, offset = unit, torch.zeros_like(c)
+    for _ in range(algorithm.every):
+        alone, offset = alone - LR * H @ alone, offset - LR * (H @ offset - c)
+    factor, constant = torch.eye(2 * len(H), dtype=H.dtype), torch.zeros(2 * len(H), dtype=H.dtype)
+    for round_ in range(topology.period or 1):
+        mixing = on_all(matrix(topology, round_))
+        pulled = algorithm.beta * mixing @ (alone - unit) - algorithm.gamma * (unit - mixing)
+        of_delta = torch.cat([pulled, algorithm.alpha * unit], 1)
+        step = torch.cat([torch.cat([unit, 0 * unit], 1) + of_delta, of_delta])
+        added = algorithm.beta * (mixing @ offset).repeat(2)
+        factor, constant = step @ factor, step @ constant + added
+    found = torch.linalg.solve(torch.eye(len(factor), dtype=H.dtype) - factor, constant)
+    return found[: len(H)].view(SIZE, DIMENSION)
+
+
+@pytest.mark.parametrize("topology", [ring(SIZE), OnePeerHypercube(SIZE)], ids=lambda one: one.describe())
+def test_noloco_comes_back_to_where_linear_algebra_says(topology: Schedule) -> None:
+    algorithm = NoLoCo(INNER, EVERY)
+    found = run(algorithm, EVERY * 400, topology)  # whole periods of four rounds
+    assert (found - rest_of_noloco(algorithm, topology)).abs().max() < 1e-10
+
+
+def test_noloco_with_the_mean_of_all_is_slow_momentum() -> None:
+    start = START[:1].repeat(SIZE, 1)
+    fleet = StackedFleet(AllReduce(SIZE))
+    found = fleet.run(NoLoCo(INNER, EVERY, alpha=0.6, beta=0.8, gamma=0.9), start, GRADIENT, 30).x
+    slow = fleet.run(SlowMo(INNER, EVERY, beta=0.6, alpha=0.8), start, GRADIENT, 30).x
+    assert (found - slow).abs().max() < 1e-12
+
+
+def test_random_pairs_leave_agents_apart_and_their_mean_farther_off_than_local_sgd() -> None:
+    found = run(NoLoCo(INNER, 16), 3200, RandomMatchings(SIZE))
+    assert float((found - found.mean(0)).norm(dim=1).mean()) > 1.0
+    assert off(run(local_sgd(16), 1600)) < off(found) < 0.6
+
+
+@pytest.mark.parametrize(("alpha", "gamma", "refused"), [(0.5, 1.0, False), (0.9, 1.0, True), (0.5, 1.8, True)])
+def test_noloco_is_refused_just_where_pairs_would_drive_agents_apart(alpha: float, gamma: float, refused: bool) -> None:
+    topology = RandomMatchings(SIZE)
+    algorithm = NoLoCo(INNER, EVERY, alpha=alpha, gamma=gamma)
+    ended = steps_of(algorithm, START, torch.zeros_like, StackedMix(topology), 200 * EVERY).x
+    assert (ended - ended.mean(0)).norm() > 1e6 if refused else (ended - START.mean(0)).abs().max() < 1e-9
+    assert (growth(algorithm, Facts(topology)) > 1) == refused
+    if refused:
+        with pytest.raises(ValueError, match="differences between agents to die out"):
+            run(algorithm, 1, topology)
+
+
+@pytest.mark.parametrize("algorithm", [DiLoCo(INNER, EVERY), SlowMo(INNER, EVERY, BETA)], ids=["DiLoCo", "SlowMo"])
+def test_after_its_first_round_all_agents_have_one_memory_wherever_they_began(algorithm: Algorithm) -> None:
+    ended = StackedFleet(ring(SIZE)).run(algorithm, START, GRADIENT, EVERY)
+    for one in (ended.x, *ended.state):
+        assert torch.equal(one, one[:1].expand_as(one))
+
+
+def test_they_send_nothing_within_a_round() -> None:
+    for algorithm in (DiLoCo(INNER, EVERY), SlowMo(INNER, EVERY, BETA), NoLoCo(INNER, EVERY)):
+        fleet = StackedFleet(ring(SIZE))
+        runs = [fleet.run(algorithm, START, GRADIENT, steps).sent for steps in (0, 3, 4, 7, 8)]
+        assert runs[0] == runs[1] < runs[2] == runs[3] < runs[4]
+
+
+LIMITS: list[tuple[Algorithm, str, float]] = [
+    (SlowMo(GradientDescent(1.0), 1, BETA), "alpha", 2 * (1 + BETA)),
+    (DiLoCo(GradientDescent(1.0), 1, beta=BETA), "outer_lr", 2 * (1 + BETA) / (1 + 2 * BETA)),
+    (NoLoCo(GradientDescent(1.0), 1, alpha=BETA), "beta", 2 * (1 + BETA)),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "name", "limit"), LIMITS, ids=["SlowMo", "DiLoCo", "NoLoCo"])
+def test_longer_outer_steps_than_the_limit_swing_up_and_shorter_ones_do_not(
+    algorithm: Algorithm, name: str, limit: float
+) -> None:
+    """On rounds that go all the way to where they lead: with x - 1 for a gradient, and a step of one."""
+    start = torch.zeros(4, 1, dtype=torch.float64)
+
+    def away(share: float) -> float:
+        object.__setattr__(algorithm, name, share * limit)  # which it refuses at its making
+        ended = steps_of(algorithm, start, lambda x: x - 1, StackedMix(AllReduce(4)), 2000).x
+        return float((ended - 1).abs().max())
+
+    assert away(0.98) < 1e-6
+    assert away(1.02) > 1e6
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for make in (lambda **n: DiLoCo(INNER, EVERY, **n), lambda **n: SlowMo(INNER, EVERY, **n)):
+        with pytest.raises(ValueError, match=r"0 <= beta < 1"):
+            make(beta=1.0)
+    with pytest.raises(ValueError, match=r"outer_lr=1\.4: .* pass 0 < outer_lr < 1\.357"):
+        DiLoCo(INNER, EVERY, outer_lr=1.4)
+    with pytest.raises(ValueError, match=r"pass 0 < alpha < 3"):
+        SlowMo(INNER, EVERY, beta=0.5, alpha=0.0)
+    with pytest.raises(ValueError, match=r"0 <= alpha < 1"):
+        NoLoCo(INNER, EVERY, alpha=1.0)
+    with pytest.raises(ValueError, match=r"pass 0 < beta < 3"):
+        NoLoCo(INNER, EVERY, beta=3.0)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda one, n: DiLoCo(one, n), lambda one, n: SlowMo(one, n, BETA), lambda one, n: NoLoCo(one, n)]
+)
+def test_what_cannot_be_wrapped_is_refused(make: Callable[[Algorithm, int], Algorithm]) -> None:
+    with pytest.raises(ValueError, match="both say when agents exchange"):
+        make(local_sgd(), EVERY)
+    with pytest.raises(
+        ValueError, match=r"ExactDiffusion needs the same W in every step, and (DiLoCo|SlowMo|NoLoCo) changes it"
+    ):
+        make(ExactDiffusion(LR), EVERY)
+    with pytest.raises(ValueError, match="every=0"):
+        make(INNER, 0)
+    with pytest.raises(ValueError, match=r"(\w+) says itself how often agents exchange, and \1 would"):
+        make(make(INNER, EVERY), EVERY)
+    for wrapper in (LocalSteps, GossipPGA):
+        with pytest.raises(ValueError, match=r"says itself how often .* with the `every` that is wanted"):
+            wrapper(make(INNER, EVERY), EVERY)
+
+
+def test_noloco_refuses_what_would_have_to_be_exchanged_too_and_the_others_take_it() -> None:
+    with pytest.raises(TypeError, match="what GradientTracking remembers would never be exchanged"):
+        NoLoCo(GradientTracking(LR), EVERY)
+    assert not DiLoCo(GradientTracking(LR), EVERY).one_gradient
+    assert DiLoCo(INNER, EVERY).one_gradient
