@@ -90,6 +90,8 @@ def test_a_memory_as_new_counts_as_new_whatever_the_number_of_the_step() -> None
 
 def test_in_sixteen_bits_it_still_counts() -> None:
     start = torch.zeros(SIZE, 2, dtype=torch.bfloat16)
+    first = FLEET.run(AccumAdam(LR, 2), start, torch.ones_like, 1)
+    assert first.x[0].tolist() == pytest.approx([-LR, -LR], rel=0.02)  # 0.999 to the k is 1 in sixteen bits
     ended = FLEET.run(AccumAdam(LR, 2), start, torch.ones_like, 600)
     assert ended.state[3].unique().tolist() == [600]
     assert ended.x.dtype == torch.bfloat16

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import networkx as nx
 import pytest
 import torch
 from torch import Tensor
 
 from shoal.algorithms import (
+    SGP,
+    AccumAdam,
     Algorithm,
     DiLoCo,
     ExactDiffusion,
@@ -17,13 +20,15 @@ from shoal.algorithms import (
     GradientTracking,
     LocalSteps,
     NoLoCo,
+    QuasiGlobalMomentum,
     SlowMo,
+    check,
 )
 from shoal.algorithms.growth import growth
 from shoal.algorithms.loop import steps_of
 from shoal.algorithms.needs import Facts
 from shoal.sim import StackedFleet, StackedMix
-from shoal.topology import AllReduce, OnePeerHypercube, RandomMatchings, Schedule
+from shoal.topology import AllReduce, ExponentialGraph, OnePeerHypercube, RandomMatchings, Schedule, ShiftOne
 from shoal.topology.families.circulant import ring
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_cycle
 from support.least_squares import DIMENSION, SIZE, optimum
@@ -213,9 +218,13 @@ def test_noloco_is_refused_just_where_pairs_would_drive_agents_apart(alpha: floa
     ended = steps_of(algorithm, START, torch.zeros_like, StackedMix(topology), 200 * EVERY).x
     assert (ended - ended.mean(0)).norm() > 1e6 if refused else (ended - START.mean(0)).abs().max() < 1e-9
     assert (growth(algorithm, Facts(topology)) > 1) == refused
-    if refused:
-        with pytest.raises(ValueError, match="differences between agents to die out"):
-            run(algorithm, 1, topology)
+    for every, inner in ((EVERY, INNER), (10_000, AccumAdam(LR, 4))):
+        made = NoLoCo(inner, every, alpha=alpha, gamma=gamma)
+        if refused:
+            with pytest.raises(ValueError, match="differences between agents to die out"):
+                run(made, 1, topology)
+        else:
+            run(made, 1, topology)
 
 
 @pytest.mark.parametrize("algorithm", [DiLoCo(INNER, EVERY), SlowMo(INNER, EVERY, BETA)], ids=["DiLoCo", "SlowMo"])
@@ -223,6 +232,26 @@ def test_after_its_first_round_all_agents_have_one_memory_wherever_they_began(al
     ended = StackedFleet(ring(SIZE)).run(algorithm, START, GRADIENT, EVERY)
     for one in (ended.x, *ended.state):
         assert torch.equal(one, one[:1].expand_as(one))
+
+
+def test_their_answer_is_that_of_the_algorithm() -> None:
+    directed = ExponentialGraph(SIZE)
+    directed.remove_edge(0, 4)
+    fleet = StackedFleet(directed)
+    found = fleet.run(SlowMo(SGP(0.02), EVERY, beta=0.0, gossip=True), START, GRADIENT, 7)
+    plain = fleet.run(GossipPGA(SGP(0.02), EVERY), START, GRADIENT, 7)
+    assert (plain.estimate - plain.x).abs().max() > 0.01
+    assert (found.estimate - plain.estimate).abs().max() < 1e-12
+
+
+def test_momentum_inside_is_looked_at_with_the_means_of_all_that_are_around_it() -> None:
+    inner = QuasiGlobalMomentum(0.1, 0.8)
+    with pytest.raises(ValueError, match="die out"):
+        check("it", inner.needs, ShiftOne(12))
+    for algorithm in (DiLoCo(inner, EVERY), SlowMo(inner, EVERY, BETA, gossip=True)):
+        check("it", algorithm.needs, ShiftOne(12))
+        with pytest.raises(ValueError, match="doubly stochastic"):
+            check("it", algorithm.needs, nx.DiGraph([(0, 1), (1, 2)]))
 
 
 def test_they_send_nothing_within_a_round() -> None:

@@ -205,7 +205,8 @@ class NoLoCo(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self)
+        # Steps alone change nothing where there is no gradient, and need not be linear in what they remember.
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(replace(self, algorithm=GradientDescent(1.0), every=1))
 
     def cycle(self, rounds: int) -> int:
         return math.lcm(self.every * rounds, self.algorithm.cycle(1))
@@ -227,9 +228,6 @@ class NoLoCo(Algorithm):
         delta = self.alpha * delta + mixed - self.gamma * phi
         phi = phi + delta
         return phi, (phi, delta, *after)
-
-    def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
-        return self.algorithm.estimate(x, state[2:])
 
 
 def _check_wrapped(outer: Algorithm, algorithm: Algorithm, every: int) -> None:
