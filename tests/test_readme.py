@@ -49,8 +49,8 @@ def test_what_it_counts_is_as_many() -> None:
     assert "by three lines more and one less" in text
     assert [line[0] for line in DIFF.splitlines() if line[0] != " "].count("+") == 3
     assert [line[0] for line in DIFF.splitlines() if line[0] != " "].count("-") == 1
-    assert "**Algorithms**: twenty-five," in text
-    assert len({type(entry.example()) for entry in CATALOG.values()}) == 25
+    assert "**Algorithms**: thirty," in text
+    assert len({type(entry.example()) for entry in CATALOG.values()}) == 30
 
 
 def patched(script: str) -> str:
