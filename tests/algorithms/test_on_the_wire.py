@@ -1,0 +1,82 @@
+"""What an algorithm's books say it has sent is what the network interface of its machine has sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from shoal.algorithms import (
+    BEER,
+    Algorithm,
+    ChocoSGD,
+    DeepSqueeze,
+    GradientDescent,
+    LocalSteps,
+    LowPrecision,
+    PowerGossip,
+    run,
+)
+from shoal.compression import QSGD, Cast, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
+from shoal.topology.families.circulant import ring
+from support.namespaces import INTERFACE, network_namespaces
+from support.world import World
+
+NUMEL, STEPS = 1_000_000, 10
+MESSAGES, OVERHEAD = 2 * STEPS + 4, 400
+"""At most, and of each the bytes that are no numbers: Ethernet's, TCP's and Shoal's headers, and acknowledgements."""
+ALGORITHMS: dict[str, Algorithm] = {
+    "plain": GradientDescent(0.1),
+    "CHOCO, top 1%": ChocoSGD(0.1, 0.1, TopK(0.01)),
+    "CHOCO, 1 bit": ChocoSGD(0.1, 0.1, Sign()),
+    "CHOCO, 4 bits": ChocoSGD(0.1, 0.1, Shrunk(QSGD(7))),
+    "DeepSqueeze, random 10%": DeepSqueeze(0.1, 0.05, RandomK(0.1)),
+    "DeepSqueeze, with local steps": LocalSteps(DeepSqueeze(0.1, 0.05, RandomK(0.1)), every=2),
+    "BEER, top 5%": BEER(0.05, 0.2, TopK(0.05)),
+    "low precision": LowPrecision(0.1, MinMaxUInt8()),
+    "low precision, bfloat16": LowPrecision(0.1, Cast(torch.bfloat16)),
+    "PowerGossip": PowerGossip(0.1),
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with network_namespaces(2) as machines, World(2, namespaces=machines) as world:
+        yield world
+
+
+def bytes_sent_by_the_interface() -> int:
+    """Since it is there; of the namespace that this process lives in."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    (counts,) = (line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+    return int(counts[8])
+
+
+def sent(name: str) -> tuple[int, int, int]:
+    """By the books of the algorithm, by those of the engine, and by the interface."""
+    draw = torch.Generator().manual_seed(shoal.rank())
+    start, target = (torch.randn(NUMEL, generator=draw) for _ in range(2))
+    shoal.barrier()
+    time.sleep(0.1)  # what acknowledges it may come late
+    before = shoal.bytes_sent(), bytes_sent_by_the_interface()
+    found = run(ALGORITHMS[name], start, lambda x: x - target, ring(2), STEPS)
+    time.sleep(0.1)
+    shoal.barrier()
+    return found.sent, shoal.bytes_sent() - before[0], bytes_sent_by_the_interface() - before[1]
+
+
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_books_are_what_the_interface_has_sent(world: World, name: str) -> None:
+    for books, engine, wire in world.results(sent, name):
+        assert engine == books
+        assert books < wire < 1.03 * books + OVERHEAD * MESSAGES, (books, wire)
+        if name == "plain":
+            assert books == STEPS * 4 * NUMEL
+        elif name != "low precision, bfloat16":
+            assert books < 0.45 * STEPS * 4 * NUMEL
