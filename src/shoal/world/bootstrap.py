@@ -71,7 +71,8 @@ def init(
         ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many. ``SHOAL_SECRET``: the job's secret, the
         same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
         ``SHOAL_RENDEZVOUS``: ``host:port`` of the store. ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity,
-        with :class:`~shoal.NotFinite`. ``SHOAL_TLS``: ``on`` for TLS between machines, with the certificates in
+        with :class:`~shoal.NotFinite`. ``SHOAL_COMPRESS_LOCALLY``: 1 to have compressed messages travel within a
+        machine, too, where tensors are else read where they lie. ``SHOAL_TLS``: ``on`` for TLS between machines, with the certificates in
         the folder ``SHOAL_CERTIFICATES``. ``SHOAL_ON_LOSS``: ``raise`` or ``continue``. ``SHOAL_DROP_AFTER``: seconds
         after which an agent that does not answer (stopped, hung, cut off) counts as lost; if unset it is waited for
         until the deadline of what needs it. An agent that computes answers. ``SHOAL_INCARNATION``: how often this agent
