@@ -19,6 +19,7 @@ from shoal.algorithms import (
     Algorithm,
     DecentLaM,
     DiLoCo,
+    DualAveraging,
     ExactDiffusion,
     Gradient,
     GradientDescent,
@@ -52,7 +53,7 @@ ONE_GRADIENT = [
     AccumAdam(0.05, 2, eps=1e-3),
 ]
 CHOOSES_POINTS = [GradientTracking(1.0), GradientTracking(1.0, atc=False), SGP(1.0), PushPull(1.0)]
-CHOOSES_POINTS += [EASGD(1.0, 2), DiLoCo(GradientTracking(1.0), 2)]
+CHOOSES_POINTS += [DualAveraging(1.0), EASGD(1.0, 2), DiLoCo(GradientTracking(1.0), 2)]
 
 
 def simulated(algorithm: Algorithm, steps: int = STEPS) -> Tensor:
@@ -83,7 +84,7 @@ def one_step(model: torch.nn.Module, optimizer: shoal.DecentralizedOptimizer, st
         value.backward()
         return float(value.detach())
 
-    if optimizer.algorithm.one_gradient:
+    if optimizer.algorithm not in CHOOSES_POINTS:
         loss()
         optimizer.step()
     else:
@@ -186,6 +187,11 @@ def test_what_cannot_be_is_refused_with_the_remedy(fleet: Fleets) -> None:
             make("atc")
         with pytest.raises(ValueError, match=r"give step\(\) a closure"):
             make(GradientTracking(1.0), topology=shoal.RingGraph(2)).step()
+        averaged = make(DualAveraging(1.0), topology=shoal.RingGraph(2))
+        averaged.step()  # which begins where the model is
+        with pytest.raises(ValueError, match="not where the model is"):
+            averaged.step()
+        averaged.close()
         one_way = nx.DiGraph([(0, 1)])
         with pytest.raises(ValueError, match="doubly stochastic"):
             make(GradientTracking(1.0), topology=one_way).step(lambda: 0.0)

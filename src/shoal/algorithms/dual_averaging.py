@@ -22,8 +22,9 @@ class DualAveraging(Algorithm):
     t = 1, 2, ...; the estimate is the mean of all ``x+`` so far (Duchi, Agarwal, Wainwright 2012, arXiv:1005.2012).
 
     Made for convex objectives that need not be smooth: the estimate's objective nears the optimum as ``1 / sqrt(t)``,
-    however different the agents' are. Of where the agents begin, only the first gradient knows. State: ``z`` and the
-    mean, as ``x``.
+    however different the agents' are. Of where the agents begin, only the first gradient knows. The gradient is taken
+    at ``x``, which is not the estimate, so around a wrapped optimizer it needs a closure. State: ``z`` and the mean, as
+    ``x``.
 
     Args:
         lr: The first step.

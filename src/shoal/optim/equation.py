@@ -64,10 +64,11 @@ class Equation(StepStrategy):
 
     def step(self, due: bool) -> None:
         local = self._local
-        if not self._algorithm.one_gradient and local.closure is None:
+        if self._elsewhere and local.closure is None:
             raise ValueError(
-                f"{type(self._algorithm).__name__} takes its gradient at points that it chooses: give step() a closure "
-                "that clears the gradients, computes the loss, calls backward() and returns the loss"
+                f"{type(self._algorithm).__name__} takes its gradient at points that it chooses, and not where the "
+                "model is: give step() a closure that clears the gradients, computes the loss, calls backward() and "
+                "returns the loss"
             )
         bucket = self._bucket()
         if self._x is None:
@@ -77,7 +78,7 @@ class Equation(StepStrategy):
                 f"{type(self._algorithm).__name__} has begun with {self._x.dtype} on {self._x.device}, and the model "
                 "was converted since: convert it before the first step"
             )
-        if self._algorithm.one_gradient or not due:
+        if not self._elsewhere or not due:
             local.evaluate()
         self._rates.look(bucket.params)
         if not due:
@@ -96,6 +97,13 @@ class Equation(StepStrategy):
         self._rates.exchanged()
         self._flight.rounds += 1
         bucket.flat.copy_(algorithm.estimate(self._x, self._state))
+
+    @property
+    def _elsewhere(self) -> bool:
+        """The gradient of a step is not taken where the model is, which has the algorithm's answer."""
+        if self._x is None or self._state is None:
+            return not self._algorithm.one_gradient
+        return not self._algorithm.one_gradient or self._algorithm.estimate(self._x, self._state) is not self._x
 
     def check_that_it_can_follow(self) -> None:
         raise ValueError(
@@ -134,7 +142,7 @@ class Equation(StepStrategy):
     def _moved_by(self, bucket: Bucket, at: torch.Tensor, multiples: float | torch.Tensor) -> torch.Tensor:
         """How far the wrapped optimizer moves from a point, which is where the model is if there is no closure; as far
         as with its first learning rate."""
-        if not self._algorithm.one_gradient:
+        if self._elsewhere:
             bucket.flat.copy_(at)
             self._local.evaluate()
         self._local()

@@ -72,13 +72,13 @@ def init(
         same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
         ``SHOAL_RENDEZVOUS``: ``host:port`` of the store. ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity,
         with :class:`~shoal.NotFinite`. ``SHOAL_COMPRESS_LOCALLY``: 1 to have compressed messages travel within a
-        machine, too, where tensors are else read where they lie. ``SHOAL_TLS``: ``on`` for TLS between machines, with the certificates in
-        the folder ``SHOAL_CERTIFICATES``. ``SHOAL_ON_LOSS``: ``raise`` or ``continue``. ``SHOAL_DROP_AFTER``: seconds
-        after which an agent that does not answer (stopped, hung, cut off) counts as lost; if unset it is waited for
-        until the deadline of what needs it. An agent that computes answers. ``SHOAL_INCARNATION``: how often this agent
-        was started again while the others went on; more than 0 asks them to let it in. ``SHOAL_ENTRY_TIMEOUT``: seconds
-        for which it waits for that (3600). ``SHOAL_BEGIN_WITH``: how many agents the run begins with, if not all; the
-        others may join, each with ``SHOAL_INCARNATION=1``.
+        machine, too, where tensors are else read where they lie. ``SHOAL_TLS``: ``on`` for TLS between machines, with
+        the certificates in the folder ``SHOAL_CERTIFICATES``. ``SHOAL_ON_LOSS``: ``raise`` or ``continue``.
+        ``SHOAL_DROP_AFTER``: seconds after which an agent that does not answer (stopped, hung, cut off) counts as lost;
+        if unset it is waited for until the deadline of what needs it. An agent that computes answers.
+        ``SHOAL_INCARNATION``: how often this agent was started again while the others went on; more than 0 asks them to
+        let it in. ``SHOAL_ENTRY_TIMEOUT``: seconds for which it waits for that (3600). ``SHOAL_BEGIN_WITH``: how many
+        agents the run begins with, if not all; the others may join, each with ``SHOAL_INCARNATION=1``.
         ``SHOAL_ON_PARTITION``: with ``on_loss="continue"``, what agents do that cannot reach as many others as there
         are of them, or more, of which nobody knows that they have ended: ``continue``, until the smaller part reaches
         the larger one again and gives way with :class:`~shoal.PeerLost`; or ``stop`` with it at once, so that one part
