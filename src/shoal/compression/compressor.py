@@ -20,6 +20,7 @@ import torch
 from .draws import Draws, Stream
 from .message import HALF, as_numbers, blocks, check_dtype, check_message, rows
 
+_NO_WIRE_FORMAT = "{!r} has no wire format: to travel as bytes a compressor defines _encode and _pieces"
 Draw = Callable[[int, torch.Tensor], torch.Tensor]
 """Fills a tensor with a row's random numbers, from a place on."""
 Piece = tuple[slice | torch.Tensor, torch.Tensor]
@@ -69,7 +70,7 @@ class Compressor(ABC):
 
         Raises:
             ValueError: ``x`` is in none of float64, float32, float16 and bfloat16.
-            NotImplementedError: The compressor has no wire format.
+            TypeError: The compressor has no wire format.
         """
         check_dtype(x.dtype)
         data = torch.empty(*x.shape[:-1], self.nbytes(x.shape[-1], x.dtype), dtype=torch.uint8, device=x.device)
@@ -169,14 +170,14 @@ class Compressor(ABC):
 
     def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
         """Write the message of each row of ``x``, which has numbers, into that of ``data``."""
-        raise NotImplementedError(f"{self!r} has no wire format: only its results can be sent, with all their numbers")
+        raise TypeError(_NO_WIRE_FORMAT.format(self))
 
     def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
         """Check the message ``[nbytes]`` of a row, then give its numbers: in pieces in order, or in one with places.
 
         A piece may be overwritten when the next is asked for, and is not changed by who asks.
         """
-        raise NotImplementedError(f"{self!r} has no wire format: only its results can be sent, with all their numbers")
+        raise TypeError(_NO_WIRE_FORMAT.format(self))
 
 
 def _of_row(stream: Stream | None, row: int) -> Draw:

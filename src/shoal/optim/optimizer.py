@@ -17,15 +17,15 @@ import networkx as nx
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..algorithms.agent_schedule import AgentSchedule
 from ..algorithms.algorithm import Algorithm
-from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
+from ..algorithms.gradient_descent import GradientDescent
 from ..algorithms.needs import check, without
 from ..topology._validate import check_size
 from ..topology.schedule import Schedule
 from ..world.agent import current
 from .balance import Balance
 from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
+from .choosing import ATC, PARALLEL, agent_schedule, by_buckets, mixed_of, strategy_of
 from .equation import Equation
 from .flight import Flight
 from .hooks import BeforeForward
@@ -33,28 +33,12 @@ from .in_step_flight import GradientFlight, ParameterFlight
 from .join import Join
 from .local import LocalStep
 from .malloc_trimming import keep_freed_memory
-from .mixed_state import MixedState, warn_of_second_moments
 from .params import Names, name_of_optimizer
 from .passes import Passes
-from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
-from .strategies import (
-    AdaptThenCombine,
-    AdaptThenCombineDuringBackward,
-    AdaptWithCombine,
-    AverageGradients,
-    AverageGradientsDuringBackward,
-    StepStrategy,
-)
+from .settings import ALIASES, BY_HAND, NAMES, Settings
 
 _joined: ContextVar[bool] = ContextVar("joined", default=False)
 _DEFAULTS = Settings()
-_ATC, _PARALLEL = GradientDescent(1.0), ParallelGradientDescent(1.0)
-_BY_BUCKETS: dict[Algorithm, tuple[type[StepStrategy], type[StepStrategy] | None]] = {
-    _ATC: (AdaptThenCombine, AdaptThenCombineDuringBackward),
-    GradientDescent(1.0, atc=False): (AdaptWithCombine, None),
-    _PARALLEL: (AverageGradients, AverageGradientsDuringBackward),
-}
-"""What a step of the common algorithms is, and what it is with overlap="backward"."""
 
 
 class DecentralizedOptimizer(torch.optim.Optimizer):
@@ -102,7 +86,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module | Sequence[torch.nn.Module],
-        algorithm: Algorithm = _ATC,
+        algorithm: Algorithm = ATC,
         *,
         topology: nx.Graph | Schedule | None = None,
         overlap: Literal["backward"] | None = None,
@@ -134,11 +118,11 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             raise ValueError(f"bucket_bytes={bucket_bytes!r}: it must be a whole number of bytes, 1 or more") from None
         # An algorithm has one vector.
-        whole = bucket_bytes if _by_buckets(algorithm) else float("inf")
-        if topology is not None and algorithm == _PARALLEL:
+        whole = bucket_bytes if by_buckets(algorithm) else float("inf")
+        if topology is not None and algorithm == PARALLEL:
             raise ValueError("gradients are averaged over all agents, whatever the topology; leave topology out")
-        schedule = None if topology is None else _agent_schedule(topology, self._settings.communication_type)
-        travels = GradientFlight if algorithm == _PARALLEL and flight.in_step else flight
+        schedule = None if topology is None else agent_schedule(topology, self._settings.communication_type)
+        travels = GradientFlight if algorithm == PARALLEL and flight.in_step else flight
         self._flight = travels(self._names, name, whole, self._settings, schedule)
         if overlap and any(isinstance(one, DistributedDataParallel) for one in self._models):
             raise ValueError(
@@ -146,8 +130,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 "them; leave overlap out, or DistributedDataParallel"
             )
         self._local = LocalStep(self._inner)
-        self._flight.mixed = _mixed(self._inner, mix_state, algorithm, flight)
-        self._strategy = _strategy_of(algorithm, self._flight, self._local, overlap, topology, name, unchecked)
+        self._flight.mixed = mixed_of(self._inner, mix_state, algorithm, flight)
+        self._strategy = strategy_of(algorithm, self._flight, self._local, overlap, topology, name, unchecked)
         self._check_needs(topology, name, unchecked)
         self._join = Join(self._flight, self._strategy, name)
         self._names.claim(self)
@@ -230,7 +214,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{name}: the weights of this optimizer come from its topology=; give one of the two")
         if name not in (*BY_HAND, "communication_type", "robust") or value == getattr(_DEFAULTS, name):
             return
-        by_settings = isinstance(self._algorithm, GradientDescent) and _by_buckets(self._algorithm) is not None
+        by_settings = isinstance(self._algorithm, GradientDescent) and by_buckets(self._algorithm) is not None
         counting = self._counting if by_settings else ()
         if name not in counting:
             who = self._algorithm if not by_settings else "an exchange through these windows"
@@ -432,77 +416,6 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._passes.close()
         self._names.release()
         self._strategy.close()
-
-
-def _by_buckets(algorithm: Algorithm) -> tuple[type[StepStrategy], type[StepStrategy] | None] | None:
-    known = isinstance(algorithm, GradientDescent | ParallelGradientDescent)  # others may have no hash
-    return _BY_BUCKETS.get(algorithm) if known else None
-
-
-def _strategy_of(
-    algorithm: Algorithm,
-    flight: Flight,
-    local: LocalStep,
-    overlap: str | None,
-    topology: nx.Graph | Schedule | None,
-    name: str,
-    unchecked: str | Iterable[str],
-) -> StepStrategy:
-    """What a step is: an algorithm's own text, or for the common ones one that overlaps and copies less."""
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"an algorithm of shoal.algorithms is wanted, not {algorithm!r}")
-    if overlap not in (None, "backward"):
-        raise ValueError(f'overlap={overlap!r}: give "backward", or leave it out')
-    plain, during_backward = _by_buckets(algorithm) or (Equation, None)
-    if overlap and (during_backward is None or not flight.in_step):
-        raise ValueError(
-            f'overlap="backward" is for adapt, then combine, and for averaged gradients, in step; not for {algorithm}'
-            + ("; adapt with combine overlaps the whole pass as it is" if flight.in_step else " through windows")
-        )
-    if plain in (Equation, AverageGradients) and not flight.in_step:
-        raise ValueError(f"{algorithm} exchanges in step, not through windows; leave flight out")
-    if plain is Equation:
-        return Equation(flight, local, algorithm, topology, name, unchecked)
-    return during_backward(flight, local) if overlap and during_backward else plain(flight, local)
-
-
-def _mixed(
-    optimizer: torch.optim.Optimizer, keys: Sequence[str] | None, algorithm: Algorithm, flight: type[Flight]
-) -> MixedState | None:
-    """The state of the optimizer that travels beside the parameters, if any does."""
-    if keys is None:
-        agent = current("DecentralizedOptimizer")
-        could = flight.in_step and algorithm != _PARALLEL and _by_buckets(algorithm)
-        if could and agent.size > 1 and agent.rank == 0:
-            warn_of_second_moments(optimizer)
-        return None
-    mixed = MixedState(optimizer, keys)
-    if not mixed.keys:
-        return None
-    if algorithm == _PARALLEL:
-        raise ValueError("mix_state: where gradients are averaged all agents have the same state; leave it out")
-    if not _by_buckets(algorithm):
-        raise ValueError(
-            f"mix_state is for adapt, then combine, and adapt with combine; {algorithm} says by itself what is "
-            "exchanged, with weights that may be negative. Leave it out"
-        )
-    if not flight.in_step:
-        raise ValueError(
-            "mix_state: through windows a neighbour's state would be of another step than its parameters; leave it out"
-        )
-    return mixed
-
-
-def _agent_schedule(topology: nx.Graph | Schedule, kind: CommunicationType) -> AgentSchedule:
-    """The topology as this agent sees it, or, where machines average, as its machine does."""
-    agent = current("DecentralizedOptimizer(topology=)")
-    between = kind is CommunicationType.hierarchical_neighbor_allreduce
-    schedule = AgentSchedule(topology, agent.machine_rank if between else agent.rank)
-    wanted = agent.machines.count if between else agent.size
-    if schedule.size != wanted:
-        what = "machines" if between else "agents"
-        raise ValueError(f"the topology is for {schedule.size}, and there are {wanted} {what}")
-    return schedule
 
 
 def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
