@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,9 +11,11 @@ import torch
 from shoal.engine import keeping
 from shoal.engine.handing_on import RESULT, HandingOn
 from shoal.engine.keeping import HAD, Keeping, copy_to_keep
+from shoal.engine.lifecycle import Lifecycle
 from shoal.engine.matching import Matcher
 from shoal.engine.membership import Membership, Plan
-from shoal.engine.operation import OnLoss, Operation, Recovery
+from shoal.engine.operation import Exchange, OnLoss, Operation, Recovery, Stage
+from shoal.engine.repair import take_result
 from shoal.engine.services import as_tensor
 from shoal.transport.memory import ResultPool
 from shoal.transport.wire import Kind, Message, Payload, ProtocolError
@@ -170,3 +172,27 @@ def test_a_result_is_taken_only_from_who_is_there() -> None:
         handing_on.serve(source, message)
         assert len(taken) == (source == 1)
     assert torch.equal(taken[0], RESULT_HERE)
+
+
+class Steps:
+    """A lifecycle of which it is written down what it is told to do."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.told.append(name)
+
+
+def test_who_is_handed_a_result_in_the_midst_of_its_own_drops_that_and_keeps_the_result_for_others() -> None:
+    """Whoever handed it on may be gone before it has done so to all."""
+    agent, lifecycle = Agent(), Steps()
+    operation = agent.begin()
+    assert operation.recovery is not None
+    operation.recovery.take = lambda result: result + 1
+    operation.stage, operation.unconfirmed = Stage(0, Exchange([], [1]), {1}, {}), {7: 1}
+    take_result(cast(Lifecycle, lifecycle), operation, RESULT_HERE)
+    assert operation.recovery.copy is RESULT_HERE
+    assert not operation.unconfirmed and operation.generator is None
+    assert {"leave_stage", "close_generator", "forget_before", "settle"} == set(lifecycle.told)
+    assert lifecycle.told[-1] == "settle"
