@@ -226,7 +226,7 @@ def with_scale(message: torch.Tensor) -> torch.Tensor:
         (TopK(0.1), lambda message: message.fill_(255), "no message of TopK"),
         (QSGD(7), lambda message: message.fill_(0), "its step is"),
     ],
-    ids=str,
+    ids=["a negative scale", "too short", "too long", "positions beyond the end", "no step"],
 )
 def test_a_message_that_nobody_sends_names_its_sender_and_the_next_call_works(
     fleet: Fleets,
