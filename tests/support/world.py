@@ -363,6 +363,12 @@ class World:
         self.members[rank] = self._start(rank)
         self._names |= {name for name in self.results(_begin, on=[rank]) if name}
 
+    def kill_and_start_again(self, rank: int) -> None:
+        """Kill an agent, and start another process in its place."""
+        self.kill(rank)
+        self.members[rank].outcome(5.0)
+        self.start_again(rank)
+
     def join(self, *, init: bool = True) -> int:
         """A process of the next rank that was not there before; its rank, when it is an agent that waits to enter."""
         rank = len(self.members)

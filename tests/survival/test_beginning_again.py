@@ -106,9 +106,7 @@ def signs() -> list[bool]:
 
 def test_who_has_entered_is_somebody_to_come_back_to() -> None:
     with World(2, environment=CONTINUE, restarts=True) as world:
-        world.kill(1)
-        world.members[1].outcome(5.0)
-        world.start_again(1)
+        world.kill_and_start_again(1)
         assert world.results(signs) == [[False, False], [True, False]]
 
 

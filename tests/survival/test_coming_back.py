@@ -251,9 +251,7 @@ def alone() -> list[str]:
 
 def test_who_has_not_entered_is_told_so_and_waits_no_longer_than_it_is_to() -> None:
     with World(3, environment=CONTINUE, restarts=True) as world:
-        world.kill(1)
-        world.members[1].outcome(5.0)
-        world.start_again(1)
+        world.kill_and_start_again(1)
         [*said, last] = world.results(alone, on=[1])[0]
         assert len(said) == 5 and all("has not entered" in one for one in said), said
         assert "ranks [0, 2] have called no Checkpoint.save" in last
@@ -261,9 +259,7 @@ def test_who_has_not_entered_is_told_so_and_waits_no_longer_than_it_is_to() -> N
 
 def test_nobody_is_left_to_let_it_in() -> None:
     with World(2, environment=CONTINUE, restarts=True) as world:
-        world.kill(1)
-        world.members[1].outcome(5.0)
-        world.start_again(1)
+        world.kill_and_start_again(1)
         waiting = world.run_on(1, keep_saving, 5, -1, "model")
         time.sleep(0.3)
         world.kill(0)

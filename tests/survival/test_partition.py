@@ -159,9 +159,7 @@ def test_the_smaller_part_stops_and_comes_back_when_the_cable_does(machines: lis
         machines[1].plug(True)
         running = {rank: world.run_on(rank, keep_saving, 20.0, size) for rank in first}
         for rank in others:
-            world.kill(rank)
-            world.members[rank].outcome(5.0)
-            world.start_again(rank)
+            world.kill_and_start_again(rank)
             running[rank] = world.run_on(rank, keep_saving, 20.0, size)
         came = [running[rank].outcome().value for rank in range(size)]
     assert [one[2] for one in came] == [tuple(range(size))] * size and len({one[1] for one in came}) == 1
