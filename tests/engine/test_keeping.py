@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,7 @@ from shoal.engine import keeping
 from shoal.engine.handing_on import RESULT, HandingOn
 from shoal.engine.keeping import HAD, Keeping, copy_to_keep
 from shoal.engine.lifecycle import Lifecycle
-from shoal.engine.matching import Matcher
+from shoal.engine.matching import LAST_STAGE, Matcher
 from shoal.engine.membership import Membership, Plan
 from shoal.engine.operation import Exchange, OnLoss, Operation, Recovery, Stage
 from shoal.engine.repair import take_result
@@ -103,6 +104,8 @@ def test_large_ones_are_told_of_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not agent.said
     agent.end(agent.begin())
     assert agent.said == [(peer, had("x", (0, 2))) for peer in (1, 2)]
+    agent.end(agent.begin())
+    assert len(agent.said) == 2  # it counts anew
 
 
 def test_who_leaves_is_told_at_once_of_what_is_here_and_of_what_comes() -> None:
@@ -178,21 +181,43 @@ class Steps:
     """A lifecycle of which it is written down what it is told to do."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.told: list[tuple[Any, ...]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: self.told.append(name)
+        return lambda operation, *rest: self.told.append((name, *rest))
+
+
+def in_the_midst(agent: Agent, take: Callable[[torch.Tensor], Any]) -> Operation:
+    """An operation of all that waits in a stage; and, of another attempt, for somebody to confirm."""
+    operation = agent.begin()
+    assert operation.recovery is not None
+    operation.recovery.take, operation.generator = take, cast(Any, iter(()))
+    operation.stage, operation.waiting_more = Stage(0, Exchange([], [1]), {1}, {}), True
+    operation.unconfirmed, operation.outcome = {7: 1}, (0,)
+    return operation
 
 
 def test_who_is_handed_a_result_in_the_midst_of_its_own_drops_that_and_keeps_the_result_for_others() -> None:
     """Whoever handed it on may be gone before it has done so to all."""
-    agent, lifecycle = Agent(), Steps()
-    operation = agent.begin()
-    assert operation.recovery is not None
-    operation.recovery.take = lambda result: result + 1
-    operation.stage, operation.unconfirmed = Stage(0, Exchange([], [1]), {1}, {}), {7: 1}
+    lifecycle = Steps()
+    operation = in_the_midst(Agent(), lambda result: f"taken: {result.tolist()}")
     take_result(cast(Lifecycle, lifecycle), operation, RESULT_HERE)
-    assert operation.recovery.copy is RESULT_HERE
-    assert not operation.unconfirmed and operation.generator is None
-    assert {"leave_stage", "close_generator", "forget_before", "settle"} == set(lifecycle.told)
-    assert lifecycle.told[-1] == "settle"
+    assert lifecycle.told == [
+        ("leave_stage",),
+        ("close_generator",),
+        ("forget_before", LAST_STAGE),
+        ("settle", "taken: [0.0, 1.0, 2.0]", None),
+    ]
+    assert operation.recovery is not None and operation.recovery.copy is RESULT_HERE
+    assert operation.generator is None and not operation.waiting_more
+    assert not operation.unconfirmed and operation.outcome is None
+
+
+def test_a_result_that_cannot_be_taken_fails_its_operation() -> None:
+    wrong, lifecycle = ValueError("of another shape"), Steps()
+
+    def take(result: torch.Tensor) -> None:
+        raise wrong
+
+    take_result(cast(Lifecycle, lifecycle), in_the_midst(Agent(), take), RESULT_HERE)
+    assert lifecycle.told[-1] == ("fail", wrong) and "settle" not in [name for name, *_ in lifecycle.told]
