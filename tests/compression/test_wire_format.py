@@ -407,10 +407,20 @@ def test_a_compressor_without_a_wire_format_says_so() -> None:
         def nbytes(self, d: int, dtype: torch.dtype) -> int:
             return d
 
-    with pytest.raises(TypeError, match=r"Own.* has no wire format"):
+    class HalfOwn(Own):
+        def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: object) -> None:
+            data.zero_()
+
+    data, said = torch.zeros(1, 3, dtype=torch.uint8), r"Own.* has no wire format: .* _encode and _pieces"
+    assert not Own().encodes
+    with pytest.raises(TypeError, match=said):
         Own().encode(normal(1, 3), mix(1))
-    with pytest.raises(TypeError, match=r"Own.* has no wire format"):
-        Own().decode(torch.zeros(1, 3, dtype=torch.uint8), 3, torch.float32, mix(1))
+    assert torch.equal(HalfOwn().encode(normal(1, 3), mix(1)), data)
+    for one in (Own(), HalfOwn()):
+        with pytest.raises(TypeError, match=said):
+            one.decode(data, 3, torch.float32, mix(1))
+        with pytest.raises(TypeError, match=said):
+            one.add_decoded(torch.zeros(1, 3), data, 1.0, mix(1))
 
 
 # Cast

@@ -94,6 +94,7 @@ class Compressor(ABC):
 
         Raises:
             ValueError: Such a message is sent by nobody; it says what is wrong with it.
+            TypeError: The compressor has no wire format.
         """
         self._check(data, d, dtype)
         if out is None:
@@ -128,7 +129,7 @@ class Compressor(ABC):
             ``total``.
 
         Raises:
-            ValueError: As of :meth:`decode`; nothing has been added then.
+            ValueError, TypeError: As of :meth:`decode`; nothing has been added then.
         """
         self._check(data, total.shape[-1], dtype or total.dtype)
         if total.shape[:-1] != data.shape[:-1] or total.device != data.device:
