@@ -73,11 +73,19 @@ def push_pull(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compressed(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a compressor that draws, and one whose messages are as long as it likes."""
+    """Of a compressor that draws, and one whose messages are as long as it likes.
+
+    What is drawn depends on the name and on how often that has been used, so the names are this exchange's own.
+    """
     shoal.set_topology(weighted_digraph(shoal.size()), is_weighted=True)
     tensor = tensor.real if tensor.is_complex() else tensor
-    both = [shoal.neighbor_allreduce(tensor, compression=one) for one in (QSGD(7), TopK(0.1))]
-    return torch.stack([*both, shoal.neighbor_allreduce(tensor, 0.5, _receives(shoal.rank()), compression=QSGD(7))])
+    both = [
+        shoal.neighbor_allreduce(tensor, compression=one, name=f"compressed by {one}") for one in (QSGD(7), TopK(0.1))
+    ]
+    drawn = shoal.neighbor_allreduce(
+        tensor, 0.5, _receives(shoal.rank()), compression=QSGD(7), name="compressed, from some"
+    )
+    return torch.stack([*both, drawn])
 
 
 def gossip(tensor: torch.Tensor) -> torch.Tensor:
