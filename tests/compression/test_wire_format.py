@@ -413,6 +413,7 @@ def test_a_compressor_without_a_wire_format_says_so() -> None:
 
     data, said = torch.zeros(1, 3, dtype=torch.uint8), r"Own.* has no wire format: .* _encode and _pieces"
     assert not Own().encodes
+    assert not HalfOwn().encodes
     with pytest.raises(TypeError, match=said):
         Own().encode(normal(1, 3), mix(1))
     assert torch.equal(HalfOwn().encode(normal(1, 3), mix(1)), data)

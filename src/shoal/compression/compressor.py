@@ -50,7 +50,8 @@ class Compressor(ABC):
     @property
     def encodes(self) -> bool:
         """It has a wire format; else only its results can be sent, with all their numbers."""
-        return type(self)._encode is not Compressor._encode
+        own = type(self)
+        return own._encode is not Compressor._encode and own._pieces is not Compressor._pieces
 
     def omega(self, d: int) -> float:
         """The least known omega with ``E |C(x) - x|^2 <= omega |x|^2`` for every ``x`` of ``d`` numbers.

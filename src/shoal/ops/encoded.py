@@ -135,7 +135,11 @@ def encoded_by_call(op: str, tensor: object, compressor: object, rank: int) -> C
         TypeError: This is no compressor, or has no wire format; or no tensor of a dtype that it encodes.
     """
     if not isinstance(compressor, Compressor) or not compressor.encodes:
-        what = "has no wire format" if isinstance(compressor, Compressor) else "is no compressor"
+        what = (
+            "has no wire format (define _encode and _pieces)"
+            if isinstance(compressor, Compressor)
+            else "is no compressor"
+        )
         raise TypeError(f"{op}: compression={compressor!r} {what}; take one of shoal.compression, such as Sign()")
     tensor = check_tensor(op, tensor, DTYPES)
     made: list[Encoded] = []
