@@ -148,7 +148,10 @@ def _run(seed: int, draw: Draw, folder: Path | None) -> Found:
         world.excused = {rank for rank, faults in draw.faults.items() if faults[0][0] == NO_MEMORY}
         starts, limit, woken = 0, time.monotonic() + SECONDS, time.monotonic() + 2 * DROP_AFTER
         while len(ended) < draw.size:
-            assert time.monotonic() < limit, f"{told} ranks {sorted(set(pending) - set(ended))} have not ended"
+            if time.monotonic() > limit:
+                late = sorted(set(pending) - set(ended))
+                stacks = "\n".join(world.members[rank].stacks() for rank in late)
+                raise AssertionError(f"{told} ranks {late} have not ended\n{stacks}")
             if time.monotonic() > woken:  # whoever was stopped is let go on, some time after it was dropped
                 woken = time.monotonic() + 1.0
                 for rank in pending:

@@ -195,7 +195,7 @@ class Member:
             waiting: list[Any] = [self._pidfd] if self._silent else [self._pidfd, self._connection]
             ready = select.select(waiting, [], [], max(0.0, limit - time.monotonic()))[0]
             if not ready:
-                raise AssertionError(f"rank {self.rank} does not answer after {patience:g} s\n{self._stacks()}")
+                raise AssertionError(f"rank {self.rank} does not answer after {patience:g} s\n{self.stacks()}")
             if self._connection in ready:  # first of all: what it said last, before its end
                 answer = self._hear()
                 if isinstance(answer, Outcome):
@@ -222,7 +222,7 @@ class Member:
         assert isinstance(heard, Outcome)
         return heard
 
-    def _stacks(self) -> str:
+    def stacks(self) -> str:
         """What each of its threads is doing, and the rest of its log."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
