@@ -83,7 +83,8 @@ class Draw:
         for rank in victims[1:]:
             late = first != LEFT_OUT and chance.random() < 0.4
             faults[rank] = (KILLED, Point(chance.choice(LATE)) if late else _point(chance))
-        batches = [STEPS] * size
+        # On a Base-(k+1) graph an agent may exchange in one round of five, and be hit near step 300.
+        batches = [MANY if topology == "base" else STEPS] * size
         if way in JOINING and first != LEFT_OUT and chance.random() < 0.5:
             left = [rank for rank in range(size) if rank not in faults]
             some = chance.sample(left, (len(left) + 1) // 2)  # enough to come to rest in time
