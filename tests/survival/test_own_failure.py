@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import shoal
+from shoal.engine.operation import Operation, Steps
+from shoal.world.agent import current
 from support.fault_points import over_both
 from support.survivors import CONTINUE
 from support.world import World
@@ -55,3 +57,62 @@ def test_the_others_go_on_and_it_is_told(environment: dict[str, Any], kind: str)
             assert [outcomes[rank].value[0] for rank in left] == [[pytest.approx(sum(left) / len(left))]] * len(left)
         [said] = world.results(is_shut_out, on=[CULPRIT])
         assert "counts it as lost (its own call failed: NotFinite" in said
+
+
+def average_until_memory_runs_out(op: str, kind: str) -> tuple[list[float], tuple[int, ...]]:
+    """Of the ranks, until one has no memory when a call begins, after which its script ends."""
+
+    def no_memory(operation: Operation) -> Steps[torch.Tensor]:
+        raise MemoryError
+
+    x = torch.tensor([float(shoal.rank())])
+    for number in range(40):
+        if number == 20 and shoal.rank() == CULPRIT:
+            with pytest.raises(MemoryError):
+                current().engine.submit(op, "x", no_memory)
+            time.sleep(0.5)  # in which the others ask for what it has not sent
+            shoal.shutdown()
+            raise MemoryError
+        OPERATIONS[kind](x)
+    return OPERATIONS[kind](x).tolist(), shoal.alive()
+
+
+@over_both
+@pytest.mark.parametrize(("op", "kind"), [("neighbor_allreduce", "neighbours"), ("allreduce", "all")])
+def test_a_call_that_cannot_begin_costs_only_who_makes_it(environment: dict[str, Any], op: str, kind: str) -> None:
+    left = [rank for rank in range(SIZE) if rank != CULPRIT]
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        outcomes = world.run(average_until_memory_runs_out, op, kind)
+        assert outcomes[CULPRIT].error == "MemoryError"
+        for rank in left:
+            assert not outcomes[rank].error, outcomes[rank].trace
+            assert outcomes[rank].value[1] == tuple(left)
+
+
+def leave_in_the_midst(kind: str) -> tuple[int, ...]:
+    """One agent begins a round, does not wait for it, and leaves; another comes late, so that it is under way."""
+    x = torch.ones(3)
+    for _ in range(5):
+        OPERATIONS[kind](x)
+    if shoal.rank() == 0:
+        time.sleep(1.0)
+    if shoal.rank() == CULPRIT:
+        begun = shoal.allreduce_nonblocking if kind == "all" else shoal.neighbor_allreduce_nonblocking
+        begun(x, name="x")
+        time.sleep(0.5)
+        shoal.shutdown()
+        return ()
+    for _ in range(5):
+        OPERATIONS[kind](x)
+    return shoal.alive()
+
+
+@over_both
+@pytest.mark.parametrize("kind", OPERATIONS)
+def test_who_leaves_in_the_midst_of_a_round_is_left_out(environment: dict[str, Any], kind: str) -> None:
+    left = [rank for rank in range(SIZE) if rank != CULPRIT]
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        outcomes = world.run(leave_in_the_midst, kind)
+        for rank in left:
+            assert not outcomes[rank].error, outcomes[rank].trace
+            assert outcomes[rank].value == tuple(left)

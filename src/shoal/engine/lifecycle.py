@@ -146,7 +146,9 @@ class Lifecycle:
                 return handle
         if self._events.active:
             self._events.emit("submitted", op, name, operation.round)
-        operation.generator = steps(operation)
+        if not self._make(operation, steps):
+            assert operation.error is not None
+            raise operation.error
         self.resume(operation, None)
         with self._lock:
             self._progress.submitted()
@@ -156,8 +158,23 @@ class Lifecycle:
         """Begin by itself what may be fused. Also without the lock."""
         fusible = operation.fusible
         assert fusible is not None
-        operation.generator = fusible.alone(operation)
-        self.resume(operation, None)
+        if self._make(operation, fusible.alone):
+            self.resume(operation, None)
+
+    def _make(self, operation: Operation, begins: Callable[[Operation], Steps[Any]], past_first: bool = False) -> bool:
+        """Make the generator of an operation, past its first exchange where that has been. It computes: where it
+        fails, so does the operation, since the others must not wait for it."""
+        try:
+            operation.generator = generator = begins(operation)
+            if past_first:
+                next(generator)
+        except BaseException as error:
+            with self._lock:
+                self.fail(operation, error)
+            if not isinstance(error, Exception):
+                raise
+            return False
+        return True
 
     # Going on
 
@@ -480,11 +497,9 @@ class Lifecycle:
         One that goes on in its stage is sent what has come for that once more; its first exchange is that stage.
         """
         recovery.again = False
-        stage, generator = operation.stage, recovery.steps(operation)
-        operation.generator = generator
-        if stage is not None:
-            next(generator)
-        self.resume(operation, None if stage is None else stage.arrived)
+        stage = operation.stage
+        if self._make(operation, recovery.steps, past_first=stage is not None):
+            self.resume(operation, None if stage is None else stage.arrived)
 
 
 def cannot_go_on(what: object, gone: tuple[int, ...]) -> PeerLost:
