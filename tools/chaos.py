@@ -39,7 +39,7 @@ def _collect(
             came = run(seed)
         except AssertionError as error:
             failed.append((seed, str(error)))
-            print(f"seed {seed} failed")
+            print(f"seed {seed} failed: {error}", flush=True)
         else:
             for kind in kinds(seed):
                 found.setdefault(kind, []).append(came)
@@ -107,8 +107,8 @@ def main() -> None:
     else:
         drawn = len(seeds) if args.links else sum(len(chaos.Draw.of(seed).faults) for seed in seeds)
     print(f"\n{len(seeds)} runs, {drawn} faults; {len(failed)} runs failed")
-    for seed, text in failed:
-        print(f"seed {seed} failed: {text}")
+    if failed:
+        print(f"failed: {', '.join(str(seed) for seed, _ in failed)}")
     sys.exit(bool(failed))
 
 

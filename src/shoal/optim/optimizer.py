@@ -20,12 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent
 from ..algorithms.needs import check, without
+from ..compression import Compressor
 from ..topology._validate import check_size
 from ..topology.schedule import Schedule
 from ..world.agent import current
 from .balance import Balance
 from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
 from .choosing import ATC, PARALLEL, agent_schedule, by_buckets, mixed_of, strategy_of
+from .compressing import compressing
 from .equation import Equation
 from .flight import Flight
 from .hooks import BeforeForward
@@ -56,6 +58,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             with ``atc=False`` adapts with combine; ``ParallelGradientDescent(1.0)`` averages gradients, before the
             wrapped optimizer sees them. Any other takes what the wrapped optimizer moves by for its gradient, so its
             own ``lr`` is a factor to that: 1 as a rule.
+        compression: What messages are compressed by, for adapt, then combine: one of :mod:`shoal.compression`. It takes
+            the place of the algorithm by CHOCO-SGD, or DeepSqueeze where the topology is a schedule that changes, with
+            a ``gamma`` that suits the compressor; ``optimizer.algorithm`` is what was taken. One dtype, no ``join()``.
         topology: The weights of each round: a graph, or a schedule, of which every exchange is a round. If none is
             given, the static topology, or what the attributes say.
         overlap: ``"backward"``: buckets leave during the backward pass, stepped as soon as their gradients are there,
@@ -88,6 +93,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         model: torch.nn.Module | Sequence[torch.nn.Module],
         algorithm: Algorithm = ATC,
         *,
+        compression: Compressor | None = None,
         topology: nx.Graph | Schedule | None = None,
         overlap: Literal["backward"] | None = None,
         bucket_bytes: int | None = None,
@@ -100,7 +106,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ would make groups, state and hooks of its own; they are the wrapped optimizer's.
         self._inner = _checked(optimizer)
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        self._algorithm = algorithm
+        numbers = sum(param.numel() for group in self._inner.param_groups for param in group["params"])
+        self._algorithm = algorithm = compressing(algorithm, compression, topology, numbers)
         self._settings = Settings()
         self._scheduled = topology is not None
         self._counting = flight.counts
@@ -227,7 +234,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         raise TypeError("a decentralized optimizer cannot be pickled or copied; save its state_dict()")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._strategy.equation}; {self._inner!r})"
+        what = self._algorithm if isinstance(self._strategy, Equation) else self._strategy.equation
+        return f"{type(self).__name__}({what}; {self._inner!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the wrapped optimizer's. The parameters must be the model's; they are exchanged from the next round on."""
