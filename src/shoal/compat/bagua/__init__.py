@@ -1,0 +1,107 @@
+"""BAGUA's names, so that a script of its users runs on Shoal.
+
+    import shoal.compat.bagua as bagua  # was: import bagua.torch_api as bagua
+
+As BAGUA does, importing this gives every module of torch ``with_bagua``. docs/bagua.md has the list, and what is
+different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...ops.objects import broadcast_optimizer_state, broadcast_parameters
+from ...world.bootstrap import init
+from ...world.identity import local_rank as get_local_rank
+from ...world.identity import local_size as get_local_size
+from ...world.identity import rank as get_rank
+from ...world.identity import size as get_world_size
+from . import algorithms as algorithms
+from .algorithms.base import Algorithm
+from .stepping import Stepping
+
+__all__ = [
+    "algorithms",
+    "get_local_rank",
+    "get_local_size",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "with_bagua",
+    "without_bagua",
+]
+
+
+def init_process_group() -> None:
+    """Become an agent, as :func:`shoal.init` does."""
+    init()
+
+
+def with_bagua(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    algorithm: Algorithm,
+    process_group: None = None,
+    do_flatten: bool = True,
+) -> torch.nn.Module:
+    """Have the agents train together: from now on a step of these optimizers is one of all agents.
+
+    Parameters, buffers and optimizer state become those of rank 0. The optimizers stay what is stepped, in the user's
+    loop as it is; called again it takes another algorithm in the place of the one before.
+
+    Args:
+        model: Whose parameters the optimizers have.
+        optimizers: Of torch, each with parameters of its own.
+        algorithm: One of :mod:`shoal.compat.bagua.algorithms`.
+        process_group: All agents; there is no other.
+        do_flatten: Ignored: parameters lie together in a few large tensors always.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: What is given is no algorithm, or no optimizers.
+        ValueError: A process group; parameters that the model says are to be left out; an algorithm that so many agents
+            cannot run.
+    """
+    if process_group is not None:
+        raise ValueError("with_bagua: there is no process_group but all agents; leave it out")
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"with_bagua: an algorithm of shoal.compat.bagua.algorithms is wanted, not {algorithm!r}")
+    if getattr(model, "_bagua_params_and_buffers_to_ignore", None):
+        raise ValueError(
+            "with_bagua: _bagua_params_and_buffers_to_ignore: Shoal exchanges all parameters that an optimizer has. "
+            "Give those that are to stay an agent's own to an optimizer that is not in the list"
+        )
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"with_bagua: optimizers of torch are wanted, not {optimizer!r}")
+    without_bagua(model)
+    broadcast_parameters(model.state_dict(), 0)
+    for optimizer in optimizers:
+        broadcast_optimizer_state(optimizer, 0)
+    attached: list[Stepping] = []
+    try:
+        for optimizer in optimizers:
+            attached.append(Stepping(optimizer, algorithm.around(optimizer, model), algorithm.communication_interval))
+    except BaseException:
+        for one in attached:
+            one.close()
+        raise
+    model.__dict__[_ATTACHED] = attached
+    return model
+
+
+def without_bagua(model: torch.nn.Module) -> None:
+    """Take :func:`with_bagua` back: the optimizers step by themselves again, and the model keeps its values."""
+    for one in model.__dict__.pop(_ATTACHED, ()):
+        one.close()
+
+
+_ATTACHED = "_shoal_bagua"
+_module: Any = torch.nn.Module
+_module.with_bagua = with_bagua

@@ -1,0 +1,7 @@
+"""BAGUA's algorithms, each in the module where BAGUA has it."""
+
+from __future__ import annotations
+
+from . import decentralized as decentralized
+from . import gradient_allreduce as gradient_allreduce
+from .base import Algorithm as Algorithm

@@ -1,0 +1,23 @@
+"""What one of BAGUA's algorithms is here: the decentralized optimizer that does the same."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from ....optim.optimizer import DecentralizedOptimizer
+
+
+class Algorithm(ABC):
+    """One of BAGUA's algorithms.
+
+    Attributes:
+        communication_interval: It communicates in steps 1, k + 1, 2 k + 1, ...
+    """
+
+    communication_interval: int = 1
+
+    @abstractmethod
+    def around(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> DecentralizedOptimizer:
+        """The optimizer that steps so. All agents call it."""

@@ -1,0 +1,130 @@
+"""BAGUA's decentralized SGD, in full and in low precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from ....algorithms.algorithm import Algorithm as UpdateRule
+from ....algorithms.algorithm import Gradient
+from ....algorithms.gradient_descent import GradientDescent
+from ....algorithms.low_precision import LowPrecision
+from ....algorithms.mix import MACHINE, Mix
+from ....algorithms.needs import Need
+from ....optim.optimizer import DecentralizedOptimizer
+from ....optim.settings import CommunicationType
+from ....topology._validate import check_size
+from ....topology.families.circulant import Circulant
+from ....topology.families.compose import between_machines
+from ....topology.families.one_peer import ShiftOne
+from ....topology.schedule import Schedule
+from ....world.agent import current
+from .base import Algorithm
+
+_MODES = ("all", "shift_one")
+
+
+class DecentralizedAlgorithm(Algorithm):
+    """``x+ = W x - lr g(x)``: parameters are averaged while the gradients are computed (Gan et al. 2021,
+    arXiv:2107.01499).
+
+    Args:
+        hierarchical: Machines average as agents do: the mean of each machine's agents travels.
+        peer_selection_mode: ``"all"``: the mean over all. ``"shift_one"``: with one other, of the other half, and with
+            the next one of it the next time (:class:`shoal.topology.ShiftOne`); their number must be even.
+        communication_interval: It communicates in steps 1, k + 1, 2 k + 1, ...
+
+    Raises:
+        ValueError: There is no such mode or interval; in ``with_bagua``, where an odd number is to be paired.
+    """
+
+    def __init__(
+        self,
+        hierarchical: bool = True,
+        peer_selection_mode: Literal["all", "shift_one"] = "all",
+        communication_interval: int = 1,
+    ) -> None:
+        if peer_selection_mode not in _MODES:
+            raise ValueError(
+                f"peer_selection_mode={peer_selection_mode!r}: there are {' and '.join(map(repr, _MODES))}"
+            )
+        self.hierarchical, self.peer_selection_mode = hierarchical, peer_selection_mode
+        self.communication_interval = check_size(communication_interval, "communication_interval")
+
+    def around(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> DecentralizedOptimizer:
+        agent, options = current("with_bagua"), dict[str, Any]()
+        if self.peer_selection_mode == "all":
+            options["communication_type"] = CommunicationType.allreduce
+        elif self.hierarchical:
+            options["communication_type"] = CommunicationType.hierarchical_neighbor_allreduce
+            options["topology"] = ShiftOne(agent.machines.count)
+        else:
+            options["topology"] = ShiftOne(agent.size)
+        return DecentralizedOptimizer(optimizer, model, GradientDescent(1.0, atc=False), mix_state=(), **options)
+
+
+class LowPrecisionDecentralizedAlgorithm(Algorithm):
+    """:class:`shoal.algorithms.LowPrecision` on a ring with weights of a third: what parameters change by travels in
+    eight bits.
+
+    Args:
+        hierarchical: The ring is one of machines: inside, the agents' steps are averaged as they are. On one machine
+            nothing is compressed then.
+        communication_interval: It communicates in steps 1, k + 1, 2 k + 1, ...; what was learnt between them adds up.
+
+    Raises:
+        ValueError: There is no such interval.
+    """
+
+    def __init__(self, hierarchical: bool = True, communication_interval: int = 1) -> None:
+        self.hierarchical = hierarchical
+        self.communication_interval = check_size(communication_interval, "communication_interval")
+
+    def around(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> DecentralizedOptimizer:
+        agent = current("with_bagua")
+        if not self.hierarchical:
+            return DecentralizedOptimizer(optimizer, model, LowPrecision(1.0), topology=thirds(agent.size))
+        machines = agent.machines.count
+        if machines == 1:
+            of_all = CommunicationType.allreduce
+            return DecentralizedOptimizer(optimizer, model, mix_state=(), communication_type=of_all)
+        ring = between_machines(thirds(machines), agent.size // machines)
+        return DecentralizedOptimizer(
+            optimizer, model, OfMachines(LowPrecision(1.0)), topology=ring, unchecked=("connected",)
+        )
+
+
+def thirds(size: int) -> Schedule:
+    """BAGUA's ring: oneself and both neighbours weigh a third; of two agents each is the other's neighbour twice."""
+    return Circulant(size, {0: 1 / 3, 1: 1 / 3, -1: 1 / 3})
+
+
+@dataclass(frozen=True)
+class OfMachines(UpdateRule):
+    """An algorithm of machines: all agents of one have the mean of their gradients, and do the same with it.
+
+    They begin alike, and each exchanges with its counterpart on the other machines, which has what it has.
+
+    Args:
+        algorithm: It draws nothing: the agents of a machine would draw differently.
+    """
+
+    algorithm: UpdateRule
+    source: ClassVar[str] = "Gan et al. 2021, arXiv:2107.01499, hierarchical"
+    one_gradient: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return self.algorithm.needs
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> Any:
+        return self.algorithm.init(x, _of_machine(grad, mix), mix)
+
+    def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
+        return self.algorithm.step(x, state, _of_machine(grad, mix), mix)
+
+
+def _of_machine(grad: Gradient, mix: Mix) -> Gradient:
+    return Gradient(lambda x: mix.average(grad(x), MACHINE))

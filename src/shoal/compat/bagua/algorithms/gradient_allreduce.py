@@ -1,0 +1,28 @@
+"""Averaged gradients: what data-parallel training does."""
+
+from __future__ import annotations
+
+import torch
+
+from ....algorithms.gradient_descent import ParallelGradientDescent
+from ....optim.optimizer import DecentralizedOptimizer
+from .base import Algorithm
+
+
+class GradientAllReduceAlgorithm(Algorithm):
+    """The mean of all agents' gradients, and then the local step.
+
+    Args:
+        hierarchical: Ignored: how gradients travel depends on the machines, and the result does not.
+        average: True; for their sum multiply the learning rate by the number of agents.
+    """
+
+    def __init__(self, hierarchical: bool = False, average: bool = True) -> None:
+        if not average:
+            raise ValueError(
+                "average=False: gradients are averaged; for their sum multiply the learning rate by the number of "
+                "agents"
+            )
+
+    def around(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> DecentralizedOptimizer:
+        return DecentralizedOptimizer(optimizer, model, ParallelGradientDescent(1.0))

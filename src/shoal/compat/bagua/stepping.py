@@ -1,0 +1,68 @@
+"""The user's own optimizer, whose step has become one of all agents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+from ...optim.optimizer import DecentralizedOptimizer
+
+Closure = Callable[[], float]
+_SCALERS = ("found_inf", "grad_scale")
+"""What a GradScaler sets for a step."""
+
+
+class Stepping:
+    """``optimizer.step()`` goes through the decentralized optimizer around it, until :meth:`close`.
+
+    Args:
+        optimizer: The user's.
+        around: The decentralized one around it.
+        interval: It communicates in steps 1, interval + 1, 2 interval + 1, ...
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, around: DecentralizedOptimizer, interval: int) -> None:
+        self._optimizer, self._around, self._interval = optimizer, around, interval
+        self._local: Callable[..., Any] = optimizer.step
+        self._own = vars(optimizer).get("step")  # a learning-rate scheduler's, which counts
+        self._passes_on = False
+
+        def step(_optimizer: torch.optim.Optimizer, closure: Closure | None = None) -> Any:
+            return self._step(closure)
+
+        # A method, since learning-rate schedulers take it apart; one that has been there looks for its marks.
+        vars(step).update(getattr(self._local, "__dict__", {}))
+        self._method = MethodType(step, optimizer)
+        # Else a GradScaler would leave out the step of an agent whose neighbours wait for it.
+        vars(optimizer).update(step=self._method, _step_supports_amp_scaling=True)
+
+    def _step(self, closure: Closure | None) -> Any:
+        if self._passes_on:  # the decentralized optimizer takes the local step
+            return self._local() if closure is None else self._local(closure)
+        own, around = vars(self._optimizer), vars(self._around)
+        scaled = {name: own.pop(name) for name in _SCALERS if name in own}
+        around.update(scaled)
+        self._passes_on = True
+        try:
+            return self._around.step(closure)
+        finally:
+            self._passes_on = False
+            for name in scaled:
+                del around[name]
+            own.update(scaled)  # the GradScaler takes them away
+            if self._around.rounds:
+                self._around.num_steps_per_communication = self._interval
+
+    def close(self) -> None:
+        """The optimizer steps by itself again."""
+        self._around.close()
+        self._passes_on = True  # a scheduler may have our method inside its own
+        held = vars(self._optimizer)
+        held.pop("_step_supports_amp_scaling", None)
+        if held.get("step") is self._method:
+            del held["step"]
+            if self._own is not None:
+                held["step"] = self._own

@@ -1,0 +1,303 @@
+"""BAGUA's names: each algorithm against what BAGUA does, written down here once more, and the user's loop around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+import shoal.compat.bagua as bagua
+from shoal.compat.bagua.algorithms.decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
+from shoal.compat.bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from support.fault_points import over_both
+from support.optimizers import LR, MODEL, MOMENTUM, batch, flat, gradient
+from support.world import World
+
+STEPS = 12
+Exchange = Callable[[int, Tensor], Tensor]
+"""Of BAGUA's full precision: the k-th communication, and the rows of all agents; their new rows."""
+
+
+def train(make: Callable[[], Any], steps: int = STEPS) -> Tensor:
+    model = deepcopy(MODEL)
+    if shoal.rank():
+        torch.nn.init.ones_(model[0].weight)  # rank 0's counts
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    assert bagua.with_bagua(model, [optimizer], make()) is model
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(shoal.rank(), step)).square().mean().backward()
+        optimizer.step()
+    bagua.without_bagua(model)
+    return flat(model)
+
+
+def peer(rank: int, size: int, k: int) -> int:
+    """BAGUA's pairing."""
+    half = size // 2
+    return (k + rank) % ((size + 1) // 2) + half if rank < half else (rank - half - k) % half
+
+
+def with_peer(k: int, x: Tensor) -> Tensor:
+    return torch.stack([(x[rank] + x[peer(rank, len(x), k)]) / 2 for rank in range(len(x))])
+
+
+def with_all(k: int, x: Tensor) -> Tensor:
+    return x.mean(0, keepdim=True).expand_as(x)
+
+
+def of_machines(exchange: Exchange, per_machine: int) -> Exchange:
+    def found(k: int, x: Tensor) -> Tensor:
+        means = x.view(-1, per_machine, x.shape[1]).mean(1)
+        return exchange(k, means).repeat_interleave(per_machine, 0)
+
+    return found
+
+
+def by_hand(size: int, exchange: Exchange, interval: int) -> Tensor:
+    """The peers' tensors come during forward and backward, and the optimizer steps from them."""
+    model, x, momentum, k = deepcopy(MODEL), flat(MODEL).repeat(size, 1), torch.zeros(size, len(flat(MODEL))), 0
+    momentum = momentum.double()
+    for step in range(STEPS):
+        g = torch.stack([gradient(model, x[rank], rank, step) for rank in range(size)])
+        if step % interval == 0:
+            x, k = exchange(k, x), k + 1
+        momentum = MOMENTUM * momentum + g
+        x = x - LR * momentum
+    return x
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize(
+    ("size", "per_machine", "hierarchical", "mode", "exchange"),
+    [
+        (4, 1, False, "shift_one", with_peer),
+        (6, 1, False, "shift_one", with_peer),
+        (3, 1, False, "all", with_all),
+        (4, 2, True, "all", with_all),
+        (4, 2, True, "shift_one", of_machines(with_peer, 2)),
+        (4, 4, True, "shift_one", with_all),  # one machine: the mean of its agents
+        (2, 1, True, "shift_one", with_peer),
+    ],
+    ids=["4", "6", "all of 3", "2 x 2, all", "2 x 2", "one machine", "2 machines"],
+)
+def test_full_precision(
+    size: int, per_machine: int, hierarchical: bool, mode: Any, exchange: Exchange, interval: int
+) -> None:
+    def make() -> DecentralizedAlgorithm:
+        return DecentralizedAlgorithm(hierarchical, mode, interval)
+
+    fleet = shoal.Fleet(size, agents_per_machine=per_machine)
+    assert torch.allclose(torch.stack(fleet.run(train, make)), by_hand(size, exchange, interval), rtol=0, atol=1e-12)
+
+
+def quantised(v: Tensor) -> Tensor:
+    """What 8 bits between the least and the greatest number make of a row."""
+    scale = 255 / (v.max() - v.min() + 1e-7)
+    top = torch.round(v.max() * scale)
+    return (torch.minimum(torch.round(v * scale), top) - top + 255 + top - 255) / scale
+
+
+def in_low_precision(size: int, per_machine: int, interval: int) -> Tensor:
+    """With replicas of both neighbours, of the machines; the agents of one begin alike, and average their steps."""
+    machines = size // per_machine
+    model, x = deepcopy(MODEL), flat(MODEL).repeat(size, 1)
+    momentum = torch.zeros_like(x)
+    own, left, right = (x[::per_machine].clone() for _ in range(3))
+    for step in range(STEPS):
+        g = torch.stack([gradient(model, x[rank], rank, step) for rank in range(size)])
+        momentum = MOMENTUM * momentum + g
+        x = x - LR * momentum
+        if step % interval:
+            continue
+        mean = x.view(machines, per_machine, -1).mean(1)
+        sent = torch.stack([quantised(one) for one in mean + left / 3 + right / 3 - own * (5 / 3)])
+        left, right, own = left + sent.roll(1, 0), right + sent.roll(-1, 0), own + sent
+        assert torch.equal(left, own.roll(1, 0))
+        x = own.repeat_interleave(per_machine, 0)
+    return x
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize(("size", "per_machine"), [(4, 1), (3, 1), (2, 1), (1, 1), (4, 2)])
+def test_low_precision(size: int, per_machine: int, interval: int) -> None:
+    def make() -> LowPrecisionDecentralizedAlgorithm:
+        return LowPrecisionDecentralizedAlgorithm(per_machine > 1, interval)
+
+    found = torch.stack(shoal.Fleet(size, agents_per_machine=per_machine).run(train, make))
+    assert torch.allclose(found, in_low_precision(size, per_machine, interval), rtol=0, atol=1e-9)
+
+
+def test_low_precision_on_one_machine_compresses_nothing() -> None:
+    found = torch.stack(shoal.Fleet(4).run(train, LowPrecisionDecentralizedAlgorithm))
+    model, x = deepcopy(MODEL), flat(MODEL).repeat(4, 1)
+    momentum = torch.zeros_like(x)
+    for step in range(STEPS):
+        momentum = MOMENTUM * momentum + torch.stack([gradient(model, x[rank], rank, step) for rank in range(4)])
+        x = with_all(0, x - LR * momentum)
+    assert torch.allclose(found, x, rtol=0, atol=1e-12)
+
+
+def what_is_kept(steps: int) -> list[list[float]]:
+    """In float32, after so many steps: this agent's parameters, and what it holds of the mean of all three."""
+    model = deepcopy(MODEL).float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    model.with_bagua([optimizer], LowPrecisionDecentralizedAlgorithm(hierarchical=False))
+    for step in range(steps):
+        optimizer.zero_grad()
+        (model(batch(shoal.rank(), step % 50).float()) - 1).square().mean().backward()
+        optimizer.step()
+    around = model.__dict__["_shoal_bagua"][0]._around
+    x, (kept,) = around.state_dict()["shoal"]["way"]["x"], around.state_dict()["shoal"]["way"]["state"]
+    assert torch.equal(x.sort()[0], flat(model).sort()[0])
+    return [x.tolist(), kept.tolist()]
+
+
+@over_both
+def test_what_is_kept_of_the_neighbours_stays_true_for_a_thousand_steps(environment: dict[str, Any]) -> None:
+    """Of replicas none could differ; of their sum only the rounding does."""
+    with World(3, environment=environment) as world:
+        found = torch.tensor(world.results(what_is_kept, 1000), dtype=torch.float64)
+    mean = found[:, 0].mean(0)
+    apart = (found[:, 1] - mean).abs().max() / mean.abs().max() / torch.finfo(torch.float32).eps
+    print(apart)
+    assert apart < 100
+
+
+def test_averaged_gradients() -> None:
+    found = torch.stack(shoal.Fleet(3).run(train, GradientAllReduceAlgorithm))
+    model, x = deepcopy(MODEL), flat(MODEL)
+    momentum = torch.zeros_like(x)
+    for step in range(STEPS):
+        g = torch.stack([gradient(model, x, rank, step) for rank in range(3)]).mean(0)
+        momentum = MOMENTUM * momentum + g
+        x = x - LR * momentum
+    assert torch.allclose(found, x.expand_as(found), rtol=0, atol=1e-12)
+
+
+# The user's loop
+
+
+def test_a_grad_scaler_whose_gradients_overflow_leaves_nobody_waiting() -> None:
+    def agent() -> tuple[Tensor, float]:
+        model = deepcopy(MODEL).float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        model.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(batch(shoal.rank(), step).float()).square().mean()
+            scaler.scale(loss * float("inf") if step == shoal.rank() else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert not hasattr(optimizer, "found_inf")
+        bagua.without_bagua(model)
+        return flat(model), scaler.get_scale()
+
+    found = shoal.Fleet(3, timeout=20.0).run(agent)
+    assert all(scale == 4.0 for _, scale in found)
+    assert all(x.isfinite().all() for x, _ in found)
+
+
+def test_schedulers_closures_and_several_optimizers() -> None:
+    def agent() -> list[Tensor]:
+        model = deepcopy(MODEL)
+        first, last = (torch.optim.SGD(layer.parameters(), lr=LR) for layer in (model[0], model[2]))
+        early = torch.optim.lr_scheduler.StepLR(first, 1, 0.5)
+        model.with_bagua([first, last], DecentralizedAlgorithm(hierarchical=False))
+        late = torch.optim.lr_scheduler.StepLR(last, 1, 0.5)
+        for step in range(3):
+
+            def loss(step: int = step) -> Tensor:
+                for one in (first, last):
+                    one.zero_grad()
+                found: Tensor = model(batch(shoal.rank(), step)).square().mean()
+                found.backward()
+                return found
+
+            loss()
+            first.step()
+            assert last.step(loss) is not None
+            early.step()
+            late.step()
+        assert first.param_groups[0]["lr"] == last.param_groups[0]["lr"] == LR / 8
+        bagua.without_bagua(model)
+        return [flat(model)]
+
+    assert len(shoal.Fleet(2, timeout=20.0).run(agent)) == 2
+
+
+def test_it_is_taken_back_and_another_takes_its_place() -> None:
+    def agent() -> None:
+        model = deepcopy(MODEL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        model.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))
+        model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        model(batch(shoal.rank(), 0)).square().mean().backward()
+        optimizer.step()
+        assert len({tuple(one.tolist()) for one in shoal.allgather(flat(model)[None])}) == 1
+        bagua.without_bagua(model)
+        bagua.without_bagua(model)
+        assert "step" not in vars(optimizer)
+        optimizer.zero_grad()
+        if shoal.rank() == 0:  # alone: nobody is waited for
+            model(batch(0, 1)).square().mean().backward()
+            optimizer.step()
+        shoal.DistributedAdaptThenCombineOptimizer(optimizer, model).close()
+
+    shoal.Fleet(2, timeout=20.0).run(agent)
+
+
+def test_ranks_are_shoals() -> None:
+    def agent() -> tuple[int, ...]:
+        bagua.init_process_group()
+        return bagua.get_rank(), bagua.get_world_size(), bagua.get_local_rank(), bagua.get_local_size()
+
+    assert shoal.Fleet(4, agents_per_machine=2).run(agent) == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("size", "give", "error", "said"),
+    [
+        (3, {"algorithm": lambda: DecentralizedAlgorithm(False, "shift_one")}, ValueError, "odd|even"),
+        (2, {"algorithm": lambda: "decentralized"}, TypeError, "'decentralized'"),
+        (2, {"process_group": object()}, ValueError, "process_group"),
+        (2, {"ignored": ["0.weight"]}, ValueError, "_bagua_params_and_buffers_to_ignore"),
+        (2, {"optimizers": ["sgd"]}, TypeError, "optimizer"),
+    ],
+)
+def test_what_cannot_be(size: int, give: dict[str, Any], error: type[Exception], said: str) -> None:
+    def agent() -> None:
+        model: Any = deepcopy(MODEL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        if "ignored" in give:
+            model._bagua_params_and_buffers_to_ignore = give["ignored"]
+        with pytest.raises(error, match=said):
+            model.with_bagua(
+                give.get("optimizers", [optimizer]),
+                give.get("algorithm", DecentralizedAlgorithm)(),
+                process_group=give.get("process_group"),
+            )
+        assert "step" not in vars(optimizer)
+        shoal.barrier()
+
+    shoal.Fleet(size, timeout=20.0).run(agent)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DecentralizedAlgorithm(peer_selection_mode="ring"), "'all' and 'shift_one'"),
+        (lambda: DecentralizedAlgorithm(communication_interval=0), "communication_interval"),
+        (lambda: LowPrecisionDecentralizedAlgorithm(communication_interval=0), "communication_interval"),
+        (lambda: GradientAllReduceAlgorithm(average=False), "learning rate"),
+    ],
+)
+def test_what_no_algorithm_is(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()

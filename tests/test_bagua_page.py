@@ -1,0 +1,42 @@
+"""The code on the page about BAGUA runs, on real agents, and its names are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+import shoal
+import shoal.compat.bagua as bagua
+
+PAGE = (Path(__file__).parent.parent / "docs" / "bagua.md").read_text()
+
+
+def test_its_script_trains() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+    def run() -> torch.Tensor:
+        names: dict[str, object] = {}
+        exec(code, names)
+        model = names["model"]
+        assert isinstance(model, torch.nn.Linear)
+        bagua.without_bagua(model)
+        return model.weight.detach()
+
+    weights = torch.stack(shoal.Fleet(3, timeout=20.0).run(run))
+    assert weights.isfinite().all()
+    assert (weights - weights.mean(0)).abs().max() < weights.abs().max() / 2  # of one beginning
+
+
+def test_what_it_says_is_here_is() -> None:
+    rows = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
+    for names, here, *_ in rows:
+        if here.startswith("not there"):
+            continue
+        for name in re.findall(r"`([\w.]+)[(`]", names):
+            where: object = bagua
+            if name.startswith("async_"):
+                continue
+            for part in ["algorithms", *name.split(".")] if "Algorithm" in name else name.split("."):
+                where = torch.nn.Module if part == "model" else getattr(where, part)
