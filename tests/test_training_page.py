@@ -51,7 +51,7 @@ def run_block(number: int, folder: str) -> bool:
     names["train"] = taken.append
     if "start=" in code:
         names["checkpoint"].save(folder, 3)
-    if "DecentralizedOptimizer(sgd" in code or "Optimizer(adam" in code:
+    if "DecentralizedOptimizer(sgd" in code or "Optimizer(adam" in code or "compression=" in code:
         names["optimizer"].close()
     exec(code, names)
     optimizer = names["optimizer"]
