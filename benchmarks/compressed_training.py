@@ -91,14 +91,18 @@ def train(
     """This agent's accuracy, the bytes that its messages of a step have, and the algorithm."""
     train_set, (images, labels) = data
     model = own[shoal.rank()]
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+    local: torch.optim.Optimizer = (
         torch.optim.AdamW(model.parameters(), lr=args.lr)
         if args.adam
-        else torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum),
-        model,
-        topology=TOPOLOGIES[args.topology](shoal.size()),
-        compression=compressor,
+        else torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     )
+    if args.gradients:
+        optimizer = shoal.DistributedGradientAllreduceOptimizer(local, model, compression=compressor)
+    else:
+        topology = TOPOLOGIES[args.topology](shoal.size())
+        optimizer = shoal.DistributedAdaptThenCombineOptimizer(
+            local, model, topology=topology, compression=compressor, mix_state=None if compressor else ()
+        )
     shards = shoal.dirichlet_shards(train_set.tensors[1], alpha=args.alpha, seed=seed)
     sampler = shoal.AgentSampler(train_set, shards[shoal.rank()], seed=seed)
     loader = DataLoader(train_set, batch_size=args.batch, sampler=sampler)
@@ -131,6 +135,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--momentum", type=float, default=0.9, help="of SGD")
+    parser.add_argument("--gradients", action="store_true", help="average gradients and not parameters")
     parser.add_argument("--adam", action="store_true", help="AdamW and not SGD")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--compressors", nargs="+", choices=COMPRESSORS, default=list(COMPRESSORS))
@@ -152,7 +157,8 @@ def main() -> None:
             continue
         found.setdefault(name, []).append(mean(accuracy for accuracy, *_ in agents))
         told[name] = agents[0][1:]
-    title = f"{args.task}, {args.size} agents, {args.topology}, Dirichlet {args.alpha:g}, {args.epochs} epochs"
+    where = "averaged gradients" if args.gradients else args.topology
+    title = f"{args.task}, {args.size} agents, {where}, Dirichlet {args.alpha:g}, {args.epochs} epochs"
     table = Table("messages", "algorithm", "of the bytes", "accuracy", "less by", title=title)
     for name, accuracies in found.items():
         nbytes, algorithm = told[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import shoal
 import shoal.compat.bagua as bagua
+from shoal.compat.bagua.algorithms.bytegrad import ByteGradAlgorithm
 from shoal.compat.bagua.algorithms.decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
 from shoal.compat.bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from support.fault_points import over_both
@@ -180,6 +182,26 @@ def test_averaged_gradients() -> None:
     assert torch.allclose(found, x.expand_as(found), rtol=0, atol=1e-12)
 
 
+def test_averaged_gradients_in_eight_bits() -> None:
+    """Chunks go to the agent that sums them, and their means back, in 8 bits both; the last layers come first."""
+    size = 3
+    found = torch.stack(shoal.Fleet(size).run(train, ByteGradAlgorithm))
+    assert torch.equal(found, found[0].expand_as(found))
+    model, x = deepcopy(MODEL), flat(MODEL)
+    lengths = [param.numel() for param in model.parameters()]
+    momentum, cut = torch.zeros_like(x), [len(x) * part // size for part in range(size + 1)]
+    for step in range(STEPS):
+        each = [torch.cat(gradient(model, x, rank, step).split(lengths)[::-1]) for rank in range(size)]
+        chunks = [
+            quantised(sum(quantised(g[low:high]) for g in each) / size)  # type: ignore[arg-type]
+            for low, high in pairwise(cut)
+        ]
+        g = torch.cat(torch.cat(chunks).split(lengths[::-1])[::-1])
+        momentum = MOMENTUM * momentum + g
+        x = x - LR * momentum
+    assert torch.allclose(found[0], x, rtol=0, atol=1e-12)
+
+
 # The user's loop
 
 
@@ -192,7 +214,7 @@ def test_a_grad_scaler_whose_gradients_overflow_leaves_nobody_waiting() -> None:
         for step in range(4):
             optimizer.zero_grad()
             loss = model(batch(shoal.rank(), step).float()).square().mean()
-            scaler.scale(loss * float("inf") if step == shoal.rank() else loss).backward()
+            scaler.scale(loss * float("inf") if step == shoal.rank() == 1 else loss).backward()
             scaler.step(optimizer)
             scaler.update()
         assert not hasattr(optimizer, "found_inf")
@@ -200,7 +222,7 @@ def test_a_grad_scaler_whose_gradients_overflow_leaves_nobody_waiting() -> None:
         return flat(model), scaler.get_scale()
 
     found = shoal.Fleet(3, timeout=20.0).run(agent)
-    assert all(scale == 4.0 for _, scale in found)
+    assert [scale for _, scale in found] == [8.0, 4.0, 8.0]
     assert all(x.isfinite().all() for x, _ in found)
 
 
@@ -230,6 +252,23 @@ def test_schedulers_closures_and_several_optimizers() -> None:
         return [flat(model)]
 
     assert len(shoal.Fleet(2, timeout=20.0).run(agent)) == 2
+
+
+def test_all_begin_with_the_optimizer_state_of_rank_0() -> None:
+    def agent() -> tuple[float, list[Tensor]]:
+        model = deepcopy(MODEL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR * (1 + shoal.rank()), momentum=MOMENTUM)
+        model(batch(shoal.rank(), 0)).square().mean().backward()
+        optimizer.step()
+        model.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))
+        bagua.without_bagua(model)
+        return optimizer.param_groups[0]["lr"], [one["momentum_buffer"] for one in optimizer.state.values()]
+
+    (lr, momenta), *others = shoal.Fleet(3, timeout=20.0).run(agent)
+    assert lr == LR
+    for other, theirs in others:
+        assert other == LR
+        assert all(torch.equal(one, two) for one, two in zip(momenta, theirs, strict=True))
 
 
 def test_it_is_taken_back_and_another_takes_its_place() -> None:
@@ -296,6 +335,7 @@ def test_what_cannot_be(size: int, give: dict[str, Any], error: type[Exception],
         (lambda: DecentralizedAlgorithm(communication_interval=0), "communication_interval"),
         (lambda: LowPrecisionDecentralizedAlgorithm(communication_interval=0), "communication_interval"),
         (lambda: GradientAllReduceAlgorithm(average=False), "learning rate"),
+        (lambda: ByteGradAlgorithm(average=False), "learning rate"),
     ],
 )
 def test_what_no_algorithm_is(make: Callable[[], object], said: str) -> None:

@@ -70,8 +70,7 @@ class Encoded:
     @property
     def digest(self) -> int:
         """Of all that has to be the same on both sides of an edge."""
-        one = self.compressor
-        name = repr(one) if is_dataclass(one) else type(one).__qualname__  # other reprs have addresses in them
+        name = name_of(self.compressor)
         return zlib.crc32(f"{name} {list(self.numbers.shape)} {self.numbers.dtype}".encode())
 
     def shortened(self, engine: Engine, operation: Operation, sends: Sequence[Send]) -> list[Send]:
@@ -126,6 +125,11 @@ class Encoded:
                 (source, agent.rank),
             )
         return message.payload
+
+
+def name_of(compressor: Compressor) -> str:
+    """The same for equal ones on all agents."""
+    return repr(compressor) if is_dataclass(compressor) else type(compressor).__qualname__  # others have addresses
 
 
 def encoded_by_call(op: str, tensor: object, compressor: object, rank: int) -> Callable[[Operation], Encoded]:

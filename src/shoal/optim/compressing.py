@@ -21,7 +21,7 @@ from ..compression import Compressor, Shrunk
 from ..compression.draws import Redrawn
 from ..topology.schedule import Schedule
 from ..world.agent import current
-from .choosing import ATC
+from .choosing import ATC, PARALLEL
 
 LEAST = 0.005
 """Less of a message than this is too little to average by: agents would train each for itself."""
@@ -34,7 +34,8 @@ log = logging.getLogger("shoal")
 def compressing(
     algorithm: Algorithm, compressor: Compressor | None, topology: nx.Graph | Schedule | None, numbers: int
 ) -> Algorithm:
-    """Adapt, then combine, with compressed messages; the algorithm itself without a compressor.
+    """Adapt, then combine, with compressed messages; the algorithm itself without a compressor, or where gradients are
+    averaged, whose flight compresses.
 
     An unbiased compressor that may send more error than message is shrunk until it does not.
 
@@ -46,18 +47,23 @@ def compressing(
 
     Raises:
         TypeError: This is no compressor.
-        ValueError: The algorithm does not adapt, then combine; or so little is left in a message that agents would not
-            come together.
+        ValueError: The algorithm does neither adapt, then combine, nor average gradients; or so little is left in a
+            message that agents would not come together.
     """
     if compressor is None:
         return algorithm
     if not isinstance(compressor, Compressor):
         raise TypeError(f"compression={compressor!r} is no compressor; take one of shoal.compression, as TopK(0.1)")
+    if algorithm == PARALLEL:
+        if not compressor.encodes:
+            raise TypeError(f"compression={compressor!r} has no wire format (define _encode and _pieces)")
+        return algorithm
     if algorithm != ATC:
         takes = "takes its own compressor" if hasattr(algorithm, "compressor") else "says by itself what is exchanged"
         raise ValueError(
-            f"compression= is for adapt, then combine (DistributedAdaptThenCombineOptimizer); {algorithm} {takes}. "
-            "Leave compression out, or take an algorithm that compresses: LowPrecision, ChocoSGD, DeepSqueeze, BEER"
+            "compression= is for adapt, then combine (DistributedAdaptThenCombineOptimizer), and for averaged "
+            f"gradients (DistributedGradientAllreduceOptimizer); {algorithm} {takes}. Leave compression out, or take "
+            "an algorithm that compresses: LowPrecision, ChocoSGD, DeepSqueeze, BEER"
         )
     if compressor.unbiased and compressor.delta(numbers) <= 0 and math.isfinite(compressor.omega(numbers)):
         compressor = Shrunk(compressor)
@@ -80,6 +86,11 @@ def compressing(
                 compressor,
             )
     return chosen
+
+
+def feeds_back(compressor: Compressor, numbers: int) -> bool:
+    """What messages leave out of a mean is to be added to the next ones: with all but fine and unbiased compressors."""
+    return not compressor.unbiased and share_kept(compressor, numbers) < FINE
 
 
 def share_kept(compressor: Compressor, numbers: int) -> float:

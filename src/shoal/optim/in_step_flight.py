@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from ..algorithms.agent_schedule import AgentSchedule
+from ..compression import Compressor
 from ..engine.operation import Handle
 from ..ops.collective import allreduce_nonblocking
+from ..ops.encoded_mean import Rest, submit_encoded_mean
+from ..world.agent import current
 from .buckets import Bucket
 from .flight import Flight, Params
 from .settings import BY_HAND, Round, Settings
@@ -122,6 +126,18 @@ class GradientFlight(InStepFlight):
 
     keeps_equal: ClassVar[bool] = True
 
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
+        self._compressor: Compressor | None = None
+        self._feedback = False
+        self._rests: dict[int, Rest] = {}
+
+    def compress(self, compressor: Compressor, feedback: bool) -> None:
+        """From now on gradients travel as its messages; ``feedback``: what these leave out is added to the next."""
+        self._compressor, self._feedback = compressor, feedback
+
     def exchange(self, *, zeros: bool = False) -> None:
         """Start and finish; ``zeros``: with zeros in the place of this agent's gradients."""
         self.prepare()
@@ -132,7 +148,12 @@ class GradientFlight(InStepFlight):
     def _begin(self, number: int, *, zeros: bool = False) -> None:
         bucket, first = self.buckets[number], not self._handles
         flat = bucket.room_for_result().zero_() if zeros else bucket.gather_gradients()
-        self._handles[bucket] = allreduce_nonblocking(flat, name=f"{self._name}.gradients.{number}", out=flat)
+        name = f"{self._name}.gradients.{number}"
+        if self._compressor is None:
+            self._handles[bucket] = allreduce_nonblocking(flat, name=name, out=flat)
+        else:
+            rest = self._rests.setdefault(number, Rest()) if self._feedback else None
+            self._handles[bucket] = submit_encoded_mean(current("optim"), flat, self._compressor, name, rest)
         self.rounds += first
 
     def finish(self) -> None:
@@ -145,3 +166,15 @@ class GradientFlight(InStepFlight):
             if share != 1.0:
                 bucket.room_for_result().mul_(share)
             bucket.spread_gradients()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._rests = {}
+
+    def state(self) -> dict[str, Any]:
+        rests = {number: (rest.sent, rest.mean) for number, rest in self._rests.items()}
+        return super().state() | ({"rests": rests} if rests else {})
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self._rests = {number: Rest(*rest) for number, rest in state.get("rests", {}).items()}

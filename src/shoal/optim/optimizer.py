@@ -27,7 +27,7 @@ from ..world.agent import current
 from .balance import Balance
 from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
 from .choosing import ATC, PARALLEL, agent_schedule, by_buckets, mixed_of, strategy_of
-from .compressing import compressing
+from .compressing import compressing, feeds_back
 from .equation import Equation
 from .flight import Flight
 from .hooks import BeforeForward
@@ -58,9 +58,11 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             with ``atc=False`` adapts with combine; ``ParallelGradientDescent(1.0)`` averages gradients, before the
             wrapped optimizer sees them. Any other takes what the wrapped optimizer moves by for its gradient, so its
             own ``lr`` is a factor to that: 1 as a rule.
-        compression: What messages are compressed by, for adapt, then combine: one of :mod:`shoal.compression`. It takes
-            the place of the algorithm by CHOCO-SGD, or DeepSqueeze where the topology is a schedule that changes, with
-            a ``gamma`` that suits the compressor; ``optimizer.algorithm`` is what was taken. One dtype, no ``join()``.
+        compression: What messages are compressed by: one of :mod:`shoal.compression`. For adapt, then combine,
+            CHOCO-SGD takes the place of the algorithm, or DeepSqueeze where the topology is a schedule that changes,
+            with a ``gamma`` that suits the compressor; ``optimizer.algorithm`` is what was taken. One dtype, no
+            ``join()``. Averaged gradients are compressed on the way to the mean and back; what messages of a coarse
+            compressor leave out is added to the next.
         topology: The weights of each round: a graph, or a schedule, of which every exchange is a round. If none is
             given, the static topology, or what the attributes say.
         overlap: ``"backward"``: buckets leave during the backward pass, stepped as soon as their gradients are there,
@@ -136,6 +138,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 'overlap="backward": DistributedDataParallel averages gradients after this optimizer would have used '
                 "them; leave overlap out, or DistributedDataParallel"
             )
+        if compression is not None and isinstance(self._flight, GradientFlight):
+            self._flight.compress(compression, feeds_back(compression, numbers))
         self._local = LocalStep(self._inner)
         self._flight.mixed = mixed_of(self._inner, mix_state, algorithm, flight)
         self._strategy = strategy_of(algorithm, self._flight, self._local, overlap, topology, name, unchecked)

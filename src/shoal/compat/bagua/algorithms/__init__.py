@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import bytegrad as bytegrad
 from . import decentralized as decentralized
 from . import gradient_allreduce as gradient_allreduce
 from .base import Algorithm as Algorithm

@@ -1,0 +1,135 @@
+"""The mean over all agents in messages of a compressor: a reduce-scatter and an all-gather, each compressed.
+
+Every agent has the same bits: the mean of each share is what the message of the one agent says that has summed it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from ..arithmetic import complete
+from ..compression import Compressor
+from ..compression.draws import Redrawn
+from ..engine.discovery import submit_to_all
+from ..engine.operation import Arrived, Exchange, Handle, Operation, Send, Steps
+from ..errors import Mismatch
+from ..transport.wire import Payload
+from ..world.agent import Agent
+from .arguments import payload, rotated
+from .collective import shares
+from .encoded import name_of
+
+
+@dataclass
+class Rest:
+    """What an agent's messages have left out, to be added to the next ones (error feedback).
+
+    Attributes:
+        sent: Of its own numbers, ``[numel]``; None where nothing has been sent.
+        mean: Of the mean of its share, ``[share]``; None where there is none.
+    """
+
+    sent: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+
+
+def submit_encoded_mean(
+    agent: Agent, flat: torch.Tensor, compressor: Compressor, name: str, rest: Rest | None = None
+) -> Handle[torch.Tensor]:
+    """Begin the mean of a flat tensor over all agents; it takes the result, and must not be touched until then.
+
+    Each agent compresses its part of every share, sums its own share of all, in rank order, and compresses the mean.
+    After Gan et al. 2021, arXiv:2107.01499 (ByteGrad); with ``rest`` after Tang et al. 2019, arXiv:1905.05957
+    (DoubleSqueeze): what a message leaves out is added to the next, of the parts and of the mean.
+
+    Args:
+        agent: Whose tensor.
+        flat: ``[numel]``, of a dtype that compressors encode.
+        compressor: With a wire format.
+        name: What calls are matched by.
+        rest: What the messages before have left out; it is changed when the result is there.
+    """
+    seed = zlib.crc32(name.encode())
+
+    def steps(operation: Operation) -> Steps[torch.Tensor]:
+        return _mean(agent, operation, flat, compressor, seed, rest)
+
+    def take(result: torch.Tensor) -> torch.Tensor:
+        return flat.copy_(result.view(-1))
+
+    return submit_to_all(agent.engine, f"allreduce ({name_of(compressor)})", name, steps, take=take)
+
+
+def _mean(
+    agent: Agent, operation: Operation, flat: torch.Tensor, compressor: Compressor, seed: int, rest: Rest | None
+) -> Steps[torch.Tensor]:
+    group = list(operation.left_of(range(agent.size)))
+    cut, position = shares(flat.numel(), len(group)), group.index(agent.rank)
+    (start, stop), last = cut[position], len(group)
+
+    def draws(rank: int, part: int) -> Redrawn:  # of what an agent sends in a round, the mean coming last
+        return Redrawn(seed, operation.round * (last + 1) + part, rank)
+
+    def decoded(data: torch.Tensor, rank: int, part: int, numel: int) -> torch.Tensor:
+        try:
+            return compressor.decode(data, numel, flat.dtype, draws(rank, part))
+        except ValueError as error:
+            raise Mismatch(
+                f"{operation} on rank {agent.rank}: what rank {rank} sent is no message of {compressor!r}: {error}. Is "
+                "the code of both the same?",
+                (rank, agent.rank),
+            ) from None
+
+    # The parts
+    own = flat.detach().cpu()
+    if rest is not None and rest.sent is not None:
+        own = own + rest.sent
+    messages = [compressor.encode(own[low:high], draws(agent.rank, part)) for part, (low, high) in enumerate(cut)]
+    same = f"{flat.numel()} {flat.dtype}"
+    data, ends = torch.cat(messages), list(accumulate(len(one) for one in messages))
+    arrived = yield from _exchanged(agent, operation, group, data, list(zip([0, *ends], ends, strict=False)), same)
+    mean = own.new_zeros(stop - start)
+    for rank in group:
+        mean += decoded(messages[position] if rank == agent.rank else arrived[rank].data, rank, position, len(mean))
+    mean /= len(group)
+
+    # The means
+    if rest is not None and rest.mean is not None and len(rest.mean) == len(mean):
+        mean += rest.mean
+    message = compressor.encode(mean, draws(agent.rank, last))
+    arrived = yield from _exchanged(agent, operation, group, message, [(0, len(message))] * len(group), same)
+    result = torch.empty_like(own)
+    for rank, (low, high) in zip(group, cut, strict=True):
+        result[low:high] = decoded(message if rank == agent.rank else arrived[rank].data, rank, last, high - low)
+    if rest is not None:
+        told = [
+            decoded(one, agent.rank, part, high - low)
+            for part, (one, (low, high)) in enumerate(zip(messages, cut, strict=True))
+        ]
+        rest.sent, rest.mean = own - torch.cat(told), mean - result[start:stop]
+    return flat.copy_(result)
+
+
+def _exchanged(
+    agent: Agent, operation: Operation, group: list[int], data: torch.Tensor, cut: list[tuple[int, int]], same: str
+) -> Generator[Exchange | str, Arrived, dict[int, Payload]]:
+    """Send each of the others its piece of the data; theirs, once all is there."""
+    published = agent.engine.publisher.publish(operation, data)
+    sends = [
+        Send(rank, published, low, high, (high - low,))
+        for rank, (low, high) in zip(group, cut, strict=True)
+        if rank != agent.rank
+    ]
+    others = [send.destination for send in sends]
+    digest = zlib.crc32(same.encode())
+    arrived = yield Exchange(
+        rotated(sends, agent), others, torch.uint8, digest=digest, digest_of="number of elements or dtype"
+    )
+    payloads = {rank: payload(arrived, rank) for rank in others}
+    yield from complete(list(payloads.values()))
+    return payloads
