@@ -4,22 +4,30 @@ Rank 0 begins an attempt: it makes up a name for it and writes that down where a
 rank 0 something about themselves; when all have, rank 0 tells everybody what all have said. An agent that gave up may
 come again meanwhile: what it said last counts. When the attempt is over, well or badly, whoever comes waits for rank 0
 to begin another one. So nobody has to have called ``init`` as often as the others.
+
+What several launchers were told differently is found here, because each agent would wait for others that nobody starts:
+a number of agents that is not that of rank 0, and a rank that another agent has, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from ..errors import DeadlineExceeded, PeerLost, ShoalError
+from ..errors import DeadlineExceeded, Mismatch, PeerLost, ShoalError
 from ..interrupts import pause
 from .launch import Launch, join_address
-from .rendezvous import Store, open_store
+from .rendezvous import REPORT_AFTER, Store, open_store
+
+log = logging.getLogger("shoal")
 
 BREAK_UP_SECONDS = 2.0
 """How long rank 0 keeps the store open for the others to read why the attempt failed."""
@@ -44,6 +52,9 @@ class Meeting:
         self.note: dict[str, Any] | None = None  # why the attempt before this one failed, as far as that was heard
         self._launch = launch
         self._deadline = deadline
+        self._begun = time.monotonic()
+        self._report_at = self._begun + REPORT_AFTER
+        self._ticket = 0  # how many calls of init there were for this rank, with this one
         self.said: dict[str, Any] = {}
         self._me = secrets.token_hex(8)  # this call of init
         self._attempt = ""
@@ -60,8 +71,9 @@ class Meeting:
             PeerLost: One of them failed; or the store is gone.
         """
         self.said = said
-        place = json.dumps({"by": self._me, "said": said}).encode()
+        place = json.dumps({"by": self._me, "of": self._launch.size, "said": said}).encode()
         try:
+            self._take_ticket()
             found = self._lead(place) if self._launch.rank == 0 else self._follow(place)
         except DeadlineExceeded:
             raise self._too_late("place") from None
@@ -103,6 +115,19 @@ class Meeting:
 
     # Joining
 
+    def _take_ticket(self) -> None:
+        """Tell who called ``init`` for this rank before. Who waits there still is another agent of the same rank."""
+        self._ticket = self.store.add(f"came/{self._launch.rank}", 1)
+        if self._ticket > 1:
+            self._tell_twin(self._ticket - 1)
+
+    def _tell_twin(self, ticket: int) -> None:
+        me = f"process {os.getpid()} on {socket.gethostname()}"
+        self.store.set(self._twin(ticket), me.encode())
+
+    def _twin(self, ticket: int) -> str:
+        return f"twin/{self._launch.rank}/{ticket}"
+
     def _lead(self, place: bytes) -> list[dict[str, Any]]:
         """Begin an attempt, and wait until all have joined it."""
         if self.store.has(DIRECTORY):
@@ -135,6 +160,7 @@ class Meeting:
     def _follow(self, place: bytes) -> list[dict[str, Any]]:
         """Join the attempt of rank 0, and each that it begins instead, until all are in it."""
         self._attempt = self._first_of("attempt")[1].decode()
+        self._check_size()
         while True:
             over = self.store.has(self._key("over"))
             if not over:
@@ -155,6 +181,18 @@ class Meeting:
                 self.note = json.loads(self._get("over"))
             self._attempt = self._first("next")[1].decode()
 
+    def _check_size(self) -> None:
+        """Refuse to be one of more, or fewer, agents than rank 0 waits for, and tell those that still wait."""
+        what, place = self._first("place/0", "next", "over")
+        theirs = json.loads(place)["of"] if what == "place/0" else self._launch.size
+        if theirs != self._launch.size:
+            self._joined = not self.store.has(self._key("place/all"))
+            raise Mismatch(
+                f"shoal.init() on rank {self._launch.rank}: WORLD_SIZE is {self._launch.size} here and {theirs} on "
+                "rank 0: start all launchers with the same number of agents (-n) and of machines (--nnodes)",
+                (0,),
+            )
+
     # The store
 
     def _key(self, key: str) -> str:
@@ -172,16 +210,46 @@ class Meeting:
         return key.removeprefix(f"{self._attempt}/"), value
 
     def _first_of(self, *keys: str) -> tuple[str, bytes]:
-        """The same by their whole names, unless one of those who are waited for has ended."""
+        """The same by their whole names, unless one of those who are waited for has ended, or this one has a twin."""
         comes_back = [DIRECTORY] if self._comes_back else []
-        key, value = self.store.first([*comes_back, *keys, LOST], self._deadline)
+        twin = self._twin(self._ticket)
+        # Not before it has joined: with it fails the attempt, which the others must be told.
+        twins = [twin] if self._joined else []
+        key, value = self._first_at_last([*comes_back, *keys, LOST, *twins])
         if key == DIRECTORY:
             self._told = True
             raise AlreadyMet
         if key == LOST:
             self._told = self._hopeless = True
             raise ended_before(self._launch.rank, value)
+        if key == twin:
+            self._tell_twin(self._ticket + 1)
+            raise Mismatch(
+                f"shoal.init() on rank {self._launch.rank}: {value.decode()} also calls itself rank "
+                f"{self._launch.rank} of this job: give each launcher a --node-rank of its own (each agent its RANK), "
+                "and see that no earlier run still waits at this rendezvous",
+                (self._launch.rank,),
+            )
         return key, value
+
+    def _first_at_last(self, keys: list[str]) -> tuple[str, bytes]:
+        """The same, and a word in the log where that takes long."""
+        while True:
+            until = min(self._deadline, self._report_at)
+            try:
+                return self.store.first(keys, until)
+            except DeadlineExceeded:
+                if until == self._deadline:
+                    raise
+            self._report_at = float("inf")
+            missing = self._missing("place")
+            log.warning(
+                "shoal.init() on rank %d has waited %.0f s: %s; it gives up after %.0f s",
+                self._launch.rank,
+                time.monotonic() - self._begun,
+                f"ranks {missing} have not come" if missing else "rank 0 does not go on",
+                self._deadline - self._begun,
+            )
 
     def _await(self, key: str) -> bytes:
         what, value = self._first(key, "over")
@@ -235,17 +303,22 @@ class Meeting:
         rank, size = self._launch.rank, self._launch.begins
         if self.note is not None:
             return given_up(rank, self.note)
-        missing: list[int] = []
-        with contextlib.suppress(ShoalError, OSError, RuntimeError):
-            missing = [other for other in range(size) if other != rank and not self._has_joined(other, key)]
-        if not self._joined:
-            missing = [0]
+        missing = self._missing(key)
         who = f"ranks {missing} never came" if missing else "rank 0 did not answer"
         return DeadlineExceeded(
             f"shoal.init() on rank {rank}: {who}. Check that all {size} agents were started and can reach "
             f"{join_address(self._launch.host, self._launch.port)}; SHOAL_TIMEOUT sets how long to wait",
             missing or (0,),
         )
+
+    def _missing(self, key: str) -> list[int]:
+        """Who has not said that yet, as far as that can be told."""
+        if not self._joined:
+            return [0]
+        with contextlib.suppress(ShoalError, OSError, RuntimeError):
+            others = (other for other in range(self._launch.begins) if other != self._launch.rank)
+            return [other for other in others if not self._has_joined(other, key)]
+        return []
 
 
 def ended_before(rank: int, said: bytes) -> PeerLost:

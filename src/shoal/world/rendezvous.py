@@ -11,6 +11,7 @@ import contextlib
 import errno
 import ipaddress
 import json
+import logging
 import os
 import queue
 import signal
@@ -31,8 +32,12 @@ from .launch import LOOPBACK, Launch, current, join_address
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as NativeStore
 
+log = logging.getLogger("shoal")
+
 T = TypeVar("T")
 
+REPORT_AFTER = 30.0
+"""Seconds after which who waits in ``init`` says in the log for whom, or for what."""
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.02
 # A server of a moment ago (the script's own process group, an earlier attempt) may need a little to leave its port.
@@ -404,6 +409,10 @@ def _await_server(launch: Launch, deadline: float) -> str:
     torch's own attempts cannot be interrupted, and print a page for every failure.
     """
     host, port = cast(str, launch.host), cast(int, launch.port)
+    server = "the launcher serves" if launch.store_is_served else "rank 0 hosts"
+    what = f"the rendezvous store that {server} at {join_address(host, port)}"
+    begun = time.monotonic()
+    report_at = begun + REPORT_AFTER
     seconds = 0.01
     while True:
         try:
@@ -416,14 +425,25 @@ def _await_server(launch: Launch, deadline: float) -> str:
             problem = "connection refused"
         except OSError as error:
             problem = str(error)
-        if time.monotonic() >= deadline:
-            server = "the launcher serves" if launch.store_is_served else "rank 0 hosts"
+        now = time.monotonic()
+        if now >= deadline:
+            served = (
+                "Check that a launcher was started with --node-rank 0" if launch.store_is_served else "Check that it"
+            )
             raise DeadlineExceeded(
-                f"rank {launch.rank} could not reach the rendezvous store that {server} at "
-                f"{join_address(host, port)} ({problem}). "
-                f"Check that it still runs, that {host} is its machine, and that no firewall closes the port; "
-                "SHOAL_RENDEZVOUS=host:port chooses another",
+                f"rank {launch.rank} could not reach {what} ({problem}). {served} and still runs, that {host} is its "
+                "machine, and that no firewall closes the port; SHOAL_RENDEZVOUS=host:port chooses another",
                 () if launch.store_is_served else (0,),
+            )
+        if now >= report_at:
+            report_at = float("inf")
+            log.warning(
+                "shoal.init() on rank %d has waited %.0f s for %s (%s); it gives up after %.0f s",
+                launch.rank,
+                now - begun,
+                what,
+                problem,
+                deadline - begun,
             )
         pause(seconds)
         seconds = min(2 * seconds, 0.25)
