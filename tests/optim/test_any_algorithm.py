@@ -27,6 +27,7 @@ from shoal.algorithms import (
     Momentum,
     NoLoCo,
     ParallelGradientDescent,
+    PowerGossip,
     PushPull,
     QuasiGlobalMomentum,
     SlowMo,
@@ -211,6 +212,6 @@ def test_what_cannot_be_is_refused_with_the_remedy(fleet: Fleets) -> None:
         mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).double())
         sgd = torch.optim.SGD(mixed.parameters(), lr=LR)
         with pytest.raises(ValueError, match="these have 2 dtypes"):
-            shoal.DecentralizedOptimizer(sgd, mixed, ExactDiffusion(1.0, lazy=True), topology=shoal.RingGraph(2)).step()
+            shoal.DecentralizedOptimizer(sgd, mixed, PowerGossip(1.0), topology=shoal.RingGraph(2)).step()
 
     fleet(2).run(run)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import shoal
-from shoal.algorithms import Algorithm, ExactDiffusion
+from shoal.algorithms import Algorithm, GradientTracking
 from shoal.topology import OnePeerExponential
 from support.optimizers import ATC, AWC, LR, MODEL, PARALLEL, RING, SIZE, batch, flat, gradient
 
@@ -110,9 +110,7 @@ def test_what_cannot_go_on_without_batches_is_refused(fleet: Fleets) -> None:
         with pytest.raises(RuntimeError, match=r"leave the loop after step\(\)"), optimizer.join():
             model(batch(shoal.rank(), 0))
         optimizer.close()
-        optimizer = shoal.DecentralizedOptimizer(
-            sgd, model, ExactDiffusion(1.0, lazy=True), topology=shoal.RingGraph(2)
-        )
+        optimizer = shoal.DecentralizedOptimizer(sgd, model, GradientTracking(1.0), topology=shoal.RingGraph(2))
         with pytest.raises(ValueError, match="Deal out equally many batches"), optimizer.join():
             raise AssertionError("the first batch, though the last one could not be joined")
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import shoal
 from shoal import topology_util
 from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
 from shoal.topology import BaseGraph, OnePeerExponential, OnePeerHypercube
-from support.fault_points import Point, over_both
-from support.surviving_training import optimum, resting_place, train_through
+from support.fault_points import Point, arm, over_both
+from support.surviving_training import RATE, STEPS, curvature, optimum, resting_place, target, train_through
 from support.survivors import CONTINUE
 from support.world import World
 
@@ -72,3 +74,48 @@ def test_exact_algorithms_reach_the_optimum_of_those_that_are_left(
     found = trained(environment, point, {"algorithm": algorithm})
     for x in found.values():
         np.testing.assert_allclose(x, optimum(LEFT), rtol=0, atol=1e-10)
+
+
+class InParts(torch.nn.Module):
+    """Three numbers that are three parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = torch.nn.ParameterList(torch.zeros(1, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, goal: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(self.numbers)) - goal
+
+
+def train_in_parts(victims: dict[int, Point]) -> list[float]:
+    rank, model = shoal.rank(), InParts()
+    h, c = curvature(rank), torch.tensor(target(rank))
+    optimizer = shoal.DecentralizedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=RATE),
+        model,
+        ExactDiffusion(1.0, lazy=True),
+        topology=topology_util.RingGraph(SIZE),
+        overlap="backward",
+        bucket_bytes=1,
+    )
+    shoal.barrier()
+    if rank in victims:
+        arm(victims[rank])
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (0.5 * h * model(c).square().sum()).backward()
+        optimizer.step()
+    return torch.cat(list(model.numbers)).tolist()
+
+
+@over_both
+@pytest.mark.parametrize("count", [30, 31, 32, 33])
+def test_parts_that_step_by_themselves_reach_the_optimum_of_those_that_are_left(
+    environment: dict[str, str], count: int
+) -> None:
+    """The loss may come between the steps of two parts, which then begin anew in different ones."""
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        outcomes = world.run(train_in_parts, {VICTIM: Point("sent", count)})
+        assert [one.rank for one in outcomes if one.error] == [VICTIM], [one.trace for one in outcomes]
+        for rank in LEFT:
+            np.testing.assert_allclose(outcomes[rank].value, optimum(LEFT), rtol=0, atol=1e-10)

@@ -51,6 +51,7 @@ class AccumAdam(Algorithm):
     atc: bool = True
     source: ClassVar[str] = "Wang et al. 2024, arXiv:2410.11998, AccumAdam"
     one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.accumulate < 1:

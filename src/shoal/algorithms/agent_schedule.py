@@ -17,7 +17,7 @@ _KEPT = 256
 
 
 class AgentSchedule:
-    """What an agent does in each round of a topology.
+    """What an agent does in each round of a topology. Threads may ask at the same time.
 
     Args:
         topology: A graph with its weights, or a schedule.
@@ -52,7 +52,8 @@ class AgentSchedule:
         """
         left = self._left_without(gone)
         key = left.schedule.in_period(round_), form, gone
-        if key not in self._mixings:
+        found = self._mixings.get(key)
+        if found is None:
             weights = left[round_]
             used: Weights = getattr(weights, form)
             mine: Ranks = np.flatnonzero(weights.destination == self._rank)
@@ -62,19 +63,20 @@ class AgentSchedule:
             if len(self._mixings) >= _KEPT:
                 self._mixings.clear()
             destinations = [one for one in theirs.tolist() if one != self._rank]
-            self._mixings[key] = Mixing(self._rank, own, sources, destinations, size=self.size)
-        return self._mixings[key]
+            self._mixings[key] = found = Mixing(self._rank, own, sources, destinations, size=self.size)
+        return found
 
     def neighbours(self, round_: int, gone: tuple[int, ...] = ()) -> list[int]:
         """The agents that this one has links with, both ways."""
         left = self._left_without(gone)
         key = left.schedule.in_period(round_), gone
-        if key not in self._neighbours:
+        found = self._neighbours.get(key)
+        if found is None:
             here, there = left[round_].neighbours
             if len(self._neighbours) >= _KEPT:
                 self._neighbours.clear()
-            self._neighbours[key] = there[here == self._rank].tolist()
-        return self._neighbours[key]
+            self._neighbours[key] = found = there[here == self._rank].tolist()
+        return found
 
     def _left_without(self, gone: tuple[int, ...]) -> ScheduleWeights:
         if gone not in self._left:

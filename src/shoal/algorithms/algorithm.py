@@ -79,11 +79,15 @@ class Algorithm(ABC):
     Attributes:
         source: The paper and the equation.
         one_gradient: A step takes the gradient once, at its own ``x``: what local momentum may stand in for.
+        separable: With ``one_gradient``, and its answer being ``x``: what a step makes of a part of ``x`` depends on
+            nothing of the rest, so that parts of a model may step by themselves, each as soon as its gradients are
+            there. Of an algorithm that compresses each part is then a message of its own.
         own_rounds: It says itself in which steps agents exchange, which therefore no wrapper may change.
     """
 
     source: ClassVar[str]
     one_gradient: ClassVar[bool] = False
+    separable: ClassVar[bool] = False
     own_rounds: ClassVar[bool] = False
 
     @property

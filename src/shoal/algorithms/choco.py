@@ -55,6 +55,7 @@ class ChocoSGD(Algorithm):
     compressor: Compressor
     source: ClassVar[str] = "Koloskova, Stich, Jaggi 2019, arXiv:1902.00340, algorithms 2 and 5"
     one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -90,6 +91,7 @@ class DeepSqueeze(Algorithm):
     compressor: Compressor
     source: ClassVar[str] = "Tang et al. 2019, arXiv:1907.07346, algorithm 1"
     one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
 
     @property
     def needs(self) -> tuple[Need, ...]:

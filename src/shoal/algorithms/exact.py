@@ -60,6 +60,7 @@ class ExactDiffusion(Algorithm):
     lazy: bool = False
     source: ClassVar[str] = "Yuan, Ying, Zhao, Sayed 2017, arXiv:1702.05122; Tang et al. 2018, arXiv:1803.07068"
     one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -95,6 +96,7 @@ class EXTRA(Algorithm):
     lr: float
     source: ClassVar[str] = "Shi, Ling, Wu, Yin 2015, arXiv:1404.6264"
     one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -129,6 +131,10 @@ class NIDS(Algorithm):
     prox: Callable[[torch.Tensor], torch.Tensor] | None = None
     source: ClassVar[str] = "Li, Shi, Yan 2019, arXiv:1704.07807"
     one_gradient: ClassVar[bool] = True
+
+    @property
+    def separable(self) -> bool:  # type: ignore[override]
+        return self.prox is None  # which may look at all of x
 
     @property
     def needs(self) -> tuple[Need, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 
 import networkx as nx
@@ -54,6 +55,12 @@ class Exchange(Mix):
             raise ValueError(f"the topology has {self._schedule.size} agents, and there are {self.size}")
         self._name = name
         self._plan = WHOLE
+
+    def beside(self, number: int) -> Exchange:
+        """That of another part of the parameters, over the same topology: with a name and random numbers of its own."""
+        found = copy.copy(self)
+        found._name, found.seed = f"{self._name}.{number}", self.seed + number
+        return found
 
     def begin(self, round_: int) -> bool:
         super().begin(round_)

@@ -30,6 +30,7 @@ class GradientDescent(Algorithm):
     atc: bool = True
     source: ClassVar[str] = "Lian et al. 2017, arXiv:1705.09056; Ying et al. 2021, arXiv:2111.04287, eqs. 22, 23"
     one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -54,6 +55,7 @@ class ParallelGradientDescent(Algorithm):
     lr: float
     source: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677"
     one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         return x - self.lr * mix.average(grad(x)), ()

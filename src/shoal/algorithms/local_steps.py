@@ -63,6 +63,14 @@ class _Sometimes(Algorithm):
         check_wrapped(self, self.algorithm, self.every)
 
     @property
+    def one_gradient(self) -> bool:  # type: ignore[override]
+        return self.algorithm.one_gradient
+
+    @property
+    def separable(self) -> bool:  # type: ignore[override]
+        return self.algorithm.separable
+
+    @property
     def needs(self) -> tuple[Need, ...]:
         return with_wrapper(self, self.algorithm.needs)
 

@@ -42,6 +42,7 @@ class LowPrecision(Algorithm):
     compressor: Compressor = field(default_factory=MinMaxUInt8)
     source: ClassVar[str] = "Gan et al. 2021, arXiv:2107.01499; Tang et al. 2018, arXiv:1803.06652, algorithm 1"
     one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
 
     @property
     def needs(self) -> tuple[Need, ...]:

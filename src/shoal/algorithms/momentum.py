@@ -75,6 +75,10 @@ class Momentum(Algorithm):
             raise ValueError("nesterov=True, dampened=True: Nesterov's momentum is not dampened; choose one")
 
     @property
+    def separable(self) -> bool:  # type: ignore[override]
+        return self.algorithm.separable
+
+    @property
     def needs(self) -> tuple[Need, ...]:
         return with_wrapper(self, self.algorithm.needs)
 
@@ -103,6 +107,7 @@ class _OneMomentum(Algorithm):
     lr: float
     beta: float
     one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_beta(self.beta)

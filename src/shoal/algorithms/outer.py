@@ -45,6 +45,10 @@ class _Outer(Algorithm):
         return self.algorithm.one_gradient
 
     @property
+    def separable(self) -> bool:  # type: ignore[override]
+        return self.algorithm.separable
+
+    @property
     def needs(self) -> tuple[Need, ...]:
         return with_wrapper(self, self.algorithm.needs)
 
@@ -202,6 +206,10 @@ class NoLoCo(Algorithm):
             )
         check_beta(self.alpha, "alpha")
         _check_step("beta", self.beta, self.alpha, 2 * (1 + self.alpha))
+
+    @property
+    def separable(self) -> bool:  # type: ignore[override]
+        return self.algorithm.separable
 
     @property
     def needs(self) -> tuple[Need, ...]:

@@ -44,6 +44,7 @@ class RelaySum(Algorithm):
     fill: Literal["own", "start"] = "own"
     source: ClassVar[str] = "Vogels et al. 2021, arXiv:2110.04175, algorithm 1, whose code fills from the `start`"
     one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.fill not in ("own", "start"):

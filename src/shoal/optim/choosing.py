@@ -15,7 +15,7 @@ from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from ..topology.schedule import Schedule
 from ..world.agent import current
-from .equation import Equation
+from .equation import Equation, EquationDuringBackward
 from .flight import Flight
 from .local import LocalStep
 from .mixed_state import MixedState, warn_of_second_moments
@@ -58,16 +58,19 @@ def strategy_of(
         raise TypeError(f"an algorithm of shoal.algorithms is wanted, not {algorithm!r}")
     if overlap not in (None, "backward"):
         raise ValueError(f'overlap={overlap!r}: give "backward", or leave it out')
-    plain, during_backward = by_buckets(algorithm) or (Equation, None)
+    by_parts = EquationDuringBackward if algorithm.separable else None
+    plain, during_backward = by_buckets(algorithm) or (Equation, by_parts)
     if overlap and (during_backward is None or not flight.in_step):
         raise ValueError(
-            f'overlap="backward" is for adapt, then combine, and for averaged gradients, in step; not for {algorithm}'
+            'overlap="backward" is for adapt, then combine, for averaged gradients, and for algorithms that are '
+            f"separable (shoal.algorithms.Algorithm), in step; not for {algorithm}"
             + ("; adapt with combine overlaps the whole pass as it is" if flight.in_step else " through windows")
         )
     if plain in (Equation, AverageGradients) and not flight.in_step:
         raise ValueError(f"{algorithm} exchanges in step, not through windows; leave flight out")
     if plain is Equation:
-        return Equation(flight, local, algorithm, topology, name, unchecked)
+        of_parts = EquationDuringBackward if overlap else Equation
+        return of_parts(flight, local, algorithm, topology, name, unchecked)
     return during_backward(flight, local) if overlap and during_backward else plain(flight, local)
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import networkx as nx
 import torch
 
-from ..algorithms.algorithm import Algorithm, Gradient
+from ..algorithms.algorithm import Algorithm
 from ..algorithms.exchange import Exchange
 from ..algorithms.needs import check
 from ..topology.schedule import Schedule
-from ..world.agent import current
+from ..world.agent import bind, current
 from .balance import schedule_of
-from .buckets import Bucket
 from .flight import Flight
 from .local import LocalStep
+from .part import Part
 from .rates import Rates
-from .strategies import StepStrategy
+from .strategies import DuringBackward, StepStrategy
 
 
 class Equation(StepStrategy):
@@ -33,10 +34,11 @@ class Equation(StepStrategy):
     Local steps between two exchanges add up; the rate is that of the last. While it is zero nothing can be seen of the
     gradients, and they count as zero.
 
-    One that takes its gradient at other points than its own ``x`` needs a closure.
+    One that takes its gradient at other points than its own ``x`` needs a closure. One that is separable has a part for
+    each bucket; else there is one.
 
     Args:
-        flight: The parameters, in one bucket.
+        flight: The parameters.
         local: The local step.
         algorithm: Its equation.
         topology: A graph or a schedule, which has been checked; the static topology if there is none.
@@ -57,110 +59,110 @@ class Equation(StepStrategy):
     ) -> None:
         super().__init__(flight, local)
         self._algorithm, self._topology, self._name, self._unchecked = algorithm, topology, name, unchecked
-        self._rates = Rates(local.optimizer)
-        self._mix: Exchange | None = None
-        self._x: torch.Tensor | None = None
-        self._state: Any = None
+        self._parts: list[Part] = []
+        self._saved: list[Mapping[str, Any]] = []  # what the parts go on with
 
     def step(self, due: bool) -> None:
-        local = self._local
-        if self._elsewhere and local.closure is None:
+        parts, local = self._begin(), self._local
+        elsewhere = self._elsewhere
+        if elsewhere and local.closure is None:
             raise ValueError(
                 f"{type(self._algorithm).__name__} takes its gradient at points that it chooses, and not where the "
                 "model is: give step() a closure that clears the gradients, computes the loss, calls backward() and "
                 "returns the loss"
             )
-        bucket = self._bucket()
-        if self._x is None:
-            self._x = bucket.flat.clone()
-        if (self._x.dtype, self._x.device, len(self._x)) != (bucket.flat.dtype, bucket.flat.device, bucket.numel):
-            raise ValueError(
-                f"{type(self._algorithm).__name__} has begun with {self._x.dtype} on {self._x.device}, and the model "
-                "was converted since: convert it before the first step"
-            )
-        if not self._elsewhere or not due:
-            local.evaluate()
-        self._rates.look(bucket.params)
         if not due:
-            local()
+            self._step_alone()
             return
-        algorithm, multiples = self._at_the_rate(bucket)
-        grad = Gradient(lambda at: self._moved_by(bucket, at, multiples))
-        mix = self._exchange(bucket.numel)
-        lost = mix.begin(self._flight.rounds)
-        if self._state is None:
-            self._state = algorithm.init(self._x, grad, mix)
-        elif lost:
-            self._x, self._state = algorithm.restart(self._x, self._state, grad, mix)
-        self._x, self._state = algorithm.step(self._x, self._state, grad, mix)
-        mix.end()
-        self._rates.exchanged()
-        self._flight.rounds += 1
-        bucket.flat.copy_(algorithm.estimate(self._x, self._state))
+        if not elsewhere:
+            local.evaluate()
+        for part in parts:
+            part.look()
+        if not elsewhere:
+            local()
+        for part in parts:
+            part.step(self._flight.rounds, self._moved_there if elsewhere else _moved)
+        self._end(parts)
+
+    def _step_alone(self) -> None:
+        for part in self._begin():
+            part.look()
+        super()._step_alone()
+
+    def follow(self) -> None:
+        """A step with a gradient of zero."""
+        parts = self._begin()
+        self.check_that_it_can_follow()
+        for part in parts:
+            part.look()
+            part.step(self._flight.rounds, _not_moved)
+        self._end(parts)
+
+    def check_that_it_can_follow(self) -> None:
+        if self._elsewhere:
+            raise ValueError(
+                f"{type(self._algorithm).__name__} takes its gradient at points that it chooses, and an agent without "
+                "batches has none there. Deal out equally many batches (shoal.AgentSampler)"
+            )
 
     @property
     def _elsewhere(self) -> bool:
         """The gradient of a step is not taken where the model is, which has the algorithm's answer."""
-        if self._x is None or self._state is None:
-            return not self._algorithm.one_gradient
-        return not self._algorithm.one_gradient or self._algorithm.estimate(self._x, self._state) is not self._x
+        return not self._algorithm.one_gradient or any(part.estimate is not part.x for part in self._parts)
 
-    def check_that_it_can_follow(self) -> None:
-        raise ValueError(
-            f"{type(self._algorithm).__name__}: an agent without batches cannot take part, since a step of it is one "
-            "of all agents. Deal out equally many batches (shoal.AgentSampler)"
-        )
-
-    def _bucket(self) -> Bucket:
+    def _begin(self) -> list[Part]:
+        """The parts, where the parameters lie now."""
         self._flight.prepare()
         buckets = self._flight.buckets
-        if len(buckets) != 1:
+        if len(buckets) > 1 and not self._algorithm.separable:
             raise ValueError(
-                f"{self._name}: an algorithm takes all parameters as one vector, and these have {len(buckets)} dtypes "
-                "or devices. Convert the model to one"
+                f"{self._name}: {type(self._algorithm).__name__} takes all parameters as one vector, and these have "
+                f"{len(buckets)} dtypes or devices. Convert the model to one"
             )
-        return buckets[0]
+        if self._parts:
+            for part, bucket in zip(self._parts, buckets, strict=True):
+                part.bucket = bucket
+        elif buckets:
+            mix = self._exchange(sum(bucket.numel for bucket in buckets))
+            mixes = [mix.beside(number) if number else mix for number in range(len(buckets))]
+            self._parts = [
+                Part(bucket, self._algorithm, mix, Rates(self._local.optimizer), self._name)
+                for bucket, mix in zip(buckets, mixes, strict=True)
+            ]
+            saved, self._saved = self._saved, []
+            if saved and len(saved) != len(buckets):
+                raise ValueError(
+                    f"{self._name}: the state is of {len(saved)} parts, and here are {len(buckets)}. Go on with the "
+                    "overlap and bucket_bytes that it was saved with"
+                )
+            for part, state in zip(self._parts, saved, strict=False):
+                part.load_state(state)
+        for part in self._parts:
+            part.check()
+        return self._parts
+
+    def _end(self, parts: list[Part]) -> None:
+        self._flight.rounds += 1
+        for part in parts:
+            part.settle()
 
     def _exchange(self, numel: int) -> Exchange:
-        if self._mix is None:
-            topology = self._topology
-            if topology is None:
-                topology = schedule_of(current("optimizer.step").topology)
-                what = type(self._algorithm).__name__
-                check(what, self._algorithm.needs, topology, dimension=numel, unchecked=self._unchecked)
-            self._mix = Exchange(topology, name=self._name, algorithm=self._algorithm)
-        return self._mix
+        topology = self._topology
+        if topology is None:
+            topology = schedule_of(current("optimizer.step").topology)
+            what = type(self._algorithm).__name__
+            check(what, self._algorithm.needs, topology, dimension=numel, unchecked=self._unchecked)
+        return Exchange(topology, name=self._name, algorithm=self._algorithm)
 
-    def _at_the_rate(self, bucket: Bucket) -> tuple[Algorithm, float | torch.Tensor]:
-        """The algorithm with the learning rate of this step, and that rate as a multiple of the first."""
-        multiples = self._rates.multiples(bucket)
-        if isinstance(multiples, float) and multiples == 1.0:
-            return self._algorithm, 1.0
-        scaled = self._algorithm.scaled(multiples)
-        return (self._algorithm, 1.0) if scaled is None else (scaled, multiples)
-
-    def _moved_by(self, bucket: Bucket, at: torch.Tensor, multiples: float | torch.Tensor) -> torch.Tensor:
-        """How far the wrapped optimizer moves from a point, which is where the model is if there is no closure; as far
-        as with its first learning rate."""
-        if self._elsewhere:
-            bucket.flat.copy_(at)
-            self._local.evaluate()
+    def _moved_there(self, part: Part, at: torch.Tensor) -> torch.Tensor:
+        """How far the wrapped optimizer moves from a point."""
+        part.bucket.flat.copy_(at)
+        self._local.evaluate()
         self._local()
-        bucket.adopt()
-        moved = at - bucket.flat
-        if isinstance(multiples, float) and multiples:
-            return moved if multiples == 1.0 else moved / multiples
-        still = torch.as_tensor(multiples, dtype=moved.dtype, device=moved.device) == 0
-        if torch.where(still, moved.nan_to_num(0, 0, 0), 0).any():
-            raise ValueError(
-                f"{self._name}: the wrapped optimizer moves parameters whose lr is 0, and "
-                f"{type(self._algorithm).__name__} takes steps of that length. Give them a small lr, or freeze them "
-                "with requires_grad_(False)"
-            )
-        return moved / torch.where(still, 1.0, multiples)
+        return _moved(part, at)
 
     def changed(self) -> None:
-        if self._x is not None:
+        if self._parts or self._saved:
             raise ValueError(
                 f"{type(self._algorithm).__name__} has begun, and remembers a vector as long as the parameters were: "
                 "add parameters before the first step"
@@ -168,12 +170,73 @@ class Equation(StepStrategy):
         super().changed()
 
     def state(self) -> dict[str, Any]:
-        if self._x is None:
-            return {}
-        state = self._state and tuple(one.clone() for one in self._state)
-        return {"x": self._x.clone(), "state": state, "rates": self._rates.state()}
+        parts = [part.state() for part in self._parts] or [dict(saved) for saved in self._saved]
+        return {"parts": parts} if parts else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._x = state["x"].clone() if state else None
-        self._rates.load_state(state.get("rates", {}))
-        self._state = tuple(one.clone() for one in state["state"]) if state and state["state"] else None
+        self._parts, self._saved = [], list(state.get("parts", []))
+
+
+class EquationDuringBackward(DuringBackward, Equation):
+    """The same, part by part: a part steps while the gradients in front of it are computed.
+
+    The wrapped optimizer steps in the thread of the backward pass, and the algorithm in one for each part, which waits
+    for the neighbours. When :meth:`step` returns there are none.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._under_way: list[threading.Thread] = []
+        self._failed: dict[int, BaseException] = {}
+
+    def begin_pass(self) -> None:
+        self._await()
+        self._begin()
+        super().begin_pass()
+
+    def _leave(self, number: int) -> None:
+        part = self._parts[number]
+        part.look()
+        self._local(part.bucket.params)
+        name = f"shoal-part-{current('optimizer.step').rank}-{number}"
+        step = threading.Thread(target=bind(self._step), args=(number,), name=name, daemon=True)
+        self._under_way.append(step)
+        step.start()
+
+    def _step(self, number: int) -> None:
+        try:
+            with torch.no_grad():
+                self._parts[number].step(self._flight.rounds, _moved)
+        except BaseException as error:
+            self._failed[number] = error
+
+    def _arrive(self) -> None:
+        self._await()
+        failed, self._failed = self._failed, {}
+        if failed:
+            raise failed[min(failed)]
+        self._end(self._parts)
+
+    def _await(self) -> None:
+        """Wait for all parts under way. Each ends by the deadline of what it exchanges."""
+        while self._under_way:
+            self._under_way[-1].join()  # a signal may end this, and then it is still in the list
+            self._under_way.pop()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._await()
+        super().load_state(state)
+
+    def close(self) -> None:
+        self._await()
+        super().close()
+
+
+def _moved(part: Part, at: torch.Tensor) -> torch.Tensor:
+    """How far the wrapped optimizer has moved from where the model was."""
+    part.bucket.adopt()
+    return at - part.bucket.flat
+
+
+def _not_moved(part: Part, at: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(at)

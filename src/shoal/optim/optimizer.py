@@ -126,8 +126,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             bucket_bytes = check_size(bucket_bytes)
         except (TypeError, ValueError):
             raise ValueError(f"bucket_bytes={bucket_bytes!r}: it must be a whole number of bytes, 1 or more") from None
-        # An algorithm has one vector.
-        whole = bucket_bytes if by_buckets(algorithm) else float("inf")
+        # An algorithm has one vector, unless its parts are to step by themselves.
+        parts = by_buckets(algorithm) or (overlap and isinstance(algorithm, Algorithm) and algorithm.separable)
+        whole = bucket_bytes if parts else float("inf")
         if topology is not None and algorithm == PARALLEL:
             raise ValueError("gradients are averaged over all agents, whatever the topology; leave topology out")
         schedule = None if topology is None else agent_schedule(topology, self._settings.communication_type)

@@ -34,6 +34,11 @@ class StepStrategy(ABC):
     def step(self, due: bool) -> None:
         """Take a step; ``due``: with an exchange."""
 
+    def _step_alone(self) -> None:
+        """Take a step without an exchange."""
+        self._local.evaluate()
+        self._step_locally()
+
     def _step_locally(self) -> None:
         """Take the local step, between two words to the flight: some keep more than the parameters."""
         self._flight.before_local_step()
@@ -70,8 +75,7 @@ class AdaptThenCombine(StepStrategy):
     equation = "x+ = W (x - lr g(x))"
 
     def step(self, due: bool) -> None:
-        self._local.evaluate()
-        self._step_locally()
+        self._step_alone()
         if due:
             self._flight.exchange()
 
@@ -108,10 +112,10 @@ class AverageGradients(StepStrategy):
     _flight: GradientFlight
 
     def step(self, due: bool) -> None:
-        self._local.evaluate()
         if not due:
-            self._local()
+            self._step_alone()
             return
+        self._local.evaluate()
         self._flight.exchange(zeros=self._local.overflowed)
         self._local.with_mean_gradients()
 
@@ -121,13 +125,13 @@ class AverageGradients(StepStrategy):
         self._local.with_mean_gradients()
 
 
-class _DuringBackward(StepStrategy):
+class DuringBackward(StepStrategy):
     """Buckets leave as soon as their gradients are there."""
 
     _flight: InStepFlight
 
-    def __init__(self, flight: Flight, local: LocalStep) -> None:
-        super().__init__(flight, local)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._backward = Backward(self._leave)
 
     def begin_pass(self) -> None:
@@ -144,7 +148,7 @@ class _DuringBackward(StepStrategy):
 
     def step(self, due: bool) -> None:
         if not due:
-            self._local()
+            self._step_alone()
             return
         if self._local.closure is not None:
             raise ValueError('overlap="backward" steps during the backward pass; call step() without a closure')
@@ -164,7 +168,7 @@ class _DuringBackward(StepStrategy):
         super().close()
 
 
-class AdaptThenCombineDuringBackward(_DuringBackward, AdaptThenCombine):
+class AdaptThenCombineDuringBackward(DuringBackward, AdaptThenCombine):
     """The same equation, bucket by bucket: a bucket steps and leaves while the gradients before it are computed."""
 
     def _leave(self, number: int) -> None:
@@ -172,7 +176,7 @@ class AdaptThenCombineDuringBackward(_DuringBackward, AdaptThenCombine):
         super()._leave(number)
 
 
-class AverageGradientsDuringBackward(_DuringBackward, AverageGradients):
+class AverageGradientsDuringBackward(DuringBackward, AverageGradients):
     """The same equation, bucket by bucket, as data-parallel training does it."""
 
     _flight: GradientFlight

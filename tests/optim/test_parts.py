@@ -1,0 +1,344 @@
+"""Algorithms that step a model in parts: the same bits as in one, earlier; and what else parts allow."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.algorithms import (
+    CATALOG,
+    EXTRA,
+    NIDS,
+    AccumAdam,
+    Algorithm,
+    AveragedMomentum,
+    CensoredGradientDescent,
+    ChocoSGD,
+    DecentLaM,
+    DeepSqueeze,
+    DiLoCo,
+    Entry,
+    ExactDiffusion,
+    GossipPGA,
+    GradientDescent,
+    LocalSteps,
+    LowPrecision,
+    Mix,
+    Momentum,
+    NoLoCo,
+    PowerGossip,
+    QuasiGlobalMomentum,
+    RelaySum,
+    SlowMo,
+)
+from shoal.compression import Cast, MinMaxUInt8, RandomK, TopK
+from shoal.sim import StackedFleet
+from support.algorithm_cases import case_of
+from support.optimizers import LR, MODEL, RING, SIZE, batch, flat, gradient
+
+Fleets = Callable[..., shoal.Fleet]
+STEPS = 6
+
+SEPARABLE = [
+    ExactDiffusion(1.0, lazy=True),
+    EXTRA(1.0),
+    NIDS(1.0),
+    Momentum(GradientDescent(1.0), 0.9, nesterov=True),
+    DecentLaM(1.0, 0.8),
+    QuasiGlobalMomentum(1.0, 0.8),
+    AveragedMomentum(1.0, 0.8),
+    SlowMo(GradientDescent(1.0), 2, 0.7, gossip=True),
+    DiLoCo(GradientDescent(1.0), 2),
+    NoLoCo(Momentum(GradientDescent(1.0), 0.5), 2),
+    GossipPGA(GradientDescent(1.0), 3),
+    LocalSteps(QuasiGlobalMomentum(1.0, 0.8), 2),
+    AccumAdam(0.05, 2, eps=1e-3),
+    RelaySum(1.0),
+    ChocoSGD(1.0, 0.5, Cast(torch.bfloat16)),
+    DeepSqueeze(1.0, 0.5, Cast(torch.bfloat16)),
+    LowPrecision(1.0, Cast(torch.bfloat16)),
+]
+
+
+def topology_of(algorithm: Algorithm) -> Any:
+    return shoal.topology.ChainGraph(SIZE) if isinstance(algorithm, RelaySum) else shoal.RingGraph(shoal.size())
+
+
+def make(
+    model: nn.Module, algorithm: Algorithm, overlap: str | None, bucket_bytes: int = 1
+) -> shoal.DecentralizedOptimizer:
+    return shoal.DecentralizedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5),
+        model,
+        algorithm,
+        topology=topology_of(algorithm),
+        overlap=overlap,  # type: ignore[arg-type]
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def go_on(model: nn.Module, optimizer: shoal.DecentralizedOptimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch(shoal.rank(), step)).square().mean().backward()
+        optimizer.step()
+
+
+def train(algorithm: Algorithm, overlap: str | None, model: nn.Module = MODEL) -> Tensor:
+    model = deepcopy(model)
+    optimizer = make(model, algorithm, overlap)
+    go_on(model, optimizer, range(STEPS))
+    optimizer.close()
+    assert optimizer.rounds == STEPS
+    return flat(model)
+
+
+@pytest.mark.parametrize("algorithm", SEPARABLE, ids=str)
+def test_the_same_bits_as_in_one_part(fleet: Fleets, algorithm: Algorithm) -> None:
+    agents = fleet(SIZE)
+    parts = torch.stack(agents.run(train, algorithm, "backward"))
+    assert torch.equal(parts, torch.stack(agents.run(train, algorithm, None)))
+    assert (parts - flat(MODEL)).abs().max() > 0.01
+
+
+def in_pieces(entry: Entry, pieces: list[slice]) -> Tensor:
+    """What agents end at whose gradients have no part in each other, and what of it each piece makes by itself."""
+    algorithm = entry.example()
+    if isinstance(algorithm, CensoredGradientDescent):
+        algorithm = CensoredGradientDescent(0.1, 0.5, 0.9)  # so that some agents are silent, and with pieces others
+    if any(one.name == "compressor" for one in fields(algorithm)):  # type: ignore[arg-type]
+        algorithm = replace(algorithm, compressor=Cast(torch.bfloat16))  # type: ignore[type-var]
+    curves = torch.linspace(0.5, 2.0, 12, dtype=torch.float64)
+    goals = torch.randn(SIZE, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    found = []
+    for piece in pieces:
+        fleet = StackedFleet(case_of(entry).topology(SIZE), seed=3)
+        start = torch.zeros(len(goals[0, piece]), dtype=torch.float64)
+
+        def gradient_of(x: Tensor, piece: slice = piece) -> Tensor:
+            return curves[piece] * (x - goals[:, piece])
+
+        run = fleet.run(algorithm, start, gradient_of, 20, unchecked=[need.name for need in algorithm.needs])
+        assert run.estimate is run.x or not algorithm.separable
+        found.append(run.estimate)
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items()])
+def test_algorithms_are_separable_that_say_so(entry: Entry) -> None:
+    """And one that could be, and does not say so, takes its gradients elsewhere than where the model is."""
+    whole, pieces = in_pieces(entry, [slice(0, 12)]), in_pieces(entry, [slice(0, 5), slice(5, 12)])
+    algorithm = entry.example()
+    if algorithm.separable:
+        assert algorithm.one_gradient
+        assert torch.equal(whole, pieces)
+    elif algorithm.one_gradient and type(algorithm).estimate is Algorithm.estimate:
+        assert not torch.equal(whole, pieces)
+
+
+def test_each_part_is_a_message_of_its_own(fleet: Fleets) -> None:
+    """CHOCO-SGD by hand, with a top-k of each parameter, against the optimizer with one for each bucket."""
+    gamma, share = 0.4, 0.3
+    sizes = [param.numel() for param in MODEL.parameters()]
+    model = deepcopy(MODEL)
+    x = flat(MODEL).repeat(SIZE, 1)
+    h = torch.zeros_like(x)
+    momentum = torch.zeros_like(x)
+    for step in range(STEPS):
+        momentum = 0.5 * momentum + torch.stack([gradient(model, x[k], k, step) for k in range(SIZE)])
+        y = x - LR * momentum
+        parts = [one.clone() for one in (y - h).split(sizes, dim=1)]
+        for part in parts:
+            kept = max(1, round(share * part.shape[1]))
+            part *= part.abs() >= part.abs().sort(dim=1, descending=True).values[:, kept - 1 : kept]
+        h = h + torch.cat(parts, dim=1)
+        x = y + gamma * (RING @ h - h)
+    found = torch.stack(fleet(SIZE).run(train, ChocoSGD(1.0, gamma, TopK(share)), "backward"))
+    assert (found - x).abs().max() < 1e-12
+
+
+def test_parts_draw_each_for_itself(fleet: Fleets) -> None:
+    """Two layers alike send other numbers, or the same ones would be left out of both in every step."""
+    chosen: dict[int, list[Tensor]] = {}
+
+    class Watched(RandomK):
+        def __call__(self, x: Tensor, draws: Any) -> Tensor:
+            found = super().__call__(x, draws)
+            chosen.setdefault(shoal.rank(), []).append(found != 0)
+            return found
+
+        @property
+        def encodes(self) -> bool:
+            return False
+
+    def run() -> None:
+        model = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False))
+        optimizer = make(model, ChocoSGD(1.0, 0.1, Watched(0.1)), "backward")
+        model(torch.ones(1, 40)).square().sum().backward()
+        optimizer.step()
+        optimizer.close()
+
+    fleet(SIZE).run(run)
+    for one, other in chosen.values():
+        assert not torch.equal(one, other)
+
+
+def test_parts_may_be_of_several_dtypes(fleet: Fleets) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(5, 4), nn.Linear(4, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.other(self.one(x.float()).double())
+            return y
+
+    mixed = Mixed()
+    agents = fleet(SIZE)
+    found = [torch.stack(agents.run(train, ExactDiffusion(1.0, lazy=True), how, mixed)) for how in (None, "backward")]
+    assert torch.equal(*found)
+    spread = (found[0] - found[0].mean(0)).norm()
+    assert 0 < spread < 0.5 * (found[0] - flat(mixed)).norm()
+
+
+def test_agents_without_batches_take_part_with_a_gradient_of_zero(fleet: Fleets) -> None:
+    batches = [5, 2, 0, 4]
+
+    def run(algorithm: Algorithm, overlap: str | None) -> Tensor:
+        model = deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer = shoal.DecentralizedOptimizer(
+            sgd,
+            model,
+            algorithm,
+            topology=shoal.RingGraph(SIZE),
+            overlap=overlap,  # type: ignore[arg-type]
+        )
+        with optimizer.join():
+            go_on(model, optimizer, range(batches[shoal.rank()]))
+        assert optimizer.rounds == max(batches)
+        return flat(model)
+
+    def of_all(x: Tensor, step: int) -> Tensor:
+        model = deepcopy(MODEL)
+        rows = [gradient(model, x[k], k, step) if step < batches[k] else torch.zeros_like(x[k]) for k in range(SIZE)]
+        return LR * torch.stack(rows)
+
+    x = flat(MODEL).repeat(SIZE, 1)
+    before = x
+    for step in range(max(batches)):
+        psi = x - of_all(x, step)
+        phi = psi + x - before
+        x, before = (phi + RING @ phi) / 2, psi
+    agents = fleet(SIZE)
+    for overlap in (None, "backward"):
+        found = torch.stack(agents.run(run, ExactDiffusion(1.0, lazy=True), overlap))
+        assert (found - x).abs().max() < 1e-12
+
+
+def test_local_steps_between_two_exchanges_add_up_in_each_part(fleet: Fleets) -> None:
+    def run(overlap: str | None) -> Tensor:
+        model = deepcopy(MODEL)
+        optimizer = make(model, ExactDiffusion(1.0, lazy=True), overlap)
+        optimizer.num_steps_per_communication = 3
+        go_on(model, optimizer, range(STEPS))
+        assert optimizer.rounds == STEPS // 3
+        return flat(model)
+
+    agents = fleet(SIZE)
+    parts = torch.stack(agents.run(run, "backward"))
+    assert torch.equal(parts, torch.stack(agents.run(run, None)))
+    assert (parts - flat(MODEL)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("algorithm", [ExactDiffusion(1.0, lazy=True), ChocoSGD(1.0, 1.0, MinMaxUInt8())], ids=str)
+def test_it_is_resumed_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
+    def run() -> bool:
+        whole, first, second, other = (deepcopy(MODEL) for _ in range(4))
+        go_on(whole, make(whole, algorithm, "backward"), range(STEPS))
+        begun = make(first, algorithm, "backward")
+        go_on(first, begun, range(3))
+        saved = deepcopy((first.state_dict(), begun.state_dict()))
+        begun.close()
+        resumed = make(second, algorithm, "backward")
+        second.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        assert resumed.state_dict()["shoal"]["way"].keys() == {"parts"}
+        go_on(second, resumed, range(3, STEPS))
+        elsewhere = make(other, algorithm, None)
+        other.load_state_dict(saved[0])
+        elsewhere.load_state_dict(saved[1])
+        with pytest.raises(ValueError, match="the overlap and bucket_bytes that it was saved with"):
+            go_on(other, elsewhere, range(3, 4))
+        return torch.equal(flat(second), flat(whole))
+
+    assert fleet(SIZE).run(run) == [True] * SIZE
+
+
+def test_a_part_leaves_while_the_gradients_in_front_of_it_are_computed(fleet: Fleets) -> None:
+    """The other agents wait with the first layer until they have the last one's message."""
+    come = [threading.Event() for _ in range(2)]
+
+    class Telling(GradientDescent):
+        def step(self, x: Tensor, state: Any, grad: Any, mix: Mix) -> tuple[Tensor, Any]:
+            found = super().step(x, state, grad, mix)
+            if len(x) == MODEL[2].bias.numel():
+                come[shoal.rank()].set()
+            return found
+
+    def run() -> None:
+        model = deepcopy(MODEL)
+        optimizer = shoal.DecentralizedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=LR),
+            model,
+            Telling(1.0, atc=False),
+            topology=shoal.RingGraph(2),
+            overlap="backward",
+            bucket_bytes=1,
+        )
+        seen: list[bool] = []
+        model[0].weight.register_hook(lambda _: seen.append(come[shoal.rank()].wait(10.0)))
+        model(batch(0, 0)).square().mean().backward()
+        optimizer.step()
+        assert seen == [True]
+
+    fleet(2).run(run)
+
+
+def test_what_goes_wrong_in_a_part_is_raised_by_step_and_no_thread_is_left(fleet: Fleets) -> None:
+    class Wrong(GradientDescent):
+        def step(self, x: Tensor, state: Any, grad: Any, mix: Mix) -> tuple[Tensor, Any]:
+            if mix.round == 1 and len(x) == MODEL[0].bias.numel():
+                raise ArithmeticError("it does not work out")
+            return super().step(x, state, grad, mix)
+
+    def run() -> None:
+        model = deepcopy(MODEL)
+        optimizer = make(model, Wrong(0.5), "backward")
+        go_on(model, optimizer, range(1))
+        with pytest.raises(ArithmeticError, match="it does not work out"):
+            go_on(model, optimizer, range(1, 2))
+        assert not [one for one in threading.enumerate() if one.name.startswith(f"shoal-part-{shoal.rank()}-")]
+
+    fleet(2).run(run)
+
+
+def test_what_cannot_be_taken_apart_is_refused(fleet: Fleets) -> None:
+    def run() -> None:
+        model = deepcopy(MODEL)
+        censored = CensoredGradientDescent(1.0, 0.1, 0.9)
+        for algorithm in (PowerGossip(1.0), censored, Momentum(PowerGossip(1.0), 0.5)):
+            with pytest.raises(ValueError, match="separable"):
+                make(model, algorithm, "backward")
+        with pytest.raises(ValueError, match="separable"):
+            make(model, NIDS(1.0, prox=lambda x: x / x.norm()), "backward")
+
+    fleet(2).run(run)
