@@ -155,7 +155,8 @@ def what_is_kept(steps: int) -> list[list[float]]:
         (model(batch(shoal.rank(), step % 50).float()) - 1).square().mean().backward()
         optimizer.step()
     around = model.__dict__["_shoal_bagua"][0]._around
-    x, (kept,) = around.state_dict()["shoal"]["way"]["x"], around.state_dict()["shoal"]["way"]["state"]
+    [part] = around.state_dict()["shoal"]["way"]["parts"]
+    x, (kept,) = part["x"], part["state"]
     assert torch.equal(x.sort()[0], flat(model).sort()[0])
     return [x.tolist(), kept.tolist()]
 

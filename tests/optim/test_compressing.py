@@ -172,7 +172,6 @@ def test_agents_learn_together_where_the_topology_changes(compressor: Compressor
             "takes its own compressor",
         ),
         ({"compression": RandomK(0.001)}, ValueError, r"of 59?\d* numbers a message says .* Take a finer one"),
-        ({"compression": TopK(0.1), "overlap": "backward"}, ValueError, "overlap"),
         ({"compression": TopK(0.1), "mix_state": ("momentum_buffer",)}, ValueError, "mix_state"),
     ],
 )

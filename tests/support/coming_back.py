@@ -96,6 +96,8 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
             progress.look(entries, fired[0])
             if fault is not None and fault[0] == RAISED and fired[0]:
                 raise RuntimeError("drawn")
+            if folder is not None and fault is not None and fault[0] == FULL and fired[0] and not seen.reloaded:
+                chaos_acts.fill_the_disk(folder)  # again: what a killed agent had begun to write leaves room
             try:
                 checkpoint.save(folder, step)
                 saved = step

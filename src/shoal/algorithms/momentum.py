@@ -16,6 +16,7 @@ from .catalog import Entry, register
 from .exact import ExactDiffusion
 from .gradient_descent import GradientDescent
 from .growth import dies_out, with_wrapper
+from .local_steps import GossipPGA, LocalSteps
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Need
 
@@ -24,9 +25,10 @@ def require_one_gradient(what: str, algorithm: Algorithm) -> None:
     """Refuse an algorithm whose gradient nothing can stand in for.
 
     Raises:
-        TypeError: It takes its gradient more than once a step, or not at its own ``x``.
+        TypeError: It takes its gradient more than once a step, or not at its own ``x``; or it says when agents
+            exchange, which goes around all else.
     """
-    if not algorithm.one_gradient:
+    if not algorithm.one_gradient or isinstance(algorithm, LocalSteps | GossipPGA):
         raise TypeError(
             f"{what} stands in for the gradient of an algorithm that takes it once a step, at its own x, and "
             f"{type(algorithm).__name__} does not. Take one with one_gradient = True, such as GradientDescent or "

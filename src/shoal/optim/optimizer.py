@@ -60,13 +60,13 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             own ``lr`` is a factor to that: 1 as a rule.
         compression: What messages are compressed by: one of :mod:`shoal.compression`. For adapt, then combine,
             CHOCO-SGD takes the place of the algorithm, or DeepSqueeze where the topology is a schedule that changes,
-            with a ``gamma`` that suits the compressor; ``optimizer.algorithm`` is what was taken. One dtype, no
-            ``join()``. Averaged gradients are compressed on the way to the mean and back; what messages of a coarse
+            with a ``gamma`` that suits the compressor; ``optimizer.algorithm`` is what was taken. Averaged gradients are compressed on the way to the mean and back; what messages of a coarse
             compressor leave out is added to the next.
         topology: The weights of each round: a graph, or a schedule, of which every exchange is a round. If none is
             given, the static topology, or what the attributes say.
         overlap: ``"backward"``: buckets leave during the backward pass, stepped as soon as their gradients are there,
-            and ``step()`` waits. Not with gradient clipping, a closure or a GradScaler, which need all gradients first.
+            and ``step()`` waits; of any algorithm that is ``separable``. Not with gradient clipping, a closure or a
+            GradScaler, which need all gradients first.
         bucket_bytes: How much goes into one message: 16 MiB, or 4 MiB with ``overlap="backward"``, if not given.
         name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent. If
             none is given, the n-th optimizer without a name of one agent goes with the n-th of every other.
