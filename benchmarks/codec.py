@@ -30,6 +30,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "MinMaxUInt8(2048)": MinMaxUInt8(2048),
     "QSGD()": QSGD(),
     "QSGD(7)": QSGD(7),
+    "QSGD(7, chunk=64)": QSGD(7, chunk=64),
     "QSGD(1)": QSGD(1),
     "Shrunk(QSGD(7))": Shrunk(QSGD(7)),
     "Sign()": Sign(),

@@ -36,7 +36,7 @@ COMPRESSORS: dict[str, Compressor | None] = {
     "none": None,
     "bfloat16": Cast(torch.bfloat16),
     "8 bits": MinMaxUInt8(),
-    "4 bits": QSGD(7),
+    "4 bits": QSGD(7, chunk=64),
     "1 bit": Sign(),
     "top 10%": TopK(0.1),
     "top 1%": TopK(0.01),

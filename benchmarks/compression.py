@@ -39,7 +39,7 @@ WAYS: dict[str, Compressor | None] = {
     "Shoal, one peer": None,
     "Shoal, bfloat16": Cast(torch.bfloat16),
     "Shoal, 8 bits (MinMaxUInt8)": MinMaxUInt8(),
-    "Shoal, 4 bits (QSGD)": QSGD(7),
+    "Shoal, 4 bits (QSGD)": QSGD(7, chunk=64),
     "Shoal, 1 bit (Sign)": Sign(),
     "Shoal, top 1%": TopK(0.01),
 }

@@ -25,6 +25,7 @@ ALL: list[Compressor] = [
     QSGD(),
     QSGD(7),
     QSGD(7, "euclidean"),
+    QSGD(7, chunk=9),
     Sign(),
     MinMaxUInt8(),
     MinMaxUInt8(chunk=3),
@@ -78,6 +79,7 @@ def test_random_k_never_adds_to_the_error(x: torch.Tensor, round_: int) -> None:
         RandomK(0.75, scaled=True),
         QSGD(7),
         QSGD(7, "euclidean"),
+        QSGD(3, "euclidean", chunk=7),
         Shrunk(QSGD(1)),
         Shrunk(RandomK(0.25, True)),
     ],
@@ -326,6 +328,7 @@ def test_the_bytes_are_those_of_the_message() -> None:
     assert RandomK(0.2).nbytes(1000, torch.float32) == 200 * 4
     assert QSGD(127).nbytes(1000, torch.float32) == 1000 + 4
     assert QSGD(7).nbytes(1001, torch.float32) == 501 + 4
+    assert QSGD(7, chunk=64).nbytes(1001, torch.float32) == 501 + 16 * 4
     assert QSGD(1).nbytes(1000, torch.float32) == 250 + 4
     assert Sign().nbytes(1001, torch.float16) == 126 + 2
     assert MinMaxUInt8().nbytes(1000, torch.float32) == 1000 + 8
@@ -348,3 +351,24 @@ def test_numbers_that_mean_nothing_are_refused() -> None:
         MinMaxUInt8(chunk=0)
     with pytest.raises(ValueError, match=r"eps=0\.0"):
         MinMaxUInt8(eps=0.0)
+
+
+@pytest.mark.parametrize("norm", ["max", "euclidean"])
+def test_each_chunk_is_quantised_by_itself(norm: Literal["max", "euclidean"]) -> None:
+    """As a vector of its own would be, with the draws of its place."""
+    x = normal(50, 47)
+    whole = QSGD(7, norm, chunk=10)(x, mix(50))
+    draws = mix(50).uniform(x)
+    for start in range(0, 47, 10):
+        part = x[..., start : start + 10]
+
+        class Drawn:
+            def uniform(self, like: torch.Tensor, start: int = start) -> torch.Tensor:
+                return draws[..., start : start + like.shape[-1]]
+
+        assert torch.equal(whole[..., start : start + 10], QSGD(7, norm)(part, Drawn()))  # type: ignore[arg-type]
+
+
+def test_four_bits_with_chunks_are_a_contraction_however_long_the_vector_is() -> None:
+    assert QSGD(7, chunk=64).delta(10**9) == QSGD(7).delta(64) > 0.2
+    assert QSGD(7).delta(10**9) == 0

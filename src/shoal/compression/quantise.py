@@ -23,6 +23,12 @@ Grid = tuple[torch.Tensor, torch.Tensor]
 """What numbers are multiplied with, and the whole number that the least code stands for."""
 
 
+def check_chunk(chunk: int | None) -> None:
+    """Raise ValueError for what is no length of a chunk."""
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk}: pass 1 or more, or None for the whole vector")
+
+
 @dataclass(frozen=True)
 class QSGD(Compressor):
     """Whole multiples of a step, rounded up or down at random so that the mean is ``x``.
@@ -33,18 +39,22 @@ class QSGD(Compressor):
     The step is less than ``2 norm / levels``, and the variance of a number a below it is ``a (step - a)``, of any at
     most ``step^2 / 4`` and ``a step``. So omega is at most ``d / levels^2`` and ``2 sqrt(d) / levels`` with the
     euclidean norm. With the max norm the worst are one number as large as the norm and d - 1 small ones, for which it
-    is ``1 / levels^2 + (sqrt(1 + 4 (d - 1) / levels^2) - 1) / 2``: below 1 while d is below about ``2 levels^2``.
+    is ``1 / levels^2 + (sqrt(1 + 4 (d - 1) / levels^2) - 1) / 2``: below 1 while d is below about ``2 levels^2``. So
+    with few levels a long vector wants chunks, whose length counts for d: four bits with ``QSGD(7, chunk=64)``.
 
     Args:
         levels: The largest multiple; 127 makes 8 bits a number, 7 four, 1 two.
         norm: What the step follows: the ``"max"`` norm, or the ``"euclidean"`` norm of the paper, whose step is
             coarser, and most numbers of a long vector become zero.
+        chunk: Numbers with a step of their own; the whole vector if not given.
     """
 
     levels: int = 127
     norm: Literal["max", "euclidean"] = "max"
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
+        check_chunk(self.chunk)
         if not 1 <= self.levels <= _MOST_LEVELS:
             raise ValueError(f"levels={self.levels}: pass 1 or more, and at most 2^52, which float64 can tell apart")
         if self.norm not in ("max", "euclidean"):
@@ -58,18 +68,32 @@ class QSGD(Compressor):
         if not x.numel():
             return x.clone()
         x = x.detach()
-        step, low = self._step(x), torch.empty_like(x)
+        step, low = self._spread(self._steps(x), slice(0, x.shape[-1])), torch.empty_like(x)
         exact = _over(x, step, torch.empty_like(x))
         return self._multiples(exact, mix.uniform(x), low, self._most(x.dtype)).mul_(step)
 
-    def _step(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., 1]``: a power of two; infinite or NaN if a number is, and then so is what arrives."""
+    def _steps(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., chunks]``: powers of two; infinite or NaN if a number is, and then so is what arrives."""
         least = self._norm(x) / self.levels
         below = _power_of_two_below(least)
         step = torch.where(below < least, 2 * below, below)
         return torch.where(step == 0, 1.0, step)
 
+    def _spread(self, steps: torch.Tensor, where: slice) -> torch.Tensor:
+        """The step of each of some numbers, or the one that all have."""
+        if self.chunk is None or steps.shape[-1] == 1:
+            return steps
+        first, behind = where.start // self.chunk, -(-where.stop // self.chunk)
+        each = steps[..., first:behind].repeat_interleave(self.chunk, dim=-1)
+        return each[..., where.start - first * self.chunk :][..., : where.stop - where.start]
+
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        if self.chunk is not None and self.chunk < x.shape[-1]:
+            filled = torch.cat([x, x.new_zeros(()).expand(*x.shape[:-1], -x.shape[-1] % self.chunk)], dim=-1)
+            chunks = filled.view(*x.shape[:-1], -1, self.chunk)
+            order = 2 if self.norm == "euclidean" else math.inf
+            of_each: torch.Tensor = torch.linalg.vector_norm(chunks, order, dim=-1)
+            return of_each
         if self.norm == "euclidean":
             norm: torch.Tensor = torch.linalg.vector_norm(x, 2, dim=-1, keepdim=True)
             return norm
@@ -99,25 +123,29 @@ class QSGD(Compressor):
         return (2 * self.levels).bit_length()
 
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
-        return packed_bytes(d, self._bits) + dtype.itemsize if d else 0
+        return packed_bytes(d, self._bits) + self._chunks(d) * dtype.itemsize
+
+    def _chunks(self, d: int) -> int:
+        return -(-d // (self.chunk or d)) if d else 0
 
     def _stream(self, draws: Draws, like: torch.Tensor) -> Stream | None:
         return stream_of(draws, like)
 
     def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
         assert stream is not None
-        steps, most = self._step(x), self._most(x.dtype)
+        steps, most = self._steps(x), self._most(x.dtype)
+        header = self._chunks(x.shape[-1]) * x.itemsize
         scratch = torch.empty(3, min(BLOCK, x.shape[-1]), dtype=x.dtype, device=x.device)
-        for number, (row, message, step) in enumerate(zip(rows(x), rows(data), rows(steps), strict=True)):
-            message[: x.itemsize] = as_bytes(step)
-            codes = Packed(message[x.itemsize :], len(row), self._bits)
-            finite = bool(step.isfinite())
+        for number, (row, message, own) in enumerate(zip(rows(x), rows(data), rows(steps), strict=True)):
+            message[:header] = as_bytes(own)
+            codes = Packed(message[header:], len(row), self._bits)
+            finite = bool(own.isfinite().all())
             for where in blocks(len(row)):
                 drawn, exact, low = scratch[:, : where.stop - where.start]
                 stream.fill(number, where.start, drawn)
-                found = self._multiples(_over(row[where], step, exact), drawn, low, most)
-                # Else nothing but the step counts.
-                codes.put(where.start, self._as_codes(found if finite else found.zero_()))
+                found = self._multiples(_over(row[where], self._spread(own, where), exact), drawn, low, most)
+                # Where a step is not finite nothing else counts.
+                codes.put(where.start, self._as_codes(found if finite else found.nan_to_num_(0.0)))
 
     def _as_codes(self, multiples: torch.Tensor) -> torch.Tensor:
         """In two's complement."""
@@ -134,10 +162,12 @@ class QSGD(Compressor):
         return signed.bitwise_xor_(sign).sub_(sign)
 
     def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
-        step = as_numbers(data[: dtype.itemsize], dtype)
-        if not (step > 0) & (torch.frexp(step).mantissa == 0.5) | (step == math.inf) | step.isnan():
-            raise ValueError(f"its step is {float(step)}, no power of two")
-        codes = Packed(data[dtype.itemsize :], d, self._bits)
+        header = self._chunks(d) * dtype.itemsize
+        steps = as_numbers(data[:header], dtype)
+        wrong = ~((steps > 0) & (torch.frexp(steps).mantissa == 0.5) | (steps == math.inf) | steps.isnan())
+        if wrong.any():
+            raise ValueError(f"its step is {float(steps[wrong][0])}, no power of two")
+        codes = Packed(data[header:], d, self._bits)
         codes.check()
         most = self._most(dtype)
         for where in blocks(d):
@@ -145,16 +175,16 @@ class QSGD(Compressor):
             if least < -most or greatest > most:
                 found = int(greatest if greatest > most else least)
                 raise ValueError(f"it has {found} times its step, and {self!r} sends at most {most:.0f} times")
-        return self._decoded(codes, step, d)
+        return self._decoded(codes, steps, d)
 
-    def _decoded(self, codes: Packed, step: torch.Tensor, d: int) -> Iterator[Piece]:
-        numbers = torch.empty(min(BLOCK, d), dtype=step.dtype, device=step.device)
+    def _decoded(self, codes: Packed, steps: torch.Tensor, d: int) -> Iterator[Piece]:
+        numbers = torch.empty(min(BLOCK, d), dtype=steps.dtype, device=steps.device)
         for where in blocks(d):
             multiples = self._as_multiples(codes.take(where.start, where.stop))
-            yield where, numbers[: len(multiples)].copy_(multiples).mul_(step)
+            yield where, numbers[: len(multiples)].copy_(multiples).mul_(self._spread(steps, where))
 
     def omega(self, d: int) -> float:
-        fineness = self.levels**2
+        d, fineness = min(self.chunk or d, d), self.levels**2
         if self.norm == "euclidean":
             return min(d / fineness, 2 * math.sqrt(d / fineness))
         return 1 / fineness + (math.sqrt(1 + 4 * (d - 1) / fineness) - 1) / 2
@@ -242,8 +272,7 @@ class MinMaxUInt8(Compressor):
     dyadic: bool = False
 
     def __post_init__(self) -> None:
-        if self.chunk is not None and self.chunk < 1:
-            raise ValueError(f"chunk={self.chunk}: pass 1 or more, or None for the whole vector")
+        check_chunk(self.chunk)
         if self.eps <= 0:
             raise ValueError(f"eps={self.eps}: pass a small number above 0")
 

@@ -71,7 +71,7 @@ def compressing(
     if gamma < LEAST:
         raise ValueError(
             f"compression={compressor!r}: of {numbers} numbers a message says {gamma:.2g}, by their squares, so agents "
-            "would hardly come together. Take a finer one, such as MinMaxUInt8(), Sign() or TopK(0.01)"
+            "would hardly come together. Take a finer one, such as MinMaxUInt8(), QSGD(7, chunk=64) or TopK(0.01)"
         )
     changes = isinstance(topology, Schedule) and topology.period != 1
     chosen: Algorithm = ChocoSGD(1.0, gamma, compressor)
