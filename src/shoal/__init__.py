@@ -75,6 +75,7 @@ from .optim import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .optim import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .optim import Metric as Metric
 from .optim import Metrics as Metrics
+from .optim import OneBitAdam as OneBitAdam
 from .optim import Warmup as Warmup
 from .optim import consensus as consensus
 from .optim import consensus_distance as consensus_distance
@@ -170,6 +171,7 @@ __all__ = [
     "Mixing",
     "NotFinite",
     "NotInitialized",
+    "OneBitAdam",
     "PeerLost",
     "ShoalError",
     "SlotState",

@@ -16,6 +16,7 @@ import shoal.compat.bagua as bagua
 from shoal.compat.bagua.algorithms.bytegrad import ByteGradAlgorithm
 from shoal.compat.bagua.algorithms.decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
 from shoal.compat.bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from shoal.compat.bagua.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from support.fault_points import over_both
 from support.optimizers import LR, MODEL, MOMENTUM, batch, flat, gradient
 from support.world import World
@@ -204,6 +205,41 @@ def test_averaged_gradients_in_eight_bits() -> None:
 
 
 # The user's loop
+
+
+def test_adam_with_momenta_in_eight_bits() -> None:
+    """Whose equation ``tests/optim/test_one_bit_adam.py`` writes down."""
+
+    def run(way: str) -> Tensor:
+        model = deepcopy(MODEL)
+        if way == "bagua":
+            adam: shoal.OneBitAdam = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=4)
+            model.with_bagua([adam], QAdamAlgorithm(adam))
+            optimizer: Any = adam
+        else:
+            adam = shoal.OneBitAdam(model.parameters(), 0.01, warmup=4)
+            eight_bits = shoal.compression.MinMaxUInt8()
+            optimizer = shoal.DistributedGradientAllreduceOptimizer(adam, model, compression=eight_bits)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(batch(shoal.rank(), step)).square().mean().backward()
+            optimizer.step()
+        return flat(model)
+
+    fleet = shoal.Fleet(3)
+    found = torch.stack(fleet.run(run, "bagua"))
+    assert torch.equal(found, torch.stack(fleet.run(run, "shoal")))
+    assert (found - flat(MODEL)).abs().max() > 0.01
+
+
+def test_q_adam_is_for_its_own_optimizer() -> None:
+    def run() -> None:
+        model = deepcopy(MODEL)
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="both take the same QAdamOptimizer"):
+            model.with_bagua([other], QAdamAlgorithm(QAdamOptimizer(model.parameters())))
+
+    shoal.Fleet(1).run(run)
 
 
 def test_a_grad_scaler_whose_gradients_overflow_leaves_nobody_waiting() -> None:

@@ -19,6 +19,7 @@ from .mean_model import consensus_distance as consensus_distance
 from .metric import Metric as Metric
 from .metric import Metrics as Metrics
 from .metric import metrics as metrics
+from .one_bit_adam import OneBitAdam as OneBitAdam
 from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer
 from .settings import CommunicationType as CommunicationType
 from .settings import Settings as Settings

@@ -17,8 +17,10 @@ from ..topology.schedule import Schedule
 from ..world.agent import current
 from .equation import Equation, EquationDuringBackward
 from .flight import Flight
+from .in_step_flight import GradientFlight
 from .local import LocalStep
 from .mixed_state import MixedState, warn_of_second_moments
+from .one_bit_adam import OneBitAdam
 from .settings import CommunicationType
 from .strategies import (
     AdaptThenCombine,
@@ -26,6 +28,7 @@ from .strategies import (
     AdaptWithCombine,
     AverageGradients,
     AverageGradientsDuringBackward,
+    AverageMomenta,
     StepStrategy,
 )
 
@@ -68,6 +71,11 @@ def strategy_of(
         )
     if plain in (Equation, AverageGradients) and not flight.in_step:
         raise ValueError(f"{algorithm} exchanges in step, not through windows; leave flight out")
+    if plain is AverageGradients and isinstance(local.optimizer, OneBitAdam):
+        if overlap:
+            raise ValueError('overlap="backward": OneBitAdam averages momenta behind the backward pass; leave it out')
+        assert isinstance(flight, GradientFlight)
+        return AverageMomenta(flight, local, local.optimizer)
     if plain is Equation:
         of_parts = EquationDuringBackward if overlap else Equation
         return of_parts(flight, local, algorithm, topology, name, unchecked)

@@ -122,7 +122,11 @@ class ParameterFlight(InStepFlight):
 
 
 class GradientFlight(InStepFlight):
-    """Every gradient becomes the mean over all agents; one that an agent lacks counts as zero, as all may."""
+    """Every gradient becomes the mean over all agents; one that an agent lacks counts as zero, as all may.
+
+    Attributes:
+        whole: The rounds to come are not compressed.
+    """
 
     keeps_equal: ClassVar[bool] = True
 
@@ -130,6 +134,7 @@ class GradientFlight(InStepFlight):
         self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
     ) -> None:
         super().__init__(params, name, bucket_bytes, settings, schedule)
+        self.whole = False
         self._compressor: Compressor | None = None
         self._feedback = False
         self._rests: dict[int, Rest] = {}
@@ -149,7 +154,7 @@ class GradientFlight(InStepFlight):
         bucket, first = self.buckets[number], not self._handles
         flat = bucket.room_for_result().zero_() if zeros else bucket.gather_gradients()
         name = f"{self._name}.gradients.{number}"
-        if self._compressor is None:
+        if self._compressor is None or self.whole:
             self._handles[bucket] = allreduce_nonblocking(flat, name=name, out=flat)
         else:
             rest = self._rests.setdefault(number, Rest()) if self._feedback else None

@@ -60,9 +60,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             own ``lr`` is a factor to that: 1 as a rule.
         compression: What messages are compressed by: one of :mod:`shoal.compression`. For adapt, then combine,
             CHOCO-SGD takes the place of the algorithm, or DeepSqueeze where the topology is a schedule that changes,
-            with a ``gamma`` that suits the compressor; ``optimizer.algorithm`` is what was taken. Averaged gradients are
-            compressed on the way to the mean and back; what messages of a coarse compressor leave out is added to the
-            next.
+            with a ``gamma`` that suits the compressor; ``optimizer.algorithm`` is what was taken. Averaged gradients
+            are compressed on the way to the mean and back; what messages of a coarse compressor leave out is added to
+            the next.
         topology: The weights of each round: a graph, or a schedule, of which every exchange is a round. If none is
             given, the static topology, or what the attributes say.
         overlap: ``"backward"``: buckets leave during the backward pass, stepped as soon as their gradients are there,

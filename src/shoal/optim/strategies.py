@@ -10,6 +10,7 @@ from .backward import Backward
 from .flight import Flight
 from .in_step_flight import GradientFlight, InStepFlight
 from .local import LocalStep
+from .one_bit_adam import OneBitAdam
 
 
 class StepStrategy(ABC):
@@ -123,6 +124,33 @@ class AverageGradients(StepStrategy):
         """Zeros, and the step with the others' mean, so that all models stay equal."""
         self._flight.exchange(zeros=True)
         self._local.with_mean_gradients()
+
+
+class AverageMomenta(AverageGradients):
+    """The same with :class:`~shoal.optim.one_bit_adam.OneBitAdam`: once its second moment stays, its momentum travels
+    in the gradient's place, and before that gradients travel whole."""
+
+    equation = "x+ = x - lr mean(m) / sqrt(v)"
+
+    def __init__(self, flight: GradientFlight, local: LocalStep, adam: OneBitAdam) -> None:
+        super().__init__(flight, local)
+        self._adam = adam
+
+    def step(self, due: bool) -> None:
+        self._local.evaluate()
+        self._flight.whole = not self._adam.second_moment_stays
+        if self._flight.whole:
+            self._flight.exchange(zeros=self._local.overflowed)
+        else:
+            self._adam.momenta_for_gradients(overflowed=self._local.overflowed)
+            self._flight.exchange()
+        self._local.with_mean_gradients()
+
+    def follow(self) -> None:
+        self._flight.whole = not self._adam.second_moment_stays
+        if not self._flight.whole:
+            self._adam.expect_momenta()
+        super().follow()
 
 
 class DuringBackward(StepStrategy):

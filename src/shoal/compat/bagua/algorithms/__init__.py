@@ -5,4 +5,5 @@ from __future__ import annotations
 from . import bytegrad as bytegrad
 from . import decentralized as decentralized
 from . import gradient_allreduce as gradient_allreduce
+from . import q_adam as q_adam
 from .base import Algorithm as Algorithm
