@@ -16,9 +16,10 @@ import gc
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from math import nan
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ WAYS: dict[str, Callable[[nn.Module], Trainer]] = {
 }
 
 
-def agent() -> None:
+def agent(ways: Sequence[str]) -> None:
     """What each host runs."""
     reporter = Reporter()
     torch.set_num_threads(1)
@@ -115,8 +116,8 @@ def agent() -> None:
     work = vgg16()
     batch = work.batch(BATCH, shoal.rank())
     seconds: dict[str, list[float]] = {}
-    for name, make in WAYS.items():
-        trainer = make(work.make())
+    for name in ways:
+        trainer = WAYS[name](work.make())
         trainer.step(batch)
         seconds |= compare(reporter, name, {name: partial(trainer.step, batch)}, REPETITIONS)
         trainer.close()
@@ -132,7 +133,7 @@ def table(title: str, one: Figures) -> Table:
     shown = Table("way", "seconds a step", "faster than DDP", "than DDP in bfloat16", "than Shoal, whole", title=title)
     medians = {name: statistics.median(values) for name, values in one.values.items()}
     for name, seconds in medians.items():
-        ratios = (medians[other] / seconds for other in (DDP, DDP_16, PLAIN))
+        ratios = (medians[other] / seconds if other in medians else nan for other in (DDP, DDP_16, PLAIN))
         shown.add_row(name, f"{seconds:.3f}", *(f"{ratio:.2f}" for ratio in ratios))
     return shown
 
@@ -141,10 +142,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8], help="how many, powers of two")
     parser.add_argument("--rate", type=float, nargs="+", default=[100], help="of their NICs, Mbit/s")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help="only these")
     parser.add_argument("--agent", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.agent:
-        agent()
+        agent(args.ways)
         return
     if obstacle():
         parser.error(obstacle())
@@ -156,7 +158,7 @@ def main() -> None:
 
     for rate in args.rate:
         for hosts in args.hosts:
-            script = [__file__, "--agent"]
+            script = [__file__, "--agent", "--ways", *args.ways]
             found = run_on_machines(hosts, rate * 1e6 / 8, 1, script, progress, large_packets=True)
             console.print(table(f"{hosts} hosts, {rate:g} Mbit/s", found[0]))
 

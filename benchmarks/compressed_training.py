@@ -91,11 +91,16 @@ def train(
     """This agent's accuracy, the bytes that its messages of a step have, and the algorithm."""
     train_set, (images, labels) = data
     model = own[shoal.rank()]
-    local: torch.optim.Optimizer = (
-        torch.optim.AdamW(model.parameters(), lr=args.lr)
-        if args.adam
-        else torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
-    )
+    shards = shoal.dirichlet_shards(train_set.tensors[1], alpha=args.alpha, seed=seed)
+    sampler = shoal.AgentSampler(train_set, shards[shoal.rank()], seed=seed)
+    loader = DataLoader(train_set, batch_size=args.batch, sampler=sampler)
+    local: torch.optim.Optimizer
+    if args.one_bit_adam:
+        local = shoal.OneBitAdam(model.parameters(), args.lr, warmup=args.epochs * len(loader) // 8)
+    elif args.adam:
+        local = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    else:
+        local = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     if args.gradients:
         optimizer = shoal.DistributedGradientAllreduceOptimizer(local, model, compression=compressor)
     else:
@@ -103,9 +108,6 @@ def train(
         optimizer = shoal.DistributedAdaptThenCombineOptimizer(
             local, model, topology=topology, compression=compressor, mix_state=None if compressor else ()
         )
-    shards = shoal.dirichlet_shards(train_set.tensors[1], alpha=args.alpha, seed=seed)
-    sampler = shoal.AgentSampler(train_set, shards[shoal.rank()], seed=seed)
-    loader = DataLoader(train_set, batch_size=args.batch, sampler=sampler)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(loader))
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
@@ -137,6 +139,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--momentum", type=float, default=0.9, help="of SGD")
     parser.add_argument("--gradients", action="store_true", help="average gradients and not parameters")
     parser.add_argument("--adam", action="store_true", help="AdamW and not SGD")
+    parser.add_argument("--one-bit-adam", action="store_true", help="OneBitAdam, an eighth of the steps warming up")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--compressors", nargs="+", choices=COMPRESSORS, default=list(COMPRESSORS))
     return parser.parse_args()
