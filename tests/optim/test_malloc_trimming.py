@@ -17,13 +17,18 @@ PAGES = (4 * 2048 * 2048 * 4) // os.sysconf("SC_PAGE_SIZE")
 SCRIPT = """
 import resource
 import statistics
+import sys
 import torch
 import shoal
 
 shoal.init()
 model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = shoal.DistributedAdaptThenCombineOptimizer(optimizer, model)
+if "parts" in sys.argv:
+    quasi = shoal.algorithms.QuasiGlobalMomentum(1.0, 0.9)
+    optimizer = shoal.DecentralizedOptimizer(optimizer, model, quasi, overlap="backward")
+else:
+    optimizer = shoal.DistributedAdaptThenCombineOptimizer(optimizer, model)
 faults = []
 for _ in range(12):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -38,16 +43,20 @@ shoal.shutdown()
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap is told")
 
 
-def faults_of_a_step(**environ: str) -> int:
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, **environ}, capture_output=True, text=True, timeout=120
-    )
+def faults_of_a_step(*arguments: str, **environ: str) -> int:
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    run = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return int(run.stdout)
 
 
 def test_gradients_lie_where_those_of_the_step_before_did() -> None:
     assert faults_of_a_step() < PAGES // 10
+
+
+def test_so_does_what_the_threads_of_parts_use() -> None:
+    assert faults_of_a_step("parts") < PAGES // 2
+    assert faults_of_a_step("parts", MALLOC_ARENA_MAX="8") > PAGES
 
 
 def test_what_the_environment_says_of_the_heap_holds() -> None:

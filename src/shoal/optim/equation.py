@@ -17,6 +17,7 @@ from ..world.agent import bind, current
 from .balance import schedule_of
 from .flight import Flight
 from .local import LocalStep
+from .malloc_trimming import keep_what_threads_free
 from .part import Part
 from .rates import Rates
 from .strategies import DuringBackward, StepStrategy
@@ -188,6 +189,7 @@ class EquationDuringBackward(DuringBackward, Equation):
         super().__init__(*arguments)
         self._under_way: list[threading.Thread] = []
         self._failed: dict[int, BaseException] = {}
+        keep_what_threads_free()
 
     def begin_pass(self) -> None:
         self._await()

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from functools import cache
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # malloc.h
 _NEVER = -1
 _ONE_BLOCK = 1 << 30
 _ONE_BLOCK_BEFORE_2_35 = 1 << 25
@@ -31,6 +31,19 @@ def keep_freed_memory() -> bool:
         return False
     raised = mallopt(_MMAP_THRESHOLD, _ONE_BLOCK) or mallopt(_MMAP_THRESHOLD, _ONE_BLOCK_BEFORE_2_35)
     return bool(raised and mallopt(_TRIM_THRESHOLD, _NEVER))
+
+
+@cache
+def keep_what_threads_free() -> bool:
+    """The same for threads that come and go: they have no heaps of their own any more, which glibc gives back to the
+    kernel as soon as all in them is free, whatever it has been told of the first one.
+
+    Returns:
+        Whether it does.
+    """
+    if not keep_freed_memory() or os.environ.get("MALLOC_ARENA_MAX"):
+        return False
+    return bool(ctypes.CDLL(None).mallopt(_ARENA_MAX, 1))
 
 
 def _is_tuned(environ: Mapping[str, str]) -> bool:
