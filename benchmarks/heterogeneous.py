@@ -48,7 +48,7 @@ WAYS: dict[str, Callable[[float], Algorithm]] = {
     "gradient tracking": GradientTracking,
     "exact diffusion, momentum": lambda lr: Momentum(ExactDiffusion(lr, lazy=True), BETA),
 }
-RATES = (0.4, 0.2, 0.1, 0.05, 0.02, 0.01)
+RATES = (3.2, 1.6, 0.8, 0.4, 0.2, 0.1, 0.05)
 TOPOLOGIES: dict[str, Callable[[int], nx.DiGraph | Schedule]] = {
     "ring": RingGraph,
     "static exponential": ExponentialTwoGraph,
