@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -242,6 +242,40 @@ def test_agents_without_batches_take_part_with_a_gradient_of_zero(fleet: Fleets)
     for overlap in (None, "backward"):
         found = torch.stack(agents.run(run, ExactDiffusion(1.0, lazy=True), overlap))
         assert (found - x).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("overlap", [None, "backward"])
+def test_local_steps_before_the_batches_end_are_not_lost(fleet: Fleets, overlap: Literal["backward"] | None) -> None:
+    """With an exchange after every other step, and an odd number of batches."""
+    batches = [6, 3, 4, 5]
+
+    def run() -> Tensor:
+        model = deepcopy(MODEL)
+        optimizer = shoal.DecentralizedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=LR),
+            model,
+            ExactDiffusion(1.0, lazy=True),
+            topology=shoal.RingGraph(SIZE),
+            overlap=overlap,
+            num_steps_per_communication=2,
+        )
+        with optimizer.join():
+            go_on(model, optimizer, range(batches[shoal.rank()]))
+        assert optimizer.rounds == 3
+        return flat(model)
+
+    model, x = deepcopy(MODEL), flat(MODEL).repeat(SIZE, 1)
+    before = x
+    for round_ in range(3):
+        psi = x.clone()
+        for step in (2 * round_, 2 * round_ + 1):
+            for rank in range(SIZE):
+                if step < batches[rank]:
+                    psi[rank] -= LR * gradient(model, psi[rank], rank, step)
+        phi = psi + x - before
+        x, before = (phi + RING @ phi) / 2, psi
+    found = torch.stack(fleet(SIZE).run(run))
+    assert (found - x).abs().max() < 1e-12
 
 
 def test_local_steps_between_two_exchanges_add_up_in_each_part(fleet: Fleets) -> None:

@@ -91,12 +91,12 @@ class Equation(StepStrategy):
         super()._step_alone()
 
     def follow(self) -> None:
-        """A step with a gradient of zero."""
+        """A step with a gradient of zero, or with the local steps that no exchange has taken in yet."""
         parts = self._begin()
         self.check_that_it_can_follow()
         for part in parts:
             part.look()
-            part.step(self._flight.rounds, _not_moved)
+            part.step(self._flight.rounds, _moved)
         self._end(parts)
 
     def check_that_it_can_follow(self) -> None:
@@ -238,7 +238,3 @@ def _moved(part: Part, at: torch.Tensor) -> torch.Tensor:
     """How far the wrapped optimizer has moved from where the model was."""
     part.bucket.adopt()
     return at - part.bucket.flat
-
-
-def _not_moved(part: Part, at: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(at)
