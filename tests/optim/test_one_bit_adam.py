@@ -137,6 +137,21 @@ def test_what_had_no_gradient_while_it_warmed_up_learns_by_steps_of_its_size() -
     assert math.isfinite(param.sum().item())
 
 
+def test_given_back_it_steps_with_gradients_again() -> None:
+    def run() -> tuple[Tensor, Tensor]:
+        models = [deepcopy(MODEL) for _ in range(2)]
+        adams = [shoal.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS) for model in models]
+        around = shoal.DistributedGradientAllreduceOptimizer(adams[0], models[0])
+        go_on(models[0], around, range(WARMUP + 2))
+        around.close()
+        go_on(models[0], adams[0], range(WARMUP + 2, STEPS))
+        go_on(models[1], adams[1], range(STEPS))
+        return flat(models[0]), flat(models[1])
+
+    [(found, alone)] = shoal.Fleet(1).run(run)
+    assert (found - alone).abs().max() < 1e-12
+
+
 def test_agents_without_batches_count_as_nobody(fleet: Fleets) -> None:
     batches = [10, 6, 7]
 
