@@ -35,6 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "gradients during backward": {"algorithm": ParallelGradientDescent(1.0), "overlap": "backward"},
     "tracking": {"algorithm": GradientTracking(1.0)},
     "exact diffusion": {"algorithm": ExactDiffusion(1.0, lazy=True)},
+    "exact diffusion during backward": {"algorithm": ExactDiffusion(1.0, lazy=True), "overlap": "backward"},
 }
 
 
