@@ -43,7 +43,8 @@ def test_the_algorithm_is_one_that_is_sound_for_the_compressor_and_the_topology(
         return one
 
     ring = shoal.RingGraph(SIZE)
-    assert found(ring, TopK(0.1)) == ChocoSGD(1.0, share_kept(TopK(0.1), NUMBERS), TopK(0.1))
+    assert found(ring, TopK(0.1)) == ChocoSGD(1.0, share_kept(TopK(0.1), NUMBERS) / 2, TopK(0.1))
+    assert found(ring, RandomK(0.1)) == ChocoSGD(1.0, share_kept(RandomK(0.1), NUMBERS), RandomK(0.1))
     assert found(Static(ring), Sign()) == ChocoSGD(1.0, share_kept(Sign(), NUMBERS), Sign())
     changing = found(OnePeerHypercube(SIZE), TopK(0.1))
     assert isinstance(changing, DeepSqueeze)
