@@ -4,8 +4,8 @@ A compressor by itself is no way to average: what it leaves out of every message
 does that on a topology that stays, DeepSqueeze on one that changes. Both go ``gamma`` of the way to the neighbours. Too
 far, and errors feed on each other; not far enough, and agents stay apart. On digits CHOCO-SGD did best, or next to
 it, with ``gamma`` the share of a message that arrives; with twice as much top-k diverged there, and with that much top
-1% did so after ten epochs of CIFAR-10. So where a message says less than half, and of some vectors far less than that, it
-is half of the share. DeepSqueeze adds up what messages leave out, and did best with a third.
+1% did so after ten epochs of CIFAR-10. So where a message says less than half, and of some vectors far less than that,
+it is half of the share. DeepSqueeze adds up what messages leave out, and did best with a third.
 """
 
 from __future__ import annotations
