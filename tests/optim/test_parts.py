@@ -310,8 +310,9 @@ def test_it_is_resumed_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
         elsewhere = make(other, algorithm, None)
         other.load_state_dict(saved[0])
         elsewhere.load_state_dict(saved[1])
-        with pytest.raises(ValueError, match="the overlap and bucket_bytes that it was saved with"):
-            go_on(other, elsewhere, range(3, 4))
+        for _ in range(2):  # and not as if there had been no state, the second time
+            with pytest.raises(ValueError, match="the overlap and bucket_bytes that it was saved with"):
+                go_on(other, elsewhere, range(3, 4))
         return torch.equal(flat(second), flat(whole))
 
     assert fleet(SIZE).run(run) == [True] * SIZE
@@ -347,6 +348,33 @@ def test_a_part_leaves_while_the_gradients_in_front_of_it_are_computed(fleet: Fl
     fleet(2).run(run)
 
 
+def test_parts_that_are_late_on_some_agents_and_early_on_others_wait_for_nobody(fleet: Fleets) -> None:
+    """A layer without a gradient leaves at the step, also while those that have left wait for a neighbour's."""
+
+    class OneOfTwo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(5, 5).double() for _ in range(2))
+
+        def forward(self, x: Tensor, which: int) -> Tensor:
+            y: Tensor = self.layers[which](x)
+            return y
+
+    either = OneOfTwo()
+
+    def run(overlap: str | None) -> Tensor:
+        model = deepcopy(either)
+        optimizer = make(model, ExactDiffusion(1.0, lazy=True), overlap)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(shoal.rank(), step), (step + shoal.rank()) % 2).square().mean().backward()
+            optimizer.step()
+        return flat(model)
+
+    agents = fleet(SIZE)
+    assert torch.equal(torch.stack(agents.run(run, "backward")), torch.stack(agents.run(run, None)))
+
+
 def test_what_goes_wrong_in_a_part_is_raised_by_step_and_no_thread_is_left(fleet: Fleets) -> None:
     class Wrong(GradientDescent):
         def step(self, x: Tensor, state: Any, grad: Any, mix: Mix) -> tuple[Tensor, Any]:
@@ -355,11 +383,14 @@ def test_what_goes_wrong_in_a_part_is_raised_by_step_and_no_thread_is_left(fleet
             return super().step(x, state, grad, mix)
 
     def run() -> None:
-        model = deepcopy(MODEL)
+        model, sound = deepcopy(MODEL), deepcopy(MODEL)
         optimizer = make(model, Wrong(0.5), "backward")
         go_on(model, optimizer, range(1))
         with pytest.raises(ArithmeticError, match="it does not work out"):
             go_on(model, optimizer, range(1, 2))
+        go_on(sound, make(sound, GradientDescent(0.5), "backward"), range(2))
+        for (name, one), other in zip(model.named_parameters(), sound.parameters(), strict=True):
+            assert torch.equal(one, other) == (name != "0.bias"), name  # the other parts have taken their step
         assert not [one for one in threading.enumerate() if one.name.startswith(f"shoal-part-{shoal.rank()}-")]
 
     fleet(2).run(run)

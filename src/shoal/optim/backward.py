@@ -28,6 +28,11 @@ class Backward:
         self._armed = False
         self._failed: BaseException | None = None
 
+    @property
+    def armed(self) -> bool:
+        """A pass has begun whose step has not come yet."""
+        return self._armed
+
     def arm(self, buckets: Sequence[Bucket]) -> None:
         """The gradients of the backward pass to come are those of the step. Raises what went wrong in one before."""
         failed, self._failed = self._failed, None

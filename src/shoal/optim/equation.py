@@ -86,7 +86,7 @@ class Equation(StepStrategy):
         self._end(parts)
 
     def _step_alone(self) -> None:
-        for part in self._begin():
+        for part in self._parts or self._begin():
             part.look()
         super()._step_alone()
 
@@ -124,6 +124,11 @@ class Equation(StepStrategy):
             for part, bucket in zip(self._parts, buckets, strict=True):
                 part.bucket = bucket
         elif buckets:
+            if self._saved and len(self._saved) != len(buckets):
+                raise ValueError(
+                    f"{self._name}: the state is of {len(self._saved)} parts, and here are {len(buckets)}. Go on with "
+                    "the overlap and bucket_bytes that it was saved with"
+                )
             mix = self._exchange(sum(bucket.numel for bucket in buckets))
             mixes = [mix.beside(number) if number else mix for number in range(len(buckets))]
             self._parts = [
@@ -131,11 +136,6 @@ class Equation(StepStrategy):
                 for bucket, mix in zip(buckets, mixes, strict=True)
             ]
             saved, self._saved = self._saved, []
-            if saved and len(saved) != len(buckets):
-                raise ValueError(
-                    f"{self._name}: the state is of {len(saved)} parts, and here are {len(buckets)}. Go on with the "
-                    "overlap and bucket_bytes that it was saved with"
-                )
             for part, state in zip(self._parts, saved, strict=False):
                 part.load_state(state)
         for part in self._parts:
@@ -192,7 +192,8 @@ class EquationDuringBackward(DuringBackward, Equation):
         keep_what_threads_free()
 
     def begin_pass(self) -> None:
-        self._await()
+        if self._under_way and not self._backward.armed:  # a signal has ended the step that waited for them
+            self._arrive()
         self._begin()
         super().begin_pass()
 
@@ -216,6 +217,10 @@ class EquationDuringBackward(DuringBackward, Equation):
         self._await()
         failed, self._failed = self._failed, {}
         if failed:
+            # The others have taken their step; what those that failed have moved by is added to their next.
+            for number, part in enumerate(self._parts):
+                if number not in failed:
+                    part.settle()
             raise failed[min(failed)]
         self._end(self._parts)
 
