@@ -236,11 +236,11 @@ def test_sent_counts_messages_to_others() -> None:
 
 
 @pytest.mark.parametrize("topology", [StarGraph(SIZE), ring(SIZE)], ids=["star", "ring"])
-def test_sent_counts_what_each_agent_says_that_its_message_takes(topology: nx.Graph | Schedule) -> None:
+def test_sent_counts_the_messages_of_those_that_speak(topology: nx.Graph | Schedule) -> None:
     mix = StackedMix(topology)
-    each = torch.arange(SIZE).unsqueeze(1) ** 2
-    mix(values(), nbytes=each)
-    assert mix.sent == sum(here**2 for here, _ in links_of(topology, 0))
+    speaks = torch.arange(SIZE).unsqueeze(1) % 2 == 1
+    mix(values() * speaks, nbytes=7, speaks=speaks)
+    assert mix.sent == 7 * sum(here % 2 for here, _ in links_of(topology, 0))
 
 
 # Real agents, against the stacked fleet
@@ -333,7 +333,7 @@ def test_a_real_agent_refuses_edges_over_one_way_links(fleet: Fleets) -> None:
 def test_a_real_agent_counts_the_bytes_that_it_names(fleet: Fleets) -> None:
     def agent() -> list[int]:
         mix, counted = Exchange(StarGraph(4)), []
-        for nbytes in (5, torch.tensor([7]), None):
+        for nbytes in (5, 7, None):
             before = mix.sent
             mix(torch.zeros(3), nbytes=nbytes)
             counted.append(mix.sent - before)
@@ -342,6 +342,35 @@ def test_a_real_agent_counts_the_bytes_that_it_names(fleet: Fleets) -> None:
         return [*counted, mix.sent - before]
 
     assert fleet(4).run(agent) == [[15, 21, 36, 6], [5, 7, 12, 2], [5, 7, 12, 2], [5, 7, 12, 2]]
+
+
+def test_who_is_silent_sends_a_header_and_counts_as_zeros(fleet: Fleets) -> None:
+    def agent() -> list[tuple[list[float], int, int]]:
+        mix, found = Exchange(StarGraph(4)), []
+        for round_ in range(4):
+            mix.begin(round_)
+            speaks = torch.tensor([shoal.rank() != round_])
+            before, counted = mix.sent, shoal.bytes_sent()
+            mixed = mix(torch.full((3,), 1.0 + shoal.rank()) * speaks, speaks=speaks)
+            found.append((mixed.tolist(), mix.sent - before, shoal.bytes_sent() - counted))
+        return found
+
+    stacked, found = StackedMix(StarGraph(4)), fleet(4).run(agent)
+    for round_ in range(4):
+        speaks = torch.arange(4).unsqueeze(1) != round_
+        mixed = stacked((1.0 + torch.arange(4).unsqueeze(1)).expand(4, 3) * speaks, speaks=speaks)
+        for rank, (own, books, engine) in enumerate(one[round_] for one in found):
+            assert own == pytest.approx(mixed[rank].tolist(), abs=1e-6)
+            assert books == engine == (rank != round_) * 12 * (1 if rank else 3)
+
+
+def test_agents_that_disagree_whether_one_may_be_silent_hear_of_it(fleet: Fleets) -> None:
+    def agent() -> None:
+        mix = Exchange(StarGraph(2))
+        mix(torch.zeros(3), speaks=torch.tensor([False]) if shoal.rank() else None)
+
+    with pytest.raises(shoal.Mismatch, match="different topology, form or compression"):
+        fleet(2).run(agent)
 
 
 def test_a_group_that_is_none_is_refused_stacked_and_real(fleet: Fleets) -> None:

@@ -13,6 +13,7 @@ import shoal
 from shoal.algorithms import (
     BEER,
     Algorithm,
+    CensoredGradientDescent,
     ChocoSGD,
     DeepSqueeze,
     GradientDescent,
@@ -40,6 +41,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "low precision": LowPrecision(0.1, MinMaxUInt8()),
     "low precision, bfloat16": LowPrecision(0.1, Cast(torch.bfloat16)),
     "PowerGossip": PowerGossip(0.1),
+    "censored": CensoredGradientDescent(0.1, 500.0, 0.9),
 }
 
 

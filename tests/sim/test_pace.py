@@ -36,11 +36,9 @@ class Says(Algorithm):
             elif verb == "edges":
                 mix.edges(mix.spread(x))
             elif verb == "silent":
-                mix(x, nbytes=torch.zeros(len(x), 1, dtype=torch.int64))
+                mix(x, speaks=torch.zeros(len(x), 1, dtype=torch.bool))
             elif verb == "one":
-                each = torch.zeros(len(x), 1, dtype=torch.int64)
-                each[3] = NBYTES
-                mix(x, nbytes=each)
+                mix(x, speaks=torch.arange(len(x)).unsqueeze(1) == 3)
             elif verb != "nothing":
                 getattr(mix, verb)(x) if verb != "mix" else mix(x)
         return x, state
@@ -152,7 +150,7 @@ def test_a_message_of_nothing_takes_its_latency_and_overhead() -> None:
     assert found.sent == 0
 
 
-def test_the_largest_message_sets_the_time() -> None:
+def test_one_message_sets_the_time_of_all() -> None:
     found = clock(ring(16), NETWORKS["alike"], 2, Says(("one",)))
     assert found.seconds == pytest.approx(2 * NIC.seconds(NBYTES, 2))
     assert found.sent == 2 * 2 * NBYTES

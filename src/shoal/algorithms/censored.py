@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,16 +17,16 @@ from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, Need
 class CensoredGradientDescent(Algorithm):
     """Event-triggered decentralized gradient descent, adapt then combine.
 
-    Agent i takes its step, ``x_i <- x_i - lr g(x_i)``, and sends it only if ``|x_i - s_i| >= tau decay^k`` at step k,
-    s being what it sent last; else its neighbours go on with ``s_i``. Then ``x+ = W s + (x - s)``, which keeps the mean
-    of the x. The rule of silence is that of COCA (Liu, Xu, Wu, Tian, Ling 2019, doi:10.1109/TSP.2019.2907258); there it
-    censors ADMM. Everybody sends at the first step. The graph must be static: a new neighbour would not have ``s_i``.
+    Agent i takes its step, ``x_i <- x_i - lr g(x_i)``, and says what is new, ``q_i = x_i - s_i``, only if
+    ``|q_i| >= tau decay^k`` at step k, s being all that it has said: zero at first. Else q is zero, a header is all
+    that it sends, and its neighbours go on with ``s_i``. Then ``s+ = s + q`` and ``x+ = W s+ + (x - s+)``, which keeps
+    the mean of the x. The rule of silence is that of COCA (Liu, Xu, Wu, Tian, Ling 2019, doi:10.1109/TSP.2019.2907258);
+    there it censors ADMM. The graph must be static: a new neighbour would not have ``s_i``.
 
     With ``tau=0`` it is :class:`~shoal.algorithms.GradientDescent`, and where the threshold falls to nothing it ends
-    where that ends. ``mix.sent`` counts those that sent, without the bit that says whether. Between real agents the
-    tensors travel all the same: it shows what could be saved, and saves nothing yet.
+    where that ends, but for rounding. ``mix.sent`` counts those that spoke, without the headers.
 
-    The state is s, the shape of ``x``.
+    The state is s and ``W s``, the shape of ``x``.
 
     Args:
         lr: The step.
@@ -50,15 +49,16 @@ class CensoredGradientDescent(Algorithm):
         return DOUBLY_STOCHASTIC, STATIC, CONNECTED
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
-        # Infinitely far from anything, so that the first step sends.
-        return (torch.full_like(x, math.inf),)
+        return torch.zeros_like(x), torch.zeros_like(x)
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        (s,) = state
+        s, mixed = state
         x = x - self.lr * grad(x)
-        news = (x - s).norm(dim=-1, keepdim=True) >= self.tau * self.decay**mix.round
-        s = torch.where(news, x, s)
-        return mix(s, nbytes=news * x.shape[-1] * x.element_size()) + (x - s), (s,)
+        q = x - s
+        speaks = ~(q.norm(dim=-1, keepdim=True) < self.tau * self.decay**mix.round)  # also of a NaN
+        q = torch.where(speaks, q, 0)
+        s, mixed = s + q, mixed + mix(q, speaks=speaks)
+        return mixed + (x - s), (s, mixed)
 
 
 register(

@@ -70,20 +70,26 @@ class Exchange(Mix):
         self.size = agent.size - len(self._plan.gone)
         return self._plan != before
 
-    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
-        return self._weigh("mix", x, nbytes)
+    def __call__(
+        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._weigh("mix", x, nbytes, speaks)
 
     def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return self._weigh("pull", x, None)
+        return self._weigh("pull", x)
 
     def push(self, x: torch.Tensor) -> torch.Tensor:
-        return self._weigh("push", x, None)
+        return self._weigh("push", x)
 
-    def _weigh(self, form: Form, x: torch.Tensor, nbytes: int | torch.Tensor | None) -> torch.Tensor:
+    def _weigh(
+        self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         mixing = self._schedule.mixing(self.round, form, self._plan.gone)
+        said = None if speaks is None else bool(speaks)
         self.exchanges += 1
-        self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else int(nbytes))
-        return submit(current("neighbor_allreduce"), x, mixing, name=self._name).wait()
+        if said is not False:
+            self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else nbytes)
+        return submit(current("neighbor_allreduce"), x, mixing, name=self._name, speaks=said).wait()
 
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
         if not compressor.encodes:

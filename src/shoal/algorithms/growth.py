@@ -241,7 +241,9 @@ class _Modes(_Linear):
         self._of = lru_cache(LOOKED_AT)(lambda index: torch.from_numpy(eigenvalues(index)).unsqueeze(1))
         self._rounds = rounds
 
-    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return x * self._of(self.round % self._rounds)
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
@@ -256,7 +258,9 @@ class _Rows(_Linear):
         self._facts, self._rounds = facts, rounds
         self._edges: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         destination, source, weight = self._of(self.round % self._rounds)
         return torch.zeros_like(x).index_add_(0, destination, weight * x[source])
 

@@ -152,8 +152,10 @@ class _Through(Mix):
         super().__init__(mix.seed)
         self._mix, self.size, self.round, self.step = mix, mix.size, mix.round, mix.step
 
-    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
-        return self._mix(x, nbytes=nbytes)
+    def __call__(
+        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._mix(x, nbytes=nbytes, speaks=speaks)
 
     def pull(self, x: torch.Tensor) -> torch.Tensor:
         return self._mix.pull(x)
@@ -192,7 +194,9 @@ class _Through(Mix):
 class Quiet(_Through):
     """W = I, and nothing is sent. A new tensor each time, as of any exchange."""
 
-    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return x.clone()
 
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,7 +221,9 @@ class Quiet(_Through):
 class _Everybody(_Through):
     """W = 1 1^T / n, which is its own row- and column-stochastic form."""
 
-    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return self._mix.average(x)
 
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,13 +56,16 @@ class Mix(ABC):
         """Told after each step."""
 
     @abstractmethod
-    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """``W x`` with this round's W.
 
         Args:
             x: ``[n, d]`` or ``[d]``.
-            nbytes: Bytes of an agent's message where it would travel in a shorter form than ``x``, for the books: one
-                number, or one for each agent, integers ``[n, 1]`` or ``[1]``.
+            nbytes: Bytes of an agent's message where it would travel in a shorter form than ``x``, for the books.
+            speaks: Where agents may keep silent, which do not: bool, ``[n, 1]`` or ``[1]``. ``x`` is zero of those that
+                are silent; a header that says so is all that they send.
         """
 
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,6 +42,8 @@ OP = "neighbor_allreduce"
 Weights = Mapping[int, float]
 _FORMS = {"static": 0, "push within": 1}
 """The forms whose edges are those of the static topology, which both sides must then agree on."""
+_MAY_BE_SILENT = 2
+"""Beside :data:`_FORMS`: who expects a tensor from each does not take silence for one of zeros."""
 _IN_STAGES = ("push", "pull", "pull within")
 """The forms in which agents tell each other first who sends to whom."""
 
@@ -168,6 +170,7 @@ def submit(
     replan: Callable[[tuple[int, ...]], Mixing] | None = None,
     robust: Robust | None = None,
     encoded: Callable[[Operation], Encoded] | None = None,
+    speaks: bool | None = None,
 ) -> Handle[torch.Tensor]:
     """Begin a weighted average with a round as it is, for the public functions, optimizers and algorithms.
 
@@ -184,6 +187,8 @@ def submit(
             would have sent weighs in this agent's own tensor; on a directed graph the mean leans to some agents then.
         robust: As for :func:`neighbor_allreduce`.
         encoded: How the tensor travels, and what of it, if not as it is.
+        speaks: Where agents may keep silent: this one does not. The tensor of one that does is zeros, and a header that
+            says so is all that it sends.
     """
     tensor = check_tensor(OP, tensor, WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
@@ -222,6 +227,7 @@ def submit(
             zero_copy=zero_copy,
             robust=robust,
             encoded=how,
+            speaks=speaks,
         )
 
     channel = channel_name(OP, name)
@@ -324,12 +330,14 @@ def _mix(
     zero_copy: bool = False,
     robust: Robust | None = None,
     encoded: Encoded | None = None,
+    speaks: bool | None = None,
 ) -> Steps[torch.Tensor]:
-    engine = agent.engine
+    engine, silent = agent.engine, speaks is False
     if encoded is not None:
         tensor = encoded.numbers
-    published = engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
-    shape, total = tuple(tensor.shape), published.data.numel()
+    published = engine.publisher.publish(operation, tensor.new_empty(0) if silent else tensor, zero_copy=zero_copy)
+    own_data = torch.zeros(tensor.numel(), dtype=tensor.dtype) if silent else published.data
+    shape, total = tuple(tensor.shape), own_data.numel()
     sources, destinations = mixing.sources, mixing.destinations
     nothing: list[int] = []
     if form == "push":
@@ -345,6 +353,10 @@ def _mix(
         destinations = yield from _readers(agent, operation, static.mixing, sources)
 
     digest, digest_of = static.digest ^ _FORMS[form] if form in _FORMS else 0, "topology, form or compression"
+    if silent:
+        nothing, destinations = [*destinations], {}
+    if speaks is not None:
+        digest ^= _MAY_BE_SILENT
     sends = [Send(rank, published, 0, total, shape, weight) for rank, weight in destinations.items()]
     if encoded is not None:
         sends = encoded.shortened(engine, operation, sends)
@@ -371,7 +383,7 @@ def _mix(
         payloads = yield from encoded.decoded(operation, agent, [(rank, arrived[rank]) for rank in there])
         terms = [(one, weight) for one, (_, weight) in zip(payloads, terms, strict=True)]
     if robust is None:
-        yield from weighted_sum(result.flat, published.data, own, terms)
+        yield from weighted_sum(result.flat, own_data, own, terms)
     else:  # it has to look at all of a tensor first
         yield from complete([one for one, _ in terms])
         theirs = [(rank, one.data, weight) for rank, (one, weight) in zip(there, terms, strict=True)]

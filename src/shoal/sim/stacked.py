@@ -64,24 +64,27 @@ class StackedMix(Mix):
             self.seconds += self._pace.seconds(self.round, tuple(self._said))
         self._said.clear()
 
-    def __call__(self, x: torch.Tensor, *, nbytes: int | torch.Tensor | None = None) -> torch.Tensor:
-        return self._weigh("mix", x, nbytes)
+    def __call__(
+        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._weigh("mix", x, nbytes, speaks)
 
     def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return self._weigh("pull", x, None)
+        return self._weigh("pull", x)
 
     def push(self, x: torch.Tensor) -> torch.Tensor:
-        return self._weigh("push", x, None)
+        return self._weigh("push", x)
 
-    def _weigh(self, form: Form, x: torch.Tensor, nbytes: int | torch.Tensor | None) -> torch.Tensor:
+    def _weigh(
+        self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.check(x)
         weights = self._rounds[self.round]
-        each = x[0].nbytes if nbytes is None else nbytes
-        if isinstance(each, torch.Tensor):
-            sent = int((torch.as_tensor(weights.sends) * each.view(-1).cpu()).sum())
-            self._note(Said("neighbours", int(each.max())), sent)
-        else:
-            self._note(Said("neighbours", each), weights.messages * each)
+        each, messages, longest = x[0].nbytes if nbytes is None else nbytes, weights.messages, 1
+        if speaks is not None:
+            said = speaks.view(-1).cpu()
+            messages, longest = int((torch.as_tensor(weights.sends) * said).sum()), int(said.any())
+        self._note(Said("neighbours", longest * each), messages * each)
         x = x.contiguous()
         multiply = self._once((form, x.dtype, x.device), lambda: product(weights, form, x.dtype, x.device))
         out = self._empty_like(x)
