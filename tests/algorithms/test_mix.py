@@ -374,11 +374,11 @@ def test_agents_that_disagree_whether_one_may_be_silent_hear_of_it(fleet: Fleets
 
 
 def test_a_group_that_is_none_is_refused_stacked_and_real(fleet: Fleets) -> None:
-    with pytest.raises(ValueError, match="pass 'all' or 'machine'"):
+    with pytest.raises(ValueError, match="pass 'all', 'machine' or 'counterparts'"):
         StackedMix(ring(SIZE)).average(values(), "friends")
 
     def agent() -> None:
-        with pytest.raises(ValueError, match="pass 'all' or 'machine'"):
+        with pytest.raises(ValueError, match="pass 'all', 'machine' or 'counterparts'"):
             Exchange(ring(2)).average(torch.zeros(1), "friends")
 
     fleet(2).run(agent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from shoal.algorithms import (
 )
 from shoal.compression import QSGD, Cast, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
 from shoal.topology.families.circulant import ring
-from support.namespaces import INTERFACE, network_namespaces
+from support.namespaces import bytes_sent_by_the_interface, network_namespaces
 from support.world import World
 
 NUMEL, STEPS = 1_000_000, 10
@@ -49,13 +48,6 @@ ALGORITHMS: dict[str, Algorithm] = {
 def world() -> Iterator[World]:
     with network_namespaces(2) as machines, World(2, namespaces=machines) as world:
         yield world
-
-
-def bytes_sent_by_the_interface() -> int:
-    """Since it is there; of the namespace that this process lives in."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    (counts,) = (line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
-    return int(counts[8])
 
 
 def sent(name: str) -> tuple[int, int, int]:

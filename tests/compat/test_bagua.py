@@ -107,7 +107,8 @@ def quantised(v: Tensor) -> Tensor:
 
 
 def in_low_precision(size: int, per_machine: int, interval: int) -> Tensor:
-    """With replicas of both neighbours, of the machines; the agents of one begin alike, and average their steps."""
+    """With replicas of both neighbours, of the machines; the agents of one begin alike, average their steps, and send
+    a share each."""
     machines = size // per_machine
     model, x = deepcopy(MODEL), flat(MODEL).repeat(size, 1)
     momentum = torch.zeros_like(x)
@@ -119,7 +120,9 @@ def in_low_precision(size: int, per_machine: int, interval: int) -> Tensor:
         if step % interval:
             continue
         mean = x.view(machines, per_machine, -1).mean(1)
-        sent = torch.stack([quantised(one) for one in mean + left / 3 + right / 3 - own * (5 / 3)])
+        differences = mean + left / 3 + right / 3 - own * (5 / 3)
+        shares = differences.tensor_split(per_machine, dim=1)
+        sent = torch.cat([torch.stack([quantised(one) for one in share]) for share in shares], dim=1)
         left, right, own = left + sent.roll(1, 0), right + sent.roll(-1, 0), own + sent
         assert torch.equal(left, own.roll(1, 0))
         x = own.repeat_interleave(per_machine, 0)

@@ -29,6 +29,7 @@ from .local_steps import GossipPGA as GossipPGA
 from .local_steps import LocalSteps as LocalSteps
 from .loop import Run as Run
 from .low_precision import LowPrecision as LowPrecision
+from .machines import OfMachines as OfMachines
 from .mix import Mix as Mix
 from .momentum import AveragedMomentum as AveragedMomentum
 from .momentum import DecentLaM as DecentLaM

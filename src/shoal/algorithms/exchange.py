@@ -13,16 +13,17 @@ from ..compression.draws import Redrawn
 from ..engine.membership import WHOLE
 from ..ops.alltoall import submit as submit_alltoall
 from ..ops.arguments import channel_name
-from ..ops.collective import allreduce
+from ..ops.collective import shares, submit_allreduce
 from ..ops.encoded import Encoded
 from ..ops.neighbor import submit
+from ..ops.shares import submit_shares
 from ..topology.healing import Without
 from ..topology.schedule import Schedule
 from ..world.agent import current
 from .agent_schedule import AgentSchedule
 from .algorithm import Algorithm, Gradient
 from .loop import Measure, Run, steps_of
-from .mix import EVERYBODY, MACHINE, Mix
+from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from .needs import check
 from .weights import Form
 
@@ -104,11 +105,41 @@ class Exchange(Mix):
         return mixed, encoded.numbers.to(x.device)
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
-        if group not in (EVERYBODY, MACHINE):
-            raise ValueError(f"group={group!r}: pass {EVERYBODY!r} or {MACHINE!r}")
+        groups = {EVERYBODY: lambda: None, MACHINE: lambda: [*self._cut(0)], COUNTERPARTS: self._counterparts}
+        if group not in groups:
+            raise ValueError(f"group={group!r}: pass {EVERYBODY!r}, {MACHINE!r} or {COUNTERPARTS!r}")
         self.exchanges += 1
         self.sent += x.nbytes
-        return allreduce(x, average=True, is_hierarchical_local=group == MACHINE, name=f"{self._name} mean")
+        name = f"{self._name} mean" + ("" if group == EVERYBODY else f" of {group}")
+        return submit_allreduce(current("allreduce"), x, "average", name, groups[group]()).wait()
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        start, stop = self._cut(len(x))[self.rank]
+        return x[start:stop].clone()
+
+    def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        self.exchanges += 1
+        self.sent += share.nbytes
+        name = f"{self._name} shares"
+        return submit_shares(current("algorithms.Exchange"), share, x.clone(), self._cut(len(x)), name).wait()
+
+    def _cut(self, total: int) -> dict[int, tuple[int, int]]:
+        """Which numbers each agent of this machine has: equally many; where any agent is gone, the first has all."""
+        gone = self._plan.gone
+        ranks = [rank for rank in current("algorithms.Exchange").local_ranks if rank not in gone]
+        if gone:
+            return {rank: (0 if rank == ranks[0] else total, total) for rank in ranks}
+        return dict(zip(ranks, shares(total, len(ranks)), strict=True))
+
+    def _counterparts(self) -> list[int]:
+        machines, gone = current("algorithms.Exchange").machines, self._plan.gone
+        groups = [machines.ranks(machine) for machine in range(machines.count)]
+        mine = groups[machines.of[self.rank]]
+        if not gone:
+            return [group[mine.index(self.rank)] for group in groups]
+        left = [[rank for rank in group if rank not in gone] for group in groups]
+        leaders = [group[0] for group in left if group]
+        return leaders if self.rank in leaders else [self.rank]
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         return x.expand(len(self._neighbours), *x.shape)
@@ -126,6 +157,11 @@ class Exchange(Mix):
     def sign(self, like: torch.Tensor) -> torch.Tensor:
         signs = [1.0 if self.rank < one else -1.0 for one in self._neighbours]
         return torch.tensor(signs, dtype=like.dtype, device=like.device).unsqueeze(1)
+
+    @property
+    def machines(self) -> int:  # type: ignore[override]
+        of = current("algorithms.Exchange").machines.of
+        return len({machine for rank, machine in enumerate(of) if rank not in self._plan.gone})
 
     @property
     def _neighbours(self) -> list[int]:

@@ -217,8 +217,14 @@ class _Linear(Mix):
     def push(self, x: torch.Tensor) -> torch.Tensor:
         return self(x)
 
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        return self.spread(x)
+
+    def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.spread(x)
+
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        raise TypeError("an algorithm that sends a message of its own on each edge has no growth of this kind")
+        raise TypeError("an algorithm whose messages differ from agent to agent has no growth of this kind")
 
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         return self.spread(messages)

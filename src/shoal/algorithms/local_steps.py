@@ -111,7 +111,7 @@ class LocalSteps(_Sometimes):
         step = mix.round
         if (step + 1) % self.every:
             return self.algorithm.step(x, state, grad, Quiet(mix))
-        exchange = _Through(mix)
+        exchange = Through(mix)
         mix.round = step // self.every
         try:
             return self.algorithm.step(x, state, grad, exchange)
@@ -145,7 +145,7 @@ class GossipPGA(_Sometimes):
         return self.algorithm.step(x, state, grad, _Everybody(mix) if everybody else mix)
 
 
-class _Through(Mix):
+class Through(Mix):
     """Another's verbs, under the number of the step at which it was made."""
 
     def __init__(self, mix: Mix) -> None:
@@ -165,6 +165,12 @@ class _Through(Mix):
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         return self._mix.average(x, group)
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.share(x)
+
+    def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.whole(share, x)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         return self._mix.spread(x)
@@ -191,7 +197,7 @@ class _Through(Mix):
         return self._mix._agents(like)
 
 
-class Quiet(_Through):
+class Quiet(Through):
     """W = I, and nothing is sent. A new tensor each time, as of any exchange."""
 
     def __call__(
@@ -218,7 +224,7 @@ class Quiet(_Through):
         )
 
 
-class _Everybody(_Through):
+class _Everybody(Through):
     """W = 1 1^T / n, which is its own row- and column-stochastic form."""
 
     def __call__(

@@ -16,6 +16,7 @@ from ..compression.draws import HashStream, drawn
 
 EVERYBODY = "all"
 MACHINE = "machine"
+COUNTERPARTS = "counterparts"
 
 
 class Mix(ABC):
@@ -23,6 +24,7 @@ class Mix(ABC):
 
     Attributes:
         size: Number of agents.
+        machines: Number of machines that they are on.
         round: The round of the topology: the number of the step, which the runner counts, or of the exchange where
             steps are taken between exchanges.
         step: The number of the step, by which is drawn.
@@ -33,6 +35,7 @@ class Mix(ABC):
     """
 
     size: int
+    machines: int
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -87,7 +90,18 @@ class Mix(ABC):
 
     @abstractmethod
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
-        """The mean over a group: ``"all"`` agents, or those of the agent's ``"machine"``."""
+        """The mean over a group: ``"all"`` agents, those of the agent's ``"machine"``, or its ``"counterparts"``, those
+        that have its place on their machines."""
+
+    @abstractmethod
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """The agent's share of a tensor that all of its machine have: ``[n, d]`` to ``[n, d / agents of a machine]``,
+        ``[d]`` to ``[about as many]``."""
+
+    @abstractmethod
+    def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The shares of a machine's agents, on all of them, in the shape of ``x``: which stays as it is where who
+        should have sent a share was lost."""
 
     @abstractmethod
     def spread(self, x: torch.Tensor) -> torch.Tensor:

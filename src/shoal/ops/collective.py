@@ -76,7 +76,9 @@ def allreduce_nonblocking(
 ) -> Handle[torch.Tensor]:
     """:func:`allreduce` without waiting."""
     how = op if op is not None else ("average" if average else "sum")
-    return submit_allreduce(current("allreduce"), tensor, how, name, is_hierarchical_local, out=out, timeout=timeout)
+    agent = current("allreduce")
+    among = agent.local_ranks if is_hierarchical_local else None
+    return submit_allreduce(agent, tensor, how, name, among, out=out, timeout=timeout)
 
 
 def submit_allreduce(
@@ -84,7 +86,7 @@ def submit_allreduce(
     tensor: torch.Tensor,
     how: str,
     name: str | None = None,
-    within_machine: bool = False,
+    among: Sequence[int] | None = None,
     *,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -95,7 +97,8 @@ def submit_allreduce(
     Args:
         agent: Whose tensor.
         tensor, name, out, timeout: As for :func:`allreduce`; ``how`` is its ``op``.
-        within_machine: Over the agents of this machine only.
+        among: Over these ranks, of which this agent is one; all if not given. All agents call it, each with those that
+            call it with the same.
         zero_copy: Others read ``tensor`` where it lies, where they can: see :meth:`Publisher.publish`.
     """
     if how not in REDUCTIONS:
@@ -105,7 +108,7 @@ def submit_allreduce(
         dtypes = tuple(dtype for dtype in DTYPES if not dtype.is_complex)
     tensor = check_tensor(f"allreduce with op {how}", tensor, dtypes)
     check_out("allreduce", out, tensor.shape, tensor.dtype)
-    whole = agent.local_ranks if within_machine else range(agent.size)
+    whole = range(agent.size) if among is None else among
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         return reduced(agent, operation, tensor, how, operation.left_of(whole), out, zero_copy)
@@ -115,10 +118,10 @@ def submit_allreduce(
         result.flat.copy_(reduction.view(-1))
         return result.finish()
 
-    kind = f"allreduce ({how}{', within the machine' if within_machine else ''})"
+    kind = f"allreduce ({how}{'' if among is None else ', within the machine'})"
     channel = channel_name("allreduce", name)
-    # Within a machine there are several results, and who has ended need not have the one that another lacks.
-    taken = None if within_machine else take
+    # Within machines there are several results, and who has ended need not have the one that another lacks.
+    taken = take if among is None else None
     return submit_to_all(agent.engine, kind, channel, steps, timeout, name is not None, taken)
 
 

@@ -14,7 +14,7 @@ from ..algorithms.exchange import Exchange
 from ..algorithms.needs import check
 from ..topology.schedule import Schedule
 from ..world.agent import bind, current
-from .balance import schedule_of
+from .between_machines import static_topology
 from .flight import Flight
 from .local import LocalStep
 from .malloc_trimming import keep_what_threads_free
@@ -150,7 +150,7 @@ class Equation(StepStrategy):
     def _exchange(self, numel: int) -> Exchange:
         topology = self._topology
         if topology is None:
-            topology = schedule_of(current("optimizer.step").topology)
+            topology = static_topology(self._algorithm)
             what = type(self._algorithm).__name__
             check(what, self._algorithm.needs, topology, dimension=numel, unchecked=self._unchecked)
         return Exchange(topology, name=self._name, algorithm=self._algorithm)

@@ -19,12 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.gradient_descent import GradientDescent
+from ..algorithms.machines import OfMachines
 from ..algorithms.needs import check, without
 from ..compression import Compressor
 from ..topology._validate import check_size
 from ..topology.schedule import Schedule
 from ..world.agent import current
 from .balance import Balance
+from .between_machines import of_agents, of_machines
 from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
 from .choosing import ATC, PARALLEL, agent_schedule, by_buckets, mixed_of, strategy_of
 from .compressing import compressing, feeds_back
@@ -37,7 +39,7 @@ from .local import LocalStep
 from .malloc_trimming import keep_freed_memory
 from .params import Names, name_of_optimizer
 from .passes import Passes
-from .settings import ALIASES, BY_HAND, NAMES, Settings
+from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
 
 _joined: ContextVar[bool] = ContextVar("joined", default=False)
 _DEFAULTS = Settings()
@@ -76,7 +78,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             none; for Adam and its like with a warning, which an empty tuple leaves out.
         flight: How parameters travel: in step with the neighbours, or through windows (``window_flight.py``).
         unchecked: The names of conditions that W need not fulfil, for who knows better (``"doubly stochastic"``).
-        settings: The attributes to begin with.
+        settings: The attributes to begin with. ``communication_type=CommunicationType.hierarchical_neighbor_allreduce``
+            averages between machines, whose topology ``topology`` is then. Adapt, then combine, and adapt with combine
+            average the machines' means; another algorithm, which must be separable, or ``compression``, becomes one of
+            machines (:class:`shoal.algorithms.OfMachines`).
 
     A topology that is not what the algorithm needs is refused, as its error says. Of weights from elsewhere, the
     static topology's of the common algorithms or those set by hand, there is a warning, once.
@@ -110,7 +115,11 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._inner = _checked(optimizer)
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
         numbers = sum(param.numel() for group in self._inner.param_groups for param in group["params"])
-        self._algorithm = algorithm = compressing(algorithm, compression, topology, numbers)
+        algorithm = compressing(algorithm, compression, topology, numbers)
+        machines = settings.get("communication_type") is CommunicationType.hierarchical_neighbor_allreduce
+        if machines and isinstance(algorithm, Algorithm) and not by_buckets(algorithm):
+            algorithm = of_machines(algorithm)
+        self._algorithm = algorithm
         self._settings = Settings()
         self._scheduled = topology is not None
         self._counting = flight.counts
@@ -133,6 +142,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         if topology is not None and algorithm == PARALLEL:
             raise ValueError("gradients are averaged over all agents, whatever the topology; leave topology out")
         schedule = None if topology is None else agent_schedule(topology, self._settings.communication_type)
+        if topology is not None and isinstance(algorithm, OfMachines):
+            topology = of_agents(topology)
         travels = GradientFlight if algorithm == PARALLEL and flight.in_step else flight
         self._flight = travels(self._names, name, whole, self._settings, schedule)
         if overlap and any(isinstance(one, DistributedDataParallel) for one in self._models):
@@ -225,6 +236,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             )
         if self._scheduled and name in BY_HAND and value is not None:
             raise ValueError(f"{name}: the weights of this optimizer come from its topology=; give one of the two")
+        if name == "communication_type" and isinstance(self._algorithm, OfMachines):
+            if value is not CommunicationType.hierarchical_neighbor_allreduce:
+                raise ValueError(f"communication_type cannot be set any more: {self._algorithm} is one of machines")
+            return
         if name not in (*BY_HAND, "communication_type", "robust") or value == getattr(_DEFAULTS, name):
             return
         by_settings = isinstance(self._algorithm, GradientDescent) and by_buckets(self._algorithm) is not None

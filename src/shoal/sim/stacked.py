@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from ..algorithms.algorithm import Algorithm, Gradient
 from ..algorithms.loop import Measure, Run, steps_of
-from ..algorithms.mix import EVERYBODY, MACHINE, Mix
+from ..algorithms.mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from ..algorithms.needs import check
 from ..algorithms.weights import Form, Ranks, ScheduleWeights
 from ..netmodel.network import Network
@@ -53,6 +53,7 @@ class StackedMix(Mix):
         self._rounds = ScheduleWeights(topology)
         self.size = self._rounds.size
         self._per_machine = agents_per_machine
+        self.machines = self.size // agents_per_machine
         self._pace = pace
         self.seconds = None if pace is None else 0.0
         self._said: list[Said] = []
@@ -96,11 +97,26 @@ class StackedMix(Mix):
         if group == EVERYBODY:
             self._note(Said("all", x[0].nbytes), x.nbytes)
             return x.mean(0, keepdim=True).expand_as(x).contiguous()
-        if group != MACHINE:
-            raise ValueError(f"group={group!r}: pass {EVERYBODY!r} or {MACHINE!r}")
-        self._note(Said("machine", x[0].nbytes), x.nbytes)
+        if group not in (MACHINE, COUNTERPARTS):
+            raise ValueError(f"group={group!r}: pass {EVERYBODY!r}, {MACHINE!r} or {COUNTERPARTS!r}")
+        of_machine = group == MACHINE
+        self._note(Said("machine" if of_machine else "all", x[0].nbytes), x.nbytes)
         rows = x.view(-1, self._per_machine, *x.shape[1:])
-        return rows.mean(1, keepdim=True).expand_as(rows).reshape(x.shape)
+        return rows.mean(1 if of_machine else 0, keepdim=True).expand_as(rows).reshape(x.shape)
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        each, d = self._per_machine, x.shape[-1]
+        if d % each:
+            raise ValueError(
+                f"{d} numbers cannot be dealt out to {each} agents of a machine, equally many to each: a stacked fleet "
+                "has rows of one length. Take a multiple"
+            )
+        rows = torch.arange(len(x), device=x.device)
+        return x.view(len(x), each, d // each)[rows, rows % each]
+
+    def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        self._note(Said("machine", share[0].nbytes), share.nbytes)
+        return share.view(self.machines, -1).repeat_interleave(self._per_machine, 0)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         return x[self._here(x.device)]

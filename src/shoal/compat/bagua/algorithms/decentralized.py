@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
-from ....algorithms.algorithm import Algorithm as UpdateRule
-from ....algorithms.algorithm import Gradient
 from ....algorithms.gradient_descent import GradientDescent
 from ....algorithms.low_precision import LowPrecision
-from ....algorithms.mix import MACHINE, Mix
-from ....algorithms.needs import Need
 from ....optim.optimizer import DecentralizedOptimizer
 from ....optim.settings import CommunicationType
 from ....topology._validate import check_size
 from ....topology.families.circulant import Circulant
-from ....topology.families.compose import between_machines
 from ....topology.families.one_peer import ShiftOne
 from ....topology.schedule import Schedule
 from ....world.agent import current
@@ -70,8 +64,8 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     eight bits.
 
     Args:
-        hierarchical: The ring is one of machines: inside, the agents' steps are averaged as they are. On one machine
-            nothing is compressed then.
+        hierarchical: The ring is one of machines, of which each agent sends its share: inside, the agents' steps are
+            averaged as they are. On one machine nothing is compressed then.
         communication_interval: It communicates in steps 1, k + 1, 2 k + 1, ...; what was learnt between them adds up.
 
     Raises:
@@ -90,41 +84,11 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
         if machines == 1:
             of_all = CommunicationType.allreduce
             return DecentralizedOptimizer(optimizer, model, mix_state=(), communication_type=of_all)
-        ring = between_machines(thirds(machines), agent.size // machines)
-        return DecentralizedOptimizer(
-            optimizer, model, OfMachines(LowPrecision(1.0)), topology=ring, unchecked=("connected",)
-        )
+        between = CommunicationType.hierarchical_neighbor_allreduce
+        ring = thirds(machines)
+        return DecentralizedOptimizer(optimizer, model, LowPrecision(1.0), topology=ring, communication_type=between)
 
 
 def thirds(size: int) -> Schedule:
     """BAGUA's ring: oneself and both neighbours weigh a third; of two agents each is the other's neighbour twice."""
     return Circulant(size, {0: 1 / 3, 1: 1 / 3, -1: 1 / 3})
-
-
-@dataclass(frozen=True)
-class OfMachines(UpdateRule):
-    """An algorithm of machines: all agents of one have the mean of their gradients, and do the same with it.
-
-    They begin alike, and each exchanges with its counterpart on the other machines, which has what it has.
-
-    Args:
-        algorithm: It draws nothing: the agents of a machine would draw differently.
-    """
-
-    algorithm: UpdateRule
-    source: ClassVar[str] = "Gan et al. 2021, arXiv:2107.01499, hierarchical"
-    one_gradient: ClassVar[bool] = True
-
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        return self.algorithm.needs
-
-    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> Any:
-        return self.algorithm.init(x, _of_machine(grad, mix), mix)
-
-    def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
-        return self.algorithm.step(x, state, _of_machine(grad, mix), mix)
-
-
-def _of_machine(grad: Gradient, mix: Mix) -> Gradient:
-    return Gradient(lambda x: mix.average(grad(x), MACHINE))

@@ -1,0 +1,148 @@
+"""Algorithms of machines: the agents of each hold its numbers in shares, and exchange these with other machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from ..topology._edges import Edges, assemble
+from ..topology.families.compose import Idle, Kronecker
+from ..topology.schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
+from .algorithm import Algorithm, Gradient, State
+from .local_steps import Through
+from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
+from .needs import Facts, Need
+
+
+@dataclass(frozen=True)
+class OfMachines(Algorithm):
+    """An algorithm that takes each machine for one agent.
+
+    The gradient is the mean over the agents of a machine; they begin with the mean of their ``x``. Of that and of all
+    that the algorithm remembers each holds a share, which it exchanges with those that have its place on the other
+    machines; then it has the other shares from those beside it. So every number leaves a machine once, whatever the
+    number of its agents, and what a compressor leaves out concerns messages between machines only. Hierarchical
+    communication is BlueFog's (Ying et al. 2021, arXiv:2111.04287, section V-B) and BAGUA's (Gan et al. 2021,
+    arXiv:2107.01499), which leave it to one agent of each machine.
+
+    The topology is one of all agents, :func:`shoal.topology.between_machines`; what the algorithm needs is asked of the
+    machines' own. After a loss the first agent that is left of each machine has all shares.
+
+    The state is the agent's share and the algorithm's own.
+
+    Args:
+        algorithm: One that is separable.
+
+    Raises:
+        ValueError: It is not.
+    """
+
+    algorithm: Algorithm
+    source: ClassVar[str] = "Ying et al. 2021, arXiv:2111.04287, section V-B; Gan et al. 2021, arXiv:2107.01499"
+    one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
+    own_rounds: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.algorithm.separable:
+            raise ValueError(
+                f"{self.algorithm} between machines: the agents of a machine step their shares of x apart, and it is "
+                "not separable (shoal.algorithms.Algorithm). Take one that is, or average between agents"
+            )
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return _BETWEEN, *(_of_machines(need) for need in self.algorithm.needs)
+
+    def cycle(self, rounds: int) -> int:
+        return self.algorithm.cycle(rounds)
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        share = mix.share(mix.average(x, MACHINE))
+        return share, *self.algorithm.init(share, _share_of_mean(x, grad, mix), _Counterparts(mix))
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        share, *inner = state
+        share, found = self.algorithm.step(share, tuple(inner), _share_of_mean(x, grad, mix), _Counterparts(mix))
+        return mix.whole(share, x), (share, *found)
+
+    def healed(self, topology: Schedule, gone: tuple[int, ...]) -> AnyTopology:
+        return _ByLeaders(topology, gone, self.algorithm)
+
+
+def _share_of_mean(x: torch.Tensor, grad: Gradient, mix: Mix) -> Gradient:
+    """Of the machine's gradient, which it takes where the model is."""
+    return Gradient(lambda share: mix.share(mix.average(grad(x), MACHINE)))
+
+
+class _Counterparts(Through):
+    """What those of one place on all machines do with each other."""
+
+    def __init__(self, mix: Mix) -> None:
+        self._mix, round_ = mix, mix.round
+        super().__init__(mix)
+        self.size, self.round = mix.machines, round_
+
+    @property
+    def round(self) -> int:  # an algorithm that chooses its rounds chooses those of the topology
+        return self._mix.round
+
+    @round.setter
+    def round(self, round_: int) -> None:
+        self._mix.round = round_
+
+    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
+        return self._mix.average(x, COUNTERPARTS) if group == EVERYBODY else x.clone()
+
+
+def _machines_of(topology: Schedule) -> Kronecker | None:
+    return topology if isinstance(topology, Kronecker) and isinstance(topology.inside, Idle) else None
+
+
+def _not_between(facts: Facts) -> str:
+    return "" if _machines_of(facts.schedule) else "agents of one machine speak to each other in it, or to others"
+
+
+_BETWEEN = Need(
+    "between machines", _not_between, "Take shoal.topology.between_machines(schedule_of_machines, agents_per_machine)."
+)
+
+
+def _of_machines(need: Need) -> Need:
+    def problem(facts: Facts) -> str:
+        both = _machines_of(facts.schedule)
+        if both is None or both.between.size == 1:
+            return ""
+        dimension = None if facts.dimension is None else -(-facts.dimension // both.inside.size)
+        return need.problem(Facts(both.between, dimension))
+
+    return replace(need, problem=problem)
+
+
+class _ByLeaders(EdgeSchedule):
+    """What is left between machines: the first agent that is left of each speaks for it."""
+
+    def __init__(self, topology: Schedule, gone: tuple[int, ...], algorithm: Algorithm) -> None:
+        whole = topology
+        both = _machines_of(whole)
+        assert both is not None
+        self.size, each = whole.size, both.inside.size
+        places = np.arange(self.size).reshape(both.between.size, each)
+        groups = [[rank for rank in ranks if rank not in gone] for ranks in places.tolist()]
+        self._leaders = np.array([(group or ranks)[0] for group, ranks in zip(groups, places.tolist(), strict=True)])
+        lost = tuple(machine for machine, group in enumerate(groups) if not group)
+        self._machines = as_schedule(algorithm.healed(both.between, lost)) if lost else both.between
+        self.period = self._machines.period
+        self._what = f"{whole.describe()}, without {', '.join(map(str, gone))}"
+
+    def _edges(self, round: int) -> Edges:
+        edges = self._machines.edges(round)
+        others = np.setdiff1d(np.arange(self.size), self._leaders)
+        to, of = (np.concatenate([self._leaders[ends], others]) for ends in (edges.destination, edges.source))
+        return assemble(self.size, to, of, np.concatenate([edges.weight, np.ones(len(others))]))
+
+    def describe(self) -> str:
+        return self._what

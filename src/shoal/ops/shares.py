@@ -1,0 +1,50 @@
+"""A tensor of which each of some agents holds a share, put together again on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..arithmetic import complete
+from ..engine.operation import Exchange, Handle, OnLoss, Operation, Send, Steps
+from ..world.agent import Agent
+from .arguments import channel_name, payload, rotated
+from .collective import shape_digest
+
+OP = "allgather of shares"
+
+
+def submit_shares(
+    agent: Agent, share: torch.Tensor, whole: torch.Tensor, cut: Mapping[int, tuple[int, int]], name: str
+) -> Handle[torch.Tensor]:
+    """Begin to put the shares of some agents into a tensor, which must not be touched until they are there.
+
+    Args:
+        agent: One of them.
+        share: Its own, flat.
+        whole: Flat, of the same dtype; it keeps what it has where an agent is lost before it has sent its share.
+        cut: ``{rank: (start, stop)}``, the same on all of them.
+        name: What calls are matched by.
+    """
+
+    def steps(operation: Operation) -> Steps[torch.Tensor]:
+        lengths = {rank: stop - start for rank, (start, stop) in cut.items()}
+        others = [rank for rank in operation.left_of([*cut]) if rank != agent.rank]
+        published = agent.engine.publisher.publish(operation, share)
+        sends = [Send(rank, published, 0, share.numel(), (share.numel(),)) for rank in others if share.numel()]
+        arrived = yield Exchange(
+            rotated(sends, agent),
+            [rank for rank in others if lengths[rank]],
+            whole.dtype,
+            digest=shape_digest((*whole.shape, *cut)),
+            digest_of="number of parameters, or agents on this machine",
+        )
+        there = {rank: payload(arrived, rank) for rank in arrived}
+        yield from complete([*there.values()])
+        for rank, part in [*((rank, one.data) for rank, one in there.items()), (agent.rank, share)]:
+            start, stop = cut[rank]
+            whole[start:stop].copy_(part)
+        return whole
+
+    return agent.engine.submit(OP, channel_name(OP, name), steps, on_loss=OnLoss.GO_ON)
