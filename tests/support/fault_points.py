@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -47,6 +48,16 @@ def each_over_one(ways: Iterable[str]) -> pytest.MarkDecorator:
             marks = [pytest.mark.transport(name), *([pytest.mark.soak] if (number + other) % 2 else [])]
             cases.append(pytest.param(way, environment, id=f"{way}-{name}", marks=marks))
     return pytest.mark.parametrize(("way", "environment"), cases)
+
+
+def in_turn(names: Sequence[str]) -> list[object]:
+    """As ``each_over_one`` for "transport", of all three."""
+    cases = []
+    for name, usual in zip(names, cycle(("threads", "shared_memory", "network")), strict=False):
+        for one in ("threads", "shared_memory", "network"):
+            marks = [pytest.mark.transport(one), *([pytest.mark.soak] if one != usual else [])]
+            cases.append(pytest.param(name, one, id=f"{name}-{one}", marks=marks))
+    return cases
 
 
 @dataclass(frozen=True)

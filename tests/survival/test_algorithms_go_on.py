@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import cycle, product
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import torch
 import shoal
 from shoal.algorithms import CATALOG
 from support.algorithm_cases import case_of
-from support.fault_points import OVER, Point
+from support.fault_points import OVER, Point, in_turn
 from support.surviving_algorithms import Story, fleet_of_the_rest, optimum_of, run_through
 from support.survivors import CONTINUE
 from support.world import World
@@ -29,16 +29,6 @@ KILLED = ("gradient tracking (ATC)", "exact diffusion (D2)", "push-sum gradient 
 @pytest.fixture(autouse=True)
 def go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
-
-
-def in_turn(names: list[str]) -> list[object]:
-    """Each over one transport; the soak has the others."""
-    cases = []
-    for name, usual in zip(names, cycle(("threads", "shared_memory", "network")), strict=False):
-        for one in ("threads", "shared_memory", "network"):
-            marks = [pytest.mark.transport(one), *([pytest.mark.soak] if one != usual else [])]
-            cases.append(pytest.param(name, one, id=f"{name}-{one}", marks=marks))
-    return cases
 
 
 def killed() -> list[object]:
