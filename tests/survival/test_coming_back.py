@@ -36,7 +36,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "tracking": {"algorithm": GradientTracking(1.0)},
     "exact diffusion": {"algorithm": ExactDiffusion(1.0, lazy=True)},
     "exact diffusion during backward": {"algorithm": ExactDiffusion(1.0, lazy=True), "overlap": "backward"},
+    "exact diffusion between machines": {
+        "algorithm": ExactDiffusion(1.0, lazy=True),
+        "topology": Static(topology_util.RingGraph(2)),
+        "communication_type": shoal.CommunicationType.hierarchical_neighbor_allreduce,
+    },
 }
+RETURNS = CONTINUE | {"SHOAL_AGENTS_PER_MACHINE": "2"}
 
 
 def where_it_ends(way: str) -> np.ndarray:
@@ -71,7 +77,7 @@ def run(world: World, way: str, deaths: dict[int, list[Point]]) -> list[Seen]:
 
 @each_over_one(WAYS)
 def test_who_comes_back_trains_on_as_if_nothing_had_been(way: str, environment: dict[str, str]) -> None:
-    with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
+    with World(SIZE, environment=environment | RETURNS, restarts=True) as world:
         seen = run(world, way, {1: [Point("received", 60)]})
     assert np.abs(np.array([one.x for one in seen]) - where_it_ends(way)).max() < 1e-8
     began, x = seen[1].began
@@ -111,7 +117,7 @@ def drawn(seed: int) -> tuple[str, str, dict[int, list[Point]]]:
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(k, marks=pytest.mark.soak) for k in range(4, 200))])
 def test_deaths_drawn_from_a_seed_while_others_enter(seed: int) -> None:
     way, transport, deaths = drawn(seed)
-    with World(SIZE, environment=OVER[transport] | CONTINUE, restarts=True) as world:
+    with World(SIZE, environment=OVER[transport] | RETURNS, restarts=True) as world:
         seen = run(world, way, deaths)
     assert np.abs(np.array([one.x for one in seen]) - where_it_ends(way)).max() < 1e-8, (way, transport, deaths)
 
