@@ -21,7 +21,7 @@ sys.path += [str(DOCS), str(TESTS / "algorithms")]
 import algorithms_table  # noqa: E402
 import test_every_algorithm as suite  # noqa: E402
 
-STACKED, REAL, MESSAGES, NEW = re.findall(r"```python\n(.*?)```", algorithms_table.PAGE.read_text(), re.DOTALL)
+STACKED, REAL, MESSAGES, MACHINES, NEW = re.findall(r"```python\n(.*?)```", algorithms_table.PAGE.read_text(), re.DOTALL)
 
 
 @pytest.fixture
@@ -47,11 +47,14 @@ def test_the_examples_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None
     exec(STACKED, names)
     exec(REAL, names)
     exec(MESSAGES, names)
+    exec(MACHINES, names)
     first, second = capsys.readouterr().out.split("\n", 1)
     assert first.startswith("torch.Size([1000, 10]) {'step': 300, ") and "'bytes': " in first and "'spread': " in first
     assert names["run"].records[-1]["spread"] < names["run"].records[1]["spread"]
-    assert second.count("tensor(") == 4
+    assert second.count("tensor(") == 5
     assert names["data"].shape == (1000, 10 + 8)
+    ended = names["fleet"].run(names["algorithm"], torch.zeros(10), lambda x: x - 1, 100).x
+    assert (ended - 1).abs().max() < 0.05
 
 
 def test_a_new_algorithm_takes_less_than_40_lines() -> None:

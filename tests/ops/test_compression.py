@@ -254,3 +254,52 @@ def test_a_message_that_nobody_sends_names_its_sender_and_the_next_call_works(
     messages = fleet(3).run(run)
     for rank in (0, 2):
         assert said in messages[rank] and "rank 1" in messages[rank]
+
+
+# Between machines
+
+
+@pytest.mark.parametrize("compressor", [one for one in COMPRESSORS if deterministic(one)], ids=repr)
+def test_between_machines_shares_of_means_are_compressed(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
+    """mean_m - C(mean_m) + sum_k w_mk C(mean_k), each share by itself, with numpy."""
+    given = {"self_weight": 0.75, "src_machine_weights": {0: 0.25}, "dst_machine_weights": {0: 1.0}}
+    others = {"self_weight": 0.75, "src_machine_weights": {1: 0.5}, "dst_machine_weights": {1: 1.0}}
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        x = mine(500)
+        weights = others if shoal.machine_rank() == 0 else given
+        return x, shoal.hierarchical_neighbor_allreduce(x, **weights, compression=compressor)
+
+    both = fleet(SIZE, agents_per_machine=2).run(run)
+    means = np.stack([one.numpy() for one, _ in both]).reshape(2, 2, -1).mean(axis=1)
+    shares = means.reshape(4, -1)
+    sent = np.stack([compressor(torch.from_numpy(one), Redrawn(0, 0, 0)).numpy() for one in shares]).reshape(2, -1)
+    expected = means - sent + 0.75 * sent + np.array([[0.5], [0.25]]) * sent[::-1]
+    for rank, (_, found) in enumerate(both):
+        assert np.allclose(found.numpy(), expected[rank // 2], rtol=0, atol=1e-14)
+
+
+@every_compressor
+def test_the_mean_of_machines_stays(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        shoal.set_machine_topology(shoal.RingGraph(2), is_weighted=True)
+        x = found = mine()
+        for _ in range(3):
+            found = shoal.hierarchical_neighbor_allreduce(found, compression=compressor, name="x")
+        return x, found
+
+    both = fleet(SIZE, agents_per_machine=2).run(run)
+    before, after = (torch.stack(list(one)).mean(0) for one in zip(*both, strict=True))
+    assert (before - after).abs().max() < 1e-12
+
+
+def test_between_machines_compressors_must_be_the_same(fleet: Fleets, anywhere: None) -> None:
+    def run() -> None:
+        shoal.set_machine_topology(shoal.RingGraph(2), is_weighted=True)
+        one = Sign() if shoal.machine_rank() else MinMaxUInt8()
+        shoal.hierarchical_neighbor_allreduce(mine(), compression=one, name="x")
+
+    with pytest.raises(shoal.Mismatch, match="different shape, machine topology or compression"):
+        fleet(SIZE, agents_per_machine=2).run(run)
+    with pytest.raises(TypeError, match="hierarchical_neighbor_allreduce: compression=8 is no compressor"):
+        fleet(SIZE, agents_per_machine=2).run(lambda: shoal.hierarchical_neighbor_allreduce(mine(), compression=8))

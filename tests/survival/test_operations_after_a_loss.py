@@ -12,6 +12,7 @@ import torch
 
 import shoal
 from shoal import topology_util
+from shoal.compression import Identity
 from shoal.topology import Static, Without
 
 SIZE, GONE = 4, 1
@@ -190,6 +191,7 @@ def test_machines_average_by_what_is_left_of_each(fleet: Fleets, gone: tuple[int
             pass
         found = shoal.hierarchical_neighbor_allreduce(x)
         assert bool((found == found[0]).all())
+        assert torch.equal(shoal.hierarchical_neighbor_allreduce(x, compression=Identity()), found)
         machine = shoal.machine_rank()
         weights = {(machine + 1) % 3: 0.25, (machine - 1) % 3: 0.25}
         by_hand = shoal.hierarchical_neighbor_allreduce(x, 0.5, weights, dict.fromkeys(weights, 1.0))

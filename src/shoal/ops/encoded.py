@@ -132,8 +132,8 @@ def name_of(compressor: Compressor) -> str:
     return repr(compressor) if is_dataclass(compressor) else type(compressor).__qualname__  # others have addresses
 
 
-def encoded_by_call(op: str, tensor: object, compressor: object, rank: int) -> Callable[[Operation], Encoded]:
-    """The message of a call of its own: what it leaves out stays. It is made once, however often the call begins.
+def check_compression(op: str, tensor: object, compressor: object) -> Compressor:
+    """What a call gives as ``compression``.
 
     Raises:
         TypeError: This is no compressor, or has no wire format; or no tensor of a dtype that it encodes.
@@ -145,15 +145,23 @@ def encoded_by_call(op: str, tensor: object, compressor: object, rank: int) -> C
             else "is no compressor"
         )
         raise TypeError(f"{op}: compression={compressor!r} {what}; take one of shoal.compression, such as Sign()")
-    tensor = check_tensor(op, tensor, DTYPES)
-    made: list[Encoded] = []
+    check_tensor(op, tensor, DTYPES)
+    return compressor
+
+
+def encoded_for(operation: Operation, tensor: torch.Tensor, compressor: Compressor, rank: int) -> Encoded:
+    """The message of a call of its own: what it leaves out stays."""
+    seed = zlib.crc32(operation.name.encode())
+    return Encoded.of(tensor, compressor, rank, lambda one: Redrawn(seed, operation.round, one), keep_rest=True)
+
+
+def encoded_by_call(op: str, tensor: torch.Tensor, compressor: object, rank: int) -> Callable[[Operation], Encoded]:
+    """That, made once, however often the call begins. Raises as :func:`check_compression`."""
+    checked, made = check_compression(op, tensor, compressor), list[Encoded]()
 
     def encoded(operation: Operation) -> Encoded:
         if not made:
-            seed = zlib.crc32(operation.name.encode())
-            made.append(
-                Encoded.of(tensor, compressor, rank, lambda one: Redrawn(seed, operation.round, one), keep_rest=True)
-            )
+            made.append(encoded_for(operation, tensor, checked, rank))
         return made[0]
 
     return encoded

@@ -8,17 +8,19 @@ a bottleneck and the machine's links to the outside are used by all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from ..arithmetic import complete, weighted_sum
+from ..compression import Compressor
 from ..engine.discovery import submit_to_all
 from ..engine.operation import Exchange, Handle, Operation, Send, Steps
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload, rotated, split_name
 from .collective import allgather_shares, reduce_scatter, reduced, shape_digest
+from .encoded import check_compression, encoded_for
 
 OP = "hierarchical_neighbor_allreduce"
 _BETWEEN_LEADERS, _FROM_LEADER = 8, 9
@@ -32,6 +34,7 @@ def hierarchical_neighbor_allreduce(
     dst_machine_weights: Mapping[int, float] | Iterable[int] | None = None,
     *,
     enable_topo_check: bool = True,
+    compression: Compressor | None = None,
     name: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -49,6 +52,9 @@ def hierarchical_neighbor_allreduce(
         src_machine_weights: ``{source machine: weight}``, by machine rank.
         dst_machine_weights: ``{destination machine: weight}``, or a list for weights of 1.
         enable_topo_check: Confirm on each edge that both sides know of it.
+        compression: Between machines, a :mod:`message <shoal.compression>` of each agent's share of the mean travels in
+            its place; what it leaves out stays with the machine, as in :func:`~shoal.neighbor_allreduce`. Within a
+            machine nothing is compressed. The same on all agents.
         name: What calls are matched by.
         out: Takes the result; it may be ``tensor`` itself.
         timeout: Seconds until the deadline.
@@ -66,6 +72,7 @@ def hierarchical_neighbor_allreduce(
         src_machine_weights,
         dst_machine_weights,
         enable_topo_check=enable_topo_check,
+        compression=compression,
         name=name,
         out=out,
         timeout=timeout,
@@ -79,6 +86,7 @@ def hierarchical_neighbor_allreduce_nonblocking(
     dst_machine_weights: Mapping[int, float] | Iterable[int] | None = None,
     *,
     enable_topo_check: bool = True,
+    compression: Compressor | None = None,
     name: str | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
@@ -87,7 +95,10 @@ def hierarchical_neighbor_allreduce_nonblocking(
     agent = current(OP)
     self_weight, name = split_name(OP, self_weight, name)
     mixing = machine_mixing(agent, self_weight, src_machine_weights, dst_machine_weights)
-    return submit(agent, tensor, mixing, name, checked=enable_topo_check, out=out, timeout=timeout)
+    compressor = None if compression is None else check_compression(OP, tensor, compression)
+    return submit(
+        agent, tensor, mixing, name, checked=enable_topo_check, compressor=compressor, out=out, timeout=timeout
+    )
 
 
 def submit(
@@ -97,6 +108,7 @@ def submit(
     name: str | None = None,
     *,
     checked: bool = False,
+    compressor: Compressor | None = None,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
     zero_copy: bool = False,
@@ -105,6 +117,7 @@ def submit(
 
     Args:
         mixing: The round as this agent's machine knows it; None: the static machine topology.
+        compressor: Of what leaves the machine.
     """
     tensor = check_tensor(OP, tensor, WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
@@ -119,8 +132,10 @@ def submit(
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         if operation.gone:
-            return _by_leaders(agent, operation, tensor, known, static, out)
-        return _hierarchical(agent, operation, tensor, known, static, out, checked=checked, zero_copy=zero_copy)
+            return _by_leaders(agent, operation, tensor, known, static, compressor, out)
+        return _hierarchical(
+            agent, operation, tensor, known, static, compressor, out, checked=checked, zero_copy=zero_copy
+        )
 
     return submit_to_all(agent.engine, OP, channel_name(OP, name), steps, timeout, name is not None)
 
@@ -157,6 +172,7 @@ def _hierarchical(
     tensor: torch.Tensor,
     mixing: Mixing,
     static: StaticTopology | None,
+    compressor: Compressor | None,
     out: torch.Tensor | None,
     *,
     checked: bool,
@@ -168,31 +184,62 @@ def _hierarchical(
     position = group.index(agent.rank)
     mean = yield from reduce_scatter(agent, published, shape, "average", group)
 
-    def counterpart(machine: int) -> int:
-        return machine * len(group) + position
-
-    sources = {counterpart(machine): weight for machine, weight in mixing.sources.items()}
-    share = engine.publisher.publish(operation, mean)
-    sends = [
-        Send(counterpart(machine), share, 0, mean.numel(), tuple(mean.shape), scale)
-        for machine, scale in mixing.destinations.items()
-    ]
+    counterparts = [machine * len(group) + position for machine in range(agent.machines.count)]
     digest = shape_digest(shape) ^ (static.digest if static else 0)
-    arrived = yield Exchange(
-        rotated(sends, agent),
-        list(sources),
-        mean.dtype,
-        tuple(mean.shape),
-        checked=checked and static is None,
-        digest=digest,
-        digest_of="shape or machine topology",
+    mixed = yield from _mixed(
+        agent, operation, mean, mixing, counterparts, compressor, digest=digest, checked=checked and static is None
     )
-    mixed = engine.pool.empty((mean.numel(),), mean.dtype)
-    terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in sources.items()]
-    yield from weighted_sum(mixed, share.data, mixing.self_weight, terms)
     result = Result(agent, out, tensor, shape)
     yield from allgather_shares(agent, operation, mixed, result.flat, group)
     return result.finish()
+
+
+def _mixed(
+    agent: Agent,
+    operation: Operation,
+    mean: torch.Tensor,
+    mixing: Mixing,
+    speakers: Sequence[int],
+    compressor: Compressor | None,
+    *,
+    digest: int,
+    checked: bool = False,
+    stage: int | None = None,
+) -> Steps[torch.Tensor]:
+    """The weighted average of what this agent and its like on the other machines have, flat.
+
+    Args:
+        speakers: The rank that speaks for each machine.
+        digest: Of what has to be the same on all of them.
+    """
+    engine, total = agent.engine, mean.numel()
+    encoded = None if compressor is None else encoded_for(operation, mean.view(-1), compressor, agent.rank)
+    share = engine.publisher.publish(operation, mean if encoded is None else encoded.numbers)
+    sources = {speakers[machine]: weight for machine, weight in mixing.sources.items()}
+    sends = [
+        Send(speakers[machine], share, 0, total, (total,), scale) for machine, scale in mixing.destinations.items()
+    ]
+    if encoded is not None:
+        sends, digest = encoded.shortened(engine, operation, sends), digest ^ encoded.digest
+    arrived = yield Exchange(
+        rotated(sends, agent),
+        list(sources),
+        mean.dtype if encoded is None else None,
+        (total,) if encoded is None else None,
+        checked=checked,
+        digest=digest,
+        digest_of="shape, machine topology or compression",
+        stage=stage,
+    )
+    payloads = [payload(arrived, rank) for rank in sources]
+    if encoded is not None:
+        payloads = yield from encoded.decoded(operation, agent, [(rank, arrived[rank]) for rank in sources])
+    weights = [weight * arrived[rank].scale for rank, weight in sources.items()]
+    mixed = engine.pool.empty((total,), mean.dtype)
+    yield from weighted_sum(mixed, share.data, mixing.self_weight, list(zip(payloads, weights, strict=True)))
+    if encoded is not None and encoded.rest is not None:
+        mixed.add_(encoded.rest)
+    return mixed
 
 
 def _by_leaders(
@@ -201,6 +248,7 @@ def _by_leaders(
     tensor: torch.Tensor,
     mixing: Mixing,
     static: StaticTopology | None,
+    compressor: Compressor | None,
     out: torch.Tensor | None,
 ) -> Steps[torch.Tensor]:
     """The same where agents are gone, and machines have no counterparts any more: the first agent of each machine
@@ -218,15 +266,9 @@ def _by_leaders(
         yield from complete([payload(arrived, group[0])])
         result.flat.copy_(payload(arrived, group[0]).data)
         return result.finish()
-    share = engine.publisher.publish(operation, mean)
-    total = share.data.numel()
-    sources = {groups[machine][0]: weight for machine, weight in here.sources.items()}
-    sends = [Send(groups[machine][0], share, 0, total, shape, scale) for machine, scale in here.destinations.items()]
-    arrived = yield Exchange(rotated(sends, agent), list(sources), mean.dtype, shape, stage=_BETWEEN_LEADERS)
-    mixed = engine.pool.empty((total,), mean.dtype)
-    terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in sources.items()]
-    yield from weighted_sum(mixed, share.data, here.self_weight, terms)
+    leaders, digest = [ranks[0] if ranks else -1 for ranks in groups], shape_digest(shape)
+    mixed = yield from _mixed(agent, operation, mean, here, leaders, compressor, digest=digest, stage=_BETWEEN_LEADERS)
     told = engine.publisher.publish(operation, mixed)
-    yield Exchange([Send(rank, told, 0, total, shape) for rank in group[1:]], [], stage=_FROM_LEADER)
+    yield Exchange([Send(rank, told, 0, mixed.numel(), shape) for rank in group[1:]], [], stage=_FROM_LEADER)
     result.flat.copy_(mixed)
     return result.finish()
