@@ -21,7 +21,9 @@ sys.path += [str(DOCS), str(TESTS / "algorithms")]
 import algorithms_table  # noqa: E402
 import test_every_algorithm as suite  # noqa: E402
 
-STACKED, REAL, MESSAGES, MACHINES, NEW = re.findall(r"```python\n(.*?)```", algorithms_table.PAGE.read_text(), re.DOTALL)
+STACKED, REAL, MESSAGES, MACHINES, NEW = re.findall(
+    r"```python\n(.*?)```", algorithms_table.PAGE.read_text(), re.DOTALL
+)
 
 
 @pytest.fixture

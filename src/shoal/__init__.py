@@ -64,6 +64,7 @@ from .optim import CommunicationType as CommunicationType
 from .optim import DecentralizedOptimizer as DecentralizedOptimizer
 from .optim import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
 from .optim import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
+from .optim import DistributedADPSGDOptimizer as DistributedADPSGDOptimizer
 from .optim import DistributedAllreduceOptimizer as DistributedAllreduceOptimizer
 from .optim import DistributedGradientAllreduceOptimizer as DistributedGradientAllreduceOptimizer
 from .optim import (

@@ -4,6 +4,7 @@ from ..data import AgentSampler as AgentSampler
 from ..data import dirichlet_shards as dirichlet_shards
 from .bluefog import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
 from .bluefog import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
+from .bluefog import DistributedADPSGDOptimizer as DistributedADPSGDOptimizer
 from .bluefog import DistributedAllreduceOptimizer as DistributedAllreduceOptimizer
 from .bluefog import DistributedGradientAllreduceOptimizer as DistributedGradientAllreduceOptimizer
 from .bluefog import (

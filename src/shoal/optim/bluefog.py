@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
+from ..compression import Compressor
 from ..ops.arguments import Internal
 from ..ops.collective import barrier
 from .optimizer import DecentralizedOptimizer
+from .pair_flight import PairFlight
 from .settings import CommunicationType
 from .window_flight import GetFlight, PushSumFlight, PutFlight
 
@@ -158,6 +160,33 @@ def DistributedPushSumOptimizer(
     """
     options = _windows(num_steps_per_communication, window_prefix, options)
     return WindowOptimizer(optimizer, model, _ATC, flight=PushSumFlight, **options)
+
+
+def DistributedADPSGDOptimizer(
+    optimizer: torch.optim.Optimizer,
+    model: Models,
+    num_steps_per_communication: int = 1,
+    window_prefix: str | None = None,
+    *,
+    compression: Compressor | None = None,
+    staleness: int | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> WindowOptimizer:
+    """Asynchronous averages of two agents at a time (AD-PSGD: Lian et al. 2018, arXiv:1710.06952), over any undirected
+    graph: each step an agent averages with a neighbour drawn at random, which a thread of that one answers, so that a
+    slow agent slows nobody. While the model computes the parameters travel, and are what the gradient is taken at; the
+    local step is added to what has become of them. Averaging keeps the mean of all, to rounding.
+
+    Args:
+        compression: Messages travel as a compressor's, of what is new against what the two agents told each other last;
+            a fine one, such as ``MinMaxUInt8()``. Each agent then has two copies of the parameters for each neighbour.
+        staleness: How many averages others may begin with an agent between two of its forward passes; of those that
+            would be more nothing comes, and who began them goes on alone. None: any number.
+        seed: Of the choice of neighbours.
+    """
+    options = _windows(num_steps_per_communication, window_prefix, options)
+    return WindowOptimizer(optimizer, model, _AWC, flight=PairFlight.of(compression, staleness, seed), **options)
 
 
 def _windows(steps: int, prefix: str | None, options: dict[str, Any]) -> dict[str, Any]:

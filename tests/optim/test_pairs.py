@@ -1,0 +1,179 @@
+"""AD-PSGD: averages of two at a time, at any pace, that never move the mean."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+
+import shoal
+from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK
+from shoal.optim.pair_flight import PairFlight
+from support.fault_points import over_both
+from support.optimizers import LR, MODEL, SIZE, batch, flat
+from support.survivors import CONTINUE
+from support.world import World
+
+Fleets = Callable[..., shoal.Fleet]
+COMPRESSORS = [None, MinMaxUInt8(), Cast(torch.bfloat16), QSGD(63)]
+
+
+def make(model: torch.nn.Module, lr: float, **options: Any) -> shoal.DecentralizedOptimizer:
+    return shoal.DistributedADPSGDOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model, **options)
+
+
+def start() -> torch.nn.Module:
+    model = deepcopy(MODEL)
+    torch.nn.utils.vector_to_parameters(flat(model) + shoal.rank(), model.parameters())
+    return model
+
+
+def gossip(compressor: Compressor | None, bucket_bytes: int, steps: int) -> tuple[list[float], float]:
+    """Where the parameters end, and how far the mean of all has moved."""
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    model = start()
+    before = shoal.allreduce(flat(model))
+    optimizer = make(model, 0.0, compression=compressor, bucket_bytes=bucket_bytes)
+    with optimizer.join():
+        for _ in range(steps + 7 * shoal.rank()):
+            optimizer.step()
+            time.sleep(0.0005 * shoal.rank())
+    moved = (shoal.allreduce(flat(model)) - before).abs().max().item()
+    shoal.barrier()
+    optimizer.close()
+    return flat(model).tolist(), moved
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_they_agree_on_their_mean_at_any_pace(fleet: Fleets, compressor: Compressor | None) -> None:
+    found = fleet(SIZE).run(gossip, compressor, 150, 120)
+    ended = torch.tensor([x for x, _ in found], dtype=torch.float64)
+    assert max(moved for _, moved in found) < 1e-12
+    assert (ended - (flat(MODEL) + 1.5)).abs().max() < 1e-6
+
+
+def test_two_that_average_meet_in_the_middle_and_their_local_steps_are_added(fleet: Fleets) -> None:
+    """x+ = (x_0 + x_1) / 2 - lr g(x), the gradient at what the forward pass began with."""
+
+    def run() -> tuple[list[float], list[float], list[float]]:
+        shoal.set_topology(nx.DiGraph([(0, 1), (1, 0)]))
+        model = start()
+        optimizer = make(model, LR)
+        optimizer.step()  # windows are made together; nothing has a gradient yet
+        shoal.barrier()
+        moved, total = [], torch.zeros_like(flat(model))
+        for step in range(4):
+            if step % 2 == shoal.rank():  # one after the other
+                optimizer.zero_grad()
+                x = flat(model)
+                model(batch(shoal.rank(), step)).square().mean().backward()
+                gradient = torch.cat([one.grad.view(-1) for one in model.parameters() if one.grad is not None])
+                optimizer.step()
+                total += LR * gradient
+                moved.append((x, flat(model), gradient))
+            shoal.barrier()
+        optimizer.synchronize()
+        shoal.barrier()
+        optimizer.close()
+        return flat(model).tolist(), total.tolist(), (moved[-1][1] + LR * moved[-1][2]).tolist()
+
+    found = fleet(2).run(run)
+    x, steps, averaged = (torch.tensor([one[k] for one in found], dtype=torch.float64) for k in range(3))
+    assert (x.mean(0) - (flat(MODEL) + 0.5 - steps.mean(0))).abs().max() < 1e-12
+    # The last average is that of agent 1, in the middle; its local step is its own.
+    assert (x[0] - averaged[1]).abs().max() < 1e-12
+    assert (x[1] - (averaged[1] - (averaged[1] - x[1]))).abs().max() < 1e-12
+
+
+def optimum_distance(compressor: Compressor | None, staleness: int | None, seconds: float) -> tuple[float, int]:
+    """How far from the optimum of all quadratics the mean of all ends, and how many steps it took."""
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    model = torch.nn.Linear(1, 6, bias=False).double()
+    shoal.broadcast_parameters(model.state_dict(), 0)
+    optimizer = make(model, 0.05, compression=compressor, staleness=staleness)
+    target = torch.arange(6.0).double().view(6, 1) * (shoal.rank() - 1.5) + 1.0
+    slow = shoal.rank() == shoal.size() - 1
+    steps, until = 0, time.monotonic() + seconds
+    with optimizer.join():
+        while time.monotonic() < until:
+            optimizer.zero_grad()
+            # Each agent's share of the sum is its pace, so the slow one's step is longer.
+            (0.5 * (model.weight - target).square().sum()).backward()
+            optimizer.step()
+            steps += 1
+            time.sleep(0.1 if slow else 0.005)
+    x = shoal.allreduce(flat(model))
+    spread = (flat(model) - x).abs().max().item()
+    shoal.barrier()
+    optimizer.close()
+    return spread, steps
+
+
+def test_a_slow_agent_slows_nobody_also_where_staleness_is_bounded(fleet: Fleets) -> None:
+    free = fleet(SIZE).run(optimum_distance, None, None, 1.0)
+    bounded = fleet(SIZE).run(optimum_distance, None, 1, 1.0)
+    for found in (free, bounded):
+        assert found[0][1] > 3 * found[SIZE - 1][1]
+    assert max(spread for spread, _ in [*free, *bounded]) < 2.0
+
+
+@pytest.mark.transport("threads")
+def test_what_cannot_be_is_refused() -> None:
+    def one_way() -> None:
+        shoal.set_topology(nx.DiGraph([(0, 1), (1, 2), (2, 0)]))
+        make(deepcopy(MODEL), 0.1).step()
+
+    with pytest.raises(ValueError, match=r"the topology has one-way edges: rank \d hears"):
+        shoal.Fleet(3).run(one_way)
+    for coarse in (Sign(), TopK(0.01)):
+        with pytest.raises(ValueError, match="would send them past each other"):
+            PairFlight.of(coarse, None, 0)
+    with pytest.raises(TypeError, match="no compressor with a wire format"):
+        PairFlight.of(8, None, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="staleness=-1"):
+        PairFlight.of(None, -1, 0)
+
+
+def run_until_lost(victim: int) -> tuple[int, str, float]:
+    """Steps taken, the error's name and what it says, and the seconds to it."""
+    import os
+    import signal
+
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    model = start()
+    optimizer = make(model, 0.01)
+    shoal.barrier()
+    began = time.monotonic()
+    for step in range(400):
+        if shoal.rank() == victim and step == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            optimizer.step()
+        except shoal.PeerLost as error:
+            optimizer.close()
+            return step, str(error), time.monotonic() - began
+        time.sleep(0.002)
+    shoal.barrier()
+    optimizer.close()
+    return 400, "", time.monotonic() - began
+
+
+@over_both
+@pytest.mark.parametrize("on_loss", ["raise", "continue"])
+def test_one_is_killed(on_loss: str, environment: dict[str, str]) -> None:
+    ways = environment | (CONTINUE if on_loss == "continue" else {})
+    with World(SIZE, environment=ways) as world:
+        outcomes = world.run(run_until_lost, 1)
+    for one in outcomes:
+        if one.rank == 1:
+            assert one.error == "Died"
+        else:
+            assert not one.error, f"{one.error}: {one.message}\n{one.trace}"
+            steps, said, seconds = one.value
+            assert seconds < 10
+            assert (steps == 400 and not said) if on_loss == "continue" else "rank 1" in said
