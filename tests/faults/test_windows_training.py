@@ -33,6 +33,7 @@ OPTIMIZERS = {
     "put": shoal.DistributedWinPutOptimizer,
     "get": shoal.DistributedPullGetOptimizer,
     "push": shoal.DistributedPushSumOptimizer,
+    "pairs": shoal.DistributedADPSGDOptimizer,
 }
 KIND = pytest.mark.parametrize("kind", OPTIMIZERS)
 Ended = tuple[str, tuple[int, ...], str]

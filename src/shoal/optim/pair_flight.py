@@ -308,9 +308,9 @@ class PairFlight(WindowFlight):
                     self._answered += 1
             try:
                 ops.win_put(answer, pairs.slots.answers, dst_weights=[peer])
-            except PeerLost:
+            except PeerLost as error:  # who asked is gone; others are answered
                 if not current("AD-PSGD").engine.agreement.active:
-                    raise
+                    self._error = error
         return found
 
     def _draws(self, sender: int, receiver: int, number: int) -> Redrawn:

@@ -50,7 +50,7 @@ class Owner(Protocol):
         """The calling thread may have to wait for these."""
 
     def missed(self, error: PeerLost | None) -> None:
-        """The last call that moved a tensor ended with this; None where it missed nobody."""
+        """This thread's last call that moved a tensor ended with this; None where it missed nobody."""
 
     def cause_of(self, rank: int) -> int | None:
         """Why an agent has left: the one that it had missed, if it said so."""

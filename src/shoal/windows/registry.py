@@ -60,7 +60,7 @@ class Windows:
         self.agent = agent
         self.engine = agent.engine
         self.with_p = False
-        self._lost: PeerLost | None = None  # what the last call that moved a tensor ended with, if it missed somebody
+        self._lost: dict[int, PeerLost] = {}  # by thread: what its last call that moved a tensor missed, if it did
         self._because: dict[int, int] = {}  # of agents that have left since another was lost: whom
         self._requests = Requests(self, self.engine)
         self._windows: dict[str, WindowPart] = {}
@@ -76,7 +76,11 @@ class Windows:
         return self._windows.get(name_of(channel))
 
     def missed(self, error: PeerLost | None) -> None:
-        self._lost = error
+        me = threading.get_ident()
+        if error is None:
+            self._lost.pop(me, None)
+        else:
+            self._lost[me] = error
 
     def cause_of(self, rank: int) -> int | None:
         return self._because.get(rank)
@@ -193,7 +197,7 @@ class Windows:
     @property
     def cause(self) -> int | None:
         """Whose loss is the reason where this agent gives up a window now; itself where it ends with windows open."""
-        for error in (self.engine.ended, self._lost):
+        for error in (self.engine.ended, *list(self._lost.values())):
             for rank in error.ranks if error is not None else ():
                 if rank >= 0:
                     return rank
