@@ -69,5 +69,5 @@ def test_its_code_runs(number: int, tmp_path: Path) -> None:
 
 def test_every_wrapper_is_on_it() -> None:
     wrappers = {name for name in dir(shoal) if name.startswith("Distributed") and name.endswith("Optimizer")}
-    assert len(wrappers) == 9
+    assert len(wrappers) == 10
     assert all(name in PAGE for name in wrappers)

@@ -160,6 +160,7 @@ __all__ = [
     "CommunicationType",
     "DeadlineExceeded",
     "DecentralizedOptimizer",
+    "DistributedADPSGDOptimizer",
     "Event",
     "FiniteOnly",
     "Fleet",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import shoal
 import shoal.compat.bagua as bagua
+from shoal.compat.bagua.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from shoal.compat.bagua.algorithms.bytegrad import ByteGradAlgorithm
 from shoal.compat.bagua.algorithms.decentralized import DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
 from shoal.compat.bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
@@ -205,6 +207,47 @@ def test_averaged_gradients_in_eight_bits() -> None:
         momentum = MOMENTUM * momentum + g
         x = x - LR * momentum
     assert torch.allclose(found[0], x, rtol=0, atol=1e-12)
+
+
+# Asynchronous
+
+
+@pytest.mark.parametrize("compression", [None, shoal.compression.MinMaxUInt8()])
+def test_at_any_pace_agents_come_near_each_other_and_the_one_optimum(
+    compression: shoal.compression.Compressor | None,
+) -> None:
+    """Who is done first waits in ``abort`` and answers; two optimizers have windows of their own."""
+    target = [-1.0, 0.5, 4.0]
+
+    def agent() -> list[float]:
+        model = torch.nn.ParameterList([torch.full((2,), float(shoal.rank())), torch.zeros(3)])
+        optimizers = [torch.optim.SGD([one], lr=0.02) for one in model]
+        model.with_bagua(optimizers, AsyncModelAverageAlgorithm(compression=compression))
+        algorithm: Any = model.bagua_algorithm
+        for step in range(600):
+            if shoal.rank() == 0 and step % 10 == 0:
+                time.sleep(0.002)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            sum((one - target[shoal.rank()]).square().sum() for one in model).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        algorithm.abort(model)
+        algorithm.resume(model)
+        bagua.without_bagua(model)
+        return torch.cat([one.detach() for one in model]).tolist()
+
+    found = torch.tensor(shoal.Fleet(3, timeout=30.0).run(agent))
+    mean = sum(target) / 3
+    assert (found.mean(0) - mean).abs().max() < 0.5, found
+    assert (found - mean).abs().max() < 1.0, found  # alone each would be at its own target
+
+
+def test_what_asynchronous_averages_have_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="peer_selection_mode='shift_one'"):
+        AsyncModelAverageAlgorithm("shift_one")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="GradientAllReduceAlgorithm"):
+        AsyncModelAverageAlgorithm(warmup_steps=5)
 
 
 # The user's loop

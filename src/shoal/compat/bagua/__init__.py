@@ -92,12 +92,13 @@ def with_bagua(
         for one in attached:
             one.close()
         raise
-    model.__dict__[_ATTACHED] = attached
+    model.__dict__.update({_ATTACHED: attached, "bagua_algorithm": algorithm})
     return model
 
 
 def without_bagua(model: torch.nn.Module) -> None:
     """Take :func:`with_bagua` back: the optimizers step by themselves again, and the model keeps its values."""
+    model.__dict__.pop("bagua_algorithm", None)
     for one in model.__dict__.pop(_ATTACHED, ()):
         one.close()
 

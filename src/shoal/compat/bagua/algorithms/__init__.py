@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import async_model_average as async_model_average
 from . import bytegrad as bytegrad
 from . import decentralized as decentralized
 from . import gradient_allreduce as gradient_allreduce

@@ -1,0 +1,67 @@
+"""Averages at any pace: nobody waits for who is slow."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ....compression import Compressor
+from ....ops.collective import barrier
+from ....optim.bluefog import DistributedADPSGDOptimizer
+from ....optim.optimizer import DecentralizedOptimizer
+from ....topology.families.graphs import FullyConnectedGraph
+from ....world.agent import current
+from ....world.identity import set_topology
+from .base import Algorithm
+
+
+class AsyncModelAverageAlgorithm(Algorithm):
+    """Each step an agent averages with one of all others, drawn at random, at its own pace
+    (:class:`shoal.DistributedADPSGDOptimizer`). The topology becomes the fully connected one.
+
+    Args:
+        peer_selection_mode: ``"all"``.
+        sync_interval_ms: Ignored: an average goes on beside each step's passes.
+        warmup_steps: 0. For others train with ``GradientAllReduceAlgorithm`` first, and then call ``with_bagua`` again.
+        compression: Messages travel as a compressor's, a fine one; BAGUA has none here.
+
+    Raises:
+        ValueError: There is no such mode; a number of ``warmup_steps``.
+    """
+
+    def __init__(
+        self,
+        peer_selection_mode: Literal["all"] = "all",
+        sync_interval_ms: int = 500,
+        warmup_steps: int = 0,
+        *,
+        compression: Compressor | None = None,
+    ) -> None:
+        if peer_selection_mode != "all":
+            raise ValueError(f"peer_selection_mode={peer_selection_mode!r}: there is 'all'")
+        if warmup_steps:
+            raise ValueError(
+                f"warmup_steps={warmup_steps}: take so many steps with GradientAllReduceAlgorithm, and then call "
+                "with_bagua again with this one"
+            )
+        self._compression = compression
+
+    def around(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> DecentralizedOptimizer:
+        set_topology(FullyConnectedGraph(current("with_bagua").size))
+        return DistributedADPSGDOptimizer(optimizer, model, compression=self._compression)
+
+    def abort(self, model: torch.nn.Module) -> None:
+        """Wait until all agents have called this, and answer those that have not meanwhile; before an agent leaves.
+
+        Args:
+            model: The one that has been given to ``with_bagua``.
+        """
+        barrier()
+
+    def resume(self, model: torch.nn.Module) -> None:
+        """Nothing to do: the next step goes on.
+
+        Args:
+            model: The one that has been given to ``with_bagua``.
+        """
