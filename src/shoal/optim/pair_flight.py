@@ -78,8 +78,9 @@ class _Pairs:
         self.asked: _Asked | None = None
         numel, dtype = bucket.numel, bucket.flat.dtype
         length, of = (numel, dtype) if compressor is None else (compressor.nbytes(numel, dtype), torch.uint8)
+        nothing = current("AD-PSGD").engine.arena.empty((length + 1,), of).zero_()  # where it lies for both
         for slot in self.slots:
-            ops.win_create(torch.zeros(length + 1, dtype=of), slot, zero_init=True)
+            ops.win_create(nothing, slot, zero_init=True)
 
     def say(self, pair: _Pair, draws: Redrawn) -> tuple[torch.Tensor, torch.Tensor]:
         """The message for a neighbour, with a one behind it, and what it makes of it."""
