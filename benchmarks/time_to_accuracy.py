@@ -1,6 +1,6 @@
 """How soon training over a slow wire is accurate: short messages, beside DistributedDataParallel and its hooks.
 
-    sudo python benchmarks/time_to_accuracy.py                      # four hosts at 100 Mbit/s, ten minutes
+    sudo python benchmarks/time_to_accuracy.py                      # four hosts at 100 Mbit/s, 13 minutes
     sudo python benchmarks/time_to_accuracy.py --rate 1000          # at 1 Gbit/s
     sudo python benchmarks/time_to_accuracy.py --picture out/time.png
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import sys
 import time
@@ -62,7 +63,17 @@ WAYS = EVERY_STEP | {
 }
 LEFT_OUT = {LOCAL, "Shoal, whole, during backward", "Shoal, bfloat16", "Shoal, 8 bits", "Shoal, 1 bit, during backward"}
 SHOWN = [way for way in WAYS if way not in LEFT_OUT and "gradients" not in way]
-COLOURS = {"DDP": "#1b1f23", "Shoal, whole": "#1f77b4", "Shoal, 8 bits": "#2a9d6f", "Shoal, 1 bit": "#c0455e"}
+LINES = {
+    "DDP": ("#1b1f23", "-"),
+    "DDP, a bfloat16 hook": ("#1b1f23", "--"),
+    "DDP, PowerSGD of rank 1": ("#8e5fb0", "--"),
+    "DDP, PowerSGD of rank 4": ("#8e5fb0", ":"),
+    "Shoal, whole": ("#1f77b4", "-"),
+    "Shoal, 8 bits, during backward": ("#2a9d6f", "-"),
+    "Shoal, 1 bit": ("#c0455e", "-"),
+    "Shoal, 8 bits, every 4 steps": ("#e07b39", "-"),
+}
+"""What is drawn, in which colour and style."""
 
 
 def perceptron(seed: int) -> nn.Module:
@@ -151,11 +162,9 @@ def draw(path: Path, title: str, figures: list[Figures]) -> None:
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.subplots()
     for one in figures:
-        colour = next((shade for start, shade in COLOURS.items() if one.kind.startswith(start)), "#8e5fb0")
-        plain = one.kind in COLOURS
-        style = ":" if "PowerSGD" in one.kind else "--" if "bfloat16" in one.kind else "-"
-        seconds, accuracy = one.values["seconds"], one.values["accuracy"]
-        axes.plot(seconds, accuracy, style, color=colour, linewidth=2 if plain else 1.3, label=one.kind)
+        if one.kind in LINES:
+            colour, style = LINES[one.kind]
+            axes.plot(one.values["seconds"], one.values["accuracy"], style, color=colour, linewidth=1.6, label=one.kind)
     axes.set(xscale="log", xlabel="seconds of training", ylabel="% of test images", ylim=(80, 100), title=title)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -164,27 +173,38 @@ def draw(path: Path, title: str, figures: list[Figures]) -> None:
     figure.savefig(path, dpi=150)
 
 
+def measured(args: argparse.Namespace) -> list[Figures]:
+    def progress(doing: str, done: int, total: int) -> None:
+        print(f"{doing}: {done} of {total}", file=sys.stderr)
+
+    script = [__file__, "--agent", "--seeds", str(args.seeds), "--ways", *args.ways]
+    return run_on_machines(HOSTS, args.rate * 1e6 / 8, 1, script, progress, large_packets=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=100, help="of the hosts' NICs, Mbit/s")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=SHOWN, metavar="WAY", help="only these")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--picture", type=Path, help="where to draw the curves")
+    parser.add_argument("--json", type=Path, help="where to keep the curves")
+    parser.add_argument("--read", type=Path, help="take them from there, and measure nothing")
+    parser.add_argument("--picture", type=Path, help="where to draw them")
     parser.add_argument("--agent", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.agent:
         agent(args.ways, args.seeds)
         return
-    if obstacle():
-        parser.error(obstacle())
     console = Console()
-    console.print(f"load average {os.getloadavg()[0]:.2f}")
-
-    def progress(doing: str, done: int, total: int) -> None:
-        print(f"{doing}: {done} of {total}", file=sys.stderr)
-
-    script = [__file__, "--agent", "--seeds", str(args.seeds), "--ways", *args.ways]
-    figures = run_on_machines(HOSTS, args.rate * 1e6 / 8, 1, script, progress, large_packets=True)
+    if args.read:
+        figures = [Figures(**one) for one in json.loads(args.read.read_text())]
+    else:
+        if obstacle():
+            parser.error(obstacle())
+        console.print(f"load average {os.getloadavg()[0]:.2f}")
+        figures = measured(args)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps([asdict(one) for one in figures]))
     title = f"digits, {HOSTS} hosts, {args.rate:g} Mbit/s"
     console.print(table(title, figures))
     if args.picture:

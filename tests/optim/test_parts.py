@@ -301,21 +301,101 @@ def test_it_is_resumed_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
         begun = make(first, algorithm, "backward")
         go_on(first, begun, range(3))
         saved = deepcopy((first.state_dict(), begun.state_dict()))
+        for_another = deepcopy(saved[1])
         begun.close()
         resumed = make(second, algorithm, "backward")
         second.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         assert resumed.state_dict()["shoal"]["way"].keys() == {"parts"}
         go_on(second, resumed, range(3, STEPS))
-        elsewhere = make(other, algorithm, None)
+        elsewhere = make(other, algorithm, None)  # in the parts of what it goes on from
         other.load_state_dict(saved[0])
-        elsewhere.load_state_dict(saved[1])
-        for _ in range(2):  # and not as if there had been no state, the second time
-            with pytest.raises(ValueError, match="the overlap and bucket_bytes that it was saved with"):
-                go_on(other, elsewhere, range(3, 4))
+        elsewhere.load_state_dict(for_another)
+        assert elsewhere.state_dict()["shoal"]["way"].keys() == {"parts"}
+        go_on(other, elsewhere, range(3, STEPS))
+        assert torch.equal(flat(other), flat(whole))
         return torch.equal(flat(second), flat(whole))
 
     assert fleet(SIZE).run(run) == [True] * SIZE
+
+
+GROWING = [ExactDiffusion(1.0, lazy=True), DecentLaM(1.0, 0.8), DiLoCo(GradientDescent(1.0), 2)]
+
+
+@pytest.mark.parametrize("overlap", [None, "backward"])
+@pytest.mark.parametrize("algorithm", [*GROWING, ChocoSGD(1.0, 0.5, MinMaxUInt8())], ids=str)
+def test_parameters_that_are_added_begin_when_they_come(fleet: Fleets, algorithm: Algorithm, overlap: str) -> None:
+    """Each group ends where it ends by itself; also where who goes on from a checkpoint has both from the start."""
+    goals = torch.arange(SIZE * 5.0, dtype=torch.float64).view(SIZE, 5).sin()
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.ones(n, dtype=torch.float64)) for n in (3, 2))
+
+    def descend(model: Two, optimizer: shoal.DecentralizedOptimizer, steps: int) -> None:
+        goal = goals[shoal.rank()]
+        for _ in range(steps):
+            optimizer.zero_grad()
+            apart = torch.cat([model.first, model.second]) - goal
+            (apart * torch.linspace(0.3, 1.0, 5)).square().sum().backward()
+            optimizer.step()
+
+    def optimizer_of(model: Two, *groups: nn.Parameter) -> shoal.DecentralizedOptimizer:
+        sgd = torch.optim.SGD([{"params": [group]} for group in groups], lr=LR, momentum=0.5)
+        return shoal.DecentralizedOptimizer(sgd, model, algorithm, topology=shoal.RingGraph(SIZE), overlap=overlap)
+
+    def alone(name: str, steps: int) -> Tensor:
+        model = Two()
+        param = getattr(model, name)
+        for other in model.parameters():
+            other.requires_grad_(other is param)
+        optimizer = optimizer_of(model, param)
+        descend(model, optimizer, steps)
+        optimizer.close()
+        return param.detach()
+
+    def growing() -> tuple[Tensor, Tensor]:
+        model = Two()
+        model.second.requires_grad_(False)
+        optimizer = optimizer_of(model, model.first)
+        descend(model, optimizer, 4)
+        model.second.requires_grad_(True)
+        optimizer.add_param_group({"params": [model.second]})
+        assert optimizer.state_dict()["shoal"]["way"]
+        descend(model, optimizer, 4)
+        saved = deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.close()
+        again = Two()
+        resumed = optimizer_of(again, again.first, again.second)
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        descend(again, resumed, 4)
+        resumed.close()
+        return again.first.detach(), again.second.detach()
+
+    agents = fleet(SIZE)
+    firsts, seconds = zip(*agents.run(growing), strict=True)
+    for found, name, steps in ((firsts, "first", 12), (seconds, "second", 8)):
+        assert torch.equal(torch.stack(found), torch.stack(agents.run(alone, name, steps)))
+    assert (torch.stack(seconds) - 1).abs().max() > 0.01
+
+
+def test_parameters_are_not_added_to_one_vector_that_has_begun(fleet: Fleets) -> None:
+    def run() -> None:
+        model = deepcopy(MODEL)
+        for param in model[2].parameters():
+            param.requires_grad_(False)
+        optimizer = shoal.DecentralizedOptimizer(
+            torch.optim.SGD(model[0].parameters(), lr=LR), model, PowerGossip(1.0), topology=shoal.RingGraph(SIZE)
+        )
+        go_on(model, optimizer, range(2))
+        with pytest.raises(ValueError, match="PowerGossip has begun, and takes all parameters as one vector"):
+            optimizer.add_param_group({"params": model[2].parameters()})
+        go_on(model, optimizer, range(2, 4))
+        optimizer.close()
+
+    fleet(SIZE).run(run)
 
 
 def test_a_part_leaves_while_the_gradients_in_front_of_it_are_computed(fleet: Fleets) -> None:

@@ -36,7 +36,8 @@ class Equation(StepStrategy):
     gradients, and they count as zero.
 
     One that takes its gradient at other points than its own ``x`` needs a closure. One that is separable has a part for
-    each bucket; else there is one.
+    each bucket; else there is one. Parameters that are added have parts of their own, which begin when they come; and
+    who goes on from a state has its parts, whatever ``overlap`` and ``bucket_bytes`` are now.
 
     Args:
         flight: The parameters.
@@ -60,7 +61,9 @@ class Equation(StepStrategy):
     ) -> None:
         super().__init__(flight, local)
         self._algorithm, self._topology, self._name, self._unchecked = algorithm, topology, name, unchecked
+        self._mix: Exchange | None = None
         self._parts: list[Part] = []
+        self._layout: list[list[str]] = []  # of the parts
         self._saved: list[Mapping[str, Any]] = []  # what the parts go on with
 
     def step(self, due: bool) -> None:
@@ -86,7 +89,7 @@ class Equation(StepStrategy):
         self._end(parts)
 
     def _step_alone(self) -> None:
-        for part in self._parts or self._begin():
+        for part in self._begin():
             part.look()
         super()._step_alone()
 
@@ -120,24 +123,19 @@ class Equation(StepStrategy):
                 f"{self._name}: {type(self._algorithm).__name__} takes all parameters as one vector, and these have "
                 f"{len(buckets)} dtypes or devices. Convert the model to one"
             )
-        if self._parts:
-            for part, bucket in zip(self._parts, buckets, strict=True):
-                part.bucket = bucket
-        elif buckets:
-            if self._saved and len(self._saved) != len(buckets):
-                raise ValueError(
-                    f"{self._name}: the state is of {len(self._saved)} parts, and here are {len(buckets)}. Go on with "
-                    "the overlap and bucket_bytes that it was saved with"
-                )
-            mix = self._exchange(sum(bucket.numel for bucket in buckets))
-            mixes = [mix.beside(number) if number else mix for number in range(len(buckets))]
-            self._parts = [
-                Part(bucket, self._algorithm, mix, Rates(self._local.optimizer), self._name)
-                for bucket, mix in zip(buckets, mixes, strict=True)
-            ]
-            saved, self._saved = self._saved, []
-            for part, state in zip(self._parts, saved, strict=False):
+        for part, bucket in zip(self._parts, buckets, strict=False):
+            part.bucket = bucket
+        if len(self._parts) < len(buckets):
+            self._mix = self._mix or self._exchange(sum(bucket.numel for bucket in buckets))
+            for number in range(len(self._parts), len(buckets)):
+                mix = self._mix.beside(number) if number else self._mix
+                rates = Rates(self._local.optimizer)
+                self._parts.append(Part(buckets[number], self._algorithm, mix, rates, self._name))
+            for part, state in zip(self._parts, self._saved, strict=False):
                 part.load_state(state)
+            self._saved = []
+            self._layout = self._flight.layout
+            self._flight.lay_out_as(self._layout)
         for part in self._parts:
             part.check()
         return self._parts
@@ -163,19 +161,22 @@ class Equation(StepStrategy):
         return _moved(part, at)
 
     def changed(self) -> None:
-        if self._parts or self._saved:
+        if (self._parts or self._saved) and not self._algorithm.separable:
             raise ValueError(
-                f"{type(self._algorithm).__name__} has begun, and remembers a vector as long as the parameters were: "
-                "add parameters before the first step"
+                f"{type(self._algorithm).__name__} has begun, and takes all parameters as one vector, which has its "
+                "length: add parameters before the first step"
             )
         super().changed()
 
     def state(self) -> dict[str, Any]:
-        parts = [part.state() for part in self._parts] or [dict(saved) for saved in self._saved]
-        return {"parts": parts} if parts else {}
+        if not self._parts:
+            return {"parts": [dict(saved) for saved in self._saved]} if self._saved else {}
+        named = zip(self._layout, self._parts, strict=True)
+        return {"parts": [part.state() | {"params": names} for names, part in named]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._parts, self._saved = [], list(state.get("parts", []))
+        self._mix, self._parts, self._saved = None, [], list(state.get("parts", []))
+        self._flight.lay_out_as([part["params"] for part in self._saved])
 
 
 class EquationDuringBackward(DuringBackward, Equation):
@@ -232,6 +233,7 @@ class EquationDuringBackward(DuringBackward, Equation):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._await()
+        self._backward.close()
         super().load_state(state)
 
     def close(self) -> None:

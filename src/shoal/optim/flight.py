@@ -63,6 +63,7 @@ class Flight(ABC):
         self.balance: Balance | None = None
         self.mixed: MixedState | None = None
         self.buckets: list[Bucket] = []
+        self._layout: list[list[str]] = []
         self._params, self._name, self._bucket_bytes, self._schedule = params, name, bucket_bytes, schedule
         self._laid_out = False
         self.agreed = False  # with all other agents on what is exchanged
@@ -128,8 +129,37 @@ class Flight(ABC):
             self.agreed = True
         params = list(self._params())
         order = params if self._bucket_bytes == float("inf") else params[::-1]
-        self.buckets, self._laid_out = into_buckets(order, self._bucket_bytes), True
+        first = self._as_laid_out()
+        held = {param for bucket in first for param in bucket}
+        others = into_buckets((param for param in order if param not in held), self._bucket_bytes)
+        self.buckets, self._laid_out = [*map(Bucket, first), *others], True
         self._lay_out_states()
+
+    @property
+    def layout(self) -> list[list[str]]:
+        """The names of the parameters in each bucket, once they are laid out."""
+        called = self._params()
+        return [[called[param] for param in bucket.params] for bucket in self.buckets]
+
+    def lay_out_as(self, layout: list[list[str]]) -> None:
+        """From now on these parameters lie together, since somebody remembers them so; others come behind."""
+        if layout != self.layout:
+            self._forget()
+        self._layout = layout
+
+    def _as_laid_out(self) -> list[list[torch.nn.Parameter]]:
+        called = {name: param for param, name in self._params().items()}
+        unknown = [name for names in self._layout for name in names if name not in called]
+        if unknown:
+            raise ValueError(f"{self._name}: the state is of a model that has the parameter {unknown[0]!r}, too")
+        found = [[called[name] for name in names] for names in self._layout]
+        for names, group in zip(self._layout, found, strict=True):
+            if len({(param.dtype, param.device) for param in group}) > 1:
+                raise ValueError(
+                    f"{self._name}: the parameters from {names[0]!r} to {names[-1]!r} were of one dtype on one device "
+                    "when training began, and now they are not. Convert a model before the first step"
+                )
+        return found
 
     def _agree(self) -> None:
         """Compare with all agents what is to be exchanged."""

@@ -48,8 +48,7 @@ class Part:
                 f"{self._name}: {type(self._algorithm).__name__} has begun with {len(self.x)} numbers of "
                 f"{self.x.dtype} on {self.x.device}, and here are {self.bucket.numel} of {flat.dtype} on "
                 f"{flat.device}. "
-                "Convert the model before the first step; go on from a checkpoint with the overlap and bucket_bytes "
-                "that it was saved with"
+                "Convert the model before the first step"
             )
 
     def look(self) -> None:
