@@ -18,9 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
-from shoal.sim.stacked import StackedMix
-from shoal.topology.families.circulant import ring
+from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK, Zstd
+from shoal.compression.draws import Redrawn
 
 COMPRESSORS: dict[str, Compressor] = {
     "Identity()": Identity(),
@@ -37,16 +36,17 @@ COMPRESSORS: dict[str, Compressor] = {
     "TopK(0.01)": TopK(0.01),
     "TopK(0.1)": TopK(0.1),
     "RandomK(0.01)": RandomK(0.01),
+    "Zstd(Cast(bfloat16))": Zstd(Cast(torch.bfloat16)),
+    "Zstd(MinMaxUInt8())": Zstd(MinMaxUInt8()),
+    "Zstd(4 bits)": Zstd(QSGD(7, chunk=64)),
 }
 EIGHT_BITS = ("MinMaxUInt8()", "QSGD()")
 BAR = 1.0
 """GB/s of float32, of compressors of eight bits."""
 
 
-def draws() -> StackedMix:
-    made = StackedMix(ring(1), seed=1)
-    made.begin(0)
-    return made
+def draws() -> Redrawn:
+    return Redrawn(1, 0, 0)
 
 
 def in_turn(ways: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
@@ -64,7 +64,7 @@ def in_turn(ways: dict[str, Callable[[], object]], seconds: float) -> dict[str, 
 
 
 def measure(compressor: Compressor, d: int, seconds: float) -> dict[str, float]:
-    x = torch.randn(1, d, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(d, generator=torch.Generator().manual_seed(1))
     total, plain = torch.zeros_like(x), torch.zeros_like(x)
     data = compressor.encode(x, draws())
     ways: dict[str, Callable[[], object]] = {
@@ -87,7 +87,7 @@ def main() -> int:
     for d in arguments.numbers:
         print(f"{d:,} numbers: GB/s of float32 on one core; times a copy, times an add of whole tensors")
         drawn = torch.empty(d)
-        alone = in_turn({"": lambda: draws().stream(drawn.unsqueeze(0)).fill(0, 0, drawn)}, arguments.seconds)  # noqa: B023
+        alone = in_turn({"": lambda: draws().stream(drawn).fill(0, 0, drawn)}, arguments.seconds)  # noqa: B023
         print(f"random numbers alone: {4e-9 * d / alone['']:.2f}")
         print(f"{'':20}{'bytes':>10}{'encode':>9}{'copies':>8}{'decode + sum':>14}{'adds':>7}{'copy':>9}{'add':>7}")
         for name in arguments.only:

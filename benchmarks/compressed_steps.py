@@ -35,7 +35,7 @@ from _models import nbytes_of, vgg16
 from _ways import LOCAL, DataParallel, Trainer, alone, sgd
 from shoal.bench.figures import Figures
 from shoal.bench.meter import Reporter, compare
-from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK
+from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK, Zstd
 from shoal.optim.malloc_trimming import keep_freed_memory
 from shoal.topology import OnePeerHypercube
 
@@ -98,6 +98,7 @@ WAYS: dict[str, Callable[[nn.Module], Trainer]] = {
     "Shoal, bfloat16": partial(one_peer, compression=Cast(torch.bfloat16)),
     "Shoal, 8 bits": partial(one_peer, compression=MinMaxUInt8()),
     "Shoal, 8 bits, during backward": partial(one_peer, compression=MinMaxUInt8(), overlap="backward"),
+    "Shoal, 8 bits, zstd, during backward": partial(one_peer, compression=Zstd(MinMaxUInt8()), overlap="backward"),
     "Shoal, 4 bits": partial(one_peer, compression=QSGD(7, chunk=64)),
     "Shoal, 1 bit": partial(one_peer, compression=Sign()),
     "Shoal, 1 bit, during backward": partial(one_peer, compression=Sign(), overlap="backward"),

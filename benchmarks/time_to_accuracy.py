@@ -34,13 +34,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from _machines import obstacle, run_on_machines
 from _models import nbytes_of
-from _ways import LOCAL, Trainer
+from _ways import Trainer
 from compressed_steps import WAYS as EVERY_STEP
 from compressed_steps import one_peer
 from compressed_training import digits
 from shoal.bench.figures import Figures
 from shoal.bench.meter import Reporter
-from shoal.compression import QSGD, Compressor, MinMaxUInt8
+from shoal.compression import Compressor, MinMaxUInt8, Zstd
 from shoal.optim.malloc_trimming import keep_freed_memory
 
 HOSTS, WIDTH, BATCH, EPOCHS, SEEDS = 4, 768, 16, 10, 3
@@ -59,10 +59,22 @@ def now_and_then(model: nn.Module, compression: Compressor | None = None) -> Tra
 WAYS = EVERY_STEP | {
     "Shoal, whole, every 4 steps": now_and_then,
     "Shoal, 8 bits, every 4 steps": partial(now_and_then, compression=MinMaxUInt8()),
-    "Shoal, 4 bits, every 4 steps": partial(now_and_then, compression=QSGD(7, chunk=64)),
+    "Shoal, 8 bits, zstd, every 4 steps": partial(now_and_then, compression=Zstd(MinMaxUInt8())),
 }
-LEFT_OUT = {LOCAL, "Shoal, whole, during backward", "Shoal, bfloat16", "Shoal, 8 bits", "Shoal, 1 bit, during backward"}
-SHOWN = [way for way in WAYS if way not in LEFT_OUT and "gradients" not in way]
+SHOWN = [
+    "DDP",
+    "DDP, a bfloat16 hook",
+    "DDP, PowerSGD of rank 1",
+    "DDP, PowerSGD of rank 4",
+    "Shoal, whole",
+    "Shoal, 8 bits, during backward",
+    "Shoal, 8 bits, zstd, during backward",
+    "Shoal, 4 bits",
+    "Shoal, 1 bit",
+    "Shoal, whole, every 4 steps",
+    "Shoal, 8 bits, every 4 steps",
+    "Shoal, 8 bits, zstd, every 4 steps",
+]
 LINES = {
     "DDP": ("#1b1f23", "-"),
     "DDP, a bfloat16 hook": ("#1b1f23", "--"),

@@ -21,7 +21,7 @@ from shoal.algorithms import (
     PowerGossip,
     run,
 )
-from shoal.compression import QSGD, Cast, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
+from shoal.compression import QSGD, Cast, MinMaxUInt8, RandomK, Shrunk, Sign, TopK, Zstd
 from shoal.topology.families.circulant import ring
 from support.namespaces import bytes_sent_by_the_interface, network_namespaces
 from support.world import World
@@ -39,6 +39,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "BEER, top 5%": BEER(0.05, 0.2, TopK(0.05)),
     "low precision": LowPrecision(0.1, MinMaxUInt8()),
     "low precision, bfloat16": LowPrecision(0.1, Cast(torch.bfloat16)),
+    "low precision, zstd": LowPrecision(0.1, Zstd(MinMaxUInt8())),
     "PowerGossip": PowerGossip(0.1),
     "censored": CensoredGradientDescent(0.1, 500.0, 0.9),
 }

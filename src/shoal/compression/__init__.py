@@ -2,8 +2,8 @@
 
 A :class:`Compressor` maps a tensor to what its receivers have after decompression, and says how many bytes the message
 takes; ``encode`` makes these bytes, and ``decode`` makes the same tensor of them. The algorithms that are built for it
-are CHOCO-SGD, DeepSqueeze, BEER and low-precision D-PSGD. They run on the decompressed tensors: the books count the
-short messages, and between real agents whole tensors still travel.
+are CHOCO-SGD, DeepSqueeze, BEER and low-precision D-PSGD. Between machines the bytes travel; within one whole tensors
+are read where they lie.
 """
 
 from .compressor import Cast as Cast
@@ -16,3 +16,4 @@ from .quantise import MinMaxUInt8 as MinMaxUInt8
 from .quantise import Sign as Sign
 from .sparse import RandomK as RandomK
 from .sparse import TopK as TopK
+from .zstd import Zstd as Zstd

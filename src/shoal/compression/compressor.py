@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -32,7 +33,12 @@ class Compressor(ABC):
 
     One of your own has ``__call__`` and ``nbytes``, and ``omega`` if it is known; to travel as bytes, also ``_encode``
     and ``_pieces``.
+
+    Attributes:
+        varies: A message may be shorter than :meth:`nbytes` says, by how much depending on the numbers.
     """
+
+    varies: ClassVar[bool] = False
 
     @property
     def unbiased(self) -> bool:
@@ -45,7 +51,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
-        """Bytes of the message of one agent's ``d`` numbers."""
+        """Bytes of the message of one agent's ``d`` numbers, at most."""
 
     @property
     def encodes(self) -> bool:
@@ -65,7 +71,8 @@ class Compressor(ABC):
         return max(0.0, 1 - self.omega(d))
 
     def encode(self, x: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """The message of each row of ``x`` ``[..., d]``: uint8 ``[..., nbytes(d, x.dtype)]``.
+        """The message of each row of ``x`` ``[..., d]``: uint8 ``[..., nbytes(d, x.dtype)]``; of a compressor that
+        ``varies`` that of a vector may be shorter.
 
         Numbers in it are as they lie in memory, little-endian.
 

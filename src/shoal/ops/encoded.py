@@ -34,7 +34,7 @@ class Encoded:
     Attributes:
         compressor: What made it of a tensor.
         numbers: What everybody makes of it, this agent, too: the tensor's shape and dtype, on the CPU.
-        message: uint8 ``[nbytes]``.
+        message: uint8 ``[nbytes]``, or fewer, where the compressor varies.
         draws: What each agent draws for its own.
         rest: What it leaves out of the tensor, flat, where that is to be added to the result; else None.
     """
@@ -114,14 +114,16 @@ class Encoded:
         return found
 
     def _payload(self, operation: Operation, agent: Agent, source: int, message: Message) -> Payload:
-        encoded = message.dtype == torch.uint8 and message.shape == (self.message.numel(),)
+        most = self.compressor.nbytes(self.numbers.numel(), self.numbers.dtype)
+        lengths = range(most + 1) if self.compressor.varies else (most,)
+        encoded = message.dtype == torch.uint8 and len(message.shape) == 1 and message.shape[0] in lengths
         if message.payload is None or not (
             encoded or (message.dtype == self.numbers.dtype and message.shape == tuple(self.numbers.shape))
         ):
             raise Mismatch(
                 f"{operation} on rank {agent.rank}: rank {source} sent {list(message.shape)} of {message.dtype}, which "
                 f"is neither a message of {self.compressor!r} for {self.numbers.numel()} numbers in "
-                f"{self.numbers.dtype}, {self.message.numel()} bytes, nor those numbers. Is the code of both the same?",
+                f"{self.numbers.dtype}, {most} bytes, nor those numbers. Is the code of both the same?",
                 (source, agent.rank),
             )
         return message.payload

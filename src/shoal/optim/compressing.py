@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 
 import networkx as nx
 import torch
 
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.choco import ChocoSGD, DeepSqueeze
-from ..compression import Compressor, Shrunk
+from ..compression import Compressor, Shrunk, Zstd
 from ..compression.draws import Redrawn
 from ..topology.schedule import Schedule
 from ..world.agent import current
@@ -69,7 +70,7 @@ def compressing(
             "an algorithm that compresses: LowPrecision, ChocoSGD, DeepSqueeze, BEER"
         )
     if compressor.unbiased and compressor.delta(numbers) <= 0 and math.isfinite(compressor.omega(numbers)):
-        compressor = Shrunk(compressor)
+        compressor = _shrunk(compressor)
     kept = share_kept(compressor, numbers)
     if kept < LEAST:
         raise ValueError(
@@ -92,6 +93,12 @@ def compressing(
     return chosen
 
 
+def _shrunk(compressor: Compressor) -> Compressor:
+    if isinstance(compressor, Zstd):  # which makes messages short of whatever is in it
+        return replace(compressor, compressor=Shrunk(compressor.compressor))
+    return Shrunk(compressor)
+
+
 def feeds_back(compressor: Compressor, numbers: int) -> bool:
     """What messages leave out of a mean is to be added to the next ones: with all but fine and unbiased compressors."""
     return not compressor.unbiased and share_kept(compressor, numbers) < FINE
@@ -108,7 +115,8 @@ def share_kept(compressor: Compressor, numbers: int) -> float:
     v = torch.special.ndtri(uniform.clamp(min=1e-12)).float()
     error = (compressor(v, Redrawn(0, 1, 0)) - v).double().square().sum() / v.double().square().sum()
     kept = 1 - float(error)
-    if isinstance(compressor, Shrunk):  # by more, of more numbers
+    inside = compressor.compressor if isinstance(compressor, Zstd) else compressor
+    if isinstance(inside, Shrunk):  # by more, of more numbers
         kept *= compressor.delta(numbers) / compressor.delta(measured)
     digits = 10.0 ** (1 - math.floor(math.log10(kept))) if kept > 0 else 1.0
     return math.floor(kept * digits + 1e-6) / digits

@@ -150,6 +150,10 @@ class PairFlight(WindowFlight):
         """
         if compressor is not None and not (isinstance(compressor, Compressor) and compressor.encodes):
             raise TypeError(f"compression={compressor!r} is no compressor with a wire format; take MinMaxUInt8()")
+        if compressor is not None and compressor.varies:
+            raise ValueError(
+                f"compression={compressor!r}: a window has room for messages of one length; take the compressor in it"
+            )
         if compressor is not None and share_kept(compressor, _MANY) < LEAST:
             raise ValueError(
                 f"compression={compressor!r}: two agents go half of the way to each other, and a message that leaves "
