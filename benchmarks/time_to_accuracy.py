@@ -83,7 +83,7 @@ LINES = {
     "Shoal, whole": ("#1f77b4", "-"),
     "Shoal, 8 bits, during backward": ("#2a9d6f", "-"),
     "Shoal, 1 bit": ("#c0455e", "-"),
-    "Shoal, 8 bits, every 4 steps": ("#e07b39", "-"),
+    "Shoal, 8 bits, zstd, every 4 steps": ("#e07b39", "-"),
 }
 """What is drawn, in which colour and style."""
 

@@ -37,6 +37,14 @@ from .ops.collective import broadcast as broadcast
 from .ops.collective import broadcast_ as broadcast_
 from .ops.collective import broadcast_nonblocking as broadcast_nonblocking
 from .ops.collective import broadcast_nonblocking_ as broadcast_nonblocking_
+from .ops.grouped import grouped_allgather as grouped_allgather
+from .ops.grouped import grouped_allgather_nonblocking as grouped_allgather_nonblocking
+from .ops.grouped import grouped_allreduce as grouped_allreduce
+from .ops.grouped import grouped_allreduce_nonblocking as grouped_allreduce_nonblocking
+from .ops.grouped import grouped_broadcast as grouped_broadcast
+from .ops.grouped import grouped_broadcast_nonblocking as grouped_broadcast_nonblocking
+from .ops.grouped import grouped_neighbor_allreduce as grouped_neighbor_allreduce
+from .ops.grouped import grouped_neighbor_allreduce_nonblocking as grouped_neighbor_allreduce_nonblocking
 from .ops.handles import poll as poll
 from .ops.handles import synchronize as synchronize
 from .ops.handles import wait as wait
@@ -205,6 +213,14 @@ __all__ = [
     "dirichlet_shards",
     "empty",
     "events",
+    "grouped_allgather",
+    "grouped_allgather_nonblocking",
+    "grouped_allreduce",
+    "grouped_allreduce_nonblocking",
+    "grouped_broadcast",
+    "grouped_broadcast_nonblocking",
+    "grouped_neighbor_allreduce",
+    "grouped_neighbor_allreduce_nonblocking",
     "hierarchical_neighbor_allreduce",
     "hierarchical_neighbor_allreduce_nonblocking",
     "in_neighbor_machine_ranks",

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from shoal.algorithms import (
+    CATALOG,
     SGP,
     AccumAdam,
     Algorithm,
     DiLoCo,
+    DualAveraging,
+    Entry,
     ExactDiffusion,
     GossipPGA,
     GradientDescent,
     GradientTracking,
     LocalSteps,
+    Momentum,
     NoLoCo,
     QuasiGlobalMomentum,
     SlowMo,
@@ -30,6 +34,7 @@ from shoal.algorithms.needs import Facts
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import AllReduce, ExponentialGraph, OnePeerHypercube, RandomMatchings, Schedule, ShiftOne
 from shoal.topology.families.circulant import ring
+from support.algorithm_cases import case_of
 from support.closed_forms import gradient_of_all, gradients, matrix, on_all, rest_of_cycle
 from support.least_squares import DIMENSION, SIZE, optimum
 
@@ -322,3 +327,52 @@ def test_noloco_refuses_what_would_have_to_be_exchanged_too_and_the_others_take_
         NoLoCo(GradientTracking(LR), EVERY)
     assert not DiLoCo(GradientTracking(LR), EVERY).one_gradient
     assert DiLoCo(INNER, EVERY).one_gradient
+
+
+def wrapped(entry: Entry, make: Callable[[Algorithm], Algorithm]) -> Algorithm | None:
+    """An example of the catalog in an outer optimizer, or None where that refuses it."""
+    try:
+        return make(entry.example())
+    except (TypeError, ValueError):
+        return None
+
+
+OUTER: dict[str, Callable[[float], Callable[[Algorithm], Algorithm]]] = {
+    "SlowMo": lambda step: lambda inner: SlowMo(inner, 2, beta=0.0, alpha=step),
+    "DiLoCo": lambda step: lambda inner: DiLoCo(inner, 2, outer_lr=step),
+    "NoLoCo": lambda step: lambda inner: NoLoCo(inner, 2, beta=step),
+}
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize(
+    "entry",  # push-sum knows no gradient, and so no round of it comes to anything
+    [entry for entry in CATALOG.values() if entry.name != "push-sum"],
+    ids=lambda entry: entry.name,
+)
+def test_an_outer_step_moves_whatever_it_is_around(entry: Entry, outer: str) -> None:
+    case = case_of(entry)
+    found = []
+    for step in (0.4, 0.8):
+        algorithm = wrapped(entry, OUTER[outer](step))
+        if algorithm is None:
+            return
+        fleet, names = StackedFleet(case.topology(SIZE)), [need.name for need in algorithm.needs]
+        found.append(fleet.run(algorithm, START, GRADIENT, 6, unchecked=names).estimate)
+    assert (found[0] - found[1]).abs().max() > 1e-6
+
+
+def test_what_makes_its_x_anew_is_refused() -> None:
+    for inner in (DualAveraging(0.1), Momentum(DualAveraging(0.1), 0.5)):
+        for make in OUTER.values():
+            with pytest.raises(ValueError, match="DualAveraging makes it anew"):
+                make(0.5)(inner)
+
+
+@pytest.mark.parametrize("wrapper", [lambda inner: LocalSteps(inner, 2), lambda inner: GossipPGA(inner, 2)])
+def test_one_that_says_when_agents_exchange_is_found_inside_a_wrapper(
+    wrapper: Callable[[Algorithm], Algorithm],
+) -> None:
+    for inner in (DiLoCo(INNER, 2), Momentum(DiLoCo(INNER, 2), 0.5)):
+        with pytest.raises(ValueError, match="DiLoCo says itself how often agents exchange"):
+            wrapper(inner)

@@ -83,12 +83,14 @@ class Algorithm(ABC):
             nothing of the rest, so that parts of a model may step by themselves, each as soon as its gradients are
             there. Of an algorithm that compresses each part is then a message of its own.
         own_rounds: It says itself in which steps agents exchange, which therefore no wrapper may change.
+        from_x: A step goes on from its ``x``, so that who moves that between two steps moves what comes after.
     """
 
     source: ClassVar[str]
     one_gradient: ClassVar[bool] = False
     separable: ClassVar[bool] = False
     own_rounds: ClassVar[bool] = False
+    from_x: ClassVar[bool] = True
 
     @property
     def needs(self) -> tuple[Need, ...]:

@@ -33,6 +33,7 @@ class DualAveraging(Algorithm):
     lr: float
     source: ClassVar[str] = "Duchi, Agarwal, Wainwright 2012, arXiv:1005.2012"
     one_gradient: ClassVar[bool] = True
+    from_x: ClassVar[bool] = False
 
     @property
     def needs(self) -> tuple[Need, ...]:

@@ -8,6 +8,7 @@ and then the mean of all (Stich 2018, arXiv:1805.09767).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,11 +35,13 @@ def check_wrapped(wrapper: Algorithm, algorithm: Algorithm, every: int) -> None:
     if every < 1:
         raise ValueError(f"every={every}: pass a number of steps, at least 1")
     who, wrapped = type(wrapper).__name__, type(algorithm).__name__
-    if algorithm.own_rounds:
-        raise ValueError(
-            f"{wrapped} says itself how often agents exchange, and {who} would say otherwise. Take {wrapped} "
-            "alone, with the `every` that is wanted."
-        )
+    for layer in layers(algorithm):
+        if layer.own_rounds:
+            itself = type(layer).__name__
+            raise ValueError(
+                f"{itself} says itself how often agents exchange, and {who} would say otherwise. Take {itself} "
+                "alone, with the `every` that is wanted."
+            )
     needed = {need.name for need in algorithm.needs}  # by name, for the remedies differ
     if STATIC.name in needed:
         raise ValueError(
@@ -50,6 +53,14 @@ def check_wrapped(wrapper: Algorithm, algorithm: Algorithm, every: int) -> None:
             f"{wrapped} sends each neighbour a message of its own, and {who} can only change an average. Take an "
             "algorithm that mixes: GradientDescent, or GradientTracking, which is exact."
         )
+
+
+def layers(algorithm: Algorithm) -> Iterator[Algorithm]:
+    """It, the one that it wraps, and so on."""
+    inner: Algorithm | None = algorithm
+    while inner is not None:
+        yield inner
+        inner = getattr(inner, "algorithm", None)
 
 
 @dataclass(frozen=True)

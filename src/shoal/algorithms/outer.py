@@ -18,7 +18,7 @@ from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .gradient_descent import GradientDescent
 from .growth import dies_out, with_wrapper
-from .local_steps import GossipPGA, LocalSteps, Quiet, check_wrapped
+from .local_steps import GossipPGA, LocalSteps, Quiet, check_wrapped, layers
 from .mix import Mix
 from .momentum import check_beta, per_step
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
@@ -245,6 +245,12 @@ def _check_wrapped(outer: Algorithm, algorithm: Algorithm, every: int) -> None:
             f"{type(outer).__name__} of {type(algorithm).__name__}: both say when agents exchange. Pass the algorithm "
             "that this one wraps, and `every`."
         )
+    for layer in layers(algorithm):
+        if not layer.from_x:
+            raise ValueError(
+                f"{type(outer).__name__} moves x between two steps, and {type(layer).__name__} makes it anew of what "
+                "it remembers, so nothing would come of that. Take an algorithm that goes on from x: GradientDescent"
+            )
 
 
 def _check_step(name: str, step: float, kept: float, limit: float) -> None:

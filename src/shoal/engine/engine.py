@@ -298,6 +298,12 @@ class Engine:
             self.events.emit("waited", operation.op, operation.name, operation.round, started)
         return done
 
+    def give_up(self, handle: Handle[Any], error: BaseException) -> None:
+        """End an operation of this agent that nobody waits for any more; others hear of it where they ask."""
+        with held, self.lock:
+            self.lifecycle.fail(handle.operation, error)
+            self.poller.wake()
+
     def abort(self, error: ShoalError) -> None:
         """End all operations, now and from now on, with ``error``. The others are not told."""
         with held, self.lock:

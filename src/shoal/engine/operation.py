@@ -308,6 +308,8 @@ class Driver(Protocol):
 
     def wait_for(self, handle: Handle[Any], timeout: float | None = None) -> bool: ...
 
+    def give_up(self, handle: Handle[Any], error: BaseException) -> None: ...
+
 
 class Handle(Generic[T]):
     """The promise of a result. Every ``_nonblocking`` operation returns one."""

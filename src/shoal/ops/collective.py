@@ -34,6 +34,7 @@ from .arguments import (
 
 DIRECT_BYTES = 1 << 13
 """Tensors up to this size are sent to everybody whole."""
+_LAYOUT = "list of tensors (their number, shapes or dtypes)"
 
 
 def allreduce(
@@ -91,6 +92,8 @@ def submit_allreduce(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
     zero_copy: bool = False,
+    op: str = "allreduce",
+    layout: int = 0,
 ) -> Handle[torch.Tensor]:
     """Begin an all-reduce, for the public functions and the optimizers.
 
@@ -100,29 +103,39 @@ def submit_allreduce(
         among: Over these ranks, of which this agent is one; all if not given. All agents call it, each with those that
             call it with the same.
         zero_copy: Others read ``tensor`` where it lies, where they can: see :meth:`Publisher.publish`.
+        op: What it is called.
+        layout: Of the tensors that are joined in it, where it is of several.
     """
-    if how not in REDUCTIONS:
-        raise ValueError(f"allreduce: op={how!r}; it may be one of {', '.join(REDUCTIONS)}")
-    dtypes = WEIGHABLE if how == "average" else DTYPES
-    if how in ("min", "max"):
-        dtypes = tuple(dtype for dtype in DTYPES if not dtype.is_complex)
-    tensor = check_tensor(f"allreduce with op {how}", tensor, dtypes)
+    tensor = check_tensor(f"allreduce with op {how}", tensor, reducible(how))
     check_out("allreduce", out, tensor.shape, tensor.dtype)
     whole = range(agent.size) if among is None else among
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return reduced(agent, operation, tensor, how, operation.left_of(whole), out, zero_copy)
+        return reduced(agent, operation, tensor, how, operation.left_of(whole), out, zero_copy, layout)
 
     def take(reduction: torch.Tensor) -> torch.Tensor:
         result = Result(agent, out, tensor, tuple(tensor.shape))
         result.flat.copy_(reduction.view(-1))
         return result.finish()
 
-    kind = f"allreduce ({how}{'' if among is None else ', within the machine'})"
-    channel = channel_name("allreduce", name)
+    kind = f"{op} ({how}{'' if among is None else ', within the machine'})"
+    channel = channel_name(op, name)
     # Within machines there are several results, and who has ended need not have the one that another lacks.
     taken = take if among is None else None
     return submit_to_all(agent.engine, kind, channel, steps, timeout, name is not None, taken)
+
+
+def reducible(how: str) -> tuple[torch.dtype, ...]:
+    """The dtypes of which there is such a reduction.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if how not in REDUCTIONS:
+        raise ValueError(f"allreduce: op={how!r}; it may be one of {', '.join(REDUCTIONS)}")
+    if how in ("min", "max"):
+        return tuple(dtype for dtype in DTYPES if not dtype.is_complex)
+    return WEIGHABLE if how == "average" else DTYPES
 
 
 def allreduce_(
@@ -170,6 +183,7 @@ def reduced(
     group: Sequence[int],
     out: torch.Tensor | None,
     zero_copy: bool,
+    layout: int = 0,
 ) -> Steps[torch.Tensor]:
     """The reduction of the tensors of a group, on each of it: in one stage, or for large ones in two."""
     published = agent.engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
@@ -177,19 +191,19 @@ def reduced(
     others = [rank for rank in group if rank != agent.rank]
     if total * tensor.element_size() <= DIRECT_BYTES or not others:
         sends = [Send(rank, published, 0, total, shape) for rank in others]
-        arrived = yield Exchange(sends, others, tensor.dtype, shape)
+        arrived = yield Exchange(sends, others, tensor.dtype, shape, digest=layout, digest_of=_LAYOUT)
         result = Result(agent, out, tensor, shape)
         payloads = [payload(arrived, rank) for rank in others]
         yield from reduce(result.flat, how, published.data, group.index(agent.rank), payloads)
         return result.finish()
-    mine = yield from reduce_scatter(agent, published, shape, how, group)
+    mine = yield from reduce_scatter(agent, published, shape, how, group, layout)
     result = Result(agent, out, tensor, shape)
     yield from allgather_shares(agent, operation, mine, result.flat, group)
     return result.finish()
 
 
 def reduce_scatter(
-    agent: Agent, published: Published, shape: Sequence[int], how: str, group: Sequence[int]
+    agent: Agent, published: Published, shape: Sequence[int], how: str, group: Sequence[int], layout: int = 0
 ) -> Steps[torch.Tensor]:
     """This agent's share of the reduction of what each agent of ``group`` published, flat."""
     data = published.data
@@ -203,7 +217,12 @@ def reduce_scatter(
     ]
     others = [send.destination for send in sends]
     arrived = yield Exchange(
-        rotated(sends, agent), others, data.dtype, (stop - start,), digest=shape_digest(shape), digest_of="shape"
+        rotated(sends, agent),
+        others,
+        data.dtype,
+        (stop - start,),
+        digest=layout or shape_digest(shape),
+        digest_of=_LAYOUT if layout else "shape",
     )
     mine = agent.engine.pool.empty((stop - start,), data.dtype)
     yield from reduce(mine, how, data[start:stop], position, [payload(arrived, rank) for rank in others])
@@ -305,6 +324,7 @@ def spread(
     root: int,
     dtype: torch.dtype | None = None,
     shape: tuple[int, ...] | None = None,
+    layout: int = 0,
 ) -> Steps[torch.Tensor]:
     """The root's tensor, flat, from this agent's parent in a binomial tree, and passed on to its children.
 
@@ -315,11 +335,12 @@ def spread(
         raise PeerLost(f"{operation} on rank {agent.rank}: its root, rank {root}, is gone", (root,))
     size, first = len(group), group.index(root)
     relative = (group.index(agent.rank) - first) % size
+    digest, digest_of = root ^ layout, "root rank" + (f" or {_LAYOUT}" if layout else "")
     depth = relative.bit_count()
     lowest = relative & -relative if relative else 1 << (size - 1).bit_length()
     if relative:
         parent = group[(relative - lowest + first) % size]
-        arrived = yield Exchange([], [parent], dtype, shape, digest=root, digest_of="root rank", stage=depth)
+        arrived = yield Exchange([], [parent], dtype, shape, digest=digest, digest_of=digest_of, stage=depth)
         yield from complete([payload(arrived, parent)])
         shape = arrived[parent].shape
         data = payload(arrived, parent).data.view(shape)
@@ -334,7 +355,7 @@ def spread(
             children.append(group[(relative + step + first) % size])
         step >>= 1
     sends = [Send(child, published, 0, published.data.numel(), shape) for child in children]
-    yield Exchange(sends, [], dtype, shape, checked=True, digest=root, digest_of="root rank", stage=depth + 1)
+    yield Exchange(sends, [], dtype, shape, checked=True, digest=digest, digest_of=digest_of, stage=depth + 1)
     return published.data
 
 

@@ -1,12 +1,77 @@
-"""Handles as functions, the way BlueFog's users write them."""
+"""Handles as functions, the way BlueFog's users write them, and handles of several operations."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from ..engine.operation import Handle
+from ..errors import Mismatch
 
 T = TypeVar("T")
+
+
+class HandleOfMany(Handle[T]):
+    """The promise of what several operations come to.
+
+    Args:
+        handles: Of the operations, at least one.
+        finish: Makes the result of theirs; called once, by whoever asks first.
+        what: What this agent has, for an error that says that others have not.
+    """
+
+    __slots__ = ("_finish", "_handles", "_lock", "_made", "_what")
+
+    def __init__(self, handles: Sequence[Handle[Any]], finish: Callable[[list[Any]], T], what: str) -> None:
+        super().__init__(handles[0]._driver, handles[0].operation)
+        self._handles, self._finish, self._what = handles, finish, what
+        self._lock, self._made = threading.Lock(), False
+
+    def poll(self) -> bool:
+        return all(handle.poll() for handle in self._handles)
+
+    def wait(self, timeout: float | None = None) -> T:
+        until = None if timeout is None else time.monotonic() + timeout
+        found = []
+        for handle in self._handles:
+            try:
+                found.append(handle.wait(None if until is None else max(0.0, until - time.monotonic())))
+            except Exception as error:
+                if not handle.poll():  # it goes on; only this wait has been long enough
+                    raise
+                self._give_up(error)
+                if type(error) is Mismatch and self._what not in str(error):
+                    raise Mismatch(f"{error}. The tensors here are {self._what}", error.ranks) from None
+                raise
+        with self._lock:
+            if not self._made:
+                self._result, self._made = self._finish(found), True
+        return self._result  # type: ignore[return-value]
+
+    def _give_up(self, error: BaseException) -> None:
+        """End the rest, of which nobody else may know: where lists differ, so may the dtypes in them."""
+        for handle in self._handles:
+            if not handle.poll():
+                self._driver.give_up(handle, error)
+
+    def add_done_callback(self, callback: Callable[[Handle[T]], None]) -> None:
+        left = len(self._handles)
+
+        def one_ended(_: Handle[Any]) -> None:
+            nonlocal left
+            with self._lock:
+                left -= 1
+                last = not left
+            if last:
+                callback(self)
+
+        for handle in self._handles:
+            handle.add_done_callback(one_ended)
+
+    def __repr__(self) -> str:
+        return f"<Handle of {self.operation}: {'done' if self.poll() else 'in flight'}>"
 
 
 def _check(handle: object) -> None:

@@ -171,6 +171,8 @@ def submit(
     robust: Robust | None = None,
     encoded: Callable[[Operation], Encoded] | None = None,
     speaks: bool | None = None,
+    op: str = OP,
+    layout: int = 0,
 ) -> Handle[torch.Tensor]:
     """Begin a weighted average with a round as it is, for the public functions, optimizers and algorithms.
 
@@ -189,10 +191,12 @@ def submit(
         encoded: How the tensor travels, and what of it, if not as it is.
         speaks: Where agents may keep silent: this one does not. The tensor of one that does is zeros, and a header that
             says so is all that it sends.
+        op: What it is called.
+        layout: Of the tensors that are joined in it, where it is of several.
     """
-    tensor = check_tensor(OP, tensor, WEIGHABLE)
-    check_out(OP, out, tensor.shape, tensor.dtype)
-    agent.engine.entry.check_inside(OP)
+    tensor = check_tensor(op, tensor, WEIGHABLE)
+    check_out(op, out, tensor.shape, tensor.dtype)
+    agent.engine.entry.check_inside(op)
     static, known = agent.topology, mixing
     if known is None:
         known, form = static.mixing, "static"
@@ -228,12 +232,13 @@ def submit(
             robust=robust,
             encoded=how,
             speaks=speaks,
+            layout=layout,
         )
 
-    channel = channel_name(OP, name)
+    channel = channel_name(op, name)
     if form in _IN_STAGES:  # it cannot go on in the middle
-        return submit_to_all(agent.engine, OP, channel, steps, timeout, name is not None)
-    return agent.engine.submit(OP, channel, steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
+        return submit_to_all(agent.engine, op, channel, steps, timeout, name is not None)
+    return agent.engine.submit(op, channel, steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
 
 
 @dataclass(slots=True)
@@ -331,6 +336,7 @@ def _mix(
     robust: Robust | None = None,
     encoded: Encoded | None = None,
     speaks: bool | None = None,
+    layout: int = 0,
 ) -> Steps[torch.Tensor]:
     engine, silent = agent.engine, speaks is False
     if encoded is not None:
@@ -357,6 +363,8 @@ def _mix(
         nothing, destinations = [*destinations], {}
     if speaks is not None:
         digest ^= _MAY_BE_SILENT
+    if layout:
+        digest, digest_of = digest ^ layout, f"{digest_of}, or list of tensors (their number, shapes or dtypes)"
     sends = [Send(rank, published, 0, total, shape, weight) for rank, weight in destinations.items()]
     if encoded is not None:
         sends = encoded.shortened(engine, operation, sends)

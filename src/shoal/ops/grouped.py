@@ -1,0 +1,338 @@
+"""Several tensors in one call: one message to each neighbour for all of a dtype, and nothing else in it.
+
+A call of a small tensor costs its bookkeeping and not its bytes. The tensors of a group are joined in the order given,
+so the layout is the caller's, and the same on all agents; the sum of a number does not depend on what lies beside it,
+so the bits are those of single calls.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from ..arithmetic import complete
+from ..compression import Compressor
+from ..engine.discovery import submit_to_all
+from ..engine.operation import Handle, Operation, Steps
+from ..errors import Mismatch
+from ..transport.wire import DTYPES
+from ..world.agent import current
+from .arguments import WEIGHABLE, channel_name, check_gatherable, check_out, check_tensor, put, split_name
+from .collective import as_root, parts_of_all, reducible, spread, submit_allreduce
+from .encoded import encoded_by_call
+from .handles import HandleOfMany
+from .neighbor import Weights, mixing_of, submit
+
+Tensors = Sequence[torch.Tensor]
+_SHOWN = 4
+"""Tensors of a group that an error lists."""
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool = True,
+    name: str | None = None,
+    *,
+    op: str | None = None,
+    out: Tensors | None = None,
+    timeout: float | None = None,
+) -> list[torch.Tensor]:
+    """:func:`~shoal.allreduce` of several tensors at once, bit for bit.
+
+    Args:
+        tensors: As of single calls, of any shapes; as many, of the same shapes and dtypes in the same order, on all
+            agents. Those of a dtype travel as one.
+        average, name, op, timeout: As of a single call.
+        out: Take the results, one for each tensor.
+
+    Raises:
+        Mismatch: Agents' groups differ.
+    """
+    return grouped_allreduce_nonblocking(tensors, average, name, op=op, out=out, timeout=timeout).wait()
+
+
+def grouped_allreduce_nonblocking(
+    tensors: Tensors,
+    average: bool = True,
+    name: str | None = None,
+    *,
+    op: str | None = None,
+    out: Tensors | None = None,
+    timeout: float | None = None,
+) -> Handle[list[torch.Tensor]]:
+    """:func:`grouped_allreduce` without waiting. The tensors are copied now; ``out`` must not be touched until then."""
+    how = op if op is not None else ("average" if average else "sum")
+    called, agent = "grouped_allreduce", current("grouped_allreduce")
+    group = _Group(called, tensors, out, reducible(how))
+    return group.handle(
+        [
+            submit_allreduce(
+                agent,
+                flat,
+                how,
+                _numbered(name, number),
+                timeout=timeout,
+                op=called,
+                layout=group.digest,
+            )
+            for number, flat in enumerate(group.joined())
+        ]
+    )
+
+
+def grouped_neighbor_allreduce(
+    tensors: Tensors,
+    self_weight: float | str | None = None,
+    src_weights: Weights | None = None,
+    dst_weights: Weights | Iterable[int] | None = None,
+    *,
+    enable_topo_check: bool = True,
+    compression: Compressor | None = None,
+    name: str | None = None,
+    out: Tensors | None = None,
+    timeout: float | None = None,
+) -> list[torch.Tensor]:
+    """:func:`~shoal.neighbor_allreduce` of several tensors at once, bit for bit; compressed, they are one vector.
+
+    Args:
+        tensors, out: As of :func:`grouped_allreduce`; the same on both sides of an edge.
+        self_weight, src_weights, dst_weights, enable_topo_check, compression, name, timeout: As of a single call.
+
+    Raises:
+        Mismatch: The groups of two neighbours differ.
+    """
+    return grouped_neighbor_allreduce_nonblocking(
+        tensors,
+        self_weight,
+        src_weights,
+        dst_weights,
+        enable_topo_check=enable_topo_check,
+        compression=compression,
+        name=name,
+        out=out,
+        timeout=timeout,
+    ).wait()
+
+
+def grouped_neighbor_allreduce_nonblocking(
+    tensors: Tensors,
+    self_weight: float | str | None = None,
+    src_weights: Weights | None = None,
+    dst_weights: Weights | Iterable[int] | None = None,
+    *,
+    enable_topo_check: bool = True,
+    compression: Compressor | None = None,
+    name: str | None = None,
+    out: Tensors | None = None,
+    timeout: float | None = None,
+) -> Handle[list[torch.Tensor]]:
+    """:func:`grouped_neighbor_allreduce` without waiting. The tensors are copied now; ``out`` must not be touched."""
+    called, agent = "grouped_neighbor_allreduce", current("grouped_neighbor_allreduce")
+    self_weight, name = split_name(called, self_weight, name)
+    mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
+    group = _Group(called, tensors, out, WEIGHABLE)
+    joined = group.joined()
+    encoded = [
+        None if compression is None else encoded_by_call(called, flat, compression, agent.rank) for flat in joined
+    ]
+    return group.handle(
+        [
+            submit(
+                agent,
+                flat,
+                mixing,
+                form,
+                _numbered(name, number),
+                checked=enable_topo_check,
+                timeout=timeout,
+                fusible=False,
+                encoded=encoded[number],
+                op=called,
+                layout=group.digest,
+            )
+            for number, flat in enumerate(joined)
+        ]
+    )
+
+
+def grouped_broadcast(
+    tensors: Tensors,
+    root_rank: int,
+    name: str | None = None,
+    *,
+    out: Tensors | None = None,
+    timeout: float | None = None,
+) -> list[torch.Tensor]:
+    """The tensors of ``root_rank``, on every agent: :func:`~shoal.broadcast` of several at once, of whatever dtypes.
+
+    Args:
+        tensors: On the other agents they only say shapes and dtypes, which must be those of the root's.
+        root_rank, name, timeout: As of a single call.
+        out: Take the results, one for each tensor; ``tensors`` itself for those to change in place.
+
+    Raises:
+        Mismatch: Agents' groups, or roots, differ.
+    """
+    return grouped_broadcast_nonblocking(tensors, root_rank, name, out=out, timeout=timeout).wait()
+
+
+def grouped_broadcast_nonblocking(
+    tensors: Tensors,
+    root_rank: int,
+    name: str | None = None,
+    *,
+    out: Tensors | None = None,
+    timeout: float | None = None,
+) -> Handle[list[torch.Tensor]]:
+    """:func:`grouped_broadcast` without waiting."""
+    called, agent = "grouped_broadcast", current("grouped_broadcast")
+    root = as_root(called, root_rank, agent)
+    group = _Group(called, tensors, out, DTYPES)
+    mine = torch.cat([_bytes(one) for one in group.tensors] or [torch.empty(0, dtype=torch.uint8)])
+
+    def steps(operation: Operation) -> Steps[list[torch.Tensor]]:
+        shape = tuple(mine.shape)
+        data = yield from spread(agent, operation, mine, root, torch.uint8, shape, layout=group.digest)
+        return group.of_bytes(data)
+
+    channel = channel_name(called, name)
+    return group.handle([submit_to_all(agent.engine, called, channel, steps, timeout, name is not None)], whole=True)
+
+
+def grouped_allgather(tensors: Tensors, name: str | None = None, *, timeout: float | None = None) -> list[torch.Tensor]:
+    """:func:`~shoal.allgather` of several tensors at once, of whatever dtypes.
+
+    Args:
+        tensors: As of single calls: their first dimensions may differ between agents, the others not.
+        name, timeout: As of a single call.
+
+    Returns:
+        For each the tensors of all agents, joined along dimension 0 in rank order.
+
+    Raises:
+        Mismatch: Agents' groups differ in more than first dimensions.
+    """
+    return grouped_allgather_nonblocking(tensors, name, timeout=timeout).wait()
+
+
+def grouped_allgather_nonblocking(
+    tensors: Tensors, name: str | None = None, *, timeout: float | None = None
+) -> Handle[list[torch.Tensor]]:
+    """:func:`grouped_allgather` without waiting."""
+    called, agent = "grouped_allgather", current("grouped_allgather")
+    group = _Group(called, tensors, None, DTYPES)
+    for one in group.tensors:
+        check_gatherable(called, one)
+    rests = [(tuple(one.shape[1:]), one.dtype) for one in group.tensors]
+    row = [prod(rest) * dtype.itemsize for rest, dtype in rests]
+    says = [_crc(rests), *(len(one) for one in group.tensors)]
+    mine = torch.cat([torch.tensor(says).view(torch.uint8), *(_bytes(one) for one in group.tensors)])
+
+    def parts(operation: Operation, rank: int, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """What an agent has sent: how many rows of each, and their bytes."""
+        head = 8 * len(says)
+        told = data[:head].clone().view(torch.int64).tolist() if len(data) >= head else []
+        sizes = [rows * width for rows, width in zip(told[1:], row, strict=False)]
+        if told[:1] != says[:1] or min(told[1:], default=0) < 0 or head + sum(sizes) != len(data):
+            raise Mismatch(
+                f"{operation}: rank {rank} and rank {agent.rank} have a different list of tensors (their number, "
+                f"dtypes, or dimensions but the first). The tensors here are {group}",
+                (rank, agent.rank),
+            )
+        return list(zip(told[1:], torch.split(data[head:], sizes), strict=True))
+
+    def steps(operation: Operation) -> Steps[list[torch.Tensor]]:
+        arrived = yield from parts_of_all(agent, operation, mine)
+        payloads = {rank: message.payload for rank, message in arrived if message.payload is not None}
+        yield from complete(list(payloads.values()))
+        each = [parts(operation, rank, one.data) for rank, one in payloads.items()]
+        found = []
+        for like, (rest, dtype), pieces in zip(group.tensors, rests, zip(*each, strict=True), strict=True):
+            rows, data = zip(*pieces, strict=True)
+            found.append(torch.cat(data).view(dtype).view(sum(rows), *rest).to(like.device))
+        return found
+
+    channel = channel_name(called, name)
+    return group.handle([submit_to_all(agent.engine, called, channel, steps, timeout, name is not None)], whole=True)
+
+
+class _Group:
+    """The tensors of a call, and where their results go.
+
+    Attributes:
+        digest: Of all that must be the same on all agents.
+    """
+
+    def __init__(self, op: str, tensors: object, out: object, dtypes: tuple[torch.dtype, ...]) -> None:
+        self.tensors = [check_tensor(op, one, dtypes) for one in _listed(op, "tensors", tensors)]
+        self._out = None if out is None else _listed(op, "out", out)
+        if self._out is not None and len(self._out) != len(self.tensors):
+            raise ValueError(
+                f"{op}: {len(self._out)} tensors as out, for {len(self.tensors)} results; give one for each"
+            )
+        for one, place in zip(self.tensors, self._out or [], strict=False):
+            check_out(op, place, one.shape, one.dtype)
+        self.digest = _crc([(tuple(one.shape), one.dtype) for one in self.tensors])
+        self._dtypes = list(dict.fromkeys(one.dtype for one in self.tensors)) or [torch.float32]
+
+    def __str__(self) -> str:
+        shown = [f"{list(one.shape)} {str(one.dtype)[6:]}" for one in self.tensors[:_SHOWN]]
+        more = len(self.tensors) - len(shown)
+        return f"{len(self.tensors)}: {', '.join(shown)}" + (f" and {more} more" if more else "")
+
+    def joined(self) -> list[torch.Tensor]:
+        """Copies, ``[numel]``: one for each dtype."""
+        return [
+            torch.cat([one.detach().reshape(-1).cpu() for one in self.tensors if one.dtype == dtype])
+            if self.tensors
+            else torch.empty(0)
+            for dtype in self._dtypes
+        ]
+
+    def handle(self, handles: Sequence[Handle[Any]], whole: bool = False) -> Handle[list[torch.Tensor]]:
+        """Of the results of what has been begun: of the joined tensors; ``whole``: of the list."""
+        return HandleOfMany(handles, (lambda found: self._placed(found[0])) if whole else self._apart, str(self))
+
+    def _apart(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
+        results: list[torch.Tensor] = []
+        pieces = {
+            dtype: iter(torch.split(flat, [one.numel() for one in self.tensors if one.dtype == dtype]))
+            for dtype, flat in zip(self._dtypes, found, strict=True)
+        }
+        for one in self.tensors:
+            results.append(next(pieces[one.dtype]).view(one.shape))
+        return self._placed(results if self._out is not None else [one.clone() for one in results])
+
+    def of_bytes(self, data: torch.Tensor) -> list[torch.Tensor]:
+        pieces = torch.split(data, [one.nbytes for one in self.tensors])
+        return [piece.clone().view(one.dtype).view(one.shape) for one, piece in zip(self.tensors, pieces, strict=True)]
+
+    def _placed(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._out is None:
+            return [found.to(one.device) for found, one in zip(results, self.tensors, strict=True)]
+        for found, place in zip(results, self._out, strict=True):
+            put(found, place)
+        return list(self._out)
+
+
+def _listed(op: str, argument: str, tensors: object) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+        raise TypeError(f"{op}: {argument} must be a list of tensors, not {type(tensors).__name__}")
+    return list(tensors)
+
+
+def _numbered(name: str | None, number: int) -> str | None:
+    return f"{name}.{number}" if name is not None and number else name
+
+
+def _crc(layout: list[tuple[tuple[int, ...], torch.dtype]]) -> int:
+    return zlib.crc32(repr(layout).encode())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().view(-1).view(torch.uint8)

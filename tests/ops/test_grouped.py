@@ -1,0 +1,233 @@
+"""Groups: several tensors in one call, with the bits of single calls, in as few messages as dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+from shoal.compression import MinMaxUInt8
+from support.reference import same_bits
+from support.samples import ALL_DTYPES, WEIGHABLE, sample
+
+Fleets = Callable[..., shoal.Fleet]
+SHAPES: list[tuple[int, ...]] = [(3,), (), (2, 5), (0, 4), (70_001,), (1, 1, 3)]
+SIZES = [1, 2, 3, 4]
+
+
+def group(rank: int, dtypes: Any = (torch.float32, torch.float64, torch.bfloat16)) -> list[Tensor]:
+    return [sample(rank + 10 * i, shape, dtype) for dtype in dtypes for i, shape in enumerate(SHAPES)]
+
+
+def all_same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(same_bits, found, expected))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reductions_have_the_bits_of_single_calls(fleet: Fleets, size: int) -> None:
+    def run() -> bool:
+        tensors = group(shoal.rank())
+        before = [one.clone() for one in tensors]
+        found = shoal.grouped_allreduce(tensors)
+        same = all_same(found, [shoal.allreduce(one) for one in tensors]) and all_same(tensors, before)
+        for op in ("sum", "max"):
+            same = same and all_same(
+                shoal.grouped_allreduce(tensors, op=op), [shoal.allreduce(one, op=op) for one in tensors]
+            )
+        return same and shoal.grouped_allreduce([]) == []
+
+    assert all(fleet(size).run(run))
+
+
+def test_averages_with_neighbours_have_the_bits_of_single_calls_in_every_form(fleet: Fleets) -> None:
+    def run() -> list[bool]:
+        shoal.set_topology(shoal.RingGraph(4))
+        rank, tensors = shoal.rank(), group(shoal.rank(), WEIGHABLE)
+        ahead, behind = (rank + 1) % 4, (rank - 1) % 4
+        forms: list[dict[str, Any]] = [
+            {},
+            {"self_weight": 0.5, "src_weights": {behind: 0.5}, "dst_weights": {ahead: 1.0}},
+            {"self_weight": 0.5, "dst_weights": {ahead: 0.25}},
+            {"self_weight": 0.5, "src_weights": {behind: 0.5}},
+            {"self_weight": 0.5, "dst_weights": {ahead: 0.25}, "enable_topo_check": False},
+        ]
+        return [
+            all_same(
+                shoal.grouped_neighbor_allreduce(tensors, **form),
+                [shoal.neighbor_allreduce(one, **form) for one in tensors],
+            )
+            for form in forms
+        ]
+
+    assert fleet(4).run(run) == [[True] * 5] * 4
+
+
+def test_a_compressed_group_is_one_vector(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_COMPRESS_LOCALLY", "1")
+
+    def run() -> bool:
+        shoal.set_topology(shoal.RingGraph(3))
+        tensors = [sample(shoal.rank() + i, shape) for i, shape in enumerate([(30,), (4, 5), (1,)])]
+        whole = torch.cat([one.flatten() for one in tensors])
+        expected = shoal.neighbor_allreduce(whole, compression=MinMaxUInt8())
+        before = shoal.bytes_sent()
+        found = shoal.grouped_neighbor_allreduce(tensors, compression=MinMaxUInt8())
+        assert shoal.bytes_sent() - before == 2 * (51 + 8)
+        return same_bits(torch.cat([one.flatten() for one in found]), expected)
+
+    assert all(fleet(3).run(run))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcasts_and_gathers_of_every_dtype(fleet: Fleets, size: int) -> None:
+    def run() -> bool:
+        rank = shoal.rank()
+        tensors, root = group(rank, ALL_DTYPES), size - 1
+        found = shoal.grouped_broadcast(tensors, root)
+        same = all_same(found, group(root, ALL_DTYPES)) and all_same(tensors, group(rank, ALL_DTYPES))
+        rows = [sample(rank, (rank + i, 3), dtype) for i, dtype in enumerate(ALL_DTYPES)]
+        rows += [torch.ones(rank, 0), torch.ones(2, dtype=torch.bool)]
+        gathered = shoal.grouped_allgather(rows)
+        single = [shoal.allgather(one) for one in rows]
+        return same and all_same(gathered, single) and shoal.grouped_allgather([]) == shoal.grouped_broadcast([], 0)
+
+    assert all(fleet(size).run(run))
+
+
+def test_results_go_where_the_caller_wants_them(fleet: Fleets) -> None:
+    def run() -> bool:
+        rank = shoal.rank()
+        tensors = group(rank)
+        expected = [shoal.allreduce(one) for one in tensors]
+        out = [torch.empty_like(one) for one in tensors]
+        out[2] = torch.empty(5, 2).t()  # of other strides
+        found = shoal.grouped_allreduce(tensors, out=out)
+        assert all(one is place for one, place in zip(found, out, strict=True))
+        params = [torch.nn.Parameter(one) for one in group(rank)]
+        shoal.grouped_broadcast(params, 1, out=[one.data for one in params])
+        return all_same(out, expected) and all_same([one.data for one in params], group(1))
+
+    assert all(fleet(3).run(run))
+
+
+def test_a_group_is_one_message_of_each_dtype_to_each_neighbour(fleet: Fleets) -> None:
+    def run() -> list[tuple[str, int]]:
+        shoal.set_topology(shoal.RingGraph(3))
+        tensors = [torch.ones(7) for _ in range(40)] + [torch.ones(3, dtype=torch.float64)]
+        sent: list[tuple[str, int]] = []
+        stop = shoal.events().subscribe(lambda event: event.kind == "sent" and sent.append((event.name, event.nbytes)))
+        shoal.grouped_neighbor_allreduce(tensors, name="group")
+        shoal.grouped_allgather(tensors, name="rows")
+        stop()
+        return sorted(one for one in sent if one[0].startswith(("group", "rows")))
+
+    rows = 8 * 42 + 4 * 280 + 24
+    expected = [("group", 4 * 280)] * 2 + [("group.1", 24)] * 2 + [("rows", rows)] * 2
+    assert fleet(3).run(run) == [expected] * 3
+
+
+def test_nonblocking_calls_go_on_in_any_order_and_call_back_once(fleet: Fleets) -> None:
+    def run() -> tuple[bool, int]:
+        rank, called = shoal.rank(), []
+        tensors = group(rank)
+        names = ["a", "b", "c"]
+        handles = {}
+        for name in names if rank else reversed(names):
+            handles[name] = shoal.grouped_allreduce_nonblocking(tensors, name=name)
+            handles[name].add_done_callback(called.append)
+        for one in tensors:
+            one.zero_()  # they have been copied
+        single = [shoal.allreduce(one) for one in group(rank)]
+        same = all(all_same(shoal.wait(handles[name]), single) for name in names)
+        assert all(shoal.poll(handle) for handle in handles.values())
+        assert all_same(handles["a"].wait(), handles["a"].wait())
+        assert "grouped_allreduce (average) 'a'" in repr(handles["a"]) and "done" in repr(handles["a"])
+        shoal.barrier()
+        return same, len(called)
+
+    assert fleet(3).run(run) == [(True, 3)] * 3
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "neighbor", "broadcast", "allgather"])
+@pytest.mark.parametrize("change", ["shape", "number", "dtype", "order"])
+def test_groups_that_differ_are_named_with_what_is_in_them_and_the_next_call_works(
+    fleet: Fleets, kind: str, change: str
+) -> None:
+    call: Callable[..., list[Tensor]] = {
+        "allreduce": shoal.grouped_allreduce,
+        "neighbor": shoal.grouped_neighbor_allreduce,
+        "broadcast": lambda tensors, **named: shoal.grouped_broadcast(tensors, 0, **named),
+        "allgather": shoal.grouped_allgather,
+    }[kind]
+
+    def run() -> str:
+        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        tensors = [torch.ones(2, 6), torch.ones(4, 3), torch.ones(5)]
+        if shoal.rank() == 1:
+            tensors = {
+                "shape": [torch.ones(2, 3, 2), torch.ones(4, 3), torch.ones(5)],
+                "number": [torch.ones(2, 6), torch.ones(4, 3), torch.ones(2), torch.ones(3)],
+                "dtype": [torch.ones(2, 6), torch.ones(4, 3), torch.ones(5, dtype=torch.float64)],
+                "order": [torch.ones(4, 3), torch.ones(2, 6), torch.ones(5)],
+            }[change]
+        said = ""
+        try:
+            call(tensors, name="differs")
+        except shoal.Mismatch as error:
+            said = str(error)
+            assert 1 in error.ranks, error
+        shoal.barrier()
+        assert len(call([torch.ones(3), torch.ones(2, 2)])) == 2
+        return said
+
+    found = fleet(3).run(run)
+    for rank in (0, 2) if kind != "broadcast" else (1,):
+        assert f"grouped_{'neighbor_allreduce' if kind == 'neighbor' else kind}" in found[rank], found
+        assert "list of tensors" in found[rank] or change == "dtype", found
+        assert "The tensors here are" in found[rank], found
+    assert "The tensors here are" in found[1], found
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent(fleet: Fleets) -> None:
+    def run() -> None:
+        one = torch.ones(2)
+        with pytest.raises(TypeError, match="grouped_allreduce: tensors must be a list of tensors, not Tensor"):
+            shoal.grouped_allreduce(one)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"takes a torch\.Tensor, not float"):
+            shoal.grouped_broadcast([one, 3.0], 0)  # type: ignore[list-item]
+        with pytest.raises(TypeError, match=r"takes .* not int64"):
+            shoal.grouped_allreduce([one, torch.ones(2, dtype=torch.int64)])
+        with pytest.raises(ValueError, match="op='mean'; it may be one of"):
+            shoal.grouped_allreduce([one], op="mean")
+        with pytest.raises(ValueError, match="1 tensors as out, for 2 results"):
+            shoal.grouped_allreduce([one, one], out=[one])
+        with pytest.raises(ValueError, match=r"out has shape \[3\]"):
+            shoal.grouped_allreduce([one], out=[torch.ones(3)])
+        with pytest.raises(ValueError, match="root_rank=7 is no rank"):
+            shoal.grouped_broadcast([one], 7)
+        with pytest.raises(ValueError, match="0-dimensional"):
+            shoal.grouped_allgather([torch.tensor(1.0)])
+        with pytest.raises(ValueError, match="give self_weight together"):
+            shoal.grouped_neighbor_allreduce([one], src_weights={0: 1.0})
+        assert len(shoal.grouped_allreduce([one])) == 1
+
+    fleet(2).run(run)
+
+
+def test_a_group_waits_no_longer_than_it_is_told(fleet: Fleets) -> None:
+    def run() -> None:
+        if shoal.rank() == 0:
+            handle = shoal.grouped_allreduce_nonblocking([torch.ones(2), torch.ones(2, dtype=torch.float64)], name="x")
+            with pytest.raises(shoal.DeadlineExceeded, match="it waits for ranks"):
+                handle.wait(0.05)
+            shoal.barrier()
+            assert handle.wait()[1].tolist() == [1.0, 1.0]
+        else:
+            shoal.barrier()
+            shoal.grouped_allreduce([torch.ones(2), torch.ones(2, dtype=torch.float64)], name="x")
+
+    fleet(2).run(run)
