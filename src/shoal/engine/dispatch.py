@@ -15,6 +15,7 @@ from .lifecycle import Lifecycle
 from .matching import Matcher, MatchResult
 from .outbox import Outbox
 from .services import Services
+from .stalls import DOING, Stalls
 from .watchdog import ALIVE, Watchdog
 
 
@@ -30,6 +31,7 @@ class Dispatch:
         fusion: Fusion,
         failures: Failures,
         watchdog: Watchdog,
+        stalls: Stalls,
         services: Services,
         events: Events,
     ) -> None:
@@ -40,6 +42,7 @@ class Dispatch:
         self._fusion = fusion
         self._failures = failures
         self._watchdog = watchdog
+        self._stalls = stalls
         self._services = services
         self._events = events
 
@@ -127,6 +130,9 @@ class Dispatch:
         if message.name == ALIVE:
             self._outbox.deny(source, message, 0)
             return
+        if message.name == DOING:
+            self._stalls.answer(source)
+            return
         if self._services.of(message) is not None:  # it answers when it can
             return
         result, operation = self._matcher.match(message)
@@ -140,6 +146,9 @@ class Dispatch:
     def _on_deny(self, source: int, message: Message) -> None:
         if message.name == ALIVE:
             self._watchdog.answered(source)
+            return
+        if message.name == DOING:
+            self._stalls.heard(source, message.text)
             return
         result, operation = self._matcher.match(message)
         stage = operation.stage if operation else None

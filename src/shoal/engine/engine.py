@@ -55,7 +55,8 @@ from .reunion import WORD as TOGETHER
 from .reunion import Reunion
 from .seconds import as_seconds
 from .services import Services
-from .watchdog import STALL_AFTER, Watchdog
+from .stalls import Stalls
+from .watchdog import Watchdog
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -133,7 +134,8 @@ class Engine:
         )
         self.entry = Entry(rank, size, progress, matcher, membership, router, outbox, agreement, failures, send)
         self.watchdog = watchdog = Watchdog(rank, lifecycle, matcher, membership, outbox, failures, agreement)
-        self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, watchdog, services, events)
+        self.stalls = stalls = Stalls(rank, matcher, membership, outbox)
+        self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, watchdog, stalls, services, events)
         router.deliver_to(self.dispatch)
         self.reunion = Reunion(
             rank, size, progress, membership, router, outbox, lifecycle.gate, agreement, self.entry, send
@@ -259,7 +261,7 @@ class Engine:
         with held, self.lock:
             entry.ask()
             self.poller.wake()
-        while not progress.drive_until(lambda: not entry.waits, min(limit, time.monotonic() + STALL_AFTER)):
+        while not progress.drive_until(lambda: not entry.waits, min(limit, time.monotonic() + self.stalls.after)):
             held.checkpoint()
             if progress.stopped:
                 raise NotInitialized("this agent has shut down; call shoal.init() first")
@@ -352,6 +354,7 @@ class Engine:
                 self.fusion.check(now),
                 *(service.check(now) for service in self.services.all()),
                 self.watchdog.check(now),
+                self.stalls.check(now),
                 self.router.next_check,
             )
         except Exception as error:

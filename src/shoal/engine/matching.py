@@ -7,6 +7,7 @@ has made the call waits; what comes for a call that has ended here without expec
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from enum import Enum, auto
@@ -110,6 +111,9 @@ class Matcher:
 
     Of a name that is not in use only the number of its rounds is kept, for good: it tells an agent that has skipped a
     call from one that has not made it yet.
+
+    Attributes:
+        ended_last: Operation, name and round of the one that ended last, and when; no operation if none has.
     """
 
     def __init__(self) -> None:
@@ -121,6 +125,7 @@ class Matcher:
         self._asked: dict[int, Budget] = defaultdict(lambda: Budget("questions for calls that this agent has not made"))
         # Why they failed, and whether by an error of this agent's own, of which the others have none.
         self._tombstones: OrderedDict[Key, tuple[str, bool]] = OrderedDict()
+        self.ended_last = "", "", 0, 0.0
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
         """The next round of a name. ``alone`` refuses it while another of its kind is in flight."""
@@ -285,6 +290,7 @@ class Matcher:
     def end(self, operation: Operation, error: BaseException | None) -> tuple[list[tuple[int, Message]], list[Ask]]:
         """Close the book on a round: the messages and the questions that nothing will take up any more."""
         key = (operation.name, operation.round)
+        self.ended_last = operation.op, operation.name, operation.round, time.monotonic()
         self._channels[operation.name].active.pop(operation.round, None)
         if error is not None:
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]

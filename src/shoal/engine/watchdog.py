@@ -1,4 +1,4 @@
-"""How long an operation waits, and what it does meanwhile: it asks, then reports, then gives up.
+"""How long an operation waits, and what it does meanwhile: it asks, and then it gives up (``stalls.py`` reports it).
 
 Where agents are to be dropped that do not answer (``SHOAL_DROP_AFTER``), it also asks whoever is waited for whether it
 lives. The thread that drives answers that whatever the script does, so that a long evaluation is waited for; who is
@@ -8,7 +8,6 @@ blamed for it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 
 from ..errors import DeadlineExceeded
@@ -20,12 +19,6 @@ from .matching import Matcher
 from .membership import Membership
 from .operation import Operation
 from .outbox import Outbox
-
-log = logging.getLogger("shoal")
-
-STALL_AFTER = 30.0
-"""Seconds after which a report says who is missing."""
-
 
 ALIVE = "~alive"
 """The name under which agents ask each other whether they live."""
@@ -69,7 +62,7 @@ class Watchdog:
                 self._lifecycle.fail(operation, self._overdue(operation))
             else:
                 due = operation.deadline  # also while it computes: it may have to wait for more afterwards
-                following = min(following, due, self._ask(operation, now), self._report(operation, now))
+                following = min(following, due, self._ask(operation, now))
         return following if self.drop_after == float("inf") else min(following, self._drop_who_is_silent(now))
 
     def answered(self, rank: int) -> None:
@@ -123,23 +116,6 @@ class Watchdog:
         for source in stage.missing:
             question = Message(Kind.ASK, operation.op, operation.name, operation.round, stage.number)
             self._outbox.say(source, question)
-        return operation.deadline
-
-    def _report(self, operation: Operation, now: float) -> float:
-        """Say in the log who is missing."""
-        if operation.stalled:
-            return operation.deadline
-        if now < operation.started + STALL_AFTER:
-            return operation.started + STALL_AFTER
-        operation.stalled = True
-        log.warning(
-            "%s on rank %d has waited %.0f s for ranks %s; it gives up after %.0f s",
-            operation,
-            self._rank,
-            now - operation.started,
-            operation.waiting_for,
-            operation.timeout,
-        )
         return operation.deadline
 
     def _overdue(self, operation: Operation) -> DeadlineExceeded:

@@ -21,6 +21,7 @@ import networkx as nx
 
 from ..engine.engine import Engine
 from ..engine.operation import Operation, Steps
+from ..engine.stalls import STALL_AFTER
 from ..errors import Mismatch, NotInitialized, ShoalError
 from ..interrupts import held
 from ..transport.place import Endpoint, Place
@@ -76,6 +77,8 @@ def init(
         the certificates in the folder ``SHOAL_CERTIFICATES``. ``SHOAL_ON_LOSS``: ``raise`` or ``continue``.
         ``SHOAL_DROP_AFTER``: seconds after which an agent that does not answer (stopped, hung, cut off) counts as lost;
         if unset it is waited for until the deadline of what needs it. An agent that computes answers.
+        ``SHOAL_STALL_SECONDS``: after so long (30) a call that waits is reported in the log, with what those are doing
+        that it waits for; ``inf`` for never.
         ``SHOAL_INCARNATION``: how often this agent was started again while the others went on; more than 0 asks them to
         let it in. ``SHOAL_ENTRY_TIMEOUT``: seconds for which it waits for that (3600). ``SHOAL_BEGIN_WITH``: how many
         agents the run begins with, if not all; the others may join, each with ``SHOAL_INCARNATION=1``.
@@ -201,12 +204,13 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     on_partition = _one_of("SHOAL_ON_PARTITION", CONTINUE, STOP)
     finite, locally = _flag("SHOAL_CHECK_FINITE"), _flag("SHOAL_COMPRESS_LOCALLY")
     drop_after = _seconds("SHOAL_DROP_AFTER", float("inf"))
+    stall_seconds = _seconds("SHOAL_STALL_SECONDS", STALL_AFTER)
     certificates = certificates_of(launch.rank)
     _check_room(mine, launch, on_loss)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
     engine.entry.be_patient(_seconds("SHOAL_ENTRY_TIMEOUT", ENTRY_TIMEOUT))
     engine.publisher.finite, engine.compresses_locally = finite, locally
-    engine.watchdog.drop_after = drop_after
+    engine.watchdog.drop_after, engine.stalls.after = drop_after, stall_seconds
     engine.router.certificates = certificates
     if on_loss == CONTINUE:
         engine.survive_losses(on_partition == STOP)

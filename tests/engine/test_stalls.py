@@ -1,0 +1,130 @@
+"""Who waits for long says so in the log: for whom, since when, and what those say that they do."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shoal
+from support.fault_points import over_both
+from support.world import World
+
+Fleets = Callable[..., shoal.Fleet]
+AFTER = 0.3
+
+
+def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "shoal"]
+
+
+def test_it_is_said_for_whom_and_what_those_do(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 2 computes, rank 1 waits for it, and rank 0 waits for rank 1."""
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", str(AFTER))
+    caplog.set_level(logging.WARNING, "shoal")
+
+    def run() -> None:
+        rank = shoal.rank()
+        shoal.allreduce(torch.ones(1), name="before")
+        if rank == 2:
+            time.sleep(4 * AFTER)
+        if rank:
+            shoal.pair_gossip(torch.ones(1), 3 - rank)
+        if rank < 2:
+            shoal.pair_gossip(torch.ones(1), 1 - rank)
+        shoal.barrier()
+
+    fleet(3).run(run)
+    found = heard(caplog)
+    waits = [one for one in found if "on rank 0 has waited" in one]
+    assert len(waits) == 1 and "pair_gossip round 0 on rank 0 has waited 0.3" in waits[0], found
+    assert "for ranks [1]; it gives up after 20 s" in waits[0]
+    assert any(
+        one.startswith("rank 1, for which rank 0 waits: it waits in pair_gossip round 0 for ranks [2], since 0.3")
+        for one in found
+    ), found
+    assert any(
+        one.startswith("rank 2, for which rank 1 waits: it waits in no call of Shoal's, so its script does something")
+        and "the last that ended was allreduce (average) 'before' round 0, " in one
+        for one in found
+    ), found
+    assert not any("does not answer" in one for one in found)
+
+
+def test_many_that_wait_are_one_report_and_each_is_reported_once(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", str(AFTER))
+    caplog.set_level(logging.WARNING, "shoal")
+
+    def run() -> None:
+        if shoal.rank() == 0:
+            handles = [shoal.allreduce_nonblocking(torch.ones(1), name=f"call {i}") for i in range(20)]
+            time.sleep(0.01)
+        else:
+            time.sleep(AFTER + 1.5)
+            handles = [shoal.allreduce_nonblocking(torch.ones(1), name=f"call {i}") for i in range(20)]
+        for handle in handles:
+            handle.wait()
+
+    fleet(2).run(run)
+    reports = [one for one in heard(caplog) if "on rank 0 has waited" in one]
+    assert 1 <= len(reports) <= 2, reports  # the first to be due, and what is due a second later
+    assert "'call 0' round 0" in reports[0] and re.search(r" and 1?\d more on rank 0", " ".join(reports)), reports
+    assert len([one for one in heard(caplog) if "rank 1, for which rank 0 waits" in one]) <= len(reports)
+
+
+def test_nobody_is_reported_who_waits_for_less(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", "inf")
+    caplog.set_level(logging.WARNING, "shoal")
+
+    def run() -> None:
+        if shoal.rank():
+            time.sleep(2 * AFTER)
+        shoal.barrier()
+
+    fleet(2).run(run)
+    assert heard(caplog) == []
+
+
+def reports_of_a_barrier() -> list[str]:
+    """What this agent says in the log while it waits in a barrier."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shoal").addHandler(handler)
+    try:
+        shoal.barrier()
+    finally:
+        logging.getLogger("shoal").removeHandler(handler)
+    return found
+
+
+@over_both
+def test_one_that_is_stopped_does_not_answer(environment: dict[str, str]) -> None:
+    with World(2, environment=environment | {"SHOAL_STALL_SECONDS": str(AFTER)}) as world:
+        world.results(shoal.barrier)
+        world.kill(1, signal.SIGSTOP)
+        waiting = world.run_on(0, reports_of_a_barrier)
+        time.sleep(AFTER + 3.0)
+        world.kill(1, signal.SIGCONT)
+        world.results(shoal.barrier, on=[1])
+        found = waiting.outcome().value
+    assert any("barrier round 1 on rank 0 has waited" in one and "for ranks [1]" in one for one in found), found
+    assert "rank 1 does not answer rank 0: it is stopped, hung, or cut off" in found
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
+def test_what_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", text)
+    with pytest.raises(ValueError, match=r"SHOAL_STALL_SECONDS=.*must be a positive number of seconds"):
+        shoal.Fleet(2).run(shoal.barrier)
