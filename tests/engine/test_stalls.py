@@ -16,7 +16,7 @@ from support.fault_points import over_both
 from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]
-AFTER = 0.3
+AFTER = 0.8
 
 
 def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -43,18 +43,17 @@ def test_it_is_said_for_whom_and_what_those_do(
 
     fleet(3).run(run)
     found = heard(caplog)
-    waits = [one for one in found if "on rank 0 has waited" in one]
-    assert len(waits) == 1 and "pair_gossip round 0 on rank 0 has waited 0.3" in waits[0], found
-    assert "for ranks [1]; it gives up after 20 s" in waits[0]
-    assert any(
-        one.startswith("rank 1, for which rank 0 waits: it waits in pair_gossip round 0 for ranks [2], since 0.3")
-        for one in found
-    ), found
-    assert any(
-        one.startswith("rank 2, for which rank 1 waits: it waits in no call of Shoal's, so its script does something")
-        and "the last that ended was allreduce (average) 'before' round 0, " in one
-        for one in found
-    ), found
+    waits = [
+        one for one in found if re.match(r"pair_gossip round 0 on rank 0 has waited [\d.]+ s for ranks \[1\]", one)
+    ]
+    assert len(waits) == 1 and waits[0].endswith("; it gives up after 20 s"), found
+    says = r"rank 1, for which rank 0 waits: it waits in pair_gossip round 0 for ranks \[2\], since [\d.]+ s; "
+    assert any(re.match(says, one) for one in found), found
+    says = (
+        r"rank 2, for which rank 1 waits: it waits in no call of Shoal's, so its script does something else; "
+        r"the last that ended was allreduce \(average\) 'before' round 0, [\d.]+ s ago"
+    )
+    assert any(re.match(says, one) for one in found), found
     assert not any("does not answer" in one for one in found)
 
 
@@ -76,7 +75,7 @@ def test_many_that_wait_are_one_report_and_each_is_reported_once(
 
     fleet(2).run(run)
     reports = [one for one in heard(caplog) if "on rank 0 has waited" in one]
-    assert 1 <= len(reports) <= 2, reports  # the first to be due, and what is due a second later
+    assert 1 <= len(reports) <= 3, reports  # the first to be due, and what is due a second later
     assert "'call 0' round 0" in reports[0] and re.search(r" and 1?\d more on rank 0", " ".join(reports)), reports
     assert len([one for one in heard(caplog) if "rank 1, for which rank 0 waits" in one]) <= len(reports)
 
@@ -93,7 +92,7 @@ def test_nobody_is_reported_who_waits_for_less(
         shoal.barrier()
 
     fleet(2).run(run)
-    assert heard(caplog) == []
+    assert [one for one in heard(caplog) if "has waited" in one] == []
 
 
 def reports_of_a_barrier() -> list[str]:
@@ -115,7 +114,7 @@ def test_one_that_is_stopped_does_not_answer(environment: dict[str, str]) -> Non
         world.results(shoal.barrier)
         world.kill(1, signal.SIGSTOP)
         waiting = world.run_on(0, reports_of_a_barrier)
-        time.sleep(AFTER + 3.0)
+        time.sleep(AFTER + 5.0)
         world.kill(1, signal.SIGCONT)
         world.results(shoal.barrier, on=[1])
         found = waiting.outcome().value
