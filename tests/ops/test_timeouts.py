@@ -90,6 +90,9 @@ def calls_with_a_timeout(folder: Path) -> Calls:
     for name in ("allreduce", "broadcast", "allgather", "neighbor_allgather", "neighbor_allreduce", "pair_gossip"):
         arguments = {"broadcast": [x, 0], "pair_gossip": [x, other]}.get(name, [x])
         _with_variants(calls, name, *arguments)
+    for name in ("grouped_allreduce", "grouped_neighbor_allreduce", "grouped_allgather"):
+        _with_variants(calls, name, [x])
+    _with_variants(calls, "grouped_broadcast", [x], 0)
     for name in ("win_put", "win_accumulate", "win_get"):
         _with_variants(calls, name, x, "x")
         _with_variants(calls, f"neighbor_{name}", x, "x")

@@ -207,7 +207,7 @@ def test_averages_of_all_and_of_machines() -> None:
     assert torch.allclose(mix.average(x), x.mean(0).expand(6, 4), rtol=0, atol=1e-15)
     expected = torch.cat([x[:3].mean(0).expand(3, 4), x[3:].mean(0).expand(3, 4)])
     assert torch.allclose(mix.average(x, "machine"), expected, rtol=0, atol=1e-15)
-    with pytest.raises(ValueError, match="pass 'all' or 'machine'"):
+    with pytest.raises(ValueError, match="pass 'all', 'machine' or 'counterparts'"):
         mix.average(x, "machines")
 
 

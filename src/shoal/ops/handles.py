@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..engine.operation import Handle
+from ..engine.seconds import as_seconds
 from ..errors import Mismatch
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class HandleOfMany(Handle[T]):
         return all(handle.poll() for handle in self._handles)
 
     def wait(self, timeout: float | None = None) -> T:
-        until = None if timeout is None else time.monotonic() + timeout
+        until = None if timeout is None else time.monotonic() + as_seconds(timeout, 0.0, zero=True)
         found = []
         for handle in self._handles:
             try:
