@@ -13,6 +13,8 @@ from ..topology._validate import as_int
 from ..transport.wire import DTYPES, Message, Payload
 from ..world.agent import Agent
 
+LAYOUT = "list of tensors (their number, shapes or dtypes)"
+"""What agents disagree on whose groups differ."""
 WEIGHABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 

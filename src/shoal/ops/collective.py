@@ -21,6 +21,7 @@ from ..transport.link import Published
 from ..transport.wire import DTYPES, Kind, Message, Payload
 from ..world.agent import Agent, current
 from .arguments import (
+    LAYOUT,
     WEIGHABLE,
     Result,
     channel_name,
@@ -34,7 +35,6 @@ from .arguments import (
 
 DIRECT_BYTES = 1 << 13
 """Tensors up to this size are sent to everybody whole."""
-_LAYOUT = "list of tensors (their number, shapes or dtypes)"
 
 
 def allreduce(
@@ -191,7 +191,7 @@ def reduced(
     others = [rank for rank in group if rank != agent.rank]
     if total * tensor.element_size() <= DIRECT_BYTES or not others:
         sends = [Send(rank, published, 0, total, shape) for rank in others]
-        arrived = yield Exchange(sends, others, tensor.dtype, shape, digest=layout, digest_of=_LAYOUT)
+        arrived = yield Exchange(sends, others, tensor.dtype, shape, digest=layout, digest_of=LAYOUT)
         result = Result(agent, out, tensor, shape)
         payloads = [payload(arrived, rank) for rank in others]
         yield from reduce(result.flat, how, published.data, group.index(agent.rank), payloads)
@@ -222,7 +222,7 @@ def reduce_scatter(
         data.dtype,
         (stop - start,),
         digest=layout or shape_digest(shape),
-        digest_of=_LAYOUT if layout else "shape",
+        digest_of=LAYOUT if layout else "shape",
     )
     mine = agent.engine.pool.empty((stop - start,), data.dtype)
     yield from reduce(mine, how, data[start:stop], position, [payload(arrived, rank) for rank in others])
@@ -335,7 +335,7 @@ def spread(
         raise PeerLost(f"{operation} on rank {agent.rank}: its root, rank {root}, is gone", (root,))
     size, first = len(group), group.index(root)
     relative = (group.index(agent.rank) - first) % size
-    digest, digest_of = root ^ layout, "root rank" + (f" or {_LAYOUT}" if layout else "")
+    digest, digest_of = root ^ layout, "root rank" + (f" or {LAYOUT}" if layout else "")
     depth = relative.bit_count()
     lowest = relative & -relative if relative else 1 << (size - 1).bit_length()
     if relative:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 
@@ -68,7 +67,7 @@ def grouped_allreduce_nonblocking(
     how = op if op is not None else ("average" if average else "sum")
     called, agent = "grouped_allreduce", current("grouped_allreduce")
     group = _Group(called, tensors, out, reducible(how))
-    return group.handle(
+    return group.of_joined(
         [
             submit_allreduce(
                 agent,
@@ -139,7 +138,7 @@ def grouped_neighbor_allreduce_nonblocking(
     encoded = [
         None if compression is None else encoded_by_call(called, flat, compression, agent.rank) for flat in joined
     ]
-    return group.handle(
+    return group.of_joined(
         [
             submit(
                 agent,
@@ -200,7 +199,7 @@ def grouped_broadcast_nonblocking(
         return group.of_bytes(data)
 
     channel = channel_name(called, name)
-    return group.handle([submit_to_all(agent.engine, called, channel, steps, timeout, name is not None)], whole=True)
+    return group.of_list(submit_to_all(agent.engine, called, channel, steps, timeout, name is not None))
 
 
 def grouped_allgather(tensors: Tensors, name: str | None = None, *, timeout: float | None = None) -> list[torch.Tensor]:
@@ -240,7 +239,7 @@ def grouped_allgather_nonblocking(
         if told[:1] != says[:1] or min(told[1:], default=0) < 0 or head + sum(sizes) != len(data):
             raise Mismatch(
                 f"{operation}: rank {rank} and rank {agent.rank} have a different list of tensors (their number, "
-                f"dtypes, or dimensions but the first). The tensors here are {group}",
+                "dtypes, or dimensions but the first)",
                 (rank, agent.rank),
             )
         return list(zip(told[1:], torch.split(data[head:], sizes), strict=True))
@@ -257,7 +256,7 @@ def grouped_allgather_nonblocking(
         return found
 
     channel = channel_name(called, name)
-    return group.handle([submit_to_all(agent.engine, called, channel, steps, timeout, name is not None)], whole=True)
+    return group.of_list(submit_to_all(agent.engine, called, channel, steps, timeout, name is not None))
 
 
 class _Group:
@@ -293,9 +292,13 @@ class _Group:
             for dtype in self._dtypes
         ]
 
-    def handle(self, handles: Sequence[Handle[Any]], whole: bool = False) -> Handle[list[torch.Tensor]]:
-        """Of the results of what has been begun: of the joined tensors; ``whole``: of the list."""
-        return HandleOfMany(handles, (lambda found: self._placed(found[0])) if whole else self._apart, str(self))
+    def of_joined(self, handles: list[Handle[torch.Tensor]]) -> Handle[list[torch.Tensor]]:
+        """The results, of those of :meth:`joined`."""
+        return HandleOfMany(handles, self._apart, str(self))
+
+    def of_list(self, handle: Handle[list[torch.Tensor]]) -> Handle[list[torch.Tensor]]:
+        """The results, of one operation that gives them all."""
+        return HandleOfMany([handle], lambda found: self._placed(found[0]), str(self))
 
     def _apart(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
         results: list[torch.Tensor] = []

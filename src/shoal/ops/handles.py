@@ -43,7 +43,7 @@ class HandleOfMany(Handle[T]):
                 if not handle.poll():  # it goes on; only this wait has been long enough
                     raise
                 self._give_up(error)
-                if type(error) is Mismatch and self._what not in str(error):
+                if type(error) is Mismatch:
                     raise Mismatch(f"{error}. The tensors here are {self._what}", error.ranks) from None
                 raise
         with self._lock:

@@ -25,6 +25,7 @@ from ..engine.publishing import PUBLISH_BYTES
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
 from .arguments import (
+    LAYOUT,
     WEIGHABLE,
     Result,
     channel_name,
@@ -364,7 +365,7 @@ def _mix(
     if speaks is not None:
         digest ^= _MAY_BE_SILENT
     if layout:
-        digest, digest_of = digest ^ layout, f"{digest_of}, or list of tensors (their number, shapes or dtypes)"
+        digest, digest_of = digest ^ layout, f"{digest_of}, or {LAYOUT}"
     sends = [Send(rank, published, 0, total, shape, weight) for rank, weight in destinations.items()]
     if encoded is not None:
         sends = encoded.shortened(engine, operation, sends)
