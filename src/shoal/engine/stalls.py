@@ -21,7 +21,7 @@ STALL_AFTER = 30.0
 """Seconds after which an operation that waits is reported, unless ``SHOAL_STALL_SECONDS`` says otherwise."""
 DOING = "~doing"
 """The name under which agents ask each other what they do."""
-TOGETHER = 1.0
+BETWEEN_REPORTS = 1.0
 """Seconds between two reports at least: what else is due meanwhile is in the next."""
 ANSWER_WITHIN = 2.0
 """Seconds after which it is reported that an agent does not answer."""
@@ -55,7 +55,7 @@ class Stalls:
                 operation.stalled = True
                 stalled.append(operation)
         if stalled:
-            self._not_before = now + TOGETHER
+            self._not_before = now + BETWEEN_REPORTS
             self._report(stalled, now)
         for rank, when in list(self._asked.items()):
             due = when + ANSWER_WITHIN
@@ -72,13 +72,13 @@ class Stalls:
         others = f" and {len(stalled) - 1} more" if len(stalled) > 1 else ""
         ranks = sorted({rank for one in stalled for rank in one.waiting_for})
         log.warning(
-            "%s%s on rank %d has waited %.3g s for ranks %s; it gives up after %.3g s",
+            "%s%s on rank %d has waited %s for ranks %s; it gives up after %s",
             first,
             others,
             self._rank,
-            now - first.started,
+            _seconds(now - first.started),
             ranks,
-            first.timeout,
+            _seconds(first.timeout),
         )
         for rank in ranks:
             if rank in self._membership.view.alive and rank not in self._asked and rank != self._rank:
@@ -104,10 +104,15 @@ class Stalls:
         if waiting:
             first = min(waiting, key=lambda one: one.started)
             more = f", and in {len(waiting) - 1} more" if len(waiting) > 1 else ""
-            found = f"it waits in {first} for ranks {first.waiting_for}, since {now - first.started:.3g} s{more}"
+            found = f"it waits in {first} for ranks {first.waiting_for}, since {_seconds(now - first.started)}{more}"
         else:
             found = "it waits in no call of Shoal's, so its script does something else"
         op, name, round_, ended = self._matcher.ended_last
         if op:
-            found += f"; the last that ended was {describe(op, name, round_)}, {now - ended:.3g} s ago"
+            found += f"; the last that ended was {describe(op, name, round_)}, {_seconds(now - ended)} ago"
         return found
+
+
+def _seconds(seconds: float) -> str:
+    """Three digits of a short time, and whole seconds of a long one."""
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
