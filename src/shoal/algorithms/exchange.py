@@ -152,7 +152,7 @@ class Exchange(Mix):
         self.exchanges += 1
         self.sent += messages.nbytes if nbytes is None else nbytes * len(ranks)
         agent = current("neighbor_alltoall")
-        return submit_alltoall(agent, messages, ranks, f"{self._name} edges", own_for_lost=True).wait()
+        return submit_alltoall(agent, messages, ranks, f"{self._name} edges", own_for_lost=True, everybody=True).wait()
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
         signs = [1.0 if self.rank < one else -1.0 for one in self._neighbours]

@@ -69,6 +69,7 @@ def submit_to_all(
     timeout: float | None = None,
     alone: bool = True,
     take: Callable[[torch.Tensor], T] | None = None,
+    background: bool = False,
 ) -> Handle[T]:
     """Begin an operation that gives all agents the same; see :meth:`Engine.submit`.
 
@@ -76,7 +77,7 @@ def submit_to_all(
     the others have what that one has. It is handed on where ``take`` says how; else it ends only when all have it.
 
     Args:
-        engine, op, name, steps, timeout, alone: As there.
+        engine, op, name, steps, timeout, alone, background: As there.
         take: Makes the result from that of another agent: a tensor, or of no numbers where there is nothing to hand on.
             Only where nobody ends before all have begun; and there a result is that tensor, or None.
     """
@@ -94,4 +95,4 @@ def submit_to_all(
         return result
 
     begins = held_by_all if engine.agreement.active else steps
-    return engine.submit(op, name, begins, timeout, alone, on_loss=OnLoss.RESTART)
+    return engine.submit(op, name, begins, timeout, alone, on_loss=OnLoss.RESTART, background=background)

@@ -6,13 +6,14 @@ Everything here runs in the thread that drives the exchange, under the engine's 
 from __future__ import annotations
 
 from ..errors import Mismatch, PeerLost
-from ..transport.wire import DIED, Kind, Message, Payload, ProtocolError
+from ..transport.wire import DIED, HERE, Kind, Message, Payload, ProtocolError, Where
 from .events import Events
 from .failures import Failures
 from .fused_name import PREFIX
 from .fusion import Fusion
 from .lifecycle import Lifecycle
 from .matching import Matcher, MatchResult
+from .operation import Operation, Stage
 from .outbox import Outbox
 from .services import Services
 from .stalls import DOING, Stalls
@@ -89,6 +90,8 @@ class Dispatch:
         if message.name.startswith(PREFIX):
             self._fusion.came(source, message)
             return
+        if message.where is Where.CARRIED:
+            self._lifecycle.check_carried(message)
         service = self._services.of(message)
         if service is not None and message.stage == 0:
             service.serve(source, message)
@@ -112,8 +115,8 @@ class Dispatch:
         else:
             stage = operation.stage
             lifecycle.take(operation, stage, source, message)
-            if operation.error is None and stage.complete:
-                lifecycle.make_ready(operation)
+            if operation.error is None:
+                lifecycle.go_on(operation, stage)
 
     def _on_refuse(self, source: int, message: Message) -> None:
         """A peer says that our message, or our silence, did not fit; or that it cannot go on without somebody."""
@@ -138,7 +141,9 @@ class Dispatch:
         result, operation = self._matcher.match(message)
         if result is MatchResult.EARLY:
             self._matcher.keep_ask(source, message)
-        elif result is not MatchResult.NOW or not (operation and operation.stage and operation.stage.sends_to(source)):
+        elif result is MatchResult.NOW and operation is not None and operation.stage is not None:
+            self._lifecycle.answer(source, operation, operation.stage)
+        else:
             # If it was sent all the same, it arrives before this denial, which is then void.
             why, by_itself = self._matcher.why(message), self._matcher.failed_by_itself(message)
             self._outbox.deny(source, message, message.stage, why, by_itself)
@@ -151,8 +156,15 @@ class Dispatch:
             self._stalls.heard(source, message.text)
             return
         result, operation = self._matcher.match(message)
+        if result is MatchResult.EARLY:
+            self._matcher.take_back(source, message)
+            return
         stage = operation.stage if operation else None
-        if result is not MatchResult.NOW or operation is None or stage is None or source not in stage.missing:
+        if result is not MatchResult.NOW or operation is None or stage is None:
+            return
+        if message.flags & HERE or source not in stage.missing:
+            if stage.to_move:
+                self._of_moving(source, message, operation, stage)
             return
         if self._fusion.is_coming(source, (message.name, message.round)):  # it was sent before, and is longer
             return
@@ -169,3 +181,11 @@ class Dispatch:
         message.token = 0
         self._outbox.refuse(source, message, text)
         self._lifecycle.fail(operation, Mismatch(text, (source, self._rank)))
+
+    def _of_moving(self, source: int, message: Message, operation: Operation, stage: Stage) -> None:
+        """An agent says what it has done of a stage whose tensors have still to be moved: it has come, or failed."""
+        if not message.text:  # it is there, or has had all that it needs
+            stage.absent.discard(source)
+        elif not (message.flags & DIED and self._failures.leave_behind(source, message.text)):
+            what = f"rank {self._rank} waits for rank {source}, whose own call failed there ({message.text})"
+            self._lifecycle.fail(operation, Mismatch(f"{operation}: {what}", (source, self._rank)))

@@ -36,6 +36,7 @@ from ..transport.router import Router
 from ..transport.wire import Message
 from .agreement import WORD, Agreement
 from .callbacks import Callbacks
+from .carrier import Carrier
 from .closing import HANG_UP_SECONDS, LAST_WORD_SECONDS, Drain
 from .dispatch import Dispatch
 from .entry import Entry
@@ -140,6 +141,7 @@ class Engine:
         self.reunion = Reunion(
             rank, size, progress, membership, router, outbox, lifecycle.gate, agreement, self.entry, send
         )
+        self.carrier: Carrier | None = None
         self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # this is a forked child's copy
         self.compresses_locally = False  # messages of compressors travel encoded within this machine, too
@@ -147,9 +149,14 @@ class Engine:
     def start(self) -> None:
         self.progress.start()
 
+    def carry_with(self, carrier: Carrier) -> None:
+        """Have tensors moved by something else than links. Before the exchange starts."""
+        self.carrier = carrier
+        self.lifecycle.carry_with(carrier)
+
     def is_far(self, rank: int) -> bool:
         """What goes to an agent goes over the network, or is to be as short as if it did."""
-        return self.compresses_locally or self.router.transport_to(rank) == "network"
+        return self.compresses_locally or self.carrier is not None or self.router.transport_to(rank) == "network"
 
     @property
     def bytes_sent(self) -> int:
@@ -176,6 +183,7 @@ class Engine:
         alone: bool = True,
         one_sided: bool = False,
         on_loss: OnLoss = OnLoss.FAIL,
+        background: bool = False,
     ) -> Handle[T]:
         """Begin an operation.
 
@@ -188,6 +196,7 @@ class Engine:
             alone: Refuse a second operation under the same name while one is in flight.
             one_sided: The others need not call anything for it; so it goes on when one is lost that it does not need.
             on_loss: With ``on_loss="continue"``, what becomes of it when an agent is lost that it needs.
+            background: It is nobody's call: nothing is said of how long it waits, and no error is kept for it.
         """
         seconds = as_seconds(timeout, self.timeout)
         if not self.agreement.active:
@@ -197,7 +206,7 @@ class Engine:
         limit = 0.0
         while True:
             with held:
-                handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided, on_loss)
+                handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided, on_loss, background)
             if handle is not None:
                 break
             limit = limit or time.monotonic() + seconds
@@ -315,16 +324,18 @@ class Engine:
     # Driven by progress
 
     def advance(self) -> None:
-        lifecycle = self.lifecycle
+        lifecycle, carrier = self.lifecycle, self.carrier
         try:
             while True:
                 if lifecycle.unbegun:
                     self.fusion.begin()
+                if carrier is not None and carrier.due:
+                    carrier.begin()
                 if lifecycle.ready:
                     lifecycle.resume_ready()
                 with self.lock:
                     self.outbox.flush()
-                if not lifecycle.ready:
+                if not lifecycle.ready and not (carrier is not None and carrier.due):
                     return
         except Exception as error:  # a fault of ours; nobody else would hear of it in the progress thread
             with self.lock:
@@ -391,6 +402,9 @@ class Engine:
                 last.callback(give_back)
             last.callback(self.after)
             last.callback(self.progress.stop)
+            if self.carrier is not None:
+                self._leave_the_order(drain, self.carrier, deadline, died)
+                last.callback(self.carrier.stop)
             if not self._fail_what_is_in_flight(deadline, died):
                 last.pop_all()  # another thread is at it
                 return
@@ -410,6 +424,14 @@ class Engine:
                 self.lifecycle.fail_all(_gone())
         if drain.interrupt is not None:
             raise drain.interrupt
+
+    def _leave_the_order(self, drain: Drain, carrier: Carrier, deadline: float, died: bool) -> None:
+        """The others must not wait for this agent, which takes what they have sent before."""
+        if not died and self.ended is None and not self.lifecycle.gate.closing:
+            with self.lock:
+                carrier.leave()
+                self.poller.wake()
+            drain(lambda: carrier.left, deadline)
 
     def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
         """Begin the end: nothing is submitted any more, and what waits for others ends. False where that has been

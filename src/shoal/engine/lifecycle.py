@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import Mismatch, PeerLost, ShoalError
-from ..transport.wire import Message
+from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
+from ..transport.budgets import MACHINE_BYTES
+from ..transport.wire import Message, ProtocolError
 from .callbacks import Callbacks
+from .carrier import Carrier
 from .events import Events
 from .gate import Gate
 from .keeping import Keeping
@@ -94,6 +96,7 @@ class Lifecycle:
         self._prepare = prepare
         self._planned = planned
         self._keeping = keeping
+        self._carrier: Carrier | None = None
 
     # Beginning
 
@@ -107,6 +110,7 @@ class Lifecycle:
         alone: bool,
         one_sided: bool,
         on_loss: OnLoss = OnLoss.FAIL,
+        background: bool = False,
     ) -> Handle[T] | None:
         """Begin an operation; see :meth:`Engine.submit`. Takes the lock: the generator begins without it.
 
@@ -128,9 +132,9 @@ class Lifecycle:
                     self.forget_before(operation, recovery.first_stage)
             handle: Handle[T] = Handle(driver, operation)
             operation.handle = handle
-            operation.one_sided = one_sided
+            operation.one_sided, operation.background = one_sided, background
             self._progress.check_by(operation.deadline)
-            if self._refused is not None and not one_sided:
+            if self._refused is not None and not (one_sided or background):
                 # A round nevertheless: the others make theirs, and it would pair with the next one here.
                 refused, self._refused = self._refused, None
                 self.fail(operation, refused)
@@ -258,7 +262,7 @@ class Lifecycle:
         number = operation.next_stage
         if exchange.stage is not None:
             number = exchange.stage + (operation.recovery.first_stage if operation.recovery is not None else 0)
-        stage = Stage(number, exchange, set(exchange.sources), {})
+        stage = Stage(number, exchange, set(exchange.sources), {}, to_move=self.carries(exchange))
         self._prepare(operation)
         operation.stage = stage
         operation.next_stage = number + 1
@@ -280,8 +284,7 @@ class Lifecycle:
         if operation.error is not None:
             return
         for source in self._matcher.asked_early(operation, stage):
-            if not stage.sends_to(source):
-                self._outbox.deny(source, operation, number)
+            self.answer(source, operation, stage)
         channel = self._matcher.channel(operation)
         if operation.sent:
             stage.posted, operation.sent = True, False
@@ -289,16 +292,32 @@ class Lifecycle:
             channel.defer(operation, stage)
         else:
             self._outbox.post(channel, operation, stage)
+        self.go_on(operation, stage)
+        if not stage.complete:
+            self._progress.check_by(time.monotonic() + ASK_AFTER)
+
+    def go_on(self, operation: Operation, stage: Stage) -> None:
+        """Something of a stage has come, or was sent: where that was the last, it goes on."""
         if stage.complete:
             self.make_ready(operation)
-        else:
-            self._progress.check_by(time.monotonic() + ASK_AFTER)
+        elif stage.to_move and stage.agreed and self._carrier is not None:
+            self._carrier.ask(operation, stage)
+
+    def answer(self, source: int, operation: Operation, stage: Stage) -> None:
+        """A peer asks for something of a stage in which this agent is."""
+        if stage.to_move and stage.agreed:
+            self._outbox.say_here(source, operation, stage.number)
+        elif not stage.sends_to(source):
+            self._outbox.deny(source, operation, stage.number)
 
     def leave_stage(self, operation: Operation) -> None:
         """The operation is done with the messages of its stage: their senders may have their memory back."""
         stage = operation.stage
         if stage is None:
             return
+        withdrawn = stage.to_move and self._carrier is not None and self._carrier.withdraw(operation, stage)
+        if withdrawn and operation.error is not None:
+            self.say_withdrawn(operation, stage)
         for source, message in stage.arrived.items():
             self._outbox.acknowledge(source, message)
         stage.arrived = {}
@@ -309,9 +328,46 @@ class Lifecycle:
         if channel.deferred:
             for operation, stage in channel.sendable():
                 self._outbox.post(channel, operation, stage)
-                if stage.complete:
-                    self.make_ready(operation)
+                self.go_on(operation, stage)
         self._matcher.tidy(channel)
+
+    # Carried by others
+
+    def carry_with(self, carrier: Carrier) -> None:
+        """What moves the tensors of those exchanges that may travel by other ways than links."""
+        self._carrier = carrier
+
+    def carries(self, exchange: Exchange) -> bool:
+        """The tensors of an exchange do not travel over links."""
+        return self._carrier is not None and exchange.carried is not None
+
+    def check_carried(self, message: Message) -> None:
+        """Raise :class:`~.wire.ProtocolError` for one that announces what cannot come."""
+        if self._carrier is None:
+            raise ProtocolError("a tensor that travels over an engine that there is not")
+        if message.nbytes > MACHINE_BYTES:
+            raise ProtocolError(f"a tensor of {message.nbytes:,} bytes, more than this machine has")
+
+    def moved(self, operation: Operation, stage: Stage) -> None:
+        """The tensors of a stage are where they belong."""
+        stage.to_move = False
+        for message in stage.arrived.values():
+            if message.payload is not None:
+                message.payload.available = message.payload.data.numel()
+        if operation.error is None and operation.stage is stage:
+            self.go_on(operation, stage)
+            self._progress.notify()
+
+    def say_withdrawn(self, operation: Operation, stage: Stage) -> None:
+        """A stage will not be completed here, and its tensors do not move: tell those that would wait for that."""
+        if isinstance(operation.error, (PeerLost, NotInitialized)):  # of which they hear anyway
+            return
+        carried, alive = stage.exchange.carried, self._membership.view.alive
+        assert carried is not None
+        ranks = stage.needs | stage.arrived.keys() if carried.among is None else set(carried.among or alive)
+        why, by_itself = self._matcher.why(operation), self._matcher.failed_by_itself(operation)
+        for rank in sorted(ranks - {self._rank}):
+            self._outbox.deny(rank, operation, stage.number, why, by_itself)
 
     # What others say
 
@@ -391,6 +447,8 @@ class Lifecycle:
         handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
         assert handle is not None
         self.finish(handle, result, error)
+        if operation.on_outcome is not None:
+            operation.on_outcome(result, error)
         if self._events.active:
             kind, detail = ("finished", "") if error is None else ("failed", f"{type(error).__name__}: {error}")
             self._events.emit(kind, operation.op, operation.name, operation.round, detail=detail)

@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from ..errors import NotFinite, ShoalError
 from ..transport.budgets import Budget, cost
-from ..transport.wire import Message
+from ..transport.wire import Message, Where
 from .operation import Operation, Stage, describe
 
 WINDOW, SMALL_WINDOW = 2, 256
@@ -215,6 +215,13 @@ class Matcher:
         if before is not None:
             self.release(source, before)
         self._early[key][place] = message
+
+    def take_back(self, source: int, denial: Message) -> None:
+        """A peer takes back what it has announced for a stage that has not begun here."""
+        early = self._early.get((denial.name, denial.round), {})
+        place = denial.stage, source
+        if place in early and early[place].where is Where.CARRIED:
+            self.release(source, early.pop(place))
 
     def charge(self, source: int, message: Message) -> None:
         """A message is kept for a peer. ProtocolError if that is one too many."""

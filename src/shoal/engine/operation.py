@@ -23,6 +23,7 @@ import torch
 from ..errors import DeadlineExceeded, NotInitialized
 from ..interrupts import held
 from ..transport.link import Lease, Published
+from ..transport.movement import Collective
 from ..transport.wire import Message
 from .membership import WHOLE, Plan
 from .seconds import as_seconds
@@ -51,6 +52,22 @@ class Send:
     scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """That the tensors of a stage may travel over an engine that needs one order of operations on all agents.
+
+    Attributes:
+        among: The ranks that take part, ascending, none for all that are there: each of them comes to this stage. None:
+            nobody but those concerned does, and who that is only they know.
+        collective: In the place of sends.
+        what: What has to be the same on all, in words, where no messages say it.
+    """
+
+    among: tuple[int, ...] | None = ()
+    collective: Collective | None = None
+    what: str = ""
+
+
 @dataclass(slots=True)
 class Exchange:
     """One stage of an operation on this agent."""
@@ -67,6 +84,8 @@ class Exchange:
     digest_of: str = "topology"
     stage: int | None = None
     """Its number within the operation, where agents go through different numbers of stages; else they are counted."""
+    carried: Carried | None = None
+    """Its tensors may travel by other ways than Shoal's own; else they do not."""
 
 
 Steps = Generator[Exchange | str, Arrived, T]
@@ -83,19 +102,28 @@ class Stage:
     arrived: Arrived
     posted: bool = False
     asked: bool = False
+    to_move: bool = False  # its tensors have still to be moved by a carrier
+    absent: set[int] = field(default_factory=set)  # of whom a carrier does not know that they have come
     started: float = field(default_factory=time.monotonic)
 
     @property
     def needs(self) -> set[int]:
         """The ranks that it has still to hear from, or to send to."""
-        return self.missing | {send.destination for send in self.exchange.sends}
+        carried = self.exchange.carried if self.to_move else None
+        others = carried.collective.members if carried is not None and carried.collective is not None else ()
+        return self.missing | {send.destination for send in self.exchange.sends} | {*others}
 
     def sends_to(self, rank: int) -> bool:
         return any(send.destination == rank for send in self.exchange.sends)
 
     @property
-    def complete(self) -> bool:
+    def agreed(self) -> bool:
+        """All that it has to say is said, and all that it has to hear is heard."""
         return self.posted and not self.missing
+
+    @property
+    def complete(self) -> bool:
+        return self.posted and not self.missing and not self.to_move
 
     def take(self, source: int, message: Message) -> None:
         """Its message from a source has come, if not yet all of its payload."""
@@ -184,6 +212,7 @@ class Operation:
     """
 
     __slots__ = (
+        "background",
         "deadline",
         "error",
         "fused",
@@ -194,6 +223,7 @@ class Operation:
         "name",
         "next_stage",
         "on_end",
+        "on_outcome",
         "one_sided",
         "op",
         "outcome",
@@ -228,8 +258,10 @@ class Operation:
         self.fusible: Fusible | None = None  # what it is about, where it may go together with others
         self.fused: Any = None  # the FusedOperation that it is a part of; only fusion makes one
         self.recovery: Recovery | None = None  # None: a loss ends it
+        self.background = False  # it is nobody's call, and waits until somebody needs it
         self.one_sided = False  # the others need not call anything for it
         self.on_end: Callable[[Any], None] | None = None  # takes the result, before anything else happens
+        self.on_outcome: Callable[[Any, BaseException | None], None] | None = None  # is told how it ended
         self.sent = False  # its first stage has been sent, as a part of a fused operation
 
     def __str__(self) -> str:
@@ -271,7 +303,7 @@ class Operation:
             return fused.waiting_for
         waiting = set(self.unconfirmed.values())
         if self.stage is not None:
-            waiting |= self.stage.missing
+            waiting |= self.stage.missing or self.stage.absent
             for source, message in self.stage.arrived.items():
                 if message.payload is not None and not message.payload.complete:
                     waiting.add(source)

@@ -12,7 +12,7 @@ from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
-from ..transport.wire import CERTAIN, DIED, SILENT, WANTS_REPLY, Kind, Message
+from ..transport.wire import CERTAIN, DIED, HERE, SILENT, WANTS_REPLY, Kind, Message, Where
 from .events import Events
 from .matching import SMALL_WINDOW, Channel
 from .membership import Departure, Membership
@@ -65,11 +65,12 @@ class Outbox:
             if view.epoch and send.destination not in view.alive:  # it fails because of that, or goes on without
                 continue
             published = send.published
-            reply = often or published.region is not None
+            nbytes = (send.stop - send.start) * published.data.element_size()
+            carried = stage.to_move and nbytes > 0  # it is there when the stage is over, and needs no answer
+            reply = not stage.to_move and (often or published.region is not None)
             token = next(self._tokens)
             if last is None or _bytes_of(last) != _bytes_of(send):
                 tail = b""
-            nbytes = (send.stop - send.start) * published.data.element_size()
             message = Message(
                 Kind.DATA,
                 operation.op,
@@ -85,6 +86,8 @@ class Outbox:
                 nbytes=nbytes,
                 tail=tail,
             )
+            if carried:
+                message.where = Where.CARRIED
             if reply:
                 if published.lease is not None:
                     published.lease.hold()
@@ -95,7 +98,10 @@ class Outbox:
             link = self._link(send.destination)
             if link is None:
                 return
-            link.post(message, published, send.start, send.stop)
+            if carried:
+                link.post(message)
+            else:
+                link.post(message, published, send.start, send.stop)
             last, tail = send, message.tail
             self.bytes_sent += nbytes
             if self._events.active:
@@ -134,6 +140,10 @@ class Outbox:
         of this agent's own, or not."""
         flags = DIED if by_itself else 0
         self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=flags, text=why))
+
+    def say_here(self, peer: int, what: Operation | Message, stage: int) -> None:
+        """Tell a peer that asks that this agent has come to a stage, too, of which nothing comes by a link."""
+        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=HERE))
 
     def pass_on(self, gone: Departure) -> None:
         """Tell everybody that we have a link to, but those who know, that an agent is gone.

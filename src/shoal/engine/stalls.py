@@ -46,7 +46,7 @@ class Stalls:
         """Look at all operations. Returns when to come back, as ``time.monotonic()``."""
         following, stalled = float("inf"), list[Operation]()
         for operation in self._matcher.in_flight():
-            if operation.stalled:
+            if operation.stalled or operation.background:
                 continue
             due = max(operation.started + self.after, self._not_before)
             if now < due:
@@ -100,7 +100,7 @@ class Stalls:
     def doing(self) -> str:
         """What this agent does, in words."""
         now = time.monotonic()
-        waiting = [one for one in self._matcher.in_flight() if one.waiting_for]
+        waiting = [one for one in self._matcher.in_flight() if one.waiting_for and not one.background]
         if waiting:
             first = min(waiting, key=lambda one: one.started)
             more = f", and in {len(waiting) - 1} more" if len(waiting) > 1 else ""

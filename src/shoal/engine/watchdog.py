@@ -22,6 +22,8 @@ from .outbox import Outbox
 
 ALIVE = "~alive"
 """The name under which agents ask each other whether they live."""
+ASK_ALL_AFTER = 1.0
+"""Seconds after which one whose tensors a carrier is to move asks who has not come to it: all that take part."""
 LATE = 1.0
 """Seconds: who looks at the clock so much later than it should was stopped itself, and asks again."""
 
@@ -108,12 +110,13 @@ class Watchdog:
     def _ask(self, operation: Operation, now: float) -> float:
         """Ask those who have not sent whether they will."""
         stage = operation.stage
-        if stage is None or not stage.missing or stage.asked:
+        if stage is None or stage.asked or not (stage.missing or stage.absent):
             return operation.deadline
-        if now < stage.started + ASK_AFTER:
-            return stage.started + ASK_AFTER
+        due = stage.started + (ASK_AFTER if stage.missing else min(ASK_ALL_AFTER, operation.timeout / 2))
+        if now < due:
+            return due
         stage.asked = True
-        for source in stage.missing:
+        for source in sorted(stage.missing or stage.absent):
             question = Message(Kind.ASK, operation.op, operation.name, operation.round, stage.number)
             self._outbox.say(source, question)
         return operation.deadline
@@ -124,6 +127,8 @@ class Watchdog:
         stage = part.stage
         if stage is not None and stage.missing:
             what = "they did not answer" if operation.one_sided else "they did not take part"
+        elif stage is not None and stage.to_move:
+            what = "they did not come to it" if waiting else "all have come to it, and its tensors have not been moved"
         elif part.waiting_more:
             what = "a part of what they sent has not arrived"
         elif operation.unconfirmed:

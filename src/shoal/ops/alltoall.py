@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..arithmetic import complete
-from ..engine.operation import Exchange, Handle, OnLoss, Operation, Send, Steps
+from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..errors import PeerLost
 from ..world.agent import Agent, current
 from .arguments import Result, as_ranks, channel_name, check_gatherable, payload
@@ -46,11 +46,13 @@ def submit(
     *,
     timeout: float | None = None,
     own_for_lost: bool = False,
+    everybody: bool = False,
 ) -> Handle[torch.Tensor]:
     """Begin it, for the public function and the algorithms.
 
     Args:
         own_for_lost: The row of a rank that is gone is what this agent had for it; else that is an error.
+        everybody: All agents call it, each with its own.
     """
     tensor = check_gatherable(OP, tensor)
     order = as_ranks(OP, "ranks", ranks, agent.rank, agent.size)
@@ -64,7 +66,9 @@ def submit(
         left = [k for k, rank in enumerate(order) if rank not in operation.gone]
         ahead = sorted(left, key=lambda k: (order[k] - agent.rank) % agent.size)
         sends = [Send(order[k], published, k * length, (k + 1) * length, row) for k in ahead]
-        arrived = yield Exchange(sends, sorted(order[k] for k in left), tensor.dtype, row)
+        arrived = yield Exchange(
+            sends, sorted(order[k] for k in left), tensor.dtype, row, carried=Carried(() if everybody else None)
+        )
         lost = sorted(set(order).difference(arrived))
         if lost and not own_for_lost:  # by now the others have their rows
             raise PeerLost(f"{operation} on rank {agent.rank}: ranks {lost} are gone, and have sent no rows", lost)

@@ -14,10 +14,12 @@ import torch
 
 from ..arithmetic import REDUCTIONS, complete, reduce
 from ..engine.discovery import discover, submit_to_all
-from ..engine.operation import Exchange, Handle, Operation, Send, Steps
+from ..engine.operation import Carried, Exchange, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..topology._validate import check_rank
 from ..transport.link import Published
+from ..transport.movement import Collective
+from ..transport.process_group import REDUCED
 from ..transport.wire import DTYPES, Kind, Message, Payload
 from ..world.agent import Agent, current
 from .arguments import (
@@ -186,24 +188,75 @@ def reduced(
     layout: int = 0,
 ) -> Steps[torch.Tensor]:
     """The reduction of the tensors of a group, on each of it: in one stage, or for large ones in two."""
+    among = members(agent, operation, group)
+    if agent.engine.carrier is not None and tensor.dtype in REDUCED and len(group) > 1:
+        return (yield from _reduced_by_engine(agent, operation, tensor, how, tuple(group), among, out, layout))
     published = agent.engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     shape, total = tuple(tensor.shape), published.data.numel()
     others = [rank for rank in group if rank != agent.rank]
     if total * tensor.element_size() <= DIRECT_BYTES or not others:
         sends = [Send(rank, published, 0, total, shape) for rank in others]
-        arrived = yield Exchange(sends, others, tensor.dtype, shape, digest=layout, digest_of=LAYOUT)
+        arrived = yield Exchange(
+            sends,
+            others,
+            tensor.dtype,
+            shape,
+            digest=layout,
+            digest_of=LAYOUT,
+            carried=Carried(among) if others else None,
+        )
         result = Result(agent, out, tensor, shape)
         payloads = [payload(arrived, rank) for rank in others]
         yield from reduce(result.flat, how, published.data, group.index(agent.rank), payloads)
         return result.finish()
-    mine = yield from reduce_scatter(agent, published, shape, how, group, layout)
+    mine = yield from reduce_scatter(agent, operation, published, shape, how, group, layout)
     result = Result(agent, out, tensor, shape)
     yield from allgather_shares(agent, operation, mine, result.flat, group)
     return result.finish()
 
 
+def members(agent: Agent, operation: Operation, group: Sequence[int]) -> tuple[int, ...]:
+    """Who takes part in an exchange of a group, as :class:`~shoal.engine.operation.Carried` has it."""
+    everybody = len(group) == len(operation.left_of(range(agent.size)))
+    return () if everybody else tuple(group)
+
+
+def _reduced_by_engine(
+    agent: Agent,
+    operation: Operation,
+    tensor: torch.Tensor,
+    how: str,
+    group: tuple[int, ...],
+    among: tuple[int, ...],
+    out: torch.Tensor | None,
+    layout: int,
+) -> Steps[torch.Tensor]:
+    """As the engine that moves the tensors does it: not in rank order, and the same on all."""
+    shape = tuple(tensor.shape)
+    spoiled = agent.engine.publisher.problem(operation, tensor)
+    if spoiled is not None:
+        raise spoiled
+    result = Result(agent, out, tensor, shape)
+    data = agent.engine.pool.empty(shape, tensor.dtype).copy_(tensor.detach()).view(-1)
+    what = f"{how} of {str(tensor.dtype).removeprefix('torch.')} {list(shape)}"
+    if layout:
+        what += f" (list of tensors {layout:08x})"
+    collective = Collective("allreduce", data, group, "sum" if how == "average" else how)
+    yield Exchange((), (), carried=Carried(among, collective, what))
+    if how == "average":
+        data.div_(len(group))
+    result.flat.copy_(data)
+    return result.finish()
+
+
 def reduce_scatter(
-    agent: Agent, published: Published, shape: Sequence[int], how: str, group: Sequence[int], layout: int = 0
+    agent: Agent,
+    operation: Operation,
+    published: Published,
+    shape: Sequence[int],
+    how: str,
+    group: Sequence[int],
+    layout: int = 0,
 ) -> Steps[torch.Tensor]:
     """This agent's share of the reduction of what each agent of ``group`` published, flat."""
     data = published.data
@@ -223,6 +276,7 @@ def reduce_scatter(
         (stop - start,),
         digest=layout or shape_digest(shape),
         digest_of=LAYOUT if layout else "shape",
+        carried=Carried(members(agent, operation, group)),
     )
     mine = agent.engine.pool.empty((stop - start,), data.dtype)
     yield from reduce(mine, how, data[start:stop], position, [payload(arrived, rank) for rank in others])
@@ -237,7 +291,9 @@ def allgather_shares(
     published = agent.engine.publisher.publish(operation, mine)
     others = [rank for rank in group if rank != agent.rank]
     sends = [Send(rank, published, 0, mine.numel(), tuple(mine.shape)) for rank in others]
-    arrived = yield Exchange(rotated(sends, agent), others, mine.dtype)
+    arrived = yield Exchange(
+        rotated(sends, agent), others, mine.dtype, carried=Carried(members(agent, operation, group))
+    )
     for rank, (start, stop) in zip(group, cut, strict=True):
         if rank == agent.rank:
             out[start:stop].copy_(mine)
@@ -335,6 +391,8 @@ def spread(
         raise PeerLost(f"{operation} on rank {agent.rank}: its root, rank {root}, is gone", (root,))
     size, first = len(group), group.index(root)
     relative = (group.index(agent.rank) - first) % size
+    if agent.engine.carrier is not None and dtype is not None and shape is not None and size > 1:
+        return (yield from _spread_by_engine(agent, operation, tensor, root, dtype, shape, tuple(group), layout))
     digest, digest_of = root ^ layout, "root rank" + (f" or {LAYOUT}" if layout else "")
     depth = relative.bit_count()
     lowest = relative & -relative if relative else 1 << (size - 1).bit_length()
@@ -357,6 +415,32 @@ def spread(
     sends = [Send(child, published, 0, published.data.numel(), shape) for child in children]
     yield Exchange(sends, [], dtype, shape, checked=True, digest=digest, digest_of=digest_of, stage=depth + 1)
     return published.data
+
+
+def _spread_by_engine(
+    agent: Agent,
+    operation: Operation,
+    tensor: torch.Tensor | None,
+    root: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    group: tuple[int, ...],
+    layout: int,
+) -> Steps[torch.Tensor]:
+    data = agent.engine.pool.empty(shape, dtype)
+    if agent.rank == root:
+        assert tensor is not None
+        spoiled = agent.engine.publisher.problem(operation, tensor)
+        if spoiled is not None:
+            raise spoiled
+        data.copy_(tensor.detach())
+    what = f"{str(dtype).removeprefix('torch.')} {list(shape)} of rank {root}"
+    if layout:
+        what += f" (list of tensors {layout:08x})"
+    flat = data.view(-1)
+    if flat.numel():
+        yield Exchange((), (), carried=Carried((), Collective("broadcast", flat, group, root=root), what))
+    return flat
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, *, timeout: float | None = None) -> torch.Tensor:
@@ -415,7 +499,7 @@ def parts_of_all(agent: Agent, operation: Operation, tensor: torch.Tensor) -> St
     group = operation.left_of(range(agent.size))
     others = [rank for rank in group if rank != agent.rank]
     sends = rotated([Send(rank, published, 0, total, shape) for rank in others], agent)
-    arrived = yield Exchange(sends, others, tensor.dtype)
+    arrived = yield Exchange(sends, others, tensor.dtype, carried=Carried())
     own = Message(Kind.DATA, dtype=tensor.dtype, shape=shape, payload=Payload(published.data, total))
     return [(rank, own if rank == agent.rank else arrived[rank]) for rank in group]
 

@@ -16,7 +16,7 @@ from ..arithmetic import complete
 from ..compression import Compressor
 from ..compression.draws import Redrawn
 from ..engine.discovery import submit_to_all
-from ..engine.operation import Arrived, Exchange, Handle, Operation, Send, Steps
+from ..engine.operation import Arrived, Carried, Exchange, Handle, Operation, Send, Steps
 from ..errors import Mismatch
 from ..transport.wire import Payload
 from ..world.agent import Agent
@@ -128,7 +128,12 @@ def _exchanged(
     others = [send.destination for send in sends]
     digest = zlib.crc32(same.encode())
     arrived = yield Exchange(
-        rotated(sends, agent), others, torch.uint8, digest=digest, digest_of="number of elements or dtype"
+        rotated(sends, agent),
+        others,
+        torch.uint8,
+        digest=digest,
+        digest_of="number of elements or dtype",
+        carried=Carried(),
     )
     payloads = {rank: payload(arrived, rank) for rank in others}
     yield from complete(list(payloads.values()))

@@ -152,6 +152,7 @@ def grouped_neighbor_allreduce_nonblocking(
                 encoded=encoded[number],
                 op=called,
                 layout=group.digest,
+                everybody=False,
             )
             for number, flat in enumerate(joined)
         ]

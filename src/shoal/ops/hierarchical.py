@@ -15,7 +15,7 @@ import torch
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
-from ..engine.operation import Exchange, Handle, Operation, Send, Steps
+from ..engine.operation import Carried, Exchange, Handle, Operation, Send, Steps
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload, rotated, split_name
@@ -182,7 +182,7 @@ def _hierarchical(
     shape = tuple(tensor.shape)
     published = engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     position = group.index(agent.rank)
-    mean = yield from reduce_scatter(agent, published, shape, "average", group)
+    mean = yield from reduce_scatter(agent, operation, published, shape, "average", group)
 
     counterparts = [machine * len(group) + position for machine in range(agent.machines.count)]
     digest = shape_digest(shape) ^ (static.digest if static else 0)
@@ -230,6 +230,7 @@ def _mixed(
         digest=digest,
         digest_of="shape, machine topology or compression",
         stage=stage,
+        carried=Carried() if stage is None else None,
     )
     payloads = [payload(arrived, rank) for rank in sources]
     if encoded is not None:

@@ -20,7 +20,7 @@ import torch
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import discover, submit_to_all
-from ..engine.operation import NOTHING, Arrived, Exchange, Fusible, Handle, OnLoss, Operation, Send, Steps
+from ..engine.operation import NOTHING, Arrived, Carried, Exchange, Fusible, Handle, OnLoss, Operation, Send, Steps
 from ..engine.publishing import PUBLISH_BYTES
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
@@ -126,6 +126,7 @@ def neighbor_allreduce(
         fusible=False,
         robust=robust,
         encoded=encoded,
+        everybody=False,
     ).wait()
 
 
@@ -152,7 +153,17 @@ def neighbor_allreduce_nonblocking(
     mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
     encoded = None if compression is None else encoded_by_call(OP, tensor, compression, agent.rank)
     return submit(
-        agent, tensor, mixing, form, name, checked=checked, out=out, timeout=timeout, robust=robust, encoded=encoded
+        agent,
+        tensor,
+        mixing,
+        form,
+        name,
+        checked=checked,
+        out=out,
+        timeout=timeout,
+        robust=robust,
+        encoded=encoded,
+        everybody=False,
     )
 
 
@@ -174,6 +185,7 @@ def submit(
     speaks: bool | None = None,
     op: str = OP,
     layout: int = 0,
+    everybody: bool = True,
 ) -> Handle[torch.Tensor]:
     """Begin a weighted average with a round as it is, for the public functions, optimizers and algorithms.
 
@@ -194,6 +206,7 @@ def submit(
             says so is all that it sends.
         op: What it is called.
         layout: Of the tensors that are joined in it, where it is of several.
+        everybody: All agents call it, whatever their edges; else only those that name each other, in push-pull.
     """
     tensor = check_tensor(op, tensor, WEIGHABLE)
     check_out(op, out, tensor.shape, tensor.dtype)
@@ -203,7 +216,7 @@ def submit(
         known, form = static.mixing, "static"
         small = 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES and tensor.is_cpu
         # After a loss the rounds under way may be planned for different agents.
-        plain = robust is None and encoded is None
+        plain = robust is None and encoded is None and agent.engine.carrier is None
         if small and fusible and plain and not agent.engine.events.active and not agent.engine.agreement.gone:
             flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
             one = Fusible(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
@@ -234,12 +247,22 @@ def submit(
             encoded=how,
             speaks=speaks,
             layout=layout,
+            among=_among(agent, operation, form, now, everybody),
         )
 
     channel = channel_name(op, name)
     if form in _IN_STAGES:  # it cannot go on in the middle
         return submit_to_all(agent.engine, op, channel, steps, timeout, name is not None)
     return agent.engine.submit(op, channel, steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
+
+
+def _among(
+    agent: Agent, operation: Operation, form: str, static: StaticTopology, everybody: bool
+) -> tuple[int, ...] | None:
+    """Who takes part in a round, as :class:`~shoal.engine.operation.Carried` has it."""
+    if form in ("push", "pull") or (form == "push-pull" and everybody):
+        return ()
+    return None if form == "push-pull" else static.members(operation.left_of(range(agent.size)))
 
 
 @dataclass(slots=True)
@@ -338,6 +361,7 @@ def _mix(
     encoded: Encoded | None = None,
     speaks: bool | None = None,
     layout: int = 0,
+    among: tuple[int, ...] | None = None,
 ) -> Steps[torch.Tensor]:
     engine, silent = agent.engine, speaks is False
     if encoded is not None:
@@ -379,6 +403,7 @@ def _mix(
         checked=checked and form == "push-pull",
         digest=digest,
         digest_of=digest_of,
+        carried=Carried(among),
     )
     result = Result(agent, out, tensor, shape)
     own = mixing.self_weight
@@ -461,6 +486,6 @@ def pair_gossip_nonblocking(
     static = agent.topology
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return _mix(agent, operation, tensor, mixing, "push-pull", static, None)
+        return _mix(agent, operation, tensor, mixing, "push-pull", static, None, among=(low, high))
 
     return agent.engine.submit(op, channel, steps, timeout, name is not None, on_loss=OnLoss.GO_ON)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..engine.operation import Exchange, Handle, OnLoss, Operation, Send, Steps
+from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..world.agent import current
 from .arguments import as_ranks, channel_name, check_gatherable, joined, rotated
 
@@ -75,7 +75,10 @@ def neighbor_allgather_nonblocking(
         sources, targets = given or (now.mixing.source_ranks, now.mixing.destination_ranks)
         sends = rotated([Send(rank, published, 0, total, shape) for rank in targets], agent)
         digest, checked = (0, enable_topo_check) if given else (now.digest, False)
-        arrived = yield Exchange(sends, sorted(sources), tensor.dtype, checked=checked, digest=digest)
+        among = None if given else now.members(operation.left_of(range(agent.size)))
+        arrived = yield Exchange(
+            sends, sorted(sources), tensor.dtype, checked=checked, digest=digest, carried=Carried(among)
+        )
         return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in sources if rank in arrived]))
 
     return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None, on_loss=OnLoss.GO_ON)

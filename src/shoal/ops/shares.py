@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from ..arithmetic import complete
-from ..engine.operation import Exchange, Handle, OnLoss, Operation, Send, Steps
+from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..world.agent import Agent
 from .arguments import channel_name, payload, rotated
-from .collective import shape_digest
+from .collective import members, shape_digest
 
 OP = "allgather of shares"
 
@@ -39,6 +39,7 @@ def submit_shares(
             whole.dtype,
             digest=shape_digest((*whole.shape, *cut)),
             digest_of="number of parameters, or agents on this machine",
+            carried=Carried(members(agent, operation, sorted([agent.rank, *others]))),
         )
         there = {rank: payload(arrived, rank) for rank in arrived}
         yield from complete([*there.values()])

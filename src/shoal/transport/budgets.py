@@ -16,7 +16,8 @@ MESSAGES = 1 << 15
 
 A neighbour may be ahead by all that its script has in flight: three bursts of ten thousand nonblocking calls fit. It
 asks once for each call in flight. Each tensor may be a mapping, of which Linux gives a process 65,530."""
-KEPT_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE") // 2
+MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+KEPT_BYTES = MACHINE_BYTES // 2
 """Of tensors of one peer that are here before this agent comes to them, and as much of those that are announced.
 
 A neighbour may be two rounds ahead with its whole model under each name. It has that memory itself until this agent has

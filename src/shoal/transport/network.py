@@ -8,7 +8,6 @@ the connection is cut, the next one goes on behind what had come (``resuming.py`
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import struct
 from collections import deque
@@ -18,7 +17,7 @@ from typing import NamedTuple, cast
 import torch
 
 from .addresses import resolved
-from .budgets import Budget
+from .budgets import MACHINE_BYTES, Budget
 from .handshake import Accepting, Connecting
 from .link import Published, Receiver
 from .memory import ResultPool
@@ -37,7 +36,6 @@ TURN_BYTES = 1 << 20
 WAKE_BYTES = 1 << 16
 """So much of a tensor comes before the reader is woken: at each packet it would take the core from who computes."""
 DEAD_HOST_SECONDS = 20
-MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
 SYN_COUNT = 3
 """How often a request to connect is repeated: it is given up after 15 s, or 19 on a kernel that begins more evenly."""
 UNSENT_BYTES = 1 << 17

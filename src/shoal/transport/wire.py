@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import torch
 
-VERSION = 7
+VERSION = 8
 """Raised whenever the bytes below change their meaning; agents of two versions refuse each other when they connect."""
 
 
@@ -41,6 +41,7 @@ class Where(IntEnum):
     INLINE = 1
     SHARED = 2
     STREAM = 3
+    CARRIED = 4  # it travels over another engine, when all have agreed
 
 
 class ProtocolError(Exception):
@@ -71,6 +72,8 @@ DIED = 2
 """Flag of a NOTICE: the agent died (else it left in good order). Of a REFUSE: because the agent ``digest`` is lost."""
 SILENT = 16
 """Flag of a NOTICE: the agent has not answered for too long, and may be there all the same."""
+HERE = 32
+"""Flag of a DENY: of what was asked for nothing will come by a link, and its sender has come to it."""
 CERTAIN = 8
 """Flag of a NOTICE: its process has ended, or it says so itself; else a connection has, which may be the network's."""
 

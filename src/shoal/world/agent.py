@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextvars
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
 import networkx as nx
@@ -70,6 +71,16 @@ class StaticTopology:
         )
         digest = zlib.crc32(np.array(edges, dtype=np.float64).tobytes())
         return StaticTopology(graph, weighted, Mixing.from_graph(graph, rank, weighted=weighted), digest)
+
+    def members(self, there: Sequence[int]) -> tuple[int, ...]:
+        """Who takes part in a round on it, by any number of edges, ascending; ``()`` where those are all that are
+        there."""
+        connected = self._connected
+        return () if len(connected) >= len(there) else connected
+
+    @cached_property
+    def _connected(self) -> tuple[int, ...]:
+        return tuple(sorted(nx.node_connected_component(self.graph.to_undirected(as_view=True), self.mixing.rank)))
 
     def without(self, gone: tuple[int, ...]) -> StaticTopology:
         """What is left of it when agents are gone: see :class:`shoal.topology.Without`. Kept."""
@@ -189,6 +200,8 @@ class AgentContext:
     transport: str = ""
     agents_per_machine: int | None = None
     timeout: float | None = None
+    process_group: Any = None
+    """Of the script's, that moves tensors."""
     agent: Agent | None = None
     engine: Engine | None = None
     """Its agent's, and that of an agent that is about to be."""

@@ -19,6 +19,8 @@ from typing import Any
 
 import networkx as nx
 
+from ..coordination.attach import PROCESS_GROUP, Wanted, carry, check_backend
+from ..coordination.order import CAPACITY
 from ..engine.engine import Engine
 from ..engine.operation import Operation, Steps
 from ..engine.stalls import STALL_AFTER
@@ -49,7 +51,11 @@ on_stop: list[Callable[[Agent], None]] = []
 
 
 def init(
-    topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False, *, on_loss: str | None = None
+    topology_fn: Callable[[int], nx.DiGraph] | None = None,
+    is_weighted: bool = False,
+    *,
+    on_loss: str | None = None,
+    process_group: Any = None,
 ) -> None:
     """Become an agent: find the others and connect to them. All agents call it.
 
@@ -65,10 +71,15 @@ def init(
         on_loss: What the loss of an agent is to the others: ``"raise"`` :class:`~shoal.PeerLost` in all that needs
             everybody, or ``"continue"`` without it, where that is possible (docs/survival.md says where). The same for
             all agents. If not given, ``SHOAL_ON_LOSS``, else ``"raise"``.
+        process_group: A process group of ``torch.distributed``, of all agents, that moves the tensors from now on and
+            nothing else of the script's meanwhile, as ``torch.distributed.new_group()`` makes it.
 
     Environment:
         ``SHOAL_TIMEOUT``: seconds for every wait (300). ``SHOAL_TRANSPORT``: ``threads``, ``shared_memory`` or
-        ``network`` for all pairs. ``SHOAL_INTERFACE``: the interface or address to listen on between machines.
+        ``network`` for all pairs; or ``process-group``, to have tensors moved by process groups of
+        ``torch.distributed``: of ``SHOAL_PROCESS_GROUP`` (``gloo``), with a response cache of ``SHOAL_CACHE_CAPACITY``
+        (1024) entries; see docs/coordination.md.
+        ``SHOAL_INTERFACE``: the interface or address to listen on between machines.
         ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many. ``SHOAL_SECRET``: the job's secret, the
         same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
         ``SHOAL_RENDEZVOUS``: ``host:port`` of the store. ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity,
@@ -95,15 +106,21 @@ def init(
         ValueError: A variable makes no sense.
     """
     with held:
-        _init(agent_context(), topology_fn, is_weighted, on_loss)
+        _init(agent_context(), topology_fn, is_weighted, on_loss, process_group)
 
 
 def _init(
-    mine: AgentContext, topology_fn: Callable[[int], nx.DiGraph] | None, is_weighted: bool, on_loss: str | None
+    mine: AgentContext,
+    topology_fn: Callable[[int], nx.DiGraph] | None,
+    is_weighted: bool,
+    on_loss: str | None,
+    process_group: Any,
 ) -> None:
     if mine.agent is not None:
         if on_loss is not None and (_on_loss(on_loss) == CONTINUE) != mine.agent.engine.agreement.active:
             raise ValueError(f"shoal.init(on_loss={on_loss!r}): this agent has begun otherwise; shut down first")
+        if process_group is not None and mine.process_group is not process_group:
+            raise ValueError("shoal.init(process_group=): this agent has begun without it; shut down first")
         if topology_fn is not None:
             graph = topology_fn(mine.agent.size)
             if not mine.agent.has_topology(graph, is_weighted):
@@ -114,6 +131,7 @@ def _init(
             f"shoal.init(): this process was forked from that of rank {mine.forked_from[0]}, which keeps its place "
             "among the agents. Agents are started by a launcher, or with multiprocessing's spawn before init()"
         )
+    mine.process_group = process_group
     agent = mine.agent = _connect(mine, _on_loss(on_loss))
     for hook in on_start:
         hook(agent)
@@ -203,6 +221,8 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     deadline = time.monotonic() + timeout
     on_partition = _one_of("SHOAL_ON_PARTITION", CONTINUE, STOP)
     finite, locally = _flag("SHOAL_CHECK_FINITE"), _flag("SHOAL_COMPRESS_LOCALLY")
+    wanted = _process_group(mine, launch, forced)
+    forced = "" if forced == PROCESS_GROUP else forced
     drop_after = _seconds("SHOAL_DROP_AFTER", float("inf"))
     stall_seconds = _seconds("SHOAL_STALL_SECONDS", STALL_AFTER)
     certificates = certificates_of(launch.rank)
@@ -218,6 +238,7 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     try:
         alike = {"SHOAL_AGENTS_PER_MACHINE": per_machine, "SHOAL_TLS": "on" if certificates else "off"}
         alike |= {"on_loss": on_loss, "SHOAL_ON_PARTITION": on_partition}
+        alike |= {"SHOAL_TRANSPORT=process-group": wanted is not None, **(wanted.alike if wanted is not None else {})}
         alike |= {"WORLD_SIZE": launch.size, BEGIN_WITH: launch.begins}
         said = {"place": asdict(engine.router.place), "alike": alike}
         try:
@@ -232,6 +253,8 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
                 met = introduce(meeting, launch, found, endpoint)
                 meeting.end()
                 engine.router.meet(met.endpoints, met.key, met.well_kept)
+                if wanted is not None:
+                    carry(engine, wanted)
                 engine.start()
                 agent = Agent(engine, _machines(met.places, per_machine, launch), launch)
                 _settle(agent, deadline)
@@ -248,6 +271,18 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
         raise
     mine.has_met = True
     return agent
+
+
+def _process_group(mine: AgentContext, launch: Launch, forced: str) -> Wanted | None:
+    """What is to move the tensors, if not links."""
+    given = mine.process_group
+    if (forced != PROCESS_GROUP and given is None) or launch.size == 1:
+        return None
+    text = os.environ.get("SHOAL_CACHE_CAPACITY", "") or str(CAPACITY)
+    if not text.isdigit():
+        raise ValueError(f"SHOAL_CACHE_CAPACITY={text!r}: it must be a number of entries, or 0 for no cache")
+    backend = check_backend(os.environ.get("SHOAL_PROCESS_GROUP", "") or "gloo", given, launch.size, launch.rank)
+    return Wanted(backend, int(text), given)
 
 
 def _listen(engine: Engine, launch: Launch, forced: str, found: list[dict[str, Any]]) -> Endpoint:

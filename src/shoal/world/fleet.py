@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..coordination.attach import PROCESS_GROUP
 from ..engine.seconds import as_seconds
 from ..errors import PeerLost
 from ..interrupts import held
@@ -41,8 +42,8 @@ class Fleet:
         size: How many agents.
         agents_per_machine: Group them into machines of this many; one machine if not given.
         timeout: Seconds for every wait; ``SHOAL_TIMEOUT`` (300) if not given.
-        transport: ``"threads"``; or ``"shared_memory"`` or ``"network"``, to send everything the way that processes
-            would.
+        transport: ``"threads"``; or ``"shared_memory"``, ``"network"`` or ``"process-group"``, to send everything the
+            way that processes would.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class Fleet:
             agents_per_machine = None if agents_per_machine is None else check_size(agents_per_machine)
         except (TypeError, ValueError):
             raise ValueError(f"agents_per_machine={agents_per_machine!r}: it must be a positive integer") from None
-        if transport and transport not in TRANSPORTS:
-            raise ValueError(f"transport={transport!r}; it may be one of {', '.join(TRANSPORTS)}")
+        if transport and transport not in (*TRANSPORTS, PROCESS_GROUP):
+            raise ValueError(f"transport={transport!r}; it may be one of {', '.join((*TRANSPORTS, PROCESS_GROUP))}")
         self.size = size
         self._per_machine = agents_per_machine
         self._timeout = None if timeout is None else as_seconds(timeout, 0.0)

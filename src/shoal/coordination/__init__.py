@@ -1,0 +1,1 @@
+"""One order of operations on all agents, for engines that need one: what is asked for, remembered, decided."""

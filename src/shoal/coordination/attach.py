@@ -1,0 +1,82 @@
+"""Has an agent's tensors moved by process groups, where ``SHOAL_TRANSPORT=process-group`` says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.engine import Engine
+from ..transport.addresses import LOOPBACK
+from ..transport.process_group import BACKENDS, MADE_HERE, ProcessGroups, available
+from .group_store import WORD, GroupStores
+from .order import CALL, Order
+
+PROCESS_GROUP = "process-group"
+"""The value of ``SHOAL_TRANSPORT``."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What moves tensors, as it was asked for.
+
+    Attributes:
+        backend: Of ``torch.distributed``.
+        capacity: Of the response cache.
+        given: A process group of the script's own.
+    """
+
+    backend: str
+    capacity: int
+    given: Any = None
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What must be the same on all agents."""
+        group = "of the script's" if self.given is not None else "of Shoal's"
+        return {"SHOAL_PROCESS_GROUP": f"{self.backend}, {group}", "SHOAL_CACHE_CAPACITY": self.capacity}
+
+
+def check_backend(backend: str, given: Any, size: int, rank: int) -> str:
+    """The engine to use.
+
+    Raises:
+        ValueError: There is none like that, or the script's own group is not of all agents.
+    """
+    if given is not None:
+        if (given.size(), given.rank()) != (size, rank):
+            raise ValueError(
+                f"shoal.init(process_group=): this is rank {given.rank()} of {given.size()} in that group, and rank "
+                f"{rank} of {size} agents; give a group of all, in the same order"
+            )
+        return str(given.name())
+    if backend not in BACKENDS:
+        raise ValueError(f"SHOAL_PROCESS_GROUP={backend!r}; it may be one of {', '.join(BACKENDS)}")
+    if backend not in available():
+        has = ", ".join(available()) or "none"
+        raise ValueError(f"SHOAL_PROCESS_GROUP={backend}: this build of torch has {has}")
+    if backend not in MADE_HERE:
+        raise ValueError(f"SHOAL_PROCESS_GROUP={backend}: {BACKENDS[backend]}")
+    return backend
+
+
+def carry(engine: Engine, wanted: Wanted) -> None:
+    """Have tensors moved that way. When the agent has met the others, and before the exchange starts.
+
+    Raises:
+        ValueError: What an engine sends is not encrypted, and is to be.
+    """
+    router = engine.router
+    far = [rank for rank in range(engine.size) if rank != engine.rank and router.transport_to(rank) == "network"]
+    if far and router.certificates is not None:
+        raise ValueError(
+            f"SHOAL_TLS=on, and SHOAL_TRANSPORT=process-group: what a process group of {wanted.backend} sends to ranks "
+            f"{far} is not encrypted; leave one of the two out"
+        )
+    order, stores = Order(engine, wanted.capacity), GroupStores(engine)
+    given = None if wanted.given is None else (tuple(range(engine.size)), wanted.given)
+    address = router.endpoints[engine.rank].host or LOOPBACK
+    groups = ProcessGroups(engine.rank, wanted.backend, address, stores.of, order.moved, order.failed, given)
+    order.move_by(groups, stores.shut)
+    engine.services.add(CALL, order)
+    engine.services.add(WORD, stores)
+    engine.carry_with(order)

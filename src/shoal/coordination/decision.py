@@ -1,0 +1,193 @@
+"""What may go on, in which order, and what cannot: decided once, from what all agents ask for.
+
+A request is ready when every member has asked. Of calls whose members nobody can know, such as those that name their
+sources and destinations themselves, the members are those that are connected: with each all of its peers must have
+asked. The decision is a function of the requests alone, so whoever makes it keeps nothing, and another agent can make
+the next one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .request import ALL, Entry, Key, Ranks, Request, ranks_of, request_of
+
+_SHOWN = 8
+"""Ranks that an error lists of each side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What is to be moved next.
+
+    Attributes:
+        request: As all members have asked for it. With peers, ``()``, where only those know who takes part.
+        members: Who takes part, ascending.
+    """
+
+    request: Request
+    members: Ranks
+
+    def as_data(self) -> list[Any]:
+        return [self.request.as_data(), self.members]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What cannot go on.
+
+    Attributes:
+        name, stage, round: What it is about.
+        ranks: Who has asked for it.
+        text: Why.
+        concerned: The ranks that disagree.
+    """
+
+    name: str
+    stage: int
+    round: int
+    ranks: Ranks
+    text: str
+    concerned: Ranks
+
+    def as_data(self) -> list[Any]:
+        return [self.name, self.stage, self.round, self.ranks, self.text, self.concerned]
+
+
+Decision = list[Response | Refusal]
+
+
+def decide(requests: Mapping[Request, Sequence[int]], group: Sequence[int]) -> Decision:
+    """What is ready, and what is wrong, in one order for all.
+
+    Args:
+        requests: What is asked for, each with the ranks that ask for it; what stands first goes first.
+        group: The ranks that are there, ascending.
+    """
+    declared: dict[Key, list[tuple[Request, Sequence[int]]]] = defaultdict(list)
+    concerned: dict[tuple[str, int, int], list[tuple[Request, Sequence[int]]]] = defaultdict(list)
+    for request, ranks in requests.items():
+        if request.peers is None:
+            declared[request.key].append((request, ranks))
+        else:
+            concerned[request.key.name, request.key.stage, request.round].append((request, ranks))
+    found: Decision = []
+    for key, asked in declared.items():
+        found += _of_members(asked, key.members or tuple(group))
+    for asked in concerned.values():
+        found += _of_peers(asked)
+    return found
+
+
+def _of_members(asked: list[tuple[Request, Sequence[int]]], members: Ranks) -> Decision:
+    """Of calls whose members are known. Each agent makes its calls under a name one after the other: who is in a later
+    round will not come to an earlier one."""
+    found: Decision = []
+    rounds: dict[int, list[tuple[Request, list[int]]]] = defaultdict(list)
+    first: dict[int, int] = {}
+    for request, some in asked:
+        rounds[request.round].append((request, sorted(some)))
+        for rank in some:
+            first[rank] = min(request.round, first.get(rank, request.round))
+    for round_, here in sorted(rounds.items()):
+        ranks = tuple(sorted(rank for _, some in here for rank in some))
+        beyond = sorted(rank for rank, one in first.items() if one > round_)
+        if beyond:
+            found.append(_refusal(here[0][0], ranks, tuple(beyond), f"{_of(beyond)} passed that round without it"))
+        elif len({request.entry for request, _ in here}) > 1:
+            found.append(_disagreement(here, ranks))
+        elif len(ranks) == len(members):
+            found.append(Response(here[0][0], ranks))
+    return found
+
+
+def _of_peers(asked: list[tuple[Request, Sequence[int]]]) -> Decision:
+    """Of calls whose members are those that are connected: the parts in which nobody is missing."""
+    by_rank = {rank: request for request, ranks in asked for rank in ranks}
+    found: Decision = []
+    left = set(by_rank)
+    while left:
+        part, more = set[int](), [min(left)]
+        while more:
+            rank = more.pop()
+            if rank in part:
+                continue
+            part.add(rank)
+            request = by_rank.get(rank)
+            more += request.peers or () if request is not None else ()
+        left -= part
+        if all(rank in by_rank for rank in part):
+            entry, round_ = by_rank[min(part)].entry, by_rank[min(part)].round
+            found.append(Response(Request(entry, round_, ()), tuple(sorted(part))))
+    return found
+
+
+def _disagreement(asked: list[tuple[Request, list[int]]], ranks: Ranks) -> Refusal:
+    (one, here), (other, there) = sorted(asked, key=lambda each: (-len(each[1]), each[1]))[:2]
+    if one.entry.op != other.entry.op:
+        text = f"{_of(there)} called {other.entry.op} and {_of(here)} called {one.entry.op}"
+    else:
+        text = f"{_of(there)} asked for the {other.entry.what}, and {_of(here)} for the {one.entry.what}"
+    return _refusal(one, ranks, tuple(sorted({here[0], *there})), text)
+
+
+def _refusal(request: Request, ranks: Ranks, concerned: Ranks, why: str) -> Refusal:
+    return Refusal(request.key.name, request.key.stage, request.round, ranks, f"{request}: {why}", concerned)
+
+
+def _of(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+# As they travel
+
+
+def merged(several: Iterable[Mapping[Request, Sequence[int]]]) -> dict[Request, list[int]]:
+    """What several agents, or groups of them, ask for, together."""
+    found: dict[Request, list[int]] = defaultdict(list)
+    for one in several:
+        for request, ranks in one.items():
+            found[request] += ranks
+    return dict(found)
+
+
+def requests_as_data(requests: Mapping[Request, Sequence[int]]) -> list[Any]:
+    return [[request.as_data(), sorted(ranks)] for request, ranks in requests.items()]
+
+
+def requests_of(said: Any, size: int) -> dict[Request, list[int]]:
+    """As they were before they travelled.
+
+    Raises:
+        ValueError, TypeError: They are none.
+    """
+    return {request_of(request, size): list(ranks_of(ranks, size)) for request, ranks in said}
+
+
+def decision_as_data(decision: Decision) -> list[Any]:
+    return [one.as_data() for one in decision]
+
+
+def decision_of(said: Any, size: int) -> Decision:
+    """As it was before it travelled.
+
+    Raises:
+        ValueError, TypeError: It is none.
+    """
+    found: Decision = []
+    for one in said:
+        if len(one) == 2:
+            found.append(Response(request_of(one[0], size), ranks_of(one[1], size)))
+        else:
+            name, stage, round_, ranks, text, concerned = one
+            key = Request(Entry(Key(str(name), stage, ALL), "", ""), round_)
+            found.append(
+                Refusal(
+                    key.key.name, key.key.stage, key.round, ranks_of(ranks, size), str(text), ranks_of(concerned, size)
+                )
+            )
+    return found

@@ -1,0 +1,116 @@
+"""Where the members of a process group find each other: what each says about itself, told over Shoal's own links.
+
+Nothing listens for it, and who speaks has proved who it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import threading
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from ..engine.engine import Engine
+from ..engine.outbox import send_alone
+from ..engine.services import NONSENSE, MinimalService, as_tensor, once_whole
+from ..transport.wire import Kind, Message, ProtocolError
+
+WORD = "~group"
+MOST_WORDS = 1 << 12
+"""Of one agent that are kept."""
+Place = tuple[str, str]
+
+
+class GroupStores(MinimalService):
+    """What the agents have said about themselves as members of groups."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._said: dict[Place, bytes] = {}
+        self._by: dict[int, int] = {}  # how many of them each has said
+        self._changed = threading.Condition(threading.Lock())
+        self._made: dict[tuple[int, ...], int] = {}
+        self._closed = False
+        self.patience = engine.timeout
+
+    def of(self, ranks: tuple[int, ...]) -> GroupStore:
+        """The store of a new group of these ranks; all of them make it."""
+        self._made[ranks] = number = self._made.get(ranks, 0) + 1
+        return GroupStore(self, f"{','.join(map(str, ranks))} {number}", ranks)
+
+    def tell(self, group: str, ranks: tuple[int, ...], key: str, value: bytes) -> None:
+        """Say something to all members of a group."""
+        self._keep((group, key), value)
+        text = json.dumps([group, key, base64.b64encode(value).decode()]).encode()
+        engine = self._engine
+        with engine.lock:
+            for rank in ranks:
+                if rank != engine.rank:
+                    message = Message(Kind.DATA, WORD, WORD)
+                    send_alone(engine.publisher, engine.outbox, rank, message, as_tensor(text))
+            engine.poller.wake()
+
+    def wait(self, group: str, keys: list[str], seconds: float) -> bool:
+        """Whether all of these have been said within some time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or all((group, key) in self._said for key in keys), seconds)
+            if self._closed:
+                raise RuntimeError("this agent leaves, or has lost another")
+            return all((group, key) in self._said for key in keys)
+
+    def get(self, group: str, key: str) -> bytes:
+        with self._changed:
+            return self._said[group, key]
+
+    def _keep(self, place: Place, value: bytes) -> None:
+        with self._changed:
+            self._said[place] = value
+            self._changed.notify_all()
+
+    def serve(self, source: int, message: Message) -> None:
+        """An agent says something about itself; see :class:`~.services.Service`."""
+        once_whole(message, partial(self._heard, source, message))
+
+    def _heard(self, source: int, message: Message, text: bytes) -> None:
+        self._engine.outbox.acknowledge(source, message)
+        self._by[source] = said = self._by.get(source, 0) + 1
+        if said > MOST_WORDS:
+            raise ProtocolError(f"it is a member of more than {MOST_WORDS} process groups")
+        try:
+            group, key, value = json.loads(text)
+            self._keep((str(group), str(key)), base64.b64decode(value))
+        except NONSENSE as error:
+            raise ProtocolError(f"what was said of a process group makes no sense: {error}") from None
+
+    def shut(self) -> None:
+        """Whoever waits here gives up."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
+    """Of one group, as torch asks for it."""
+
+    def __init__(self, stores: GroupStores, group: str, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self._stores, self._group, self._ranks = stores, group, ranks
+
+    def set(self, key: str, value: Any) -> None:
+        self._stores.tell(self._group, self._ranks, key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._stores.get(self._group, key)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        seconds = self._stores.patience if timeout is None else timeout.total_seconds()
+        if not self._stores.wait(self._group, keys, seconds):
+            raise RuntimeError(f"nobody has said {keys} within {seconds:g} s")
+
+    def check(self, keys: list[str]) -> bool:
+        return self._stores.wait(self._group, keys, 0.0)

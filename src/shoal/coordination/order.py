@@ -1,0 +1,436 @@
+"""One order of operations on all agents, for engines that need one: asked for, decided once, remembered.
+
+The problem. Agents come to their operations in different orders, and a process group of ``torch.distributed`` pairs
+whatever is next on both sides. Shoal's own transports need no order, since each message says what it belongs to; so
+nothing here is used by them.
+
+How it works. An operation whose messages have been compared asks for its tensors to be moved (``request.py``). Agents
+that have something to ask for go through a round together (``round.py``), at whose end all have the same list of what
+all have asked for: that is moved, in that order. What has been decided once costs a bit in later rounds
+(``response_cache.py``, ``vector.py``); what is new is decided by the first agent, which keeps nothing
+(``decision.py``).
+
+When a round begins. No clock ticks, and who has nothing to ask for takes part in nothing. Who has something to ask for
+begins, and waits in the round for the others; what it asks for meanwhile goes into the next. Where a round has come to
+nothing, since agents asked for different things, nobody begins another before something new is asked for, and who does
+calls the others. It calls all, also those that ask for nothing, where only some take part in what it asks for; and when
+it leaves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..engine.discovery import submit_to_all
+from ..engine.engine import Engine
+from ..engine.operation import Operation, Stage, Steps
+from ..engine.outbox import send_alone
+from ..engine.services import MinimalService
+from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
+from ..transport.link import Lease
+from ..transport.movement import Movement, Step
+from ..transport.process_group import ProcessGroups
+from ..transport.wire import Kind, Message, Payload, Where
+from .decision import Refusal, Response
+from .request import ALL, Entry, Key, Ranks, Request
+from .response_cache import ResponseCache
+from .round import Outcome, coordinate
+from .vector import Vector
+
+ROUND = "~coordination"
+"""The name of the rounds."""
+CALL = "~call"
+CAPACITY = 1024
+FOREVER = float("inf")
+_BEGINS, _BEGINS_FOR_SOME, _ALL_MOVED = range(3)
+"""What an agent says to others under the name of a call: a round begins; also for those that ask for nothing; all has
+been moved in which one that leaves had a part."""
+BREAK_AFTER = 2.0
+"""Seconds after an engine has failed in which the loss of an agent may show, which would be why."""
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """What this agent has asked for and has not been told to move.
+
+    Attributes:
+        leases: Of the memory that is to be sent.
+        committed: It was said in the round that is under way: others may move theirs because of it.
+        withdrawn: It has failed here.
+    """
+
+    request: Request
+    operation: Operation
+    stage: Stage
+    movement: Movement
+    leases: list[Lease]
+    committed: bool = False
+    withdrawn: bool = False
+
+    def release(self) -> None:
+        for lease in self.leases:
+            lease.release()
+        self.leases = []
+
+
+@dataclass(slots=True)
+class Counts:
+    """Of one agent so far.
+
+    Attributes:
+        rounds: In which it took part.
+        negotiations: Rounds in which somebody had to decide.
+        moved: Stages of operations whose tensors were moved.
+    """
+
+    rounds: int = 0
+    negotiations: int = 0
+    moved: int = 0
+
+
+class Order(MinimalService):
+    """The :class:`~shoal.engine.carrier.Carrier` of one agent that moves tensors by process groups."""
+
+    def __init__(self, engine: Engine, capacity: int = CAPACITY) -> None:
+        self.counts = Counts()
+        self.left = False
+        self._engine = engine
+        self._groups: ProcessGroups
+        self._give_up: Callable[[], None]
+        self._cache = ResponseCache(engine.rank, capacity)
+        self._known: dict[Key, deque[_Asked]] = {}  # by who takes part
+        self._concerned: list[_Asked] = []  # those of which only those know that take part
+        self._moving: dict[Movement, _Asked] = {}
+        self._gone: set[int] = set()  # who takes part no more, as all have heard in a round
+        self._group: Ranks = ()  # of the last round
+        self._under_way = False
+        self._changed = False  # something is asked for that was not when the last round began
+        self._productive = True  # something came of the last round
+        self._leaving = False
+        self._awaited: set[int] | None = None  # who has still to say that all is moved, where this agent leaves
+        self._call = -1, False  # the last round to which this agent was called, and even if it asks for nothing
+        self._broken: tuple[float, BaseException] | None = None
+
+    def move_by(self, groups: ProcessGroups, give_up: Callable[[], None]) -> None:
+        """What moves the tensors, and makes it give up to find others; before anything is asked for."""
+        self._groups, self._give_up = groups, give_up
+
+    # As a carrier
+
+    def ask(self, operation: Operation, stage: Stage) -> None:
+        """See :meth:`~shoal.engine.carrier.Carrier.ask`."""
+        carried = stage.exchange.carried
+        assert carried is not None
+        engine, among = self._engine, carried.among
+        movement = Movement(among or (), [], [], carried.collective)
+        leases = []
+        for send in stage.exchange.sends:
+            if send.stop > send.start:
+                movement.sends.append((send.destination, send.published.part(send.start, send.stop)))
+                if send.published.lease is not None:
+                    send.published.lease.hold()
+                    leases.append(send.published.lease)
+        for source, message in stage.arrived.items():
+            if message.where is Where.CARRIED:
+                data = engine.pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
+                message.payload = Payload(data, 0)
+                movement.receives.append((source, data))
+        key = Key(operation.name, stage.number, among or ALL)
+        peers = tuple(sorted(stage.needs | stage.arrived.keys())) if among is None else None
+        request = Request(Entry(key, operation.op, carried.what), operation.round, peers)
+        asked = _Asked(request, operation, stage, movement, leases)
+        if among is None:
+            self._concerned.append(asked)
+        else:
+            self._known.setdefault(key, deque()).append(asked)
+        others = peers if peers is not None else (among or self._there(operation))
+        stage.absent = set(others) - {engine.rank}
+        stage.asked = False
+        self._changed = True
+        engine.progress.check_by(stage.started)
+
+    def withdraw(self, operation: Operation, stage: Stage) -> bool:
+        """See :meth:`~shoal.engine.carrier.Carrier.withdraw`."""
+        if any(one.stage is stage for one in self._moving.values()):
+            return False
+        for asked in self._all_asked():
+            if asked.stage is stage:
+                asked.withdrawn = True
+                if asked.committed:
+                    return False
+                self._drop(asked)
+                break
+        return True
+
+    @property
+    def due(self) -> bool:
+        """See :meth:`~shoal.engine.carrier.Carrier.due`."""
+        over = self.left or self._awaited is not None or self._engine.ended is not None
+        if self._under_way or over or self._engine.lifecycle.gate.frozen:
+            return False
+        round_, even_so = self._call
+        asks = bool(self._known or self._concerned)
+        called = round_ >= self._engine.matcher.begun(ROUND) and (asks or even_so)
+        return called or self._leaving or (asks and (self._changed or self._productive))
+
+    def begin(self) -> None:
+        """Begin a round."""
+        engine = self._engine
+        with engine.lock:
+            if not self.due:
+                return
+            self._under_way = True
+            self._call_others(engine.matcher.begun(ROUND))
+        try:
+            submit_to_all(engine, "coordination", ROUND, self._steps, FOREVER, alone=False, background=True)
+        except ShoalError:  # it has ended, and so have all that asked
+            with engine.lock:
+                self._under_way = False
+
+    def leave(self) -> None:
+        """See :meth:`~shoal.engine.carrier.Carrier.leave`."""
+        self._leaving = True
+        if not self._others:
+            self.left = True
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being moved."""
+        return not self._moving
+
+    def stop(self) -> None:
+        """See :meth:`~shoal.engine.carrier.Carrier.stop`."""
+        self.left = True
+        self._give_up()
+        self._groups.stop()
+        with self._engine.lock:
+            for asked in [*self._moving.values(), *self._all_asked()]:
+                asked.release()
+            self._moving, self._known, self._concerned = {}, {}, []
+
+    # A round
+
+    def _there(self, operation: Operation) -> Ranks:
+        """Who takes part in a round, ascending."""
+        return tuple(rank for rank in operation.left_of(range(self._engine.size)) if rank not in self._gone)
+
+    @property
+    def _others(self) -> list[int]:
+        alive = self._engine.membership.view.alive
+        return [rank for rank in alive if rank != self._engine.rank and rank not in self._gone]
+
+    def _call_others(self, round_: int) -> None:
+        """Tell the others that a round begins, where they might not come to it by themselves."""
+        called, even_so = self._call if self._call[0] >= round_ else (-1, False)
+        some_only = self._leaving or bool(self._concerned) or any(key.members for key in self._known)
+        if (some_only and not even_so) or (not self._productive and called < 0):
+            self._call = round_, some_only
+            for rank in self._others:
+                self._say(rank, _BEGINS_FOR_SOME if some_only else _BEGINS, round_)
+
+    def _say(self, rank: int, what: int, round_: int) -> None:
+        engine = self._engine
+        message = Message(Kind.DATA, CALL, CALL, round_, digest=what)
+        send_alone(engine.publisher, engine.outbox, rank, message, torch.empty(0))
+
+    def serve(self, source: int, message: Message) -> None:
+        """An agent says that a round begins, or that all is moved; see :class:`~shoal.engine.services.Service`."""
+        self._engine.outbox.acknowledge(source, message)
+        round_, even_so = message.round, message.digest == _BEGINS_FOR_SOME
+        if message.digest == _ALL_MOVED:
+            if self._awaited is not None:
+                self._await_no_more(source)
+        elif round_ == self._call[0]:
+            self._call = round_, even_so or self._call[1]
+        elif round_ > self._call[0]:
+            self._call = round_, even_so
+
+    def _steps(self, operation: Operation) -> Steps[Outcome]:
+        engine, cache = self._engine, self._cache
+        with engine.lock:
+            operation.on_outcome = partial(self._ended, operation)
+            group = self._there(operation)
+            if group != self._group:
+                cache.clear()
+                self._group = group
+            self._changed = False
+            for asked in self._all_asked():
+                asked.committed = not asked.withdrawn
+            bits = cache.vector(several[0].request for several in self._known.values() if several[0].committed)
+            news = bool(self._concerned) or any(
+                not cache.knows(several[0].request) for several in self._known.values() if several[0].committed
+            )
+            own = Vector(cache.digest, bits, news, 1 << engine.rank if self._leaving else 0)
+        return coordinate(engine, operation, group, own, cache, self._unready)
+
+    def _unready(self, ready: Sequence[Entry]) -> dict[Request, list[int]]:
+        """What was asked for in this round, but for what is ready."""
+        with self._engine.lock:
+            taken = {entry.key for entry in ready}
+            found = [asked for asked in self._all_asked() if asked.committed]
+            first = {id(self._known[key][0]) for key in taken if key in self._known}
+            return {asked.request: [self._engine.rank] for asked in found if id(asked) not in first}
+
+    def _ended(self, operation: Operation, outcome: Outcome | None, error: BaseException | None) -> None:
+        """A round is over, on all alike. Under the lock."""
+        self._under_way = False
+        if outcome is None:
+            if error is not None and not isinstance(error, (PeerLost, NotInitialized)):
+                self._engine.failures.break_off(f"the order of operations is lost: {error}")
+            return
+        self.counts.rounds += 1
+        self.counts.negotiations += outcome.negotiated
+        self._productive = outcome.productive
+        self._gone.update(outcome.leaving)
+        if outcome.differs >= 0:
+            self._break(outcome.differs)
+            return
+        steps = [*self._known_steps(outcome), *self._decided_steps(outcome)]
+        for asked in self._all_asked():
+            asked.committed = False
+            if asked.withdrawn:
+                self._drop(asked)
+                self._engine.lifecycle.say_withdrawn(asked.operation, asked.stage)
+        if steps:
+            self._groups.move(outcome.group, steps)
+        if outcome.leaving:
+            self._let_go(outcome)
+
+    def _let_go(self, outcome: Outcome) -> None:
+        """Some leave, and what they have sent must have come before they are gone."""
+        here, leaving = self._engine.rank, set(outcome.leaving)
+        if here in leaving:
+            self._awaited = set(outcome.group) & set(self._engine.membership.view.alive)
+        self._groups.then(partial(self._all_moved, sorted(leaving - {here})))
+
+    def _all_moved(self, leaving: list[int]) -> None:
+        """All is moved that was to be when some left. Called by the thread that moves."""
+        engine = self._engine
+        with engine.lock:
+            for rank in leaving:
+                self._say(rank, _ALL_MOVED, 0)
+            if self._awaited is not None:
+                self._await_no_more(engine.rank)
+            engine.poller.wake()
+
+    def _await_no_more(self, rank: int) -> None:
+        assert self._awaited is not None
+        self._awaited.discard(rank)
+        if not self._awaited:
+            self.left = True
+            self._engine.progress.notify()
+
+    def _known_steps(self, outcome: Outcome) -> Iterator[tuple[bool, Step]]:
+        rounds = self._cache.used(outcome.ready)
+        for entry, round_ in zip(outcome.ready, rounds, strict=True):
+            yield self._step(Request(entry, round_), entry.key.members or outcome.group)
+
+    def _decided_steps(self, outcome: Outcome) -> Iterator[tuple[bool, Step]]:
+        for one in outcome.decision:
+            if isinstance(one, Response):
+                if one.request.peers is None:
+                    self._cache.put(one.request)
+                yield self._step(one.request, one.members)
+            elif self._engine.rank in one.ranks:
+                self._refuse(one)
+
+    def _step(self, request: Request, members: Ranks) -> tuple[bool, Step]:
+        """What is to be moved next: this agent's part in it, if it has one."""
+        is_collective = bool(request.entry.what)
+        if self._engine.rank not in members:
+            return is_collective, None
+        several = self._concerned if request.peers is not None else self._known[request.key]
+        asked = next(one for one in several if one.request.round == request.round and one.request.key == request.key)
+        self._take_out(asked)
+        asked.movement.members = members
+        asked.stage.absent = set()
+        self._moving[asked.movement] = asked
+        return is_collective, asked.movement
+
+    def _refuse(self, refusal: Refusal) -> None:
+        place = refusal.name, refusal.stage, refusal.round
+        for asked in self._all_asked():
+            request = asked.request
+            if (request.key.name, request.key.stage, request.round) == place:
+                self._drop(asked)
+                self._engine.lifecycle.fail(asked.operation, Mismatch(refusal.text, refusal.concerned))
+
+    def _break(self, rank: int) -> None:
+        """What two agents remember is not the same. Whatever is asked for fails, and all begin with nothing."""
+        self._cache.clear()
+        here = self._engine.rank
+        for asked in self._all_asked():
+            what = f"{asked.request} on rank {here}: rank {rank} remembers other operations than others do"
+            error = Mismatch(f"{what}; all have forgotten theirs, and the next call begins anew", (rank,))
+            self._drop(asked)
+            self._engine.lifecycle.fail(asked.operation, error)
+
+    # What was asked for
+
+    def _all_asked(self) -> list[_Asked]:
+        return [*(one for several in self._known.values() for one in several), *self._concerned]
+
+    def _take_out(self, asked: _Asked) -> None:
+        key = asked.request.key
+        if asked.request.peers is not None:
+            self._concerned = [one for one in self._concerned if one is not asked]
+        else:
+            self._known[key].remove(asked)
+            if not self._known[key]:
+                del self._known[key]
+
+    def _drop(self, asked: _Asked) -> None:
+        """It is asked for no more."""
+        self._take_out(asked)
+        asked.release()
+
+    # What was moved
+
+    def moved(self, movements: list[Movement]) -> None:
+        """Called by the thread that has moved them."""
+        engine = self._engine
+        with engine.lock:
+            for movement in movements:
+                asked = self._moving.pop(movement, None)
+                if asked is not None:
+                    self.counts.moved += 1
+                    asked.release()
+                    engine.lifecycle.moved(asked.operation, asked.stage)
+            engine.poller.wake()
+
+    def failed(self, error: BaseException) -> None:
+        """Nothing is moved any more. Called by the thread that moves."""
+        engine = self._engine
+        with engine.lock:
+            self._broken = time.monotonic() + BREAK_AFTER, error
+            engine.progress.check_by(self._broken[0])
+            engine.poller.wake()
+
+    # As a service
+
+    def on_gone(self, rank: int, because: int | None) -> None:
+        """Who is gone says nothing any more; see :class:`~shoal.engine.services.Service`."""
+        if self._awaited is not None:
+            self._await_no_more(rank)
+
+    def check(self, now: float) -> float:
+        """Where an engine has failed and nobody is lost, that was not why; see :class:`~.services.Service`."""
+        if self._broken is None or self._engine.ended is not None:
+            return FOREVER
+        due, error = self._broken
+        if now >= due:
+            self._engine.failures.break_off(f"the process group that moves tensors has failed: {error}")
+        return due if now < due else FOREVER
+
+
+def counts_of(engine: Engine) -> Counts | None:
+    """What an agent's coordination has cost so far; None where it has none."""
+    service: Any = engine.services.get(CALL)
+    return service.counts if isinstance(service, Order) else None

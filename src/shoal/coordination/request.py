@@ -1,0 +1,88 @@
+"""What an agent asks for: to move the tensors of one stage of an operation, when all that take part have asked.
+
+A request says nothing of the tensors themselves. What two agents of an edge must agree on has been compared by then,
+message by message (``engine/matching.py``); ``what`` is what all must agree on where nothing else compares it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Ranks = tuple[int, ...]
+ALL: Ranks = ()
+"""In the place of the ranks that take part: all that are there."""
+
+
+class Key(NamedTuple):
+    """What calls of one kind have in common, round after round."""
+
+    name: str
+    stage: int
+    members: Ranks
+    """Who takes part, ascending; :data:`ALL` if all do."""
+
+
+class Entry(NamedTuple):
+    """A call as it comes again and again."""
+
+    key: Key
+    op: str
+    what: str
+    """What has to be the same on all, in words, as "sum of float32 [3, 4]"; empty where edges compare it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One agent's wish to move the tensors of one stage of an operation.
+
+    Attributes:
+        entry: What it is for. Where ``peers`` are given, its members are not known, and ``key.members`` is empty.
+        round: The agent's count of calls under that name.
+        peers: The ranks that it exchanges with, where only those concerned take part; None where the members are known.
+    """
+
+    entry: Entry
+    round: int
+    peers: Ranks | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.entry.key
+
+    def __str__(self) -> str:
+        return f"{self.entry.op} {self.key.name.removeprefix('~')!r} round {self.round}"
+
+    def as_data(self) -> list[Any]:
+        """As it travels."""
+        name, stage, members = self.entry.key
+        return [name, stage, members, self.entry.op, self.entry.what, self.round, self.peers]
+
+
+def request_of(said: Any, size: int) -> Request:
+    """As it was before it travelled.
+
+    Raises:
+        ValueError, TypeError: It is none.
+    """
+    name, stage, members, op, what, round_, peers = said
+    key = Key(str(name), _count(stage), ranks_of(members, size))
+    return Request(Entry(key, str(op), str(what)), _count(round_), None if peers is None else ranks_of(peers, size))
+
+
+def ranks_of(said: Any, size: int) -> Ranks:
+    """Ranks as they travelled, ascending.
+
+    Raises:
+        ValueError, TypeError: They are none.
+    """
+    ranks = tuple(_count(one) for one in said)
+    if list(ranks) != sorted(set(ranks)) or (ranks and ranks[-1] >= size):
+        raise ValueError(f"ranks {ranks} of {size}")
+    return ranks
+
+
+def _count(said: Any) -> int:
+    if type(said) is not int or said < 0:
+        raise ValueError(f"{said!r} in the place of a number")
+    return said

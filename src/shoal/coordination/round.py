@@ -1,0 +1,153 @@
+"""One round, in which all agents tell each other what they ask for, and end with the same list of what goes on.
+
+First each tells ``ceil(log2 n)`` others its bits and hears as many: a dissemination, in which AND and OR come out the
+same on all, whoever hears what twice. Where all that is asked for is known that is everything, and nobody decides.
+
+Else what is not known goes up a tree to the first agent, which decides and is told nothing that it would have to keep,
+and the decision comes down. Up to ``FLAT`` agents the tree has one level; beyond, what goes up is put together on its
+way, so no agent hears more than ``FAN_OUT`` others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from ..arithmetic import complete
+from ..engine.engine import Engine
+from ..engine.operation import Exchange, Operation, Send, Steps
+from ..errors import Mismatch
+from ..transport.wire import Message
+from .decision import Decision, decide, decision_as_data, decision_of, merged, requests_as_data, requests_of
+from .request import Entry, Ranks, Request
+from .response_cache import ResponseCache
+from .vector import Vector
+
+T = TypeVar("T")
+FLAT = 64
+FAN_OUT = 8
+_UP, _DOWN = 32, 64
+"""The numbers of the stages in which requests go up and the decision comes down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What all agents know at the end of a round.
+
+    Attributes:
+        group: Who was in it.
+        ready: The known calls that all have asked for.
+        decision: What was decided of the others.
+        negotiated: Somebody had to decide.
+        leaving: Who takes part in no later round.
+        differs: A rank whose cache is not that of others; -1: none.
+    """
+
+    group: Ranks
+    ready: list[Entry] = field(default_factory=list)
+    decision: Decision = field(default_factory=list)
+    negotiated: bool = False
+    leaving: Ranks = ()
+    differs: int = -1
+
+    @property
+    def productive(self) -> bool:
+        return bool(self.ready or self.decision or self.leaving) or self.differs >= 0
+
+
+Asked = Callable[[Sequence[Entry]], Mapping[Request, list[int]]]
+"""What this agent asks for, but for calls that are ready."""
+
+
+def coordinate(
+    engine: Engine, operation: Operation, group: Ranks, own: Vector, cache: ResponseCache, asked: Asked
+) -> Steps[Outcome]:
+    """One round, as this agent goes through it."""
+    total, size, place = own, len(group), group.index(engine.rank)
+    step = 1
+    while step < size:
+        ahead, behind = group[(place + step) % size], group[(place - step) % size]
+        heard = yield from _said(engine, operation, {ahead: total.as_tensor()}, [behind])
+        try:
+            total = total.and_of(Vector.of(heard[behind]), behind)
+        except ValueError as error:
+            raise Mismatch(f"{operation}: rank {behind} said what makes no sense: {error}", (behind,)) from None
+        step *= 2
+    leaving = tuple(rank for rank in group if total.leaving >> rank & 1)
+    if total.differs:
+        return Outcome(group, leaving=leaving, differs=total.differs - 1)
+    ready = cache.ready(total.bits)
+    if not total.asks and not cache.in_conflict(total.bits, ready):
+        return Outcome(group, ready, leaving=leaving)
+    decision = yield from _negotiated(engine, operation, group, place, asked(ready))
+    return Outcome(group, ready, decision, True, leaving)
+
+
+def _negotiated(
+    engine: Engine, operation: Operation, group: Ranks, place: int, asked: Mapping[Request, list[int]]
+) -> Steps[Decision]:
+    """Requests go up the tree, the decision comes down."""
+    fan_out = len(group) if len(group) <= FLAT else FAN_OUT
+    depth, deepest = _depth(place, fan_out), _depth(len(group) - 1, fan_out)
+    children = [group[one] for one in range(place * fan_out + 1, (place + 1) * fan_out + 1) if one < len(group)]
+    parent = group[(place - 1) // fan_out]
+    if children:
+        heard = yield from _said(engine, operation, {}, children, _UP + deepest - depth)
+        several = [
+            _read(operation, rank, data, lambda said: requests_of(said, engine.size)) for rank, data in heard.items()
+        ]
+        asked = merged([asked, *several])
+    if place:
+        up = _written(requests_as_data(asked))
+        yield from _said(engine, operation, {parent: up}, [], _UP + deepest - depth + 1)
+        heard = yield from _said(engine, operation, {}, [parent], _DOWN + depth)
+        decision = _read(operation, parent, heard[parent], lambda said: decision_of(said, engine.size))
+    else:
+        decision = decide(asked, group)
+    if children:
+        down = _written(decision_as_data(decision))
+        yield from _said(engine, operation, dict.fromkeys(children, down), [], _DOWN + depth + 1)
+    return decision
+
+
+def _said(
+    engine: Engine,
+    operation: Operation,
+    says: Mapping[int, torch.Tensor],
+    sources: Sequence[int],
+    stage: int | None = None,
+) -> Steps[dict[int, torch.Tensor]]:
+    """Say something to some, and hear what others say: uint8."""
+    published = {id(data): engine.publisher.publish(operation, data) for data in says.values()}
+    sends = [Send(rank, published[id(data)], 0, data.numel(), tuple(data.shape)) for rank, data in says.items()]
+    arrived = yield Exchange(sends, sources, torch.uint8, stage=stage)
+    payloads = {rank: _payload(message) for rank, message in arrived.items()}
+    yield from complete(list(payloads.values()))
+    return {rank: payloads[rank].data for rank in sources}
+
+
+def _payload(message: Message) -> Any:
+    assert message.payload is not None
+    return message.payload
+
+
+def _depth(place: int, fan_out: int) -> int:
+    depth = 0
+    while place:
+        place, depth = (place - 1) // fan_out, depth + 1
+    return depth
+
+
+def _written(said: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(said, separators=(",", ":")).encode()), dtype=torch.uint8)
+
+
+def _read(operation: Operation, rank: int, data: torch.Tensor, read: Callable[[Any], T]) -> T:
+    try:
+        return read(json.loads(bytes(data.numpy())))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Mismatch(f"{operation}: rank {rank} said what makes no sense: {error}", (rank,)) from None

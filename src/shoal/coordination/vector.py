@@ -1,0 +1,69 @@
+"""What agents tell each other in a round: a bit for each call that is known, and what else all must hear.
+
+Bits come together by AND: what is left is what all have asked for. The rest comes together by OR: that somebody asks
+for what is not known, that somebody leaves, that two caches differ.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+
+_HEAD = struct.Struct("<8sBIII")
+_ASKS = 1
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """What an agent, or several together, have to say.
+
+    Attributes:
+        digest: Of the sender's cache.
+        bits: Of :meth:`ResponseCache.vector`.
+        asks: There are requests that are not known.
+        leaving: A bit for each rank that takes no part in later rounds.
+        differs: 1 + the rank whose cache is another than that of who has noticed; 0: nobody's.
+    """
+
+    digest: bytes
+    bits: int
+    asks: bool = False
+    leaving: int = 0
+    differs: int = 0
+
+    def and_of(self, other: Vector, rank: int) -> Vector:
+        """Together with what has come from ``rank``."""
+        differs = self.differs or other.differs or (rank + 1 if other.digest != self.digest else 0)
+        return Vector(
+            self.digest, self.bits & other.bits, self.asks or other.asks, self.leaving | other.leaving, differs
+        )
+
+    def as_tensor(self) -> torch.Tensor:
+        """As it travels: uint8."""
+        bits, leaving = _bytes(self.bits), _bytes(self.leaving)
+        head = _HEAD.pack(self.digest, _ASKS if self.asks else 0, self.differs, len(bits), len(leaving))
+        return torch.frombuffer(bytearray(head + bits + leaving), dtype=torch.uint8)
+
+    @staticmethod
+    def of(data: torch.Tensor) -> Vector:
+        """As it was before it travelled.
+
+        Raises:
+            ValueError: It is none.
+        """
+        raw = bytes(data.numpy())
+        if not _HEAD.size <= len(raw) <= _MOST_BYTES:
+            raise ValueError(f"{len(raw)} bytes")
+        digest, flags, differs, n_bits, n_leaving = _HEAD.unpack_from(raw)
+        if len(raw) != _HEAD.size + n_bits + n_leaving:
+            raise ValueError(f"{len(raw)} bytes for vectors of {n_bits} and {n_leaving}")
+        bits = int.from_bytes(raw[_HEAD.size : _HEAD.size + n_bits], "little")
+        leaving = int.from_bytes(raw[_HEAD.size + n_bits :], "little")
+        return Vector(digest, bits, bool(flags & _ASKS), leaving, differs)
+
+
+def _bytes(bits: int) -> bytes:
+    return bits.to_bytes((bits.bit_length() + 7) // 8, "little")

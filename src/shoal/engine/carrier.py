@@ -1,0 +1,43 @@
+"""What moves tensors in the place of Shoal's own links, where something does: an engine that needs one order.
+
+The links still carry every header, so agents that disagree find out as ever, and nothing moves before they agree. The
+stage of an operation whose headers have all come then waits until its carrier has moved its tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .operation import Operation, Stage
+
+
+class Carrier(Protocol):
+    """Used under the engine's lock, but for :meth:`begin`."""
+
+    @property
+    def due(self) -> bool:
+        """:meth:`begin` has something to do."""
+
+    def ask(self, operation: Operation, stage: Stage) -> None:
+        """All that a stage has to say is said, and what it heard agrees: move its tensors, as soon as all that take
+        part have come so far. :meth:`~.lifecycle.Lifecycle.moved` is called when that is done."""
+
+    def withdraw(self, operation: Operation, stage: Stage) -> bool:
+        """A stage has failed here, asked for or not. False where its tensors move all the same, since all have come;
+        else the others must hear of it."""
+
+    def begin(self) -> None:
+        """Do what is due. Not under the lock: it computes."""
+
+    def leave(self) -> None:
+        """This agent leaves in good order: the others must not wait for it."""
+
+    @property
+    def left(self) -> bool:
+        """They know, and nothing moves any more."""
+
+    def stop(self) -> None:
+        """Nothing moves any more, whatever was under way. Not under the lock."""
+
+    def descriptors(self) -> list[int]:
+        """What a forked child must close."""

@@ -1,0 +1,88 @@
+"""What a process group is to move: the tensors of one stage of an operation on this agent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+Transfers = list[tuple[int, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What all members of a group do at once, by an engine that has it, in the place of sends.
+
+    Attributes:
+        kind: ``"allreduce"`` or ``"broadcast"``.
+        data: Flat; its result takes its place.
+        members: Who does it, ascending.
+        how: Of an all-reduce: ``"sum"``, ``"product"``, ``"min"`` or ``"max"``.
+        root: Of a broadcast.
+    """
+
+    kind: str
+    data: torch.Tensor
+    members: tuple[int, ...]
+    how: str = ""
+    root: int = -1
+
+    def goes_with(self, other: Collective) -> bool:
+        """Both may be one, with their data one behind the other."""
+        return (self.kind, self.how, self.root, self.data.dtype) == (
+            other.kind,
+            other.how,
+            other.root,
+            other.data.dtype,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Movement:
+    """What one agent sends and receives at once.
+
+    Attributes:
+        members: Who takes part, ascending.
+        sends, receives: ``[(rank, flat tensor)]``, at most one for each rank. What is sent must not change, and what is
+            received belongs to nobody else, until it is over.
+        collective: In their place.
+    """
+
+    members: tuple[int, ...]
+    sends: Transfers
+    receives: Transfers
+    collective: Collective | None = None
+
+
+Step = Movement | None
+"""Of the one order: None stands for what this agent has no part in."""
+
+
+def runs(steps: Sequence[tuple[bool, Step]]) -> list[list[Movement]]:
+    """What may be moved together: sends and receives that follow each other, and collectives that go with each other.
+
+    Where this agent has no part in something, that ends a run as it does on those that have: what goes together must be
+    the same on both sides of an edge.
+
+    Args:
+        steps: Each with whether it is a collective.
+    """
+    found: list[list[Movement]] = [[]]
+    before: tuple[bool, Step] | None = None
+    for step in steps:
+        if before is not None and not _together(before, step):
+            found.append([])
+        if step[1] is not None:
+            found[-1].append(step[1])
+        before = step
+    return [run for run in found if run]
+
+
+def _together(before: tuple[bool, Step], step: tuple[bool, Step]) -> bool:
+    if not before[0] and not step[0]:
+        return True
+    one, other = before[1], step[1]
+    if one is None or other is None or one.collective is None or other.collective is None:
+        return False
+    return one.members == other.members and one.collective.goes_with(other.collective)

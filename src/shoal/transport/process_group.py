@@ -1,0 +1,274 @@
+"""Tensors that travel by ``torch.distributed``: process groups of Gloo, MPI, UCC or NCCL, fed in one order.
+
+Such an engine pairs the first send of an agent to another with the first receive there, whatever they are for, and a
+collective with whatever collective the others are in; a message that is longer than the memory it is received into
+ends the process. So nothing may be given to it that not all have agreed on, and all must give it the same in the same
+order: that is what ``coordination/`` is for. Here it is only done: one thread of an agent takes what is to be moved,
+starts it, waits for it, and says that it is over.
+
+Small tensors that one agent sends to another one behind the other go as one, and so do small all-reduces: both sides
+have the same list, and so cut it in the same way.
+
+Tags are not used: not every engine has them. A process group cannot be told to stop, but Gloo closes all its
+connections when one receive has waited too long, and so it is stopped here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .movement import Collective, Movement, Step, runs
+
+log = logging.getLogger("shoal")
+
+BACKENDS = {
+    "gloo": "",
+    "mpi": "make a process group of MPI's in the script, and give it to shoal.init(process_group=)",
+    "ucc": "",
+    "nccl": "NCCL moves tensors of CUDA devices, and Shoal's go through the CPU",
+}
+"""Engines of ``torch.distributed``, and why Shoal cannot make process groups of some."""
+MADE_HERE = ("gloo", "ucc")
+SMALL_BYTES = 1 << 16
+"""Tensors up to this size go together with others."""
+TOGETHER_BYTES = 1 << 22
+"""So many bytes of them at most."""
+FOREVER = datetime.timedelta(days=1)
+"""How long an engine waits: deadlines are Shoal's own, and one of an engine's would end all that is under way."""
+_AT_ONCE = datetime.timedelta(milliseconds=1)
+_TO_STOP = 0x5EA
+"""The tag of the receive that is given up to stop a group."""
+REDUCED = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8)
+"""The dtypes whose reductions are an engine's as they are Shoal's; 16-bit numbers are summed in float32 here."""
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+} if dist.is_available() else {}  # fmt: skip
+
+Ranks = tuple[int, ...]
+Group = Any
+"""A process group or a backend of torch's: both have ``send``, ``recv``, ``allreduce`` and ``broadcast``."""
+Store = Any
+"""A store of torch's."""
+
+
+def available() -> list[str]:
+    """The engines that this build of torch has."""
+    if not dist.is_available():
+        return []
+    has = {
+        "gloo": dist.is_gloo_available,
+        "mpi": dist.is_mpi_available,
+        "ucc": dist.is_ucc_available,
+        "nccl": dist.is_nccl_available,
+    }
+    return [backend for backend in BACKENDS if has[backend]()]
+
+
+class ProcessGroups:
+    """The process groups of one agent, and the thread that feeds them.
+
+    Args:
+        rank: Whose.
+        backend: One of :data:`BACKENDS`.
+        address: Where Gloo listens.
+        store: Makes what the members of a group find each other by.
+        finished: Told, by the thread, what has been moved.
+        failed: Told why nothing moves any more.
+        given: A group of the script's own, and its ranks, used where these take part.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        backend: str,
+        address: str,
+        store: Callable[[Ranks], Store],
+        finished: Callable[[list[Movement]], None],
+        failed: Callable[[BaseException], None],
+        given: tuple[Ranks, Group] | None = None,
+    ) -> None:
+        self._rank = rank
+        self._backend = backend
+        self._address = address
+        self._store = store
+        self._finished = finished
+        self._failed = failed
+        self._given = given
+        self._groups: dict[Ranks, tuple[Group, Store]] = {}
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"shoal-{rank}-{backend}", daemon=True)
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def move(self, group: Ranks, steps: Sequence[tuple[bool, Step]]) -> None:
+        """Move this next.
+
+        Args:
+            group: Who is there; all of them are told the same.
+            steps: In one order for all; each with whether it is a collective.
+        """
+        self.then(partial(self._move, group, runs(steps)))
+
+    def then(self, what: Callable[[], None]) -> None:
+        """Have the thread call something when all that was to be moved before has been."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._queue.put(what)
+
+    def stop(self) -> None:
+        """Move nothing any more, whatever is under way, and forget the groups. It waits for the thread."""
+        with self._lock:
+            self._stopped = True
+            groups = list(self._groups.items())
+        for ranks, (group, _) in groups:
+            if self._given is None or group is not self._given[1]:
+                self._abort(ranks, group)
+        self._queue.put(None)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._groups.clear()
+        self._given = None
+
+    def _abort(self, ranks: Ranks, group: Group) -> None:
+        """Make all that waits in a group give up."""
+        try:
+            if self._backend == "gloo":
+                other = next(place for place, rank in enumerate(ranks) if rank != self._rank)
+                group.recv([torch.empty(1)], other, _TO_STOP).wait(_AT_ONCE)
+            else:
+                group.abort()
+        except RuntimeError:
+            pass  # that is how it says that it has stopped
+
+    # The thread
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while True:
+            what = self._queue.get()
+            if what is None:
+                return
+            try:
+                what()
+            except BaseException as error:
+                if not self._stopped:
+                    self._failed(error)
+                return
+
+    def _move(self, there: Ranks, several: list[list[Movement]]) -> None:
+        group = self._group(there)
+        for run in several:
+            pending = list(self._start(there, group, run))
+            for work, then in pending:
+                work.wait()
+                then()
+            self._finished(run)
+
+    def _start(self, there: Ranks, group: Group, run: list[Movement]) -> Iterator[tuple[Any, Callable[[], None]]]:
+        """Start what goes together; what to wait for, and what to do then."""
+        collectives = [one.collective for one in run if one.collective is not None]
+        if collectives:
+            members = run[0].members
+            group = group if members == there else self._group(members)
+            yield from self._start_collectives(members, group, collectives)
+            return
+        place = {rank: at for at, rank in enumerate(there)}
+        for rank in sorted({rank for one in run for rank, _ in one.receives}):
+            tensors = [tensor for one in run for source, tensor in one.receives if source == rank]
+            for some in together(tensors):
+                whole = some[0] if len(some) == 1 else torch.empty(sum(one.nbytes for one in some), dtype=torch.uint8)
+                yield group.recv([_bytes(whole)], place[rank], 0), _apart(whole, some)
+        for rank in sorted(
+            {rank for one in run for rank, _ in one.sends}, key=lambda rank: (rank - self._rank) % 2**31
+        ):
+            tensors = [tensor for one in run for target, tensor in one.sends if target == rank]
+            for some in together(tensors):
+                whole = some[0] if len(some) == 1 else torch.cat([_bytes(one) for one in some])
+                yield group.send([_bytes(whole)], place[rank], 0), _nothing
+
+    def _start_collectives(
+        self, members: Ranks, group: Group, several: list[Collective]
+    ) -> Iterator[tuple[Any, Callable[[], None]]]:
+        first = several[0]
+        for some in together([one.data for one in several]):
+            whole = some[0] if len(some) == 1 else torch.cat(some)
+            if first.kind == "allreduce":
+                options: Any = dist.AllreduceOptions()
+                options.reduceOp = _REDUCTIONS[first.how]
+                work = group.allreduce([whole], options)
+            else:
+                spread = dist.BroadcastOptions()
+                spread.rootRank, spread.rootTensor = members.index(first.root), 0
+                work = group.broadcast([_bytes(whole)], spread)
+            yield work, _apart(whole, some)
+
+    def _group(self, ranks: Ranks) -> Group:
+        """The process group of these ranks, made when they first move something together."""
+        if self._given is not None and self._given[0] == ranks:
+            return self._given[1]
+        known = self._groups.get(ranks)
+        if known is None:
+            store = self._store(ranks)
+            known = _make(self._backend, store, ranks.index(self._rank), len(ranks), self._address), store
+            with self._lock:
+                if self._stopped:
+                    raise RuntimeError("it was stopped")
+                self._groups[ranks] = known
+        return known[0]
+
+
+def _make(backend: str, store: Store, place: int, size: int, address: str) -> Group:
+    """A process group of torch's. Only that of Gloo was ever seen working."""
+    if backend == "gloo":
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = FOREVER
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        return dist.ProcessGroupGloo(store, place, size, options)
+    return dist.ProcessGroupUCC(store, place, size, FOREVER)
+
+
+def together(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut a list into what goes as one: by the sizes alone, so that both sides cut it alike."""
+    some: list[torch.Tensor] = []
+    nbytes = 0
+    for one in tensors:
+        if some and (one.nbytes > SMALL_BYTES or nbytes + one.nbytes > TOGETHER_BYTES):
+            yield some
+            some, nbytes = [], 0
+        if one.nbytes > SMALL_BYTES:
+            yield [one]
+            continue
+        some.append(one)
+        nbytes += one.nbytes
+    if some:
+        yield some
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1).view(torch.uint8)
+
+
+def _apart(whole: torch.Tensor, some: list[torch.Tensor]) -> Callable[[], None]:
+    """Puts what has come as one where it belongs."""
+
+    def apart() -> None:
+        flat = _bytes(whole)
+        for one, part in zip(some, torch.split(flat, [one.nbytes for one in some]), strict=True):
+            _bytes(one).copy_(part)
+
+    return apart if len(some) > 1 else _nothing
+
+
+def _nothing() -> None: ...
