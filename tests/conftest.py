@@ -1,4 +1,5 @@
-"""Fixtures of the contract suite: every test that takes ``transport`` runs over threads, shared memory and TCP."""
+"""Fixtures of the contract suite: every test that takes ``transport`` runs over threads, shared memory and TCP; those
+of tests/ops over process groups, too, unless they are marked as being about links."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from functools import partial
 import pytest
 
 import shoal
-from support import TRANSPORTS
+from support import PROCESS_GROUP, TRANSPORTS
 from support.leftovers import nothing_is_left
 
 pytest_plugins = ["support.transport_counts", "pytester"]
@@ -23,6 +24,23 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Over process groups goes the contract suite, and what asks for them by name."""
+    left_out = [item for item in items if _over_process_groups(item) and not _is_contract(item)]
+    if left_out:
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _over_process_groups(item: pytest.Item) -> bool:
+    return any(mark.args == (PROCESS_GROUP,) for mark in item.iter_markers("transport"))
+
+
+def _is_contract(item: pytest.Item) -> bool:
+    by_fixture = "transport" in getattr(item, "callspec", item).params if hasattr(item, "callspec") else False
+    return not by_fixture or (item.path.parent.name == "ops" and item.get_closest_marker("links") is None)
 
 
 def pytest_collection_finish() -> None:
@@ -42,7 +60,10 @@ def memory_goes_back() -> Iterator[None]:
         trim(0)
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.transport(name)) for name in TRANSPORTS])
+OVER = (*TRANSPORTS, PROCESS_GROUP)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.transport(name)) for name in OVER])
 def transport(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of a transport. The test leaves no thread and no descriptor behind, or fails."""
     with nothing_is_left():

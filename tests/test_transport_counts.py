@@ -20,6 +20,10 @@ def test_threads(_):
 def test_network():
     assert {network}
 
+@pytest.mark.transport("process-group")
+def test_process_group():
+    pass
+
 @pytest.mark.transport("shared_memory")
 def test_shared_memory():
     if {skipped}:
@@ -45,7 +49,9 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_the_summary_counts_the_tests_of_each_transport(run: Run) -> None:
     result = run("--every-transport", skipped=False)
-    result.stdout.fnmatch_lines(["transports: threads 3, shared_memory 1, network 1, network namespaces 1"])
+    result.stdout.fnmatch_lines(
+        ["transports: threads 3, shared_memory 1, network 1, process-group 1, network namespaces 1"]
+    )
     assert result.ret == pytest.ExitCode.OK
 
 
@@ -58,5 +64,7 @@ def test_a_transport_whose_tests_were_all_skipped_fails_the_run_only_where_that_
 
 def test_a_test_that_fails_has_run(run: Run) -> None:
     result = run("--every-transport", skipped=False, network=False)
-    result.stdout.fnmatch_lines(["transports: threads 3, shared_memory 1, network 1, network namespaces 1"])
+    result.stdout.fnmatch_lines(
+        ["transports: threads 3, shared_memory 1, network 1, process-group 1, network namespaces 1"]
+    )
     assert result.ret == pytest.ExitCode.TESTS_FAILED

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import shoal
+from support import PROCESS_GROUP
 from support.leftovers import descriptors, wait_until
 
 Fleets = Callable[..., shoal.Fleet]
@@ -326,7 +327,7 @@ def test_an_agent_that_never_comes_is_named_at_the_deadline(fleet: Fleets, name:
     fleet(3).run(start)
 
 
-def test_after_a_deadline_the_late_messages_are_dropped_and_the_next_round_works(fleet: Fleets) -> None:
+def test_after_a_deadline_the_late_messages_are_dropped_and_the_next_round_works(fleet: Fleets, transport: str) -> None:
     late = threading.Event()
 
     def run() -> list[float]:
@@ -335,6 +336,10 @@ def test_after_a_deadline_the_late_messages_are_dropped_and_the_next_round_works
             with pytest.raises(shoal.DeadlineExceeded):
                 shoal.neighbor_allreduce(x, "x", timeout=0.1)
             late.set()
+        elif transport == PROCESS_GROUP:  # what one gives up, all give up
+            assert late.wait(10)
+            with pytest.raises((shoal.DeadlineExceeded, shoal.Mismatch), match=r"rank 0, whose own call failed there"):
+                shoal.neighbor_allreduce(x, "x")
         else:
             assert late.wait(10)
             shoal.neighbor_allreduce(x, "x")  # what agent 0 sent is there; what goes back is dropped there
@@ -431,6 +436,7 @@ def test_an_agent_that_leaves_while_others_wait_for_it_ends_their_wait(fleet: Fl
     fleet(2).run(run)
 
 
+@pytest.mark.links("who sends may go on, and leave, before who reads has come")
 def test_what_an_agent_sent_before_it_left_still_arrives(fleet: Fleets) -> None:
     left = threading.Event()
     names = [f"early {i}" for i in range(5)]
@@ -509,6 +515,7 @@ def test_everything_before_init_and_after_shutdown_says_so(fleet: Fleets) -> Non
     all_refused()
 
 
+@pytest.mark.links("what a process group moves, both have, or nobody")
 def test_a_handle_whose_agent_shuts_down_says_so_and_what_it_sent_arrives(fleet: Fleets) -> None:
     def run() -> float:
         if shoal.rank() == 1:

@@ -282,6 +282,7 @@ def test_a_sender_may_be_many_rounds_ahead_on_a_directed_edge(fleet: Fleets) -> 
     assert fleet(2).run(run_unnamed) == [[float(i) for i in range(count)]] * 2
 
 
+@pytest.mark.links("who sends may go on before who reads has come")
 def test_calls_without_a_name_run_at_most_two_unread_rounds_ahead(fleet: Fleets) -> None:
     """Else an agent without sources would fill the memory of its machine while its reader sleeps."""
     awake = threading.Event()

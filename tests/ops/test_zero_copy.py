@@ -18,6 +18,7 @@ Fleets = Callable[..., shoal.Fleet]
 LARGE = 100_000
 
 
+@pytest.mark.links("who sends may go on before who reads has come")
 @pytest.mark.parametrize("zero_copy", [True, False])
 def test_the_sender_waits_for_its_reader_where_nothing_was_copied(fleet: Fleets, zero_copy: bool) -> None:
     """Rank 0 only sends, so it need not wait for anybody if it has sent a copy."""
@@ -44,6 +45,7 @@ def test_the_sender_waits_for_its_reader_where_nothing_was_copied(fleet: Fleets,
     assert found == 1.5
 
 
+@pytest.mark.links("who sends may go on before who reads has come")
 def test_it_is_given_back_to_nobody_while_it_is_read(fleet: Fleets) -> None:
     """Also where its owner lets go of it, and asks for as much memory again."""
 

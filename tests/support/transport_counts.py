@@ -11,7 +11,7 @@ from collections.abc import Generator
 
 import pytest
 
-from . import TRANSPORTS
+from . import PROCESS_GROUP, TRANSPORTS
 
 _counts = pytest.StashKey[Counter[str]]()
 _PROPERTY = "transport"
@@ -48,7 +48,7 @@ class _Count:
 
 
 def _missing(config: pytest.Config) -> list[str]:
-    return [name for name in TRANSPORTS if not config.stash[_counts][name]]
+    return [name for name in (*TRANSPORTS, PROCESS_GROUP) if not config.stash[_counts][name]]
 
 
 @pytest.hookimpl(trylast=True)
@@ -61,7 +61,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     counts = config.stash[_counts]
-    names = [*TRANSPORTS, *sorted(set(counts) - set(TRANSPORTS))]
+    named = [*TRANSPORTS, PROCESS_GROUP]
+    names = [*named, *sorted(set(counts) - set(named))]
     terminalreporter.write_line("transports: " + ", ".join(f"{name} {counts[name]}" for name in names))
     if config.getoption("--every-transport") and _missing(config):
         terminalreporter.write_line(f"error: no test ran over {', '.join(_missing(config))}", red=True)

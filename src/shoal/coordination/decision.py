@@ -184,7 +184,7 @@ def decision_of(said: Any, size: int) -> Decision:
             found.append(Response(request_of(one[0], size), ranks_of(one[1], size)))
         else:
             name, stage, round_, ranks, text, concerned = one
-            key = Request(Entry(Key(str(name), stage, ALL), "", ""), round_)
+            key = Request(Entry(Key(str(name), stage, ALL), ""), round_)
             found.append(
                 Refusal(
                     key.key.name, key.key.stage, key.round, ranks_of(ranks, size), str(text), ranks_of(concerned, size)

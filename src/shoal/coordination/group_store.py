@@ -20,8 +20,8 @@ from ..engine.services import NONSENSE, MinimalService, as_tensor, once_whole
 from ..transport.wire import Kind, Message, ProtocolError
 
 WORD = "~group"
-MOST_WORDS = 1 << 12
-"""Of one agent that are kept."""
+MOST_WORDS, MOST_BYTES = 1 << 12, 1 << 16
+"""Of one agent that are kept, and of each."""
 Place = tuple[str, str]
 
 
@@ -51,7 +51,7 @@ class GroupStores(MinimalService):
             for rank in ranks:
                 if rank != engine.rank:
                     message = Message(Kind.DATA, WORD, WORD)
-                    send_alone(engine.publisher, engine.outbox, rank, message, as_tensor(text))
+                    send_alone(engine.publisher, engine.outbox, rank, message, as_tensor(text), background=True)
             engine.poller.wake()
 
     def wait(self, group: str, keys: list[str], seconds: float) -> bool:
@@ -76,6 +76,8 @@ class GroupStores(MinimalService):
         once_whole(message, partial(self._heard, source, message))
 
     def _heard(self, source: int, message: Message, text: bytes) -> None:
+        if len(text) > MOST_BYTES:
+            raise ProtocolError(f"{len(text):,} bytes about itself as a member of a process group")
         self._engine.outbox.acknowledge(source, message)
         self._by[source] = said = self._by.get(source, 0) + 1
         if said > MOST_WORDS:

@@ -74,6 +74,11 @@ class _Asked:
     committed: bool = False
     withdrawn: bool = False
 
+    @property
+    def partners(self) -> set[int]:
+        """Without whom it cannot be moved."""
+        return self.stage.needs | self.stage.arrived.keys()
+
     def release(self) -> None:
         for lease in self.leases:
             lease.release()
@@ -129,14 +134,20 @@ class Order(MinimalService):
         carried = stage.exchange.carried
         assert carried is not None
         engine, among = self._engine, carried.among
-        movement = Movement(among or (), [], [], carried.collective)
-        leases = []
+        collective = carried.collective
+        gathers = collective is not None and collective.kind == "gather"
+        movement, leases = Movement(among or (), [], [], None if gathers else collective), []
+        if collective is not None and gathers:
+            movement.sends += [(rank, collective.data) for rank in collective.into]
+            movement.receives += collective.into.items()
         for send in stage.exchange.sends:
             if send.stop > send.start:
                 movement.sends.append((send.destination, send.published.part(send.start, send.stop)))
                 if send.published.lease is not None:
                     send.published.lease.hold()
                     leases.append(send.published.lease)
+        if collective is not None:
+            engine.outbox.count(collective.nbytes(engine.rank))
         for source, message in stage.arrived.items():
             if message.where is Where.CARRIED:
                 data = engine.pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
@@ -144,7 +155,8 @@ class Order(MinimalService):
                 movement.receives.append((source, data))
         key = Key(operation.name, stage.number, among or ALL)
         peers = tuple(sorted(stage.needs | stage.arrived.keys())) if among is None else None
-        request = Request(Entry(key, operation.op, carried.what), operation.round, peers)
+        kind = movement.collective.kind if movement.collective is not None else ""
+        request = Request(Entry(key, operation.op, carried.what, kind), operation.round, peers)
         asked = _Asked(request, operation, stage, movement, leases)
         if among is None:
             self._concerned.append(asked)
@@ -238,7 +250,7 @@ class Order(MinimalService):
     def _say(self, rank: int, what: int, round_: int) -> None:
         engine = self._engine
         message = Message(Kind.DATA, CALL, CALL, round_, digest=what)
-        send_alone(engine.publisher, engine.outbox, rank, message, torch.empty(0))
+        send_alone(engine.publisher, engine.outbox, rank, message, torch.empty(0), background=True)
 
     def serve(self, source: int, message: Message) -> None:
         """An agent says that a round begins, or that all is moved; see :class:`~shoal.engine.services.Service`."""
@@ -261,8 +273,8 @@ class Order(MinimalService):
                 cache.clear()
                 self._group = group
             self._changed = False
-            for asked in self._all_asked():
-                asked.committed = not asked.withdrawn
+            for asked in self._all_asked():  # what needs somebody who has left fails when the goodbye is heard
+                asked.committed = not asked.withdrawn and asked.partners <= {engine.rank, *group}
             bits = cache.vector(several[0].request for several in self._known.values() if several[0].committed)
             news = bool(self._concerned) or any(
                 not cache.knows(several[0].request) for several in self._known.values() if several[0].committed
@@ -343,7 +355,7 @@ class Order(MinimalService):
 
     def _step(self, request: Request, members: Ranks) -> tuple[bool, Step]:
         """What is to be moved next: this agent's part in it, if it has one."""
-        is_collective = bool(request.entry.what)
+        is_collective = bool(request.entry.kind)
         if self._engine.rank not in members:
             return is_collective, None
         several = self._concerned if request.peers is not None else self._known[request.key]

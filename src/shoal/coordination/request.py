@@ -28,8 +28,10 @@ class Entry(NamedTuple):
 
     key: Key
     op: str
-    what: str
-    """What has to be the same on all, in words, as "sum of float32 [3, 4]"; empty where edges compare it."""
+    what: str = ""
+    """What has to be the same on all, in words, as "sum of float32, shape [3]"; empty where edges compare it."""
+    kind: str = ""
+    """The engine's own operation that moves it; empty for sends and receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Request:
     def as_data(self) -> list[Any]:
         """As it travels."""
         name, stage, members = self.entry.key
-        return [name, stage, members, self.entry.op, self.entry.what, self.round, self.peers]
+        return [name, stage, members, *self.entry[1:], self.round, self.peers]
 
 
 def request_of(said: Any, size: int) -> Request:
@@ -65,9 +67,10 @@ def request_of(said: Any, size: int) -> Request:
     Raises:
         ValueError, TypeError: It is none.
     """
-    name, stage, members, op, what, round_, peers = said
+    name, stage, members, op, what, kind, round_, peers = said
     key = Key(str(name), _count(stage), ranks_of(members, size))
-    return Request(Entry(key, str(op), str(what)), _count(round_), None if peers is None else ranks_of(peers, size))
+    entry = Entry(key, str(op), str(what), str(kind))
+    return Request(entry, _count(round_), None if peers is None else ranks_of(peers, size))
 
 
 def ranks_of(said: Any, size: int) -> Ranks:

@@ -5,7 +5,7 @@ Everything here runs in the thread that drives the exchange, under the engine's 
 
 from __future__ import annotations
 
-from ..errors import Mismatch, PeerLost
+from ..errors import DeadlineExceeded, Mismatch, PeerLost
 from ..transport.wire import DIED, HERE, Kind, Message, Payload, ProtocolError, Where
 from .events import Events
 from .failures import Failures
@@ -142,11 +142,16 @@ class Dispatch:
         if result is MatchResult.EARLY:
             self._matcher.keep_ask(source, message)
         elif result is MatchResult.NOW and operation is not None and operation.stage is not None:
-            self._lifecycle.answer(source, operation, operation.stage)
+            self._lifecycle.answer(source, operation, operation.stage, bool(message.flags & HERE))
         else:
             # If it was sent all the same, it arrives before this denial, which is then void.
-            why, by_itself = self._matcher.why(message), self._matcher.failed_by_itself(message)
-            self._outbox.deny(source, message, message.stage, why, by_itself)
+            matcher = self._matcher
+            why, by_itself, about = (
+                matcher.why(message),
+                matcher.failed_by_itself(message),
+                matcher.failed_about(message),
+            )
+            self._outbox.deny(source, message, message.stage, why, by_itself, about)
 
     def _on_deny(self, source: int, message: Message) -> None:
         if message.name == ALIVE:
@@ -162,7 +167,7 @@ class Dispatch:
         stage = operation.stage if operation else None
         if result is not MatchResult.NOW or operation is None or stage is None:
             return
-        if message.flags & HERE or source not in stage.missing:
+        if source not in stage.missing:
             if stage.to_move:
                 self._of_moving(source, message, operation, stage)
             return
@@ -180,12 +185,14 @@ class Dispatch:
         text = f"{operation}: rank {self._rank} expects a tensor from rank {source}, {why}"
         message.token = 0
         self._outbox.refuse(source, message, text)
-        self._lifecycle.fail(operation, Mismatch(text, (source, self._rank)))
+        about = message.shape if stage.to_move else ()  # all that take part fail, and the first cause is what counts
+        self._lifecycle.fail(operation, Mismatch(text, (source, self._rank, *about)))
 
     def _of_moving(self, source: int, message: Message, operation: Operation, stage: Stage) -> None:
         """An agent says what it has done of a stage whose tensors have still to be moved: it has come, or failed."""
         if not message.text:  # it is there, or has had all that it needs
             stage.absent.discard(source)
         elif not (message.flags & DIED and self._failures.leave_behind(source, message.text)):
+            kind = DeadlineExceeded if message.text.startswith(DeadlineExceeded.__name__) else Mismatch
             what = f"rank {self._rank} waits for rank {source}, whose own call failed there ({message.text})"
-            self._lifecycle.fail(operation, Mismatch(f"{operation}: {what}", (source, self._rank)))
+            self._lifecycle.fail(operation, kind(f"{operation}: {what}", message.shape or (source, self._rank)))

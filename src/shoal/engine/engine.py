@@ -428,10 +428,17 @@ class Engine:
     def _leave_the_order(self, drain: Drain, carrier: Carrier, deadline: float, died: bool) -> None:
         """The others must not wait for this agent, which takes what they have sent before."""
         if not died and self.ended is None and not self.lifecycle.gate.closing:
+            now = time.monotonic()
+            drain(lambda: not self._has_to_move(), now + (deadline - now) / 2)
             with self.lock:
                 carrier.leave()
                 self.poller.wake()
             drain(lambda: carrier.left, deadline)
+
+    def _has_to_move(self) -> bool:
+        """Others may still come for what this agent has to send."""
+        stages = [operation.stage for operation in self.matcher.in_flight()]
+        return any(stage is not None and stage.to_move and bool(stage.exchange.sends) for stage in stages)
 
     def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
         """Begin the end: nothing is submitted any more, and what waits for others ends. False where that has been

@@ -283,8 +283,8 @@ class Lifecycle:
                     stage.missing.difference_update(gone)
         if operation.error is not None:
             return
-        for source in self._matcher.asked_early(operation, stage):
-            self.answer(source, operation, stage)
+        for source, only_if_here in self._matcher.asked_early(operation, stage):
+            self.answer(source, operation, stage, only_if_here)
         channel = self._matcher.channel(operation)
         if operation.sent:
             stage.posted, operation.sent = True, False
@@ -300,12 +300,17 @@ class Lifecycle:
         """Something of a stage has come, or was sent: where that was the last, it goes on."""
         if stage.complete:
             self.make_ready(operation)
-        elif stage.to_move and stage.agreed and self._carrier is not None:
+        elif self._agreed(operation, stage) and self._carrier is not None:
             self._carrier.ask(operation, stage)
 
-    def answer(self, source: int, operation: Operation, stage: Stage) -> None:
-        """A peer asks for something of a stage in which this agent is."""
-        if stage.to_move and stage.agreed:
+    @staticmethod
+    def _agreed(operation: Operation, stage: Stage) -> bool:
+        """Tensors have to be moved, and all is said and heard before."""
+        return stage.to_move and stage.posted and not stage.missing and not operation.unconfirmed
+
+    def answer(self, source: int, operation: Operation, stage: Stage, only_if_here: bool) -> None:
+        """A peer asks for something of a stage in which this agent is, or only if it is."""
+        if only_if_here:
             self._outbox.say_here(source, operation, stage.number)
         elif not stage.sends_to(source):
             self._outbox.deny(source, operation, stage.number)
@@ -366,8 +371,9 @@ class Lifecycle:
         assert carried is not None
         ranks = stage.needs | stage.arrived.keys() if carried.among is None else set(carried.among or alive)
         why, by_itself = self._matcher.why(operation), self._matcher.failed_by_itself(operation)
+        about = self._matcher.failed_about(operation)
         for rank in sorted(ranks - {self._rank}):
-            self._outbox.deny(rank, operation, stage.number, why, by_itself)
+            self._outbox.deny(rank, operation, stage.number, why, by_itself, about)
 
     # What others say
 
@@ -382,6 +388,8 @@ class Lifecycle:
     def accept(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
         """Give a stage its message; the operation is told when more of the payload is here."""
         stage.take(source, message)
+        if stage.to_move:  # it need not wait until that has been
+            self._outbox.acknowledge(source, message)
         payload = message.payload
         if payload is not None and not payload.complete:
             payload.on_more = partial(self._more_arrived, operation)
@@ -401,6 +409,8 @@ class Lifecycle:
         if operation.outcome is not None and not operation.unconfirmed and operation.error is None and not agreed_on:
             outcome, operation.outcome = operation.outcome, None
             self.settle(operation, outcome[0], None)
+        if operation.stage is not None and operation.stage.to_move and operation.error is None:
+            self.go_on(operation, operation.stage)
         self.send_deferred(channel)
 
     def refuse_unexpected(self, source: int, message: Message) -> Mismatch:
@@ -440,7 +450,7 @@ class Lifecycle:
                 error = operation.error = self.refuse_unexpected(source, message)
             else:
                 self._outbox.acknowledge(source, message)
-        for number, source in asks:
+        for number, source, _ in asks:
             why, by_itself = self._matcher.why(operation), self._matcher.failed_by_itself(operation)
             self._outbox.deny(source, operation, number, why, by_itself)
         self.send_deferred(self._matcher.channel(operation))

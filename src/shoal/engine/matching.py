@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from ..errors import NotFinite, ShoalError
 from ..transport.budgets import Budget, cost
-from ..transport.wire import Message, Where
+from ..transport.wire import HERE, Message, Where
 from .operation import Operation, Stage, describe
 
 WINDOW, SMALL_WINDOW = 2, 256
@@ -26,8 +26,10 @@ TOMBSTONES = 4096
 MAX_REASON = 1000
 """Characters of why a round failed here, which those hear who wait for it."""
 
+_NONE: tuple[str, bool, tuple[int, ...]] = "", False, ()
 Key = tuple[str, int]
-Ask = tuple[int, int]
+Ask = tuple[int, int, bool]
+"""Stage, who asks, and whether only if this agent has come to it."""
 
 
 class MatchResult(Enum):
@@ -123,8 +125,8 @@ class Matcher:
         self._asks: dict[Key, set[Ask]] = {}
         self._kept: dict[int, Budget] = defaultdict(lambda: Budget("messages that came before this agent's call"))
         self._asked: dict[int, Budget] = defaultdict(lambda: Budget("questions for calls that this agent has not made"))
-        # Why they failed, and whether by an error of this agent's own, of which the others have none.
-        self._tombstones: OrderedDict[Key, tuple[str, bool]] = OrderedDict()
+        # Why they failed, whether by an error of this agent's own, of which the others have none, and about whom it is.
+        self._tombstones: OrderedDict[Key, tuple[str, bool, tuple[int, ...]]] = OrderedDict()
         self.ended_last = "", "", 0, 0.0
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
@@ -256,7 +258,7 @@ class Matcher:
 
     def keep_ask(self, source: int, message: Message) -> None:
         """Keep a question until its stage begins. ProtocolError if it is one too many."""
-        key, ask = (message.name, message.round), (message.stage, source)
+        key, ask = (message.name, message.round), (message.stage, source, bool(message.flags & HERE))
         if ask not in self._asks.get(key, ()):
             self._asked[source].take(0)
             self._asks.setdefault(key, set()).add(ask)
@@ -277,22 +279,26 @@ class Matcher:
         early = self._early.get((operation.name, operation.round), {})
         return [self._out(key[1], early.pop(key)) for key in [key for key in early if key[0] < stage]]
 
-    def asked_early(self, operation: Operation, stage: Stage) -> Iterator[int]:
-        """Take out who has asked for something from a stage that begins."""
+    def asked_early(self, operation: Operation, stage: Stage) -> Iterator[tuple[int, bool]]:
+        """Take out who has asked for something from a stage that begins, or only whether it has."""
         asks = self._asks.get((operation.name, operation.round))
         if asks:
             for ask in [ask for ask in asks if ask[0] == stage.number]:
                 asks.discard(ask)
                 self._asked[ask[1]].give_back(0)
-                yield ask[1]
+                yield ask[1:]
 
     def why(self, what: Operation | Message) -> str:
         """Why a round has failed here; empty where it has not, or that is long ago."""
-        return self._tombstones.get((what.name, what.round), ("", False))[0]
+        return self._tombstones.get((what.name, what.round), _NONE)[0]
 
     def failed_by_itself(self, what: Operation | Message) -> bool:
         """A round has failed here, and by an error of this agent's own, of which the others have none."""
-        return self._tombstones.get((what.name, what.round), ("", False))[1]
+        return self._tombstones.get((what.name, what.round), _NONE)[1]
+
+    def failed_about(self, what: Operation | Message) -> tuple[int, ...]:
+        """The ranks that the error is about with which a round has failed here."""
+        return self._tombstones.get((what.name, what.round), _NONE)[2]
 
     def end(self, operation: Operation, error: BaseException | None) -> tuple[list[tuple[int, Message]], list[Ask]]:
         """Close the book on a round: the messages and the questions that nothing will take up any more."""
@@ -302,12 +308,17 @@ class Matcher:
         if error is not None:
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
             own = isinstance(error, Exception) and (isinstance(error, NotFinite) or not isinstance(error, ShoalError))
-            self._tombstones[key] = reason.encode(errors="replace").decode(), own  # it travels, whatever is in it
+            ranks = error.ranks if isinstance(error, ShoalError) else ()
+            self._tombstones[key] = (
+                reason.encode(errors="replace").decode(),
+                own,
+                ranks,
+            )  # it travels, whatever is in it
             if len(self._tombstones) > TOMBSTONES:
                 self._tombstones.popitem(last=False)
         early = self._early.pop(key, None)
         asks = self._asks.pop(key, None)
-        for _, source in asks or ():
+        for _, source, _ in asks or ():
             self._asked[source].give_back(0)
         return [self._out(source, message) for (_, source), message in early.items()] if early else [], list(asks or ())
 

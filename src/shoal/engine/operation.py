@@ -61,11 +61,14 @@ class Carried:
             nobody but those concerned does, and who that is only they know.
         collective: In the place of sends.
         what: What has to be the same on all, in words, where no messages say it.
+        confirm: Each end of an edge knows of it by itself, so who receives has to confirm that it expects it: else what
+            is sent would be taken for what comes next.
     """
 
     among: tuple[int, ...] | None = ()
     collective: Collective | None = None
     what: str = ""
+    confirm: bool = False
 
 
 @dataclass(slots=True)
@@ -115,11 +118,6 @@ class Stage:
 
     def sends_to(self, rank: int) -> bool:
         return any(send.destination == rank for send in self.exchange.sends)
-
-    @property
-    def agreed(self) -> bool:
-        """All that it has to say is said, and all that it has to hear is heard."""
-        return self.posted and not self.missing
 
     @property
     def complete(self) -> bool:

@@ -67,7 +67,8 @@ class Outbox:
             published = send.published
             nbytes = (send.stop - send.start) * published.data.element_size()
             carried = stage.to_move and nbytes > 0  # it is there when the stage is over, and needs no answer
-            reply = not stage.to_move and (often or published.region is not None)
+            confirm = stage.to_move and exchange.carried is not None and exchange.carried.confirm
+            reply = confirm or (not stage.to_move and (often or published.region is not None))
             token = next(self._tokens)
             if last is None or _bytes_of(last) != _bytes_of(send):
                 tail = b""
@@ -93,7 +94,7 @@ class Outbox:
                     published.lease.hold()
                 self._unacknowledged[token] = _Unacknowledged(send.destination, operation, published, channel)
                 channel.sent(operation.round, send.destination)
-                if exchange.checked or published.zero_copy:
+                if confirm or exchange.checked or published.zero_copy:
                     operation.unconfirmed[token] = send.destination
             link = self._link(send.destination)
             if link is None:
@@ -103,10 +104,15 @@ class Outbox:
             else:
                 link.post(message, published, send.start, send.stop)
             last, tail = send, message.tail
-            self.bytes_sent += nbytes
+            if not operation.background:
+                self.bytes_sent += nbytes
             if self._events.active:
                 self._events.emit("sent", operation.op, operation.name, operation.round, 0, send.destination, nbytes)
         stage.posted = True
+
+    def count(self, nbytes: int) -> None:
+        """So many bytes of tensors are sent in another way."""
+        self.bytes_sent += nbytes
 
     def say(self, peer: int, message: Message) -> None:
         """Send a message without a tensor."""
@@ -135,11 +141,19 @@ class Outbox:
         self.say(source, refusal)
         message.flags = 0  # a refusal is an answer
 
-    def deny(self, peer: int, what: Operation | Message, stage: int, why: str = "", by_itself: bool = False) -> None:
+    def deny(
+        self,
+        peer: int,
+        what: Operation | Message,
+        stage: int,
+        why: str = "",
+        by_itself: bool = False,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
         """Tell a peer that waits for a message of ours that none will come, and why where the call failed; by an error
-        of this agent's own, or not."""
+        of this agent's own, or not; and the ranks that it is about."""
         flags = DIED if by_itself else 0
-        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=flags, text=why))
+        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=flags, shape=ranks, text=why))
 
     def say_here(self, peer: int, what: Operation | Message, stage: int) -> None:
         """Tell a peer that asks that this agent has come to a stage, too, of which nothing comes by a link."""
@@ -246,7 +260,9 @@ class Outbox:
         return all(link.idle for link in self._router.links.values())
 
 
-def send_alone(publisher: Publisher, outbox: Outbox, peer: int, what: Message, tensor: torch.Tensor) -> None:
+def send_alone(
+    publisher: Publisher, outbox: Outbox, peer: int, what: Message, tensor: torch.Tensor, *, background: bool = False
+) -> None:
     """Send a peer a copy of a tensor that belongs to no operation of this agent: an answer, or news.
 
     Args:
@@ -254,8 +270,10 @@ def send_alone(publisher: Publisher, outbox: Outbox, peer: int, what: Message, t
         peer: Who gets it.
         what: Says the operation, name, round, stage and digest of the message.
         tensor: Any dtype.
+        background: Nobody's tensor, and not to be counted among what is sent.
     """
     alone = Operation(what.op, what.name, what.round, float("inf"))
+    alone.background = background
     alone.one_sided = True
     published = publisher.publish(alone, tensor)
     send = Send(peer, published, 0, published.data.numel(), tuple(tensor.shape))

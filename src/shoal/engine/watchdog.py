@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import DeadlineExceeded
-from ..transport.wire import Kind, Message
+from ..transport.wire import HERE, Kind, Message
 from .agreement import Agreement
 from .failures import Failures
 from .lifecycle import ASK_AFTER, Lifecycle
@@ -116,8 +116,9 @@ class Watchdog:
         if now < due:
             return due
         stage.asked = True
+        flags = 0 if stage.missing else HERE
         for source in sorted(stage.missing or stage.absent):
-            question = Message(Kind.ASK, operation.op, operation.name, operation.round, stage.number)
+            question = Message(Kind.ASK, operation.op, operation.name, operation.round, stage.number, flags=flags)
             self._outbox.say(source, question)
         return operation.deadline
 
@@ -127,7 +128,7 @@ class Watchdog:
         stage = part.stage
         if stage is not None and stage.missing:
             what = "they did not answer" if operation.one_sided else "they did not take part"
-        elif stage is not None and stage.to_move:
+        elif stage is not None and stage.to_move and not operation.unconfirmed:
             what = "they did not come to it" if waiting else "all have come to it, and its tensors have not been moved"
         elif part.waiting_more:
             what = "a part of what they sent has not arrived"

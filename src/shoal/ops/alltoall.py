@@ -66,9 +66,8 @@ def submit(
         left = [k for k, rank in enumerate(order) if rank not in operation.gone]
         ahead = sorted(left, key=lambda k: (order[k] - agent.rank) % agent.size)
         sends = [Send(order[k], published, k * length, (k + 1) * length, row) for k in ahead]
-        arrived = yield Exchange(
-            sends, sorted(order[k] for k in left), tensor.dtype, row, carried=Carried(() if everybody else None)
-        )
+        carried = Carried(() if everybody else None, confirm=True)
+        arrived = yield Exchange(sends, sorted(order[k] for k in left), tensor.dtype, row, carried=carried)
         lost = sorted(set(order).difference(arrived))
         if lost and not own_for_lost:  # by now the others have their rows
             raise PeerLost(f"{operation} on rank {agent.rank}: ranks {lost} are gone, and have sent no rows", lost)

@@ -102,6 +102,8 @@ class Result:
     """Where a result goes: ``out``, or memory from the pool. ``flat`` is what the sum is written to."""
 
     def __init__(self, agent: Agent, out: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if out is not None and tuple(out.shape) != shape:
+            raise RuntimeError(f"out was given with shape {list(shape)} and has shape {list(out.shape)} now")
         self._out = out
         self._on_cpu, self._device = like.is_cpu, like.device
         plain = out is not None and not out.is_conj() and not out.is_neg()

@@ -35,6 +35,8 @@ from .arguments import (
     rotated,
 )
 
+GATHERED_BYTES = 1 << 16
+"""What an agent receives at most where, of an all-reduce that a process group carries, all get all tensors."""
 DIRECT_BYTES = 1 << 13
 """Tensors up to this size are sent to everybody whole."""
 
@@ -189,7 +191,8 @@ def reduced(
 ) -> Steps[torch.Tensor]:
     """The reduction of the tensors of a group, on each of it: in one stage, or for large ones in two."""
     among = members(agent, operation, group)
-    if agent.engine.carrier is not None and tensor.dtype in REDUCED and len(group) > 1:
+    by_engine = tensor.nbytes * (len(group) - 1) <= GATHERED_BYTES or tensor.dtype in REDUCED
+    if agent.engine.carrier is not None and len(group) > 1 and by_engine:
         return (yield from _reduced_by_engine(agent, operation, tensor, how, tuple(group), among, out, layout))
     published = agent.engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     shape, total = tuple(tensor.shape), published.data.numel()
@@ -231,22 +234,34 @@ def _reduced_by_engine(
     out: torch.Tensor | None,
     layout: int,
 ) -> Steps[torch.Tensor]:
-    """As the engine that moves the tensors does it: not in rank order, and the same on all."""
-    shape = tuple(tensor.shape)
+    """Small ones are gathered and reduced here, in rank order as ever; large ones as the engine that moves them does
+    it, in an order of its own, which is the same on all."""
+    shape, others = tuple(tensor.shape), [rank for rank in group if rank != agent.rank]
     spoiled = agent.engine.publisher.problem(operation, tensor)
     if spoiled is not None:
         raise spoiled
     result = Result(agent, out, tensor, shape)
     data = agent.engine.pool.empty(shape, tensor.dtype).copy_(tensor.detach()).view(-1)
-    what = f"{how} of {str(tensor.dtype).removeprefix('torch.')} {list(shape)}"
-    if layout:
-        what += f" (list of tensors {layout:08x})"
-    collective = Collective("allreduce", data, group, "sum" if how == "average" else how)
-    yield Exchange((), (), carried=Carried(among, collective, what))
-    if how == "average":
-        data.div_(len(group))
-    result.flat.copy_(data)
+    what = _what(f"{how} of {_name(tensor.dtype)}, shape {list(shape)}", layout)
+    if tensor.nbytes * len(others) > GATHERED_BYTES:
+        collective = Collective("allreduce", data, group, "sum" if how == "average" else how)
+        yield Exchange((), (), carried=Carried(among, collective, what))
+        result.flat.copy_(data.div_(len(group)) if how == "average" else data)
+        return result.finish()
+    into = {rank: agent.engine.pool.empty((data.numel(),), data.dtype) for rank in others}
+    yield Exchange((), (), carried=Carried(among, Collective("gather", data, group, into=into), what))
+    payloads = [Payload(into[rank], data.numel()) for rank in others]
+    yield from reduce(result.flat, how, data, group.index(agent.rank), payloads)
     return result.finish()
+
+
+def _what(what: str, layout: int) -> str:
+    """What has to be the same on all, for people, and all of it."""
+    return f"{what}; {LAYOUT} {layout:08x}" if layout else what
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def reduce_scatter(
@@ -434,9 +449,7 @@ def _spread_by_engine(
         if spoiled is not None:
             raise spoiled
         data.copy_(tensor.detach())
-    what = f"{str(dtype).removeprefix('torch.')} {list(shape)} of rank {root}"
-    if layout:
-        what += f" (list of tensors {layout:08x})"
+    what = _what(f"tensor of root rank {root}, {_name(dtype)}, shape {list(shape)}", layout)
     flat = data.view(-1)
     if flat.numel():
         yield Exchange((), (), carried=Carried((), Collective("broadcast", flat, group, root=root), what))

@@ -187,7 +187,15 @@ def _hierarchical(
     counterparts = [machine * len(group) + position for machine in range(agent.machines.count)]
     digest = shape_digest(shape) ^ (static.digest if static else 0)
     mixed = yield from _mixed(
-        agent, operation, mean, mixing, counterparts, compressor, digest=digest, checked=checked and static is None
+        agent,
+        operation,
+        mean,
+        mixing,
+        counterparts,
+        compressor,
+        digest=digest,
+        what=f"machine topology {static.digest:08x}" if static is not None else "",
+        checked=checked and static is None,
     )
     result = Result(agent, out, tensor, shape)
     yield from allgather_shares(agent, operation, mixed, result.flat, group)
@@ -203,6 +211,7 @@ def _mixed(
     compressor: Compressor | None,
     *,
     digest: int,
+    what: str = "",
     checked: bool = False,
     stage: int | None = None,
 ) -> Steps[torch.Tensor]:
@@ -211,6 +220,7 @@ def _mixed(
     Args:
         speakers: The rank that speaks for each machine.
         digest: Of what has to be the same on all of them.
+        what: The topology, in words, where it is one that all have.
     """
     engine, total = agent.engine, mean.numel()
     encoded = None if compressor is None else encoded_for(operation, mean.view(-1), compressor, agent.rank)
@@ -230,7 +240,7 @@ def _mixed(
         digest=digest,
         digest_of="shape, machine topology or compression",
         stage=stage,
-        carried=Carried() if stage is None else None,
+        carried=Carried(what=what, confirm=not what) if stage is None else None,
     )
     payloads = [payload(arrived, rank) for rank in sources]
     if encoded is not None:

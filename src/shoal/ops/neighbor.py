@@ -403,7 +403,7 @@ def _mix(
         checked=checked and form == "push-pull",
         digest=digest,
         digest_of=digest_of,
-        carried=Carried(among),
+        carried=Carried(among, what=f"topology {digest:08x}" if form in _FORMS else "", confirm=form == "push-pull"),
     )
     result = Result(agent, out, tensor, shape)
     own = mixing.self_weight

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,12 +12,14 @@ Transfers = list[tuple[int, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What all members of a group do at once, by an engine that has it, in the place of sends.
+    """What all members of a group do at once, in the place of sends that each edge would have to agree on.
 
     Attributes:
-        kind: ``"allreduce"`` or ``"broadcast"``.
+        kind: ``"allreduce"`` or ``"broadcast"``, which engines have; or ``"gather"``: each gets what all have, by sends
+            and receives.
         data: Flat; its result takes its place.
         members: Who does it, ascending.
+        into: Of a gather: where the data of each of the others goes.
         how: Of an all-reduce: ``"sum"``, ``"product"``, ``"min"`` or ``"max"``.
         root: Of a broadcast.
     """
@@ -27,15 +29,24 @@ class Collective:
     members: tuple[int, ...]
     how: str = ""
     root: int = -1
+    into: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    def nbytes(self, rank: int) -> int:
+        """What an agent sends at least: of an all-reduce by a reduce-scatter and an all-gather, of a broadcast along a
+        tree."""
+        others = len(self.members) - 1
+        if self.kind == "allreduce":
+            return 2 * self.data.nbytes * others // len(self.members)
+        return self.data.nbytes * others if self.kind == "gather" or rank == self.root else 0
 
     def goes_with(self, other: Collective) -> bool:
-        """Both may be one, with their data one behind the other."""
-        return (self.kind, self.how, self.root, self.data.dtype) == (
-            other.kind,
-            other.how,
-            other.root,
-            other.data.dtype,
-        )
+        """Both may be one, with their data one behind the other, and the result is the same.
+
+        What travels together depends on time; how an engine sums a number may depend on its place.
+        """
+        exact = self.kind == "broadcast" or self.how in ("min", "max") or not self.data.is_floating_point()
+        alike = (self.kind, self.how, self.root, self.data.dtype)
+        return exact and alike == (other.kind, other.how, other.root, other.data.dtype)
 
 
 @dataclass(eq=False, slots=True)

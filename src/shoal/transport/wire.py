@@ -73,7 +73,8 @@ DIED = 2
 SILENT = 16
 """Flag of a NOTICE: the agent has not answered for too long, and may be there all the same."""
 HERE = 32
-"""Flag of a DENY: of what was asked for nothing will come by a link, and its sender has come to it."""
+"""Flag of an ASK: only whether its receiver has come to the stage, of which nothing comes by a link. Of a DENY: it has.
+"""
 CERTAIN = 8
 """Flag of a NOTICE: its process has ended, or it says so itself; else a connection has, which may be the network's."""
 
