@@ -72,8 +72,8 @@ def test_questions_wait_for_their_stage() -> None:
     assert matcher.is_waited_for()
     operation = matcher.begin("average", "x", 1.0, True)
     assert not matcher.is_waited_for()
-    assert sorted(matcher.asked_early(operation, enter(operation, 0))) == [1, 2]
-    assert matcher.end(operation, None) == ([], [(1, 3)])
+    assert sorted(matcher.asked_early(operation, enter(operation, 0))) == [(1, False), (2, False)]
+    assert matcher.end(operation, None) == ([], [(1, 3, False)])
 
 
 def test_one_peer_may_not_have_everything_kept() -> None:

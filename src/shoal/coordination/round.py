@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..arithmetic import complete
 from ..engine.engine import Engine
-from ..engine.operation import Exchange, Operation, Send, Steps
+from ..engine.operation import MORE, Exchange, Operation, Send, Steps
 from ..errors import Mismatch
 from ..transport.wire import Message
 from .decision import Decision, decide, decision_as_data, decision_of, merged, requests_as_data, requests_of
@@ -126,7 +125,8 @@ def _said(
     sends = [Send(rank, published[id(data)], 0, data.numel(), tuple(data.shape)) for rank, data in says.items()]
     arrived = yield Exchange(sends, sources, torch.uint8, stage=stage)
     payloads = {rank: _payload(message) for rank, message in arrived.items()}
-    yield from complete(list(payloads.values()))
+    while not all(payload.complete for payload in payloads.values()):
+        yield MORE
     return {rank: payloads[rank].data for rank in sources}
 
 

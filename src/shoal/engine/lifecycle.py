@@ -300,13 +300,15 @@ class Lifecycle:
         """Something of a stage has come, or was sent: where that was the last, it goes on."""
         if stage.complete:
             self.make_ready(operation)
-        elif self._agreed(operation, stage) and self._carrier is not None:
+        elif stage.to_move and not stage.asked_for and self._agreed(operation, stage):
+            assert self._carrier is not None
+            stage.asked_for = True
             self._carrier.ask(operation, stage)
 
     @staticmethod
     def _agreed(operation: Operation, stage: Stage) -> bool:
-        """Tensors have to be moved, and all is said and heard before."""
-        return stage.to_move and stage.posted and not stage.missing and not operation.unconfirmed
+        """All that has to be said and heard before tensors are moved has been."""
+        return stage.posted and not stage.missing and not operation.unconfirmed
 
     def answer(self, source: int, operation: Operation, stage: Stage, only_if_here: bool) -> None:
         """A peer asks for something of a stage in which this agent is, or only if it is."""
@@ -358,7 +360,7 @@ class Lifecycle:
         stage.to_move = False
         for message in stage.arrived.values():
             if message.payload is not None:
-                message.payload.available = message.payload.data.numel()
+                message.payload.is_whole()
         if operation.error is None and operation.stage is stage:
             self.go_on(operation, stage)
             self._progress.notify()

@@ -106,6 +106,7 @@ class Stage:
     posted: bool = False
     asked: bool = False
     to_move: bool = False  # its tensors have still to be moved by a carrier
+    asked_for: bool = False  # which has been asked to
     absent: set[int] = field(default_factory=set)  # of whom a carrier does not know that they have come
     started: float = field(default_factory=time.monotonic)
 

@@ -91,6 +91,10 @@ class Payload:
     def complete(self) -> bool:
         return self.available == self.data.numel()
 
+    def is_whole(self) -> None:
+        """All of it is here now."""
+        self.available = self.data.numel()
+
 
 @dataclass(slots=True)
 class Message:
