@@ -93,7 +93,7 @@ def _of_members(asked: list[tuple[Request, Sequence[int]]], members: Ranks) -> D
         for rank in some:
             first[rank] = min(request.round, first.get(rank, request.round))
     for round_, here in sorted(rounds.items()):
-        ranks = tuple(sorted(rank for _, some in here for rank in some))
+        ranks = tuple(sorted({rank for _, some in here for rank in some}))
         beyond = sorted(rank for rank, one in first.items() if one > round_)
         if beyond:
             found.append(_refusal(here[0][0], ranks, tuple(beyond), f"{_of(beyond)} passed that round without it"))

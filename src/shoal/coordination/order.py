@@ -120,6 +120,7 @@ class Order(MinimalService):
         self._productive = True  # something came of the last round
         self._leaving = False
         self._awaited: set[int] | None = None  # who has still to say that all is moved, where this agent leaves
+        self._have_said_so: set[int] = set()  # perhaps before it has heard itself that it may leave
         self._call = -1, False  # the last round to which this agent was called, and even if it asks for nothing
         self._broken: tuple[float, BaseException] | None = None
 
@@ -167,6 +168,7 @@ class Order(MinimalService):
         stage.asked = False
         self._changed = True
         engine.progress.check_by(stage.started)
+        self._emit("asked", operation)
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
         """See :meth:`~shoal.engine.carrier.Carrier.withdraw`."""
@@ -257,8 +259,7 @@ class Order(MinimalService):
         self._engine.outbox.acknowledge(source, message)
         round_, even_so = message.round, message.digest == _BEGINS_FOR_SOME
         if message.digest == _ALL_MOVED:
-            if self._awaited is not None:
-                self._await_no_more(source)
+            self._await_no_more(source)
         elif round_ == self._call[0]:
             self._call = round_, even_so or self._call[1]
         elif round_ > self._call[0]:
@@ -320,6 +321,7 @@ class Order(MinimalService):
         here, leaving = self._engine.rank, set(outcome.leaving)
         if here in leaving:
             self._awaited = set(outcome.group) & set(self._engine.membership.view.alive)
+            self._awaited -= self._have_said_so
         self._groups.then(partial(self._all_moved, sorted(leaving - {here})))
 
     def _all_moved(self, leaving: list[int]) -> None:
@@ -328,16 +330,16 @@ class Order(MinimalService):
         with engine.lock:
             for rank in leaving:
                 self._say(rank, _ALL_MOVED, 0)
-            if self._awaited is not None:
-                self._await_no_more(engine.rank)
+            self._await_no_more(engine.rank)
             engine.poller.wake()
 
     def _await_no_more(self, rank: int) -> None:
-        assert self._awaited is not None
-        self._awaited.discard(rank)
-        if not self._awaited:
-            self.left = True
-            self._engine.progress.notify()
+        self._have_said_so.add(rank)
+        if self._awaited is not None:
+            self._awaited.discard(rank)
+            if not self._awaited:
+                self.left = True
+                self._engine.progress.notify()
 
     def _known_steps(self, outcome: Outcome) -> Iterator[tuple[bool, Step]]:
         rounds = self._cache.used(outcome.ready)
@@ -363,6 +365,7 @@ class Order(MinimalService):
         self._take_out(asked)
         asked.movement.members = members
         asked.stage.absent = set()
+        self._emit("ordered", asked.operation)
         self._moving[asked.movement] = asked
         return is_collective, asked.movement
 
@@ -371,18 +374,26 @@ class Order(MinimalService):
         for asked in self._all_asked():
             request = asked.request
             if (request.key.name, request.key.stage, request.round) == place:
-                self._drop(asked)
-                self._engine.lifecycle.fail(asked.operation, Mismatch(refusal.text, refusal.concerned))
+                self._fail(asked, Mismatch(refusal.text, refusal.concerned))
 
     def _break(self, rank: int) -> None:
-        """What two agents remember is not the same. Whatever is asked for fails, and all begin with nothing."""
+        """Two agents remember different things. What was asked for in this round fails, and all begin with nothing."""
         self._cache.clear()
         here = self._engine.rank
-        for asked in self._all_asked():
+        for asked in [one for one in self._all_asked() if one.committed]:
             what = f"{asked.request} on rank {here}: rank {rank} remembers other operations than others do"
             error = Mismatch(f"{what}; all have forgotten theirs, and the next call begins anew", (rank,))
-            self._drop(asked)
-            self._engine.lifecycle.fail(asked.operation, error)
+            self._fail(asked, error)
+
+    def _fail(self, asked: _Asked, error: Mismatch) -> None:
+        """All hear in this round that it fails, so nobody need be told: it is still committed to."""
+        self._engine.lifecycle.fail(asked.operation, error)
+        self._drop(asked)
+
+    def _emit(self, what: str, operation: Operation) -> None:
+        events = self._engine.events
+        if events.active:
+            events.emit(what, operation.op, operation.name, operation.round)
 
     # What was asked for
 
@@ -413,6 +424,7 @@ class Order(MinimalService):
                 asked = self._moving.pop(movement, None)
                 if asked is not None:
                     self.counts.moved += 1
+                    self._emit("moved", asked.operation)
                     asked.release()
                     engine.lifecycle.moved(asked.operation, asked.stage)
             engine.poller.wake()
@@ -429,8 +441,7 @@ class Order(MinimalService):
 
     def on_gone(self, rank: int, because: int | None) -> None:
         """Who is gone says nothing any more; see :class:`~shoal.engine.services.Service`."""
-        if self._awaited is not None:
-            self._await_no_more(rank)
+        self._await_no_more(rank)
 
     def check(self, now: float) -> float:
         """Where an engine has failed and nobody is lost, that was not why; see :class:`~.services.Service`."""

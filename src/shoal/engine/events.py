@@ -21,7 +21,8 @@ class Event:
     """One thing that happened. Times are ``time.perf_counter_ns()``; ``end`` equals ``start`` where it took no time."""
 
     kind: str
-    """``submitted``, ``sent``, ``received``, ``summed``, ``waited``, ``finished``, ``failed`` or ``lost``."""
+    """``submitted``, ``sent``, ``received``, ``summed``, ``waited``, ``finished``, ``failed`` or ``lost``; of what a
+    process group moves also ``asked``, ``ordered`` and ``moved``."""
     operation: str
     name: str
     round: int

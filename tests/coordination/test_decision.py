@@ -1,0 +1,148 @@
+"""What is decided from what all agents ask for: what is ready, in which order, and what cannot go on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.coordination.decision import (
+    Refusal,
+    Response,
+    decide,
+    decision_as_data,
+    decision_of,
+    merged,
+    requests_as_data,
+    requests_of,
+)
+from shoal.coordination.request import ALL, Entry, Key, Request
+
+
+def request(name: str, round_: int = 0, members: tuple[int, ...] = ALL, what: str = "", op: str = "sum") -> Request:
+    return Request(Entry(Key(name, 0, members), op, what), round_)
+
+
+def edges(*peers: int, round_: int = 0) -> Request:
+    return Request(Entry(Key("x", 0, ALL), "push-pull"), round_, peers)
+
+
+def responses(decision: list[Response | Refusal]) -> list[tuple[str, int, tuple[int, ...]]]:
+    return [(one.request.key.name, one.request.round, one.members) for one in decision if isinstance(one, Response)]
+
+
+def refusals(decision: list[Response | Refusal]) -> list[Refusal]:
+    return [one for one in decision if isinstance(one, Refusal)]
+
+
+def test_a_request_is_ready_when_every_member_has_asked() -> None:
+    asked = {request("a"): [0, 1, 2], request("b"): [0, 2], request("c", members=(0, 2)): [0, 2]}
+    assert responses(decide(asked, [0, 1, 2])) == [("a", 0, (0, 1, 2)), ("c", 0, (0, 2))]
+
+
+def test_the_order_is_that_in_which_they_stand() -> None:
+    names = ["z", "a", "m"]
+    found = responses(decide({request(name): [0, 1] for name in names}, [0, 1]))
+    assert [name for name, _, _ in found] == names
+
+
+def test_several_rounds_of_a_name_go_on_one_after_the_other() -> None:
+    asked = {request("a", 2): [0, 1], request("a", 1): [0, 1], request("a", 3): [0]}
+    assert responses(decide(asked, [0, 1])) == [("a", 1, (0, 1)), ("a", 2, (0, 1))]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2]])
+def test_who_disagrees_is_told_with_both_sides(ranks: list[int]) -> None:
+    asked = {
+        request("a", what="sum of float32, shape [3]"): ranks[:-1],
+        request("a", what="sum of float64"): ranks[-1:],
+    }
+    (one,) = refusals(decide(asked, [0, 1, 2]))
+    assert one.ranks == tuple(ranks)
+    assert set(one.concerned) == {0, ranks[-1]}
+    assert "sum 'a' round 0" in one.text
+    assert "shape [3]" in one.text
+    assert "float64" in one.text
+    assert f"rank {ranks[-1]} " in one.text
+
+
+def test_one_name_for_two_operations_is_a_disagreement() -> None:
+    asked = {request("a", op="allreduce"): [0], request("a", op="broadcast"): [1]}
+    (one,) = refusals(decide(asked, [0, 1]))
+    assert "called allreduce" in one.text
+    assert "called broadcast" in one.text
+
+
+def test_who_is_in_a_later_round_will_not_come_to_an_earlier_one() -> None:
+    asked = {request("a", 3): [0, 2], request("a", 4): [1]}
+    (one,) = refusals(decide(asked, [0, 1, 2]))
+    assert (one.round, one.ranks, one.concerned) == (3, (0, 2), (1,))
+    assert "rank 1 passed that round" in one.text
+
+
+def test_those_that_are_connected_go_on_when_none_of_them_is_missing() -> None:
+    asked = {edges(1): [0], edges(0): [1], edges(3): [2], edges(2, 4): [3]}
+    assert responses(decide(asked, range(5))) == [("x", 0, (0, 1))]
+    asked[edges(3)] = [2, 4]
+    assert responses(decide(asked, range(5))) == [("x", 0, (0, 1)), ("x", 0, (2, 3, 4))]
+
+
+def test_those_of_other_rounds_are_others() -> None:
+    asked = {edges(1): [0], edges(0, round_=1): [1]}
+    assert decide(asked, [0, 1]) == []
+
+
+REQUESTS = st.dictionaries(
+    st.builds(
+        Request,
+        st.builds(
+            Entry,
+            st.builds(Key, st.text(max_size=5), st.integers(0, 9), st.sampled_from([ALL, (0, 3), (1, 2, 3)])),
+            st.text(max_size=5),
+            st.text(max_size=5),
+            st.sampled_from(["", "allreduce"]),
+        ),
+        st.integers(0, 9),
+        st.sampled_from([None, (), (1,), (0, 2)]),
+    ),
+    st.lists(st.integers(0, 3), unique=True, min_size=1).map(sorted),
+    max_size=6,
+)
+
+
+@given(REQUESTS)
+@settings(max_examples=200, deadline=None)
+def test_what_travels_arrives(asked: dict[Request, list[int]]) -> None:
+    assert requests_of(json.loads(json.dumps(requests_as_data(asked))), 4) == asked
+    decision = decide(asked, range(4))
+    assert decision_of(json.loads(json.dumps(decision_as_data(decision))), 4) == decision
+
+
+@given(st.lists(REQUESTS, min_size=1, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_it_makes_no_difference_where_requests_are_put_together(several: list[dict[Request, list[int]]]) -> None:
+    apart = [{request: [rank] for request in asked} for rank, asked in enumerate(several)]
+    at_once = merged(apart)
+    by_tree = merged([merged(apart[:2]), merged(apart[2:])])
+    group = range(len(several))
+    assert decide(at_once, group) == decide(by_tree, group)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [],
+        ["x"],
+        [["x", 0, [0, 9], "op", "", "", 0, None], [0]],
+        [["x", 0, [1, 0], "op", "", "", 0, None], [0]],
+        [["x", -1, [], "op", "", "", 0, None], [0]],
+        [["x", 0, [], "op", "", "", True, None], [0]],
+        [["x", 0, [], "op", "", "", 0, None], [4]],
+        [["x", 0, [], "op", "", "", 0, "peers"], [0]],
+    ],
+)
+def test_nonsense_is_refused(said: list) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        requests_of([said] if said else [[]], 4)

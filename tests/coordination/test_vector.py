@@ -1,0 +1,51 @@
+"""What agents tell each other in a round, as bytes and together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.coordination.vector import Vector
+
+VECTORS = st.builds(
+    Vector,
+    st.sampled_from([b"a" * 8, b"b" * 8]),
+    st.integers(0, 1 << 300),
+    st.booleans(),
+    st.integers(0, 1 << 70),
+    st.integers(0, 5),
+)
+
+
+@given(VECTORS)
+@settings(max_examples=200, deadline=None)
+def test_it_arrives_as_it_was(one: Vector) -> None:
+    assert Vector.of(one.as_tensor()) == one
+
+
+def test_a_bit_is_left_where_both_have_it_and_what_one_says_both_say() -> None:
+    one = Vector(b"a" * 8, 0b1100, asks=True)
+    other = Vector(b"a" * 8, 0b0110, leaving=0b10)
+    assert one.and_of(other, 1) == Vector(b"a" * 8, 0b0100, True, 0b10)
+
+
+def test_another_cache_is_noticed_and_told() -> None:
+    one, other = Vector(b"a" * 8, 1), Vector(b"b" * 8, 1)
+    assert one.and_of(other, 3).differs == 4
+    assert one.and_of(Vector(b"a" * 8, 1, differs=2), 3).differs == 2
+
+
+@given(VECTORS, VECTORS)
+@settings(max_examples=100, deadline=None)
+def test_who_hears_something_twice_has_heard_the_same(one: Vector, other: Vector) -> None:
+    together = one.and_of(other, 1)
+    assert together.and_of(other, 1) == together
+    assert together.and_of(one, 0).bits == together.bits
+
+
+@pytest.mark.parametrize("raw", [b"", b"x" * 20, b"x" * 100, bytes(Vector(b"a" * 8, 7).as_tensor().numpy())[:-1]])
+def test_nonsense_is_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError):
+        Vector.of(torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8))
