@@ -16,11 +16,14 @@ from torch.utils.data import DataLoader, Dataset
 
 import shoal
 from shoal import arithmetic
+from shoal.coordination import round as round_
 from shoal.engine.agreement import Agreement
 from shoal.engine.entry import Entry
 from shoal.engine.events import Event
 from shoal.optim import checkpoint_files
+from shoal.transport import process_group
 from shoal.transport.network import NetworkIncoming, NetworkLink
+from shoal.transport.process_group import ProcessGroups
 from support.agent_main import die
 from support.world import template
 
@@ -100,6 +103,14 @@ def arm(point: Point, act: Callable[[], object] = die) -> None:
         _before(Agreement, "_decide", reached)
     elif point.kind == "Entering":
         _before(Entry, "_enter", reached)
+    elif point.kind == "Telling":  # the others what this agent asks for, in a round of coordination
+        _before(round_, "_said", reached)
+    elif point.kind == "Deciding order":  # of what all ask for, as the coordinator
+        _before(round_, "decide", reached)
+    elif point.kind == "Moving":  # tensors, by a process group
+        _before(ProcessGroups, "_move", reached)
+    elif point.kind == "Meeting":  # the other members of a process group
+        _before(process_group, "_make", reached)
     elif point.kind == "Writing":  # a file of a checkpoint
         _before(checkpoint_files, "_sync", reached)
     else:

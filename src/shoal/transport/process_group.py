@@ -15,6 +15,7 @@ connections when one receive has waited too long, and so it is stopped here.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import threading
@@ -143,14 +144,13 @@ class ProcessGroups:
 
     def _abort(self, ranks: Ranks, group: Group) -> None:
         """Make all that waits in a group give up."""
-        try:
-            if self._backend == "gloo":
-                other = next(place for place, rank in enumerate(ranks) if rank != self._rank)
-                group.recv([torch.empty(1)], other, _TO_STOP).wait(_AT_ONCE)
-            else:
-                group.abort()
-        except RuntimeError:
-            pass  # that is how it says that it has stopped
+        if self._backend != "gloo":
+            group.abort()
+            return
+        for place, rank in enumerate(ranks):  # a connection that has ended fails at once, and closes no other
+            if rank != self._rank:
+                with contextlib.suppress(RuntimeError):
+                    group.recv([torch.empty(1)], place, _TO_STOP).wait(_AT_ONCE)
 
     # The thread
 

@@ -1,0 +1,174 @@
+"""SIGKILL, SIGSTOP and Ctrl-C where process groups carry tensors: swept points of coordination and of a movement. Every
+survivor names the agent, soon, and nothing of its own is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shoal
+from shoal.world.agent import current
+from support import PROCESS_GROUP
+from support.agent_main import Outcome
+from support.fault_points import (
+    Point,
+    arm,
+    average_until_it_fails,
+    until_killed_allreduces,
+    until_killed_pushes,
+)
+from support.leftovers import wait_until
+from support.namespaces import network_namespaces
+from support.world import World
+
+pytestmark = pytest.mark.transport(PROCESS_GROUP)
+SIZE, SECONDS = 4, 1.0
+SMALL, LARGE = 16, 300_000
+BY_GROUPS = {"SHOAL_TRANSPORT": PROCESS_GROUP}
+
+POINTS = [
+    Point("Meeting", 1),
+    *(Point("Telling", k) for k in (1, 2, 7, 30)),
+    *(Point("asked", k) for k in (1, 5)),
+    *(Point("ordered", k) for k in (1, 6)),
+    *(Point("Moving", k) for k in (1, 7)),
+    *(Point("moved", k) for k in (1, 5)),
+]
+
+
+def assert_all_learnt_it(outcomes: list[Outcome], victim: int, seconds: float = SECONDS) -> None:
+    dead = outcomes[victim]
+    assert (dead.error, dead.message) == ("Died", "exit code -9")
+    for one in outcomes:
+        if one.rank == victim:
+            continue
+        assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}"
+        assert one.ranks == (victim,), one.message
+        assert one.ended - dead.ended < seconds, f"rank {one.rank} learnt it after {one.ended - dead.ended:.2f} s"
+
+
+def in_turn() -> list[object]:
+    """Each point on the coordinator and on another, with small and large tensors in turn; the soak has all."""
+    cases = []
+    for number, point in enumerate(POINTS):
+        for place, victim in enumerate((0, 2)):
+            for size, numel in enumerate((SMALL, LARGE)):
+                marks = [pytest.mark.soak] if (number + place + size) % 2 or (number % 2 and victim) else []
+                cases.append(pytest.param(point, victim, numel, id=f"{point}-{victim}-{numel}", marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("point", "victim", "numel"), in_turn())
+def test_all_survivors_learn_who_was_killed(point: Point, victim: int, numel: int) -> None:
+    with World(SIZE, environment=BY_GROUPS) as world:
+        assert_all_learnt_it(world.run(average_until_it_fails, numel, victim, point), victim)
+
+
+@pytest.mark.parametrize("loop", [until_killed_allreduces, until_killed_pushes])
+@pytest.mark.parametrize("point", [Point("Deciding order", 1), Point("Telling", 5), Point("Moving", 3)], ids=str)
+def test_of_other_operations_too(loop: Callable[..., None], point: Point) -> None:
+    with World(SIZE, environment=BY_GROUPS) as world:
+        assert_all_learnt_it(world.run(loop, 0, point), 0)
+
+
+def test_a_transfer_that_is_under_way_ends() -> None:
+    with World(SIZE, environment=BY_GROUPS) as world:
+        pending = [world.run_on(rank, average_until_it_fails, 4_000_000) for rank in range(SIZE)]
+        time.sleep(0.5)
+        world.kill(1)
+        assert_all_learnt_it([one.outcome() for one in pending], 1, 3.0)
+
+
+@pytest.mark.transport("namespaces")
+def test_agents_on_another_machine_learn_it() -> None:
+    with network_namespaces(2) as machines, World(4, environment=BY_GROUPS, namespaces=machines) as world:
+        assert_all_learnt_it(world.run(average_until_it_fails, LARGE, 2, Point("Moving", 3)), 2)
+
+
+def test_after_a_loss_they_may_begin_again() -> None:
+    with World(3, environment=BY_GROUPS) as world:
+        assert_all_learnt_it(world.run(average_until_it_fails, SMALL, 1, Point("moved", 3)), 1)
+        world.results(end, on=world.alive)
+
+
+def end() -> None:
+    shoal.shutdown()
+
+
+def average(count: int, numel: int = LARGE, timeout: float | None = None) -> float:
+    for _ in range(count):
+        found = shoal.neighbor_allreduce(torch.full((numel,), float(shoal.rank())), timeout=timeout)
+    return found[0].item()
+
+
+def stop_when(point: Point) -> None:
+    arm(point, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("point", [Point("Telling", 12), Point("asked", 5), Point("Moving", 5)], ids=str)
+def test_an_agent_that_is_stopped_is_named_at_the_deadline_and_finds_the_others_again(
+    point: Point, victim: int
+) -> None:
+    with World(3, environment=BY_GROUPS) as world:
+        world.results(average, 4)
+        world.results(stop_when, point, on=[victim])
+        pending = {rank: world.run_on(rank, average, 20, LARGE, 1.0) for rank in range(3)}
+        found = [pending[rank].outcome() for rank in range(3) if rank != victim]
+        assert all(one.error == "DeadlineExceeded" for one in found), [(one.error, one.message) for one in found]
+        assert all(victim in one.ranks or "moved" in one.message for one in found), [one.message for one in found]
+        world.kill(victim, signal.SIGCONT)
+        pending[victim].outcome()
+        rounds = world.results(begun)
+        world.results(catch_up, max(rounds))
+        assert world.results(average, 3) == [1.0] * 3
+
+
+def begun() -> int:
+    return current().engine.matcher.begun("~neighbor_allreduce")
+
+
+def catch_up(rounds: int) -> None:
+    """Calls that all others have given up."""
+    while begun() < rounds:
+        try:
+            average(1, timeout=1.0)
+        except shoal.ShoalError:
+            pass
+
+
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+def test_ctrl_c_ends_a_call_and_nothing_else(numel: int) -> None:
+    with World(3, environment=BY_GROUPS) as world:
+        world.results(average, 2, numel)
+        waiting = [world.run_on(rank, average, 1, numel, 20.0) for rank in (0, 1)]
+        assert not wait_until(waiting[0].ready, 0.3)
+        world.kill(0, signal.SIGINT)
+        assert waiting[0].outcome().error == "KeyboardInterrupt"
+        # The call goes on without its caller, who may have other handles to wait for.
+        assert world.run_on(2, average, 1, numel, 20.0).outcome().value == 1.0
+        assert waiting[1].outcome().value == 1.0
+        assert world.results(average, 3, numel) == [1.0] * 3
+
+
+def test_a_forked_child_keeps_nobody_waiting_and_ends() -> None:
+    with World(3, environment=BY_GROUPS) as world:
+        world.results(average, 2)
+        assert world.results(fork_and_end) == [0] * 3
+        assert world.results(average, 2) == [1.0] * 3
+
+
+def fork_and_end() -> int:
+    pid = os.fork()
+    if not pid:
+        try:
+            shoal.rank()
+        except shoal.NotInitialized:
+            os._exit(0)
+        os._exit(1)
+    return os.waitpid(pid, 0)[1]
