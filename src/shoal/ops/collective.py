@@ -18,8 +18,6 @@ from ..engine.operation import Carried, Exchange, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..topology._validate import check_rank
 from ..transport.link import Published
-from ..transport.movement import Collective
-from ..transport.process_group import REDUCED
 from ..transport.wire import DTYPES, Kind, Message, Payload
 from ..world.agent import Agent, current
 from .arguments import (
@@ -34,9 +32,8 @@ from .arguments import (
     payload,
     rotated,
 )
+from .by_engine import is_for_engine, members, reduced_by_engine, spread_by_engine
 
-GATHERED_BYTES = 1 << 16
-"""What an agent receives at most where, of an all-reduce that a process group carries, all get all tensors."""
 DIRECT_BYTES = 1 << 13
 """Tensors up to this size are sent to everybody whole."""
 
@@ -98,6 +95,7 @@ def submit_allreduce(
     zero_copy: bool = False,
     op: str = "allreduce",
     layout: int = 0,
+    owned: bool = False,
 ) -> Handle[torch.Tensor]:
     """Begin an all-reduce, for the public functions and the optimizers.
 
@@ -109,13 +107,14 @@ def submit_allreduce(
         zero_copy: Others read ``tensor`` where it lies, where they can: see :meth:`Publisher.publish`.
         op: What it is called.
         layout: Of the tensors that are joined in it, where it is of several.
+        owned: ``tensor`` is nobody else's, and may become the result.
     """
     tensor = check_tensor(f"allreduce with op {how}", tensor, reducible(how))
     check_out("allreduce", out, tensor.shape, tensor.dtype)
     whole = range(agent.size) if among is None else among
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return reduced(agent, operation, tensor, how, operation.left_of(whole), out, zero_copy, layout)
+        return reduced(agent, operation, tensor, how, operation.left_of(whole), out, zero_copy, layout, owned)
 
     def take(reduction: torch.Tensor) -> torch.Tensor:
         result = Result(agent, out, tensor, tuple(tensor.shape))
@@ -188,12 +187,12 @@ def reduced(
     out: torch.Tensor | None,
     zero_copy: bool,
     layout: int = 0,
+    owned: bool = False,
 ) -> Steps[torch.Tensor]:
     """The reduction of the tensors of a group, on each of it: in one stage, or for large ones in two."""
     among = members(agent, operation, group)
-    by_engine = tensor.nbytes * (len(group) - 1) <= GATHERED_BYTES or tensor.dtype in REDUCED
-    if agent.engine.carrier is not None and len(group) > 1 and by_engine:
-        return (yield from _reduced_by_engine(agent, operation, tensor, how, tuple(group), among, out, layout))
+    if is_for_engine(agent, tensor, group):
+        return (yield from reduced_by_engine(agent, operation, tensor, how, tuple(group), out, layout, owned))
     published = agent.engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     shape, total = tuple(tensor.shape), published.data.numel()
     others = [rank for rank in group if rank != agent.rank]
@@ -216,52 +215,6 @@ def reduced(
     result = Result(agent, out, tensor, shape)
     yield from allgather_shares(agent, operation, mine, result.flat, group)
     return result.finish()
-
-
-def members(agent: Agent, operation: Operation, group: Sequence[int]) -> tuple[int, ...]:
-    """Who takes part in an exchange of a group, as :class:`~shoal.engine.operation.Carried` has it."""
-    everybody = len(group) == len(operation.left_of(range(agent.size)))
-    return () if everybody else tuple(group)
-
-
-def _reduced_by_engine(
-    agent: Agent,
-    operation: Operation,
-    tensor: torch.Tensor,
-    how: str,
-    group: tuple[int, ...],
-    among: tuple[int, ...],
-    out: torch.Tensor | None,
-    layout: int,
-) -> Steps[torch.Tensor]:
-    """Small ones are gathered and reduced here, in rank order as ever; large ones as the engine that moves them does
-    it, in an order of its own, which is the same on all."""
-    shape, others = tuple(tensor.shape), [rank for rank in group if rank != agent.rank]
-    spoiled = agent.engine.publisher.problem(operation, tensor)
-    if spoiled is not None:
-        raise spoiled
-    result = Result(agent, out, tensor, shape)
-    data = agent.engine.pool.empty(shape, tensor.dtype).copy_(tensor.detach()).view(-1)
-    what = _what(f"{how} of {_name(tensor.dtype)}, shape {list(shape)}", layout)
-    if tensor.nbytes * len(others) > GATHERED_BYTES:
-        collective = Collective("allreduce", data, group, "sum" if how == "average" else how)
-        yield Exchange((), (), carried=Carried(among, collective, what))
-        result.flat.copy_(data.div_(len(group)) if how == "average" else data)
-        return result.finish()
-    into = {rank: agent.engine.pool.empty((data.numel(),), data.dtype) for rank in others}
-    yield Exchange((), (), carried=Carried(among, Collective("gather", data, group, into=into), what))
-    payloads = [Payload(into[rank], data.numel()) for rank in others]
-    yield from reduce(result.flat, how, data, group.index(agent.rank), payloads)
-    return result.finish()
-
-
-def _what(what: str, layout: int) -> str:
-    """What has to be the same on all, for people, and all of it."""
-    return f"{what}; {LAYOUT} {layout:08x}" if layout else what
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def reduce_scatter(
@@ -407,7 +360,7 @@ def spread(
     size, first = len(group), group.index(root)
     relative = (group.index(agent.rank) - first) % size
     if agent.engine.carrier is not None and dtype is not None and shape is not None and size > 1:
-        return (yield from _spread_by_engine(agent, operation, tensor, root, dtype, shape, tuple(group), layout))
+        return (yield from spread_by_engine(agent, operation, tensor, root, dtype, shape, tuple(group), layout))
     digest, digest_of = root ^ layout, "root rank" + (f" or {LAYOUT}" if layout else "")
     depth = relative.bit_count()
     lowest = relative & -relative if relative else 1 << (size - 1).bit_length()
@@ -430,30 +383,6 @@ def spread(
     sends = [Send(child, published, 0, published.data.numel(), shape) for child in children]
     yield Exchange(sends, [], dtype, shape, checked=True, digest=digest, digest_of=digest_of, stage=depth + 1)
     return published.data
-
-
-def _spread_by_engine(
-    agent: Agent,
-    operation: Operation,
-    tensor: torch.Tensor | None,
-    root: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    group: tuple[int, ...],
-    layout: int,
-) -> Steps[torch.Tensor]:
-    data = agent.engine.pool.empty(shape, dtype)
-    if agent.rank == root:
-        assert tensor is not None
-        spoiled = agent.engine.publisher.problem(operation, tensor)
-        if spoiled is not None:
-            raise spoiled
-        data.copy_(tensor.detach())
-    what = _what(f"tensor of root rank {root}, {_name(dtype)}, shape {list(shape)}", layout)
-    flat = data.view(-1)
-    if flat.numel():
-        yield Exchange((), (), carried=Carried((), Collective("broadcast", flat, group, root=root), what))
-    return flat
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, *, timeout: float | None = None) -> torch.Tensor:

@@ -77,6 +77,7 @@ def grouped_allreduce_nonblocking(
                 timeout=timeout,
                 op=called,
                 layout=group.digest,
+                owned=True,
             )
             for number, flat in enumerate(group.joined())
         ]

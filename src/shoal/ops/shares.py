@@ -10,7 +10,8 @@ from ..arithmetic import complete
 from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..world.agent import Agent
 from .arguments import channel_name, payload, rotated
-from .collective import members, shape_digest
+from .by_engine import members
+from .collective import shape_digest
 
 OP = "allgather of shares"
 
