@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..engine.engine import Engine
@@ -75,8 +76,23 @@ def carry(engine: Engine, wanted: Wanted) -> None:
     order, stores = Order(engine, wanted.capacity), GroupStores(engine)
     given = None if wanted.given is None else (tuple(range(engine.size)), wanted.given)
     address = router.endpoints[engine.rank].host or LOOPBACK
-    groups = ProcessGroups(engine.rank, wanted.backend, address, stores.of, order.moved, order.failed, given)
-    order.move_by(groups, stores.shut)
+
+    def make(lost: int) -> ProcessGroups:
+        label = f"after {lost} losses"
+        return ProcessGroups(
+            engine.rank,
+            wanted.backend,
+            address,
+            partial(stores.of, label),
+            partial(stores.give_up, label),
+            order.moved,
+            order.failed,
+            given if not lost else None,
+        )
+
+    order.move_by(make)
+    if engine.agreement.active:
+        engine.outbox.keep_what_is_carried()
     engine.services.add(CALL, order)
     engine.services.add(WORD, stores)
     engine.carry_with(order)

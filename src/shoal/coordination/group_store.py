@@ -33,14 +33,12 @@ class GroupStores(MinimalService):
         self._said: dict[Place, bytes] = {}
         self._by: dict[int, int] = {}  # how many of them each has said
         self._changed = threading.Condition(threading.Lock())
-        self._made: dict[tuple[int, ...], int] = {}
-        self._closed = False
+        self._given_up: set[str] = set()  # labels
         self.patience = engine.timeout
 
-    def of(self, ranks: tuple[int, ...]) -> GroupStore:
-        """The store of a new group of these ranks; all of them make it."""
-        self._made[ranks] = number = self._made.get(ranks, 0) + 1
-        return GroupStore(self, f"{','.join(map(str, ranks))} {number}", ranks)
+    def of(self, label: str, ranks: tuple[int, ...]) -> GroupStore:
+        """The store of a new group of these ranks; all of them make it, under this label."""
+        return GroupStore(self, label, ranks)
 
     def tell(self, group: str, ranks: tuple[int, ...], key: str, value: bytes) -> None:
         """Say something to all members of a group."""
@@ -54,11 +52,13 @@ class GroupStores(MinimalService):
                     send_alone(engine.publisher, engine.outbox, rank, message, as_tensor(text), background=True)
             engine.poller.wake()
 
-    def wait(self, group: str, keys: list[str], seconds: float) -> bool:
+    def wait(self, label: str, group: str, keys: list[str], seconds: float) -> bool:
         """Whether all of these have been said within some time."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or all((group, key) in self._said for key in keys), seconds)
-            if self._closed:
+            self._changed.wait_for(
+                lambda: label in self._given_up or all((group, key) in self._said for key in keys), seconds
+            )
+            if label in self._given_up:
                 raise RuntimeError("this agent leaves, or has lost another")
             return all((group, key) in self._said for key in keys)
 
@@ -88,19 +88,20 @@ class GroupStores(MinimalService):
         except NONSENSE as error:
             raise ProtocolError(f"what was said of a process group makes no sense: {error}") from None
 
-    def shut(self) -> None:
-        """Whoever waits here gives up."""
+    def give_up(self, label: str) -> None:
+        """Whoever waits for others under this label gives up."""
         with self._changed:
-            self._closed = True
+            self._given_up.add(label)
             self._changed.notify_all()
 
 
 class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
     """Of one group, as torch asks for it."""
 
-    def __init__(self, stores: GroupStores, group: str, ranks: tuple[int, ...]) -> None:
+    def __init__(self, stores: GroupStores, label: str, ranks: tuple[int, ...]) -> None:
         super().__init__()
-        self._stores, self._group, self._ranks = stores, group, ranks
+        self._stores, self._label, self._ranks = stores, label, ranks
+        self._group = f"{label} {','.join(map(str, ranks))}"
 
     def set(self, key: str, value: Any) -> None:
         self._stores.tell(self._group, self._ranks, key, value.encode() if isinstance(value, str) else bytes(value))
@@ -111,8 +112,8 @@ class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         seconds = self._stores.patience if timeout is None else timeout.total_seconds()
-        if not self._stores.wait(self._group, keys, seconds):
+        if not self._stores.wait(self._label, self._group, keys, seconds):
             raise RuntimeError(f"nobody has said {keys} within {seconds:g} s")
 
     def check(self, keys: list[str]) -> bool:
-        return self._stores.wait(self._group, keys, 0.0)
+        return self._stores.wait(self._label, self._group, keys, 0.0)

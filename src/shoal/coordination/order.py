@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -107,14 +107,16 @@ class Order(MinimalService):
         self.counts = Counts()
         self.left = False
         self._engine = engine
+        self._make_groups: Callable[[int], ProcessGroups]
         self._groups: ProcessGroups
-        self._give_up: Callable[[], None]
+        self._before: list[ProcessGroups] = []  # of those that were there before a loss
         self._cache = ResponseCache(engine.rank, capacity)
         self._known: dict[Key, deque[_Asked]] = {}  # by who takes part
         self._concerned: list[_Asked] = []  # those of which only those know that take part
         self._moving: dict[Movement, _Asked] = {}
         self._gone: set[int] = set()  # who takes part no more, as all have heard in a round
         self._group: Ranks = ()  # of the last round
+        self._attempt = 0  # how many agents were lost when it began
         self._under_way = False
         self._changed = False  # something is asked for that was not when the last round began
         self._productive = True  # something came of the last round
@@ -124,9 +126,11 @@ class Order(MinimalService):
         self._call = -1, False  # the last round to which this agent was called, and even if it asks for nothing
         self._broken: tuple[float, BaseException] | None = None
 
-    def move_by(self, groups: ProcessGroups, give_up: Callable[[], None]) -> None:
-        """What moves the tensors, and makes it give up to find others; before anything is asked for."""
-        self._groups, self._give_up = groups, give_up
+    def move_by(self, make_groups: Callable[[int], ProcessGroups]) -> None:
+        """What makes that which moves the tensors, given how many agents were lost so far. Before anything is asked
+        for."""
+        self._make_groups = make_groups
+        self._groups = make_groups(self._engine.lifecycle.gate.plan.attempt)
 
     # As a carrier
 
@@ -137,7 +141,7 @@ class Order(MinimalService):
         engine, among = self._engine, carried.among
         collective = carried.collective
         gathers = collective is not None and collective.kind == "gather"
-        movement, leases = Movement(among or (), [], [], None if gathers else collective), []
+        movement, leases = Movement((), [], [], None if gathers else collective), list[Lease]()
         if collective is not None and gathers:
             movement.sends += [(rank, collective.data) for rank in collective.into]
             movement.receives += collective.into.items()
@@ -169,6 +173,15 @@ class Order(MinimalService):
         self._changed = True
         engine.progress.check_by(stage.started)
         self._emit("asked", operation)
+
+    def begin_anew(self) -> None:
+        """See :meth:`~shoal.engine.carrier.Carrier.begin_anew`."""
+        for asked in [*self._moving.values(), *self._all_asked()]:
+            asked.release()
+        self._moving, self._known, self._concerned, self._broken = {}, {}, [], None
+        self._groups.stop(wait=False)
+        self._before.append(self._groups)
+        self._groups = self._make_groups(self._engine.lifecycle.gate.plan.attempt)
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
         """See :meth:`~shoal.engine.carrier.Carrier.withdraw`."""
@@ -222,8 +235,8 @@ class Order(MinimalService):
     def stop(self) -> None:
         """See :meth:`~shoal.engine.carrier.Carrier.stop`."""
         self.left = True
-        self._give_up()
-        self._groups.stop()
+        for groups in (*self._before, self._groups):
+            groups.stop()
         with self._engine.lock:
             for asked in [*self._moving.values(), *self._all_asked()]:
                 asked.release()
@@ -268,12 +281,16 @@ class Order(MinimalService):
     def _steps(self, operation: Operation) -> Steps[Outcome]:
         engine, cache = self._engine, self._cache
         with engine.lock:
-            operation.on_outcome = partial(self._ended, operation)
+            operation.on_outcome = partial(self._ended, operation.plan.attempt)
+            if operation.plan.attempt != self._attempt:  # who has left before is gone for all since
+                self._attempt, self._group = operation.plan.attempt, ()
+                self._gone.clear()
             group = self._there(operation)
             if group != self._group:
                 cache.clear()
                 self._group = group
             self._changed = False
+            self._name_members(group)
             for asked in self._all_asked():  # what needs somebody who has left fails when the goodbye is heard
                 asked.committed = not asked.withdrawn and asked.partners <= {engine.rank, *group}
             bits = cache.vector(several[0].request for several in self._known.values() if several[0].committed)
@@ -283,6 +300,18 @@ class Order(MinimalService):
             own = Vector(cache.digest, bits, news, 1 << engine.rank if self._leaving else 0)
         return coordinate(engine, operation, group, own, cache, self._unready)
 
+    def _name_members(self, group: Ranks) -> None:
+        """Of what all were to take part in when it was planned: agents may have entered since."""
+        if not self._engine.agreement.active:
+            return
+        for key in [key for key in self._known if not key.members]:
+            several = self._known.pop(key)
+            for asked in several:
+                there = self._there(asked.operation)
+                if there != group:
+                    asked.request = replace(asked.request, entry=asked.request.entry.of(there))
+                self._known.setdefault(asked.request.key, deque()).append(asked)
+
     def _unready(self, ready: Sequence[Entry]) -> dict[Request, list[int]]:
         """What was asked for in this round, but for what is ready."""
         with self._engine.lock:
@@ -291,12 +320,15 @@ class Order(MinimalService):
             first = {id(self._known[key][0]) for key in taken if key in self._known}
             return {asked.request: [self._engine.rank] for asked in found if id(asked) not in first}
 
-    def _ended(self, operation: Operation, outcome: Outcome | None, error: BaseException | None) -> None:
+    def _ended(self, attempt: int, outcome: Outcome | None, error: BaseException | None) -> None:
         """A round is over, on all alike. Under the lock."""
         self._under_way = False
         if outcome is None:
             if error is not None and not isinstance(error, (PeerLost, NotInitialized)):
                 self._engine.failures.break_off(f"the order of operations is lost: {error}")
+            return
+        if attempt != self._engine.lifecycle.gate.plan.attempt:  # it ends after a loss
+            self._gone.update(outcome.leaving)
             return
         self.counts.rounds += 1
         self.counts.negotiations += outcome.negotiated
@@ -429,10 +461,12 @@ class Order(MinimalService):
                     engine.lifecycle.moved(asked.operation, asked.stage)
             engine.poller.wake()
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, groups: ProcessGroups, error: BaseException) -> None:
         """Nothing is moved any more. Called by the thread that moves."""
         engine = self._engine
         with engine.lock:
+            if groups is not self._groups:
+                return
             self._broken = time.monotonic() + BREAK_AFTER, error
             engine.progress.check_by(self._broken[0])
             engine.poller.wake()
@@ -448,6 +482,8 @@ class Order(MinimalService):
         if self._broken is None or self._engine.ended is not None:
             return FOREVER
         due, error = self._broken
+        if self._engine.lifecycle.gate.frozen:  # it is being agreed on who was lost, which may be why
+            return now + BREAK_AFTER
         if now >= due:
             self._engine.failures.break_off(f"the process group that moves tensors has failed: {error}")
         return due if now < due else FOREVER

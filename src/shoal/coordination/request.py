@@ -33,6 +33,10 @@ class Entry(NamedTuple):
     kind: str = ""
     """The engine's own operation that moves it; empty for sends and receives."""
 
+    def of(self, members: Ranks) -> Entry:
+        """The same call among these."""
+        return self._replace(key=self.key._replace(members=members))
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

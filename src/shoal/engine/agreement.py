@@ -329,6 +329,7 @@ class Agreement(MinimalService):
         self._decisions = [*(earlier[order] for order in sorted(earlier)), Decision(plan, begun)]
         self._reports = {}
         self._gate.thaw(plan.gone)
+        self._lifecycle.move_by_links()
         self._announce(lost=tuple(rank for rank in plan.gone if rank not in before))
         for operation in self._matcher.in_flight():
             self._repair(operation, reports)

@@ -29,6 +29,9 @@ class Carrier(Protocol):
     def begin(self) -> None:
         """Do what is due. Not under the lock: it computes."""
 
+    def begin_anew(self) -> None:
+        """An agent was lost, and those that are left have agreed on it: forget what was asked for and is under way."""
+
     def leave(self) -> None:
         """This agent leaves in good order: the others must not wait for it."""
 

@@ -6,7 +6,7 @@ Everything here runs in the thread that drives the exchange, under the engine's 
 from __future__ import annotations
 
 from ..errors import DeadlineExceeded, Mismatch, PeerLost
-from ..transport.wire import DIED, HERE, Kind, Message, Payload, ProtocolError, Where
+from ..transport.wire import AGAIN, DIED, HERE, Kind, Message, Payload, ProtocolError, Where
 from .events import Events
 from .failures import Failures
 from .fused_name import PREFIX
@@ -106,17 +106,32 @@ class Dispatch:
             self._outbox.acknowledge(source, message)
         elif result is MatchResult.EARLY:
             self._matcher.keep(source, message)
+        elif message.flags & AGAIN and not self._is_missing(source, result, operation):  # it was carried in time
+            self._outbox.acknowledge(source, message)
         elif result is MatchResult.UNEXPECTED or operation is None or operation.stage is None:
             error = lifecycle.refuse_unexpected(source, message)
             if operation is not None:
                 lifecycle.fail(operation, error)
             else:
                 lifecycle.blame(source, message.name, error)
+        elif message.where is Where.CARRIED and not operation.stage.to_move:
+            pass  # announced while a loss was being agreed on: it comes by a link
+        elif message.flags & AGAIN and source in operation.stage.arrived:  # its sender has agreed on a loss before us
+            lifecycle.accept(operation, operation.stage, source, message)
         else:
             stage = operation.stage
             lifecycle.take(operation, stage, source, message)
             if operation.error is None:
                 lifecycle.go_on(operation, stage)
+
+    @staticmethod
+    def _is_missing(source: int, result: MatchResult, operation: Operation | None) -> bool:
+        """What was to be carried has not come, and not by a link either."""
+        stage = operation.stage if operation is not None and result is MatchResult.NOW else None
+        if stage is None:
+            return False
+        announced = stage.arrived.get(source)
+        return source in stage.missing or (announced is not None and announced.where is Where.CARRIED and stage.to_move)
 
     def _on_refuse(self, source: int, message: Message) -> None:
         """A peer says that our message, or our silence, did not fit; or that it cannot go on without somebody."""
@@ -191,7 +206,8 @@ class Dispatch:
     def _of_moving(self, source: int, message: Message, operation: Operation, stage: Stage) -> None:
         """An agent says what it has done of a stage whose tensors have still to be moved: it has come, or failed."""
         if not message.text:  # it is there, or has had all that it needs
-            stage.absent.discard(source)
+            stage.confirmed_by(source)
+            self._lifecycle.go_on(operation, stage)
         elif not (message.flags & DIED and self._failures.leave_behind(source, message.text)):
             kind = DeadlineExceeded if message.text.startswith(DeadlineExceeded.__name__) else Mismatch
             what = f"rank {self._rank} waits for rank {source}, whose own call failed there ({message.text})"

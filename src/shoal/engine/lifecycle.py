@@ -18,7 +18,7 @@ import torch
 
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..transport.budgets import MACHINE_BYTES
-from ..transport.wire import Message, ProtocolError
+from ..transport.wire import Message, ProtocolError, Where
 from .callbacks import Callbacks
 from .carrier import Carrier
 from .events import Events
@@ -262,12 +262,13 @@ class Lifecycle:
         number = operation.next_stage
         if exchange.stage is not None:
             number = exchange.stage + (operation.recovery.first_stage if operation.recovery is not None else 0)
-        stage = Stage(number, exchange, set(exchange.sources), {}, to_move=self.carries(exchange))
+        stage = Stage(number, exchange, set(exchange.sources), {}, to_move=self._carries(operation, exchange))
         self._prepare(operation)
         operation.stage = stage
         operation.next_stage = number + 1
         for source, message in self._matcher.came_early(operation, number):
-            self.take(operation, stage, source, message)
+            if message.where is not Where.CARRIED or stage.to_move:  # else it comes by a link, which is late
+                self.take(operation, stage, source, message)
         view = self._membership.view
         needs = stage.missing if operation.sent else stage.needs
         gone = sorted(rank for rank in needs if rank not in view.alive) if view.epoch else []
@@ -300,15 +301,15 @@ class Lifecycle:
         """Something of a stage has come, or was sent: where that was the last, it goes on."""
         if stage.complete:
             self.make_ready(operation)
-        elif stage.to_move and not stage.asked_for and self._agreed(operation, stage):
+        elif stage.to_move and not stage.asked_for and self._agreed(stage):
             assert self._carrier is not None
             stage.asked_for = True
             self._carrier.ask(operation, stage)
 
     @staticmethod
-    def _agreed(operation: Operation, stage: Stage) -> bool:
+    def _agreed(stage: Stage) -> bool:
         """All that has to be said and heard before tensors are moved has been."""
-        return stage.posted and not stage.missing and not operation.unconfirmed
+        return stage.posted and not stage.missing and not stage.unconfirmed
 
     def answer(self, source: int, operation: Operation, stage: Stage, only_if_here: bool) -> None:
         """A peer asks for something of a stage in which this agent is, or only if it is."""
@@ -344,9 +345,24 @@ class Lifecycle:
         """What moves the tensors of those exchanges that may travel by other ways than links."""
         self._carrier = carrier
 
-    def carries(self, exchange: Exchange) -> bool:
-        """The tensors of an exchange do not travel over links."""
-        return self._carrier is not None and exchange.carried is not None
+    def _carries(self, operation: Operation, exchange: Exchange) -> bool:
+        """The tensors of an exchange do not travel over links: nobody was lost since it was planned."""
+        known = operation.plan.attempt == self.gate.plan.attempt
+        return self._carrier is not None and exchange.carried is not None and known
+
+    def move_by_links(self) -> None:
+        """An agent was lost. What is under way between those that are left goes by links, as far as it has not been
+        moved on all of them; what begins anew is carried again."""
+        if self._carrier is None:
+            return
+        self._carrier.begin_anew()
+        for operation in self._matcher.in_flight():
+            stage = operation.stage
+            if stage is not None and stage.to_move and not operation.restarts:
+                stage.goes_by_links()
+                if stage.complete and operation not in self.ready:
+                    self.make_ready(operation)
+        self._outbox.send_by_links()
 
     def check_carried(self, message: Message) -> None:
         """Raise :class:`~.wire.ProtocolError` for one that announces what cannot come."""
@@ -390,8 +406,9 @@ class Lifecycle:
     def accept(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
         """Give a stage its message; the operation is told when more of the payload is here."""
         stage.take(source, message)
-        if stage.to_move:  # it need not wait until that has been
-            self._outbox.acknowledge(source, message)
+        carried = stage.exchange.carried
+        if stage.to_move and carried is not None and carried.confirm:
+            self._outbox.say_here(source, operation, stage.number)
         payload = message.payload
         if payload is not None and not payload.complete:
             payload.on_more = partial(self._more_arrived, operation)
@@ -411,8 +428,6 @@ class Lifecycle:
         if operation.outcome is not None and not operation.unconfirmed and operation.error is None and not agreed_on:
             outcome, operation.outcome = operation.outcome, None
             self.settle(operation, outcome[0], None)
-        if operation.stage is not None and operation.stage.to_move and operation.error is None:
-            self.go_on(operation, operation.stage)
         self.send_deferred(channel)
 
     def refuse_unexpected(self, source: int, message: Message) -> Mismatch:

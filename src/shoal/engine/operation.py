@@ -24,7 +24,7 @@ from ..errors import DeadlineExceeded, NotInitialized
 from ..interrupts import held
 from ..transport.link import Lease, Published
 from ..transport.movement import Collective
-from ..transport.wire import Message
+from ..transport.wire import Message, Where
 from .membership import WHOLE, Plan
 from .seconds import as_seconds
 
@@ -107,6 +107,7 @@ class Stage:
     asked: bool = False
     to_move: bool = False  # its tensors have still to be moved by a carrier
     asked_for: bool = False  # which has been asked to
+    unconfirmed: set[int] = field(default_factory=set)  # who has still to say that it expects what will be moved
     absent: set[int] = field(default_factory=set)  # of whom a carrier does not know that they have come
     started: float = field(default_factory=time.monotonic)
 
@@ -116,6 +117,24 @@ class Stage:
         carried = self.exchange.carried if self.to_move else None
         others = carried.collective.members if carried is not None and carried.collective is not None else ()
         return self.missing | {send.destination for send in self.exchange.sends} | {*others}
+
+    def expect_confirmation(self, rank: int) -> None:
+        """A receiver has to say that it expects what will be moved."""
+        self.unconfirmed.add(rank)
+
+    def confirmed_by(self, rank: int) -> None:
+        """An agent has come to it, or expects what is to be moved there."""
+        self.unconfirmed.discard(rank)
+        self.absent.discard(rank)
+
+    def goes_by_links(self) -> None:
+        """What was announced and has not been moved comes by links."""
+        self.to_move = self.asked_for = False
+        self.unconfirmed, self.absent = set(), set()
+        for source, message in list(self.arrived.items()):
+            if message.where is Where.CARRIED:
+                del self.arrived[source]
+                self.missing.add(source)
 
     def sends_to(self, rank: int) -> bool:
         return any(send.destination == rank for send in self.exchange.sends)
@@ -302,7 +321,7 @@ class Operation:
             return fused.waiting_for
         waiting = set(self.unconfirmed.values())
         if self.stage is not None:
-            waiting |= self.stage.missing or self.stage.absent
+            waiting |= self.stage.missing | self.stage.unconfirmed or self.stage.absent
             for source, message in self.stage.arrived.items():
                 if message.payload is not None and not message.payload.complete:
                     waiting.add(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
-from ..transport.wire import CERTAIN, DIED, HERE, SILENT, WANTS_REPLY, Kind, Message, Where
+from ..transport.wire import AGAIN, CERTAIN, DIED, HERE, SILENT, WANTS_REPLY, Kind, Message, Where
 from .events import Events
 from .matching import SMALL_WINDOW, Channel
 from .membership import Departure, Membership
@@ -27,6 +28,8 @@ class _Unacknowledged(NamedTuple):
     operation: Operation
     published: Published
     channel: Channel
+    carried: tuple[Message, int, int] | None
+    """What was announced to be carried, and from where to where it goes: to be sent by a link, if it must be."""
 
 
 def _bytes_of(send: Send) -> tuple[Published, int, int, tuple[int, ...]]:
@@ -41,6 +44,7 @@ class Outbox:
         self, rank: int, router: Router, membership: Membership, events: Events, on_closed: Callable[[int, str], None]
     ) -> None:
         self.bytes_sent = 0
+        self.keeps_what_is_carried = False  # until its receivers have it; else it is not asked for twice
         self.said_goodbye = False
         self._rank = rank
         self._router = router
@@ -67,8 +71,8 @@ class Outbox:
             published = send.published
             nbytes = (send.stop - send.start) * published.data.element_size()
             carried = stage.to_move and nbytes > 0  # it is there when the stage is over, and needs no answer
-            confirm = stage.to_move and exchange.carried is not None and exchange.carried.confirm
-            reply = confirm or (not stage.to_move and (often or published.region is not None))
+            keeps = carried and self.keeps_what_is_carried and not operation.restarts
+            reply = keeps if stage.to_move else often or published.region is not None
             token = next(self._tokens)
             if last is None or _bytes_of(last) != _bytes_of(send):
                 tail = b""
@@ -92,13 +96,16 @@ class Outbox:
             if reply:
                 if published.lease is not None:
                     published.lease.hold()
-                self._unacknowledged[token] = _Unacknowledged(send.destination, operation, published, channel)
+                kept = (message, send.start, send.stop) if carried else None
+                self._unacknowledged[token] = _Unacknowledged(send.destination, operation, published, channel, kept)
                 channel.sent(operation.round, send.destination)
-                if confirm or exchange.checked or published.zero_copy:
+                if (exchange.checked and not carried) or published.zero_copy:
                     operation.unconfirmed[token] = send.destination
             link = self._link(send.destination)
             if link is None:
                 return
+            if exchange.carried is not None and exchange.carried.confirm and stage.to_move:
+                stage.expect_confirmation(send.destination)
             if carried:
                 link.post(message)
             else:
@@ -109,6 +116,23 @@ class Outbox:
             if self._events.active:
                 self._events.emit("sent", operation.op, operation.name, operation.round, 0, send.destination, nbytes)
         stage.posted = True
+
+    def keep_what_is_carried(self) -> None:
+        """Losses are survived: what a carrier has not brought may have to be sent by links."""
+        self.keeps_what_is_carried = True
+
+    def send_by_links(self) -> None:
+        """Send what was to be carried and has not come, as far as this agent knows."""
+        alive = self._membership.view.alive
+        for sent in list(self._unacknowledged.values()):
+            if sent.carried is None or sent.receiver not in alive:
+                continue
+            announced, start, stop = sent.carried
+            link = self._link(sent.receiver)
+            if link is not None:
+                flags = announced.flags | AGAIN
+                message = replace(announced, where=Where.NOWHERE, tail=b"", payload=None, flags=flags)
+                link.post(message, sent.published, start, stop)
 
     def count(self, nbytes: int) -> None:
         """So many bytes of tensors are sent in another way."""

@@ -128,11 +128,11 @@ class Watchdog:
         stage = part.stage
         if stage is not None and stage.missing:
             what = "they did not answer" if operation.one_sided else "they did not take part"
-        elif stage is not None and stage.to_move and not operation.unconfirmed:
+        elif stage is not None and stage.to_move and not (operation.unconfirmed or stage.unconfirmed):
             what = "they did not come to it" if waiting else "all have come to it, and its tensors have not been moved"
         elif part.waiting_more:
             what = "a part of what they sent has not arrived"
-        elif operation.unconfirmed:
+        elif operation.unconfirmed or (stage is not None and stage.unconfirmed):
             what = "they did not confirm that they expected it"
         else:
             behind = min(self._matcher.channel(operation).unacknowledged, default=operation.round)

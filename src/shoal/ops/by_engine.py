@@ -1,4 +1,4 @@
-"""Collectives of an engine that carries tensors, in the place of exchanges, each edge of which would have to be agreed on.
+"""Collectives of an engine that carries tensors, in the place of exchanges that each edge would have to agree on.
 
 Small tensors are gathered, and reduced here in rank order as ever: with the same bits as by links. A large sum is the
 engine's own, which takes it in an order of its own, the same on all agents; that is what such an engine is good at.
@@ -51,10 +51,10 @@ def reduced_by_engine(
     if spoiled is not None:
         raise spoiled
     result = Result(agent, out, tensor, shape)
-    among, what = (
-        members(agent, operation, group),
-        _what(f"{how} of {_name(tensor.dtype)}, shape {list(shape)}", layout),
-    )
+    what = _what(f"{how} of {_name(tensor.dtype)}, shape {list(shape)}", layout)
+    among = members(agent, operation, group)
+    if operation.recovery is not None:  # it may begin anew, and needs what it began with
+        tensor, owned = agent.engine.publisher.publish(operation, tensor).data.view(shape), False
     others = [rank for rank in group if rank != agent.rank]
     if tensor.nbytes * len(others) <= GATHERED_BYTES:
         data = tensor.view(-1) if owned else pool.empty(shape, tensor.dtype).copy_(tensor.detach()).view(-1)

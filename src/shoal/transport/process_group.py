@@ -85,6 +85,7 @@ class ProcessGroups:
         backend: One of :data:`BACKENDS`.
         address: Where Gloo listens.
         store: Makes what the members of a group find each other by.
+        give_up: Ends the waiting for them.
         finished: Told, by the thread, what has been moved.
         failed: Told why nothing moves any more.
         given: A group of the script's own, and its ranks, used where these take part.
@@ -96,14 +97,16 @@ class ProcessGroups:
         backend: str,
         address: str,
         store: Callable[[Ranks], Store],
+        give_up: Callable[[], None],
         finished: Callable[[list[Movement]], None],
-        failed: Callable[[BaseException], None],
+        failed: Callable[[ProcessGroups, BaseException], None],
         given: tuple[Ranks, Group] | None = None,
     ) -> None:
         self._rank = rank
         self._backend = backend
         self._address = address
         self._store = store
+        self._give_up = give_up
         self._finished = finished
         self._failed = failed
         self._given = given
@@ -128,8 +131,9 @@ class ProcessGroups:
             self._thread.start()
         self._queue.put(what)
 
-    def stop(self) -> None:
-        """Move nothing any more, whatever is under way, and forget the groups. It waits for the thread."""
+    def stop(self, wait: bool = True) -> None:
+        """Move nothing any more, whatever is under way, and forget the groups; and ``wait`` for the thread to end."""
+        self._give_up()
         with self._lock:
             self._stopped = True
             groups = list(self._groups.items())
@@ -137,6 +141,8 @@ class ProcessGroups:
             if self._given is None or group is not self._given[1]:
                 self._abort(ranks, group)
         self._queue.put(None)
+        if not wait:
+            return
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._groups.clear()
@@ -164,12 +170,17 @@ class ProcessGroups:
                 what()
             except BaseException as error:
                 if not self._stopped:
-                    self._failed(error)
+                    self._failed(self, error)
                 return
 
     def _move(self, there: Ranks, several: list[list[Movement]]) -> None:
+        if len(there) == 1:
+            self._finished([movement for run in several for movement in run])
+            return
         group = self._group(there)
         for run in several:
+            if self._stopped:
+                return
             pending = list(self._start(there, group, run))
             for work, then in pending:
                 work.wait()

@@ -75,6 +75,9 @@ SILENT = 16
 HERE = 32
 """Flag of an ASK: only whether its receiver has come to the stage, of which nothing comes by a link. Of a DENY: it has.
 """
+AGAIN = 64
+"""Flag of a DATA message: it was to be carried by another engine, and comes by a link in its place, perhaps once more.
+"""
 CERTAIN = 8
 """Flag of a NOTICE: its process has ended, or it says so itself; else a connection has, which may be the network's."""
 

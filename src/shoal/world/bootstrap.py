@@ -264,7 +264,7 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
                 # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
             _settle(agent, deadline)
         except AlreadyMet:
-            agent = _come_back(engine, launch, forced, per_machine, alike, deadline)
+            agent = _come_back(engine, launch, forced, per_machine, alike, deadline, wanted)
     except BaseException:
         _free(mine)
         engine.close(time.monotonic() + 1.0, died=True)
@@ -292,7 +292,13 @@ def _listen(engine: Engine, launch: Launch, forced: str, found: list[dict[str, A
 
 
 def _come_back(
-    engine: Engine, launch: Launch, forced: str, per_machine: int | None, alike: dict[str, Any], deadline: float
+    engine: Engine,
+    launch: Launch,
+    forced: str,
+    per_machine: int | None,
+    alike: dict[str, Any],
+    deadline: float,
+    wanted: Wanted | None,
 ) -> Agent:
     """The others have met and go on: ask them to let this agent in."""
     with contextlib.closing(open_store(launch, deadline)) as store:
@@ -304,6 +310,8 @@ def _come_back(
         _check_reachable(engine, launch, met)
         engine.router.meet(met.endpoints, met.key, met.well_kept)
         add_to_directory(store, launch, met)
+    if wanted is not None:
+        carry(engine, wanted)
     engine.start()
     with engine.lock:
         engine.entry.wait_outside()

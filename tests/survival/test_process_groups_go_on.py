@@ -1,0 +1,78 @@
+"""``on_loss="continue"`` where process groups carry tensors: those that are left compute what they must, wherever one is
+killed, the coordinator among them; what was under way goes by links, and the next round has a group of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import PROCESS_GROUP
+from support.agent_main import Outcome
+from support.fault_points import Point
+from support.survivors import CONTINUE, burst_through, check_all_alike, check_averages, live_through
+from support.world import World
+
+pytestmark = pytest.mark.transport(PROCESS_GROUP)
+SIZE = 5
+SMALL, LARGE = 16, 100_000
+ROUNDS = 12
+BY_GROUPS = {"SHOAL_TRANSPORT": PROCESS_GROUP, **CONTINUE}
+
+POINTS = [
+    *(Point("Telling", k) for k in (3, 8, 20, 47)),
+    Point("Deciding order", 2),
+    *(Point("asked", k) for k in (2, 9)),
+    *(Point("ordered", k) for k in (1, 4, 11)),
+    *(Point("Moving", k) for k in (2, 9)),
+    *(Point("moved", k) for k in (1, 3, 10)),
+    Point("sent", 9),
+    Point("Meeting", 1),
+]
+
+
+def survivors(outcomes: list[Outcome], victims: set[int]) -> dict[int, object]:
+    for rank in victims:
+        assert (outcomes[rank].error, outcomes[rank].message) == ("Died", "exit code -9")
+    left = [one for one in outcomes if one.rank not in victims]
+    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in left if one.error]
+    assert not failed, "\n".join(failed)
+    return {one.rank: one.value for one in left}
+
+
+def in_turn() -> list[object]:
+    cases = []
+    for number, point in enumerate(POINTS):
+        for place, victim in enumerate((0, 2)):
+            for size, numel in enumerate((SMALL, LARGE)):
+                if point.kind == "Deciding order" and victim:
+                    continue
+                marks = [pytest.mark.soak] if (number + place + size) % 2 else []
+                cases.append(pytest.param(point, victim, numel, id=f"{point}-{victim}-{numel}", marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("point", "victim", "numel"), in_turn())
+def test_those_that_are_left_go_on_wherever_one_is_killed(point: Point, victim: int, numel: int) -> None:
+    with World(SIZE, environment=BY_GROUPS) as world:
+        outcomes = world.run(live_through, numel, ROUNDS, {victim: point})
+        diaries = survivors(outcomes, {victim})
+        check_all_alike(diaries, SIZE)
+        check_averages({rank: diary.values for rank, diary in diaries.items()}, SIZE, victim)
+
+
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+@pytest.mark.parametrize("point", [Point("moved", 5), Point("ordered", 20), Point("Moving", 4)], ids=str)
+def test_with_many_calls_in_flight_each_goes_on(point: Point, numel: int) -> None:
+    with World(SIZE, environment=BY_GROUPS) as world:
+        outcomes = world.run(burst_through, numel, ROUNDS, {2: point})
+        seen = survivors(outcomes, {2})
+        for k in range(8):
+            check_averages({rank: [one[k] for one in values] for rank, values in seen.items()}, SIZE, 2)
+
+
+@pytest.mark.parametrize("victims", [(1, 4), (0, 1), (0, 2, 3)])
+@pytest.mark.parametrize("apart", [0, 15])
+def test_several_are_killed_at_once_or_one_after_another(victims: tuple[int, ...], apart: int) -> None:
+    with World(6, environment=BY_GROUPS) as world:
+        ends = {rank: Point("moved", 12 + apart * number) for number, rank in enumerate(victims)}
+        diaries = survivors(world.run(live_through, SMALL, 20, ends), set(victims))
+        check_all_alike(diaries, 6)
