@@ -47,14 +47,14 @@ def _collect(
     return dict(sorted(found.items())), failed
 
 
-def losses(seeds: Sequence[int], locked: float) -> Failed:
+def losses(seeds: Sequence[int], locked: float, over: str = "") -> Failed:
     """Those that are left go on. Prints a table; the seeds that failed, and how."""
 
     def kinds(seed: int) -> list[str]:
         draw = chaos.Draw.of(seed)
         return [draw.kind, *(f"*{condition}*" for condition in draw.conditions)]
 
-    found, failed = _collect(seeds, "chaos", lambda seed: chaos.run(seed, locked), kinds)
+    found, failed = _collect(seeds, "chaos", lambda seed: chaos.run(seed, locked, over), kinds)
     _print_steps(found)
     return failed
 
@@ -75,14 +75,14 @@ def _print_steps(found: Mapping[str, Sequence[chaos.Found | chaos_links.Found]])
         print(f"| {kind} | {len(runs)} | {statistics.median(seconds):.2f} s | {max(seconds):.2f} s | {distance:.0e} |")
 
 
-def returns(seeds: Sequence[int]) -> Failed:
+def returns(seeds: Sequence[int], over: str = "") -> Failed:
     """Whoever fails comes back. As :func:`losses`."""
 
     def kinds(seed: int) -> list[str]:
         draw = chaos_returns.Draw.of(seed)
         return [draw.kind, *(f"*{condition}*" for condition in draw.conditions)]
 
-    found, failed = _collect(seeds, "chaos, and back", chaos_returns.run, kinds)
+    found, failed = _collect(seeds, "chaos, and back", lambda seed: chaos_returns.run(seed, over), kinds)
     print("| fault | runs | started again | to enter, median | worst | from where they must end, at most |")
     print("| --- | --- | --- | --- | --- | --- |")
     for kind, runs in found.items():
@@ -99,9 +99,13 @@ def main() -> None:
     parser.add_argument("--locked", type=float, default=chaos_acts.LOCKED_SECONDS, help="seconds")
     parser.add_argument("--returns", action="store_true", help="whoever fails is started again")
     parser.add_argument("--links", action="store_true", help="each agent is a machine, and cables are slow, or cut")
+    parser.add_argument("--over", default="", help="the transport, as process-group, if not the one that is drawn")
     args = parser.parse_args()
     seeds = range(args.first, args.first + args.count)
-    failed = returns(seeds) if args.returns else links(seeds) if args.links else losses(seeds, args.locked)
+    if args.returns:
+        failed = returns(seeds, args.over)
+    else:
+        failed = links(seeds) if args.links else losses(seeds, args.locked, args.over)
     if args.returns:
         drawn = sum(len(faults) for seed in seeds for faults in chaos_returns.Draw.of(seed).faults.values())
     else:

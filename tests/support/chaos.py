@@ -166,14 +166,15 @@ def train(draw: Draw, rank: int, locked: float) -> tuple[list[float], float, int
     return model.x.tolist(), longest, len(ends) - 1, optimizer.rounds
 
 
-def run(seed: int, locked: float = chaos_acts.LOCKED_SECONDS) -> Found:
+def run(seed: int, locked: float = chaos_acts.LOCKED_SECONDS, over: str = "") -> Found:
     """Draw, train, and compare. AssertionError where an agent ends otherwise than it must.
 
     Args:
         locked: The seconds for which an agent's interpreter lock is held.
+        over: The transport, if not the one that is drawn.
     """
     draw = Draw.of(seed)
-    environment = CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER), "SHOAL_TRANSPORT": draw.transport}
+    environment = CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER), "SHOAL_TRANSPORT": over or draw.transport}
     environment["SHOAL_CHECK_FINITE"] = str(int(any(fault == REFUSED for fault, _ in draw.faults.values())))
     told = f"seed {seed}, {draw}:"
     with World(draw.size, environment=environment) as world:

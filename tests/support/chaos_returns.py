@@ -121,17 +121,19 @@ def _point(chance: random.Random) -> Point:
     return Point(chance.choice(["received", "sent", "finished"]), chance.randint(5, 150))
 
 
-def run(seed: int) -> Found:
-    """Draw, train, and compare. AssertionError where an agent ends otherwise than it must."""
+def run(seed: int, over: str = "") -> Found:
+    """Draw, train, and compare, ``over`` the transport that is drawn or another one. AssertionError where an agent ends
+    otherwise than it must."""
     draw = Draw.of(seed)
+    environment = {"SHOAL_TRANSPORT": over} if over else OVER[draw.transport]
     with _folder(draw) as folder:
-        return _run(seed, draw, folder)
+        return _run(seed, draw, folder, environment)
 
 
-def _run(seed: int, draw: Draw, folder: Path | None) -> Found:
+def _run(seed: int, draw: Draw, folder: Path | None, transport: dict[str, str]) -> Found:
     told = f"seed {seed}, {draw}:"
     options = ALGORITHMS[draw.way] | {"topology": TOPOLOGIES[draw.topology](draw.size)}
-    environment = OVER[draw.transport] | CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER)}
+    environment = transport | CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER)}
     drawn = {fault for faults in draw.faults.values() for fault, _ in faults}
     environment["SHOAL_CHECK_FINITE"] = str(int(NAN in drawn))
     left = {rank: list(faults) for rank, faults in draw.faults.items()}

@@ -1,5 +1,5 @@
-"""``on_loss="continue"`` where process groups carry tensors: those that are left compute what they must, wherever one is
-killed, the coordinator among them; what was under way goes by links, and the next round has a group of its own."""
+"""``on_loss="continue"`` where process groups carry tensors: those that are left compute what they must, wherever one
+is killed, be it the coordinator. What was under way goes by links, and the next round has a group of its own."""
 
 from __future__ import annotations
 

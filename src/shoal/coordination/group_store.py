@@ -29,7 +29,7 @@ class GroupStores(MinimalService):
     """What the agents have said about themselves as members of groups."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._said: dict[Place, bytes] = {}
         self._by: dict[int, int] = {}  # how many of them each has said
         self._changed = threading.Condition(threading.Lock())
@@ -44,7 +44,7 @@ class GroupStores(MinimalService):
         """Say something to all members of a group."""
         self._keep((group, key), value)
         text = json.dumps([group, key, base64.b64encode(value).decode()]).encode()
-        engine = self._engine
+        engine = self.engine
         with engine.lock:
             for rank in ranks:
                 if rank != engine.rank:
@@ -52,8 +52,8 @@ class GroupStores(MinimalService):
                     send_alone(engine.publisher, engine.outbox, rank, message, as_tensor(text), background=True)
             engine.poller.wake()
 
-    def wait(self, label: str, group: str, keys: list[str], seconds: float) -> bool:
-        """Whether all of these have been said within some time."""
+    def wait(self, label: str, group: str, keys: list[str], seconds: float | None) -> bool:
+        """Whether all of these have been said within some time, or for as long as it takes."""
         with self._changed:
             self._changed.wait_for(
                 lambda: label in self._given_up or all((group, key) in self._said for key in keys), seconds
@@ -78,7 +78,7 @@ class GroupStores(MinimalService):
     def _heard(self, source: int, message: Message, text: bytes) -> None:
         if len(text) > MOST_BYTES:
             raise ProtocolError(f"{len(text):,} bytes about itself as a member of a process group")
-        self._engine.outbox.acknowledge(source, message)
+        self.engine.outbox.acknowledge(source, message)
         self._by[source] = said = self._by.get(source, 0) + 1
         if said > MOST_WORDS:
             raise ProtocolError(f"it is a member of more than {MOST_WORDS} process groups")
@@ -114,6 +114,14 @@ class GroupStore(dist.Store):  # type: ignore[name-defined, misc]
         seconds = self._stores.patience if timeout is None else timeout.total_seconds()
         if not self._stores.wait(self._label, self._group, keys, seconds):
             raise RuntimeError(f"nobody has said {keys} within {seconds:g} s")
+
+    def all_say(self, what: str, here: bool) -> bool:
+        """Say something to all members, yes or no, and whether all have said yes, when all have said something."""
+        engine = self._stores.engine
+        self.set(f"{what} {engine.rank}", b"1" if here else b"0")
+        keys = [f"{what} {rank}" for rank in self._ranks]
+        self._stores.wait(self._label, self._group, keys, None)
+        return all(self._stores.get(self._group, key) == b"1" for key in keys)
 
     def check(self, keys: list[str]) -> bool:
         return self._stores.wait(self._label, self._group, keys, 0.0)

@@ -182,7 +182,7 @@ class Dispatch:
         stage = operation.stage if operation else None
         if result is not MatchResult.NOW or operation is None or stage is None:
             return
-        if source not in stage.missing:
+        if message.flags & HERE or source not in stage.missing:
             if stage.to_move:
                 self._of_moving(source, message, operation, stage)
             return

@@ -383,8 +383,8 @@ class Lifecycle:
 
     def say_withdrawn(self, operation: Operation, stage: Stage) -> None:
         """A stage will not be completed here, and its tensors do not move: tell those that would wait for that."""
-        if isinstance(operation.error, (PeerLost, NotInitialized)):  # of which they hear anyway
-            return
+        if self.gate.ended is not None or isinstance(operation.error, (PeerLost, NotInitialized)):
+            return  # of which they hear anyway
         carried, alive = stage.exchange.carried, self._membership.view.alive
         assert carried is not None
         ranks = stage.needs | stage.arrived.keys() if carried.among is None else set(carried.among or alive)

@@ -21,6 +21,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
@@ -43,6 +44,8 @@ SMALL_BYTES = 1 << 16
 """Tensors up to this size go together with others."""
 TOGETHER_BYTES = 1 << 22
 """So many bytes of them at most."""
+CONNECT_SECONDS = 3.0
+"""In which all members of a group must have connected, once all are ready to; else all try again."""
 FOREVER = datetime.timedelta(days=1)
 """How long an engine waits: deadlines are Shoal's own, and one of an engine's would end all that is under way."""
 _AT_ONCE = datetime.timedelta(milliseconds=1)
@@ -183,7 +186,7 @@ class ProcessGroups:
                 return
             pending = list(self._start(there, group, run))
             for work, then in pending:
-                work.wait()
+                work.wait(FOREVER)
                 then()
             self._finished(run)
 
@@ -232,21 +235,38 @@ class ProcessGroups:
         known = self._groups.get(ranks)
         if known is None:
             store = self._store(ranks)
-            known = _make(self._backend, store, ranks.index(self._rank), len(ranks), self._address), store
+            known = self._connect(ranks, store), store
             with self._lock:
                 if self._stopped:
                     raise RuntimeError("it was stopped")
                 self._groups[ranks] = known
         return known[0]
 
+    def _connect(self, ranks: Ranks, store: Store) -> Group:
+        """Make a group, with all its members at once: where one of them is stopped meanwhile, all begin again."""
+        place, group = ranks.index(self._rank), None
+        for again in count():
+            store.all_say(f"ready {again}", True)
+            try:
+                prefixed = dist.PrefixStore(f"{again}", store)  # type: ignore[attr-defined]
+                group = _make(self._backend, prefixed, place, len(ranks), self._address)
+            except RuntimeError as error:
+                log.warning("rank %d has not met ranks %s by %s: %s", self._rank, ranks, self._backend, error)
+                group = None
+            if store.all_say(f"connected {again}", group is not None):
+                break
+        return group
+
 
 def _make(backend: str, store: Store, place: int, size: int, address: str) -> Group:
     """A process group of torch's. Only that of Gloo was ever seen working."""
     if backend == "gloo":
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = FOREVER
+        options._timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        return dist.ProcessGroupGloo(store, place, size, options)
+        group: Any = dist.ProcessGroupGloo(store, place, size, options)
+        group._set_default_timeout(FOREVER)
+        return group
     return dist.ProcessGroupUCC(store, place, size, FOREVER)
 
 
