@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -110,7 +111,8 @@ class Engine:
             membership,
             outbox,
             lifecycle,
-            lambda source, message: self.dispatch.on_message(source, message),
+            events,
+            lambda source, message: self.dispatch.take(source, message),
         )
         self.handing_on = handing_on = HandingOn(matcher, membership, lifecycle, keeping, send, outbox.acknowledge)
         self.agreement = agreement = Agreement(
@@ -297,7 +299,8 @@ class Engine:
                 break
         if started:
             operation = handle.operation
-            self.events.emit("waited", operation.op, operation.name, operation.round, started)
+            what, thread = (operation.op, operation.name, operation.round), threading.current_thread().name
+            self.events.emit("waited", *what, started, -1, 0, thread)
         return done
 
     def give_up(self, handle: Handle[Any], error: BaseException) -> None:

@@ -99,7 +99,8 @@ class Outbox:
             last, tail = send, message.tail
             self.bytes_sent += nbytes
             if self._events.active:
-                self._events.emit("sent", operation.op, operation.name, operation.round, 0, send.destination, nbytes)
+                what = operation.op, operation.name, operation.round
+                self._events.emit("sent", *what, 0, send.destination, nbytes, "", stage.number)
         stage.posted = True
 
     def say(self, peer: int, message: Message) -> None:
