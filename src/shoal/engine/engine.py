@@ -39,6 +39,7 @@ from .agreement import WORD, Agreement
 from .callbacks import Callbacks
 from .closing import HANG_UP_SECONDS, LAST_WORD_SECONDS, Drain
 from .dispatch import Dispatch
+from .doing import AboutItself
 from .entry import Entry
 from .events import Events
 from .failures import Failures
@@ -48,7 +49,8 @@ from .keeping import HAD, Keeping
 from .lifecycle import Lifecycle
 from .matching import Matcher
 from .membership import NOT_YET, WHOLE, Membership, Plan
-from .operation import Fusible, Handle, OnLoss, Operation, Steps
+from .operation import Fusible, Handle, OnLoss, Operation
+from .operation import Steps as Generating
 from .outbox import Outbox, send_alone
 from .progress import Progress
 from .publishing import Publisher
@@ -57,6 +59,7 @@ from .reunion import Reunion
 from .seconds import as_seconds
 from .services import Services
 from .stalls import Stalls
+from .steps import Steps
 from .watchdog import Watchdog
 
 log = logging.getLogger("shoal")
@@ -136,7 +139,12 @@ class Engine:
         )
         self.entry = Entry(rank, size, progress, matcher, membership, router, outbox, agreement, failures, send)
         self.watchdog = watchdog = Watchdog(rank, lifecycle, matcher, membership, outbox, failures, agreement)
-        self.stalls = stalls = Stalls(rank, matcher, membership, outbox)
+        self.steps = steps = Steps(events)
+        self.about = about = AboutItself(
+            rank, router, matcher, outbox, membership, progress, agreement, lifecycle.gate, services, steps
+        )
+        self.stalls = stalls = Stalls(rank, matcher, membership, outbox, about)
+        router.describe_by(self._describe)
         self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, watchdog, stalls, services, events)
         router.deliver_to(self.dispatch)
         self.reunion = Reunion(
@@ -148,6 +156,15 @@ class Engine:
 
     def start(self) -> None:
         self.progress.start()
+
+    def _describe(self, within: float) -> dict[str, Any]:
+        """What this agent does, for another shell. From any thread of this process, which may have another's lock."""
+        if not self.lock.acquire(timeout=within):
+            return self.about.busy
+        try:
+            return self.about.as_json()
+        finally:
+            self.lock.release()
 
     def is_far(self, rank: int) -> bool:
         """What goes to an agent goes over the network, or is to be as short as if it did."""
@@ -173,7 +190,7 @@ class Engine:
         self,
         op: str,
         name: str,
-        steps: Callable[[Operation], Steps[T]] | Fusible,
+        steps: Callable[[Operation], Generating[T]] | Fusible,
         timeout: float | None = None,
         alone: bool = True,
         one_sided: bool = False,
@@ -453,7 +470,7 @@ class Engine:
                 pass
 
 
-def _planned(operation: Operation) -> Steps[Plan]:
+def _planned(operation: Operation) -> Generating[Plan]:
     return operation.plan
     yield  # it exchanges nothing
 

@@ -434,3 +434,11 @@ class NetworkIncoming(Incoming):
         self._at += here
         if here:
             self._advance(one, here)
+
+
+def goes_on(connection: Incoming, before: Incoming) -> bool:
+    """Whether a connection takes the place of one that was cut; that may be noticed late here."""
+    if not isinstance(connection, NetworkIncoming) or not isinstance(before, NetworkIncoming):
+        return False
+    connection.go_on_from(before)
+    return True
