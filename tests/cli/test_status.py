@@ -374,8 +374,10 @@ def test_a_forked_child_is_no_agent() -> None:
 
 
 @contextmanager
-def one_that_answers(*packets: bytes, greeting: bytes | None = None) -> Iterator[list[str]]:
-    """Where something listens that looks like an agent, and says this."""
+def one_that_answers(
+    *packets: bytes, greeting: bytes | None = None, said: list[bytes] | None = None
+) -> Iterator[list[str]]:
+    """Where something listens that looks like an agent, and says this; ``said`` is what it could say."""
     private = listen_privately()
     assert private is not None
     sock, descriptor = private
@@ -394,6 +396,8 @@ def one_that_answers(*packets: bytes, greeting: bytes | None = None) -> Iterator
                 connection.recv(100)
                 for packet in packets:
                     connection.send(packet)
+                    if said is not None:
+                        said.append(packet)
             except OSError:
                 pass
 
@@ -435,9 +439,11 @@ def test_who_greets_like_no_agent_is_asked_nothing() -> None:
 
 
 def test_an_answer_without_end_is_not_read_for_ever() -> None:
-    with one_that_answers(*[b"x" * 10_000] * 100) as path:
+    said: list[bytes] = []
+    with one_that_answers(*[b"x" * 10_000] * 1000, said=said) as path:
         [found] = agents_here.ask({os.getpid(): path}, within=5.0)
     assert "makes no sense" in found.silent
+    assert len(said) < 100  # a megabyte, with what the socket holds
 
 
 def test_an_agent_that_is_busy_says_who_it_is() -> None:
