@@ -17,6 +17,7 @@ from .fused_name import PREFIX, Run, read
 
 log = logging.getLogger("shoal")
 
+COORDINATION = "coordination"
 LONG_NS = 50_000
 """Nanoseconds from which on it is told what a call does before its first message."""
 
@@ -33,7 +34,8 @@ class Event(NamedTuple):
 
     - ``submitted``, ``finished``, ``failed``: a call began, or ended (why it failed is the ``detail``);
     - ``prepared``: what it did before its first message took long, as copying a large tensor does;
-    - ``sent``, ``received``: a message of so many ``nbytes``, to or from ``peer``, in a ``stage`` of the operation;
+    - ``sent``, ``received``: a message of so many ``nbytes``, to or from ``peer``, in a ``stage`` of the operation; the
+      ``detail`` of one that is sent says where it is :data:`COORDINATION`, and no tensor;
     - ``arrived``: the last byte of one that came in pieces, as between machines;
     - ``summed``: what came was computed on, from ``start`` to ``end``;
     - ``waited``: a thread, whose name is the ``detail``, stood still for it;

@@ -13,7 +13,7 @@ from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
 from ..transport.wire import CERTAIN, DIED, SILENT, WANTS_REPLY, Kind, Message
-from .events import Events
+from .events import COORDINATION, Events
 from .matching import SMALL_WINDOW, Channel
 from .membership import Departure, Membership
 from .operation import Exchange, Operation, Send, Stage
@@ -100,7 +100,8 @@ class Outbox:
             self.bytes_sent += nbytes
             if self._events.active:
                 what = operation.op, operation.name, operation.round
-                self._events.emit("sent", *what, 0, send.destination, nbytes, "", stage.number)
+                why = COORDINATION if exchange.coordinates else ""
+                self._events.emit("sent", *what, 0, send.destination, nbytes, why, stage.number)
         stage.posted = True
 
     def say(self, peer: int, message: Message) -> None:

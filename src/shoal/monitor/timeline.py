@@ -93,7 +93,9 @@ class Timeline:
 
     def __init__(self, agent: Agent, path: Path) -> None:
         self.path = path
-        self._writer = TraceWriter(agent.rank, path)
+        router = agent.engine.router
+        about = {"run": router.endpoints[0].inbox, "size": agent.size, "boot": router.place.boot}
+        self._writer = TraceWriter(agent.rank, path, **about, incarnation=router.place.incarnation)
         self._queue: deque[Any] = deque()  # of Fields and Activities
         self._writing = threading.Lock()
         self._activities: dict[str, int] = {}

@@ -66,9 +66,16 @@ class _Rows:
 
 
 class TraceWriter:
-    """The file of one agent. One thread at a time uses it."""
+    """The file of one agent. One thread at a time uses it.
 
-    def __init__(self, rank: int, path: Path) -> None:
+    Args:
+        rank: Whose.
+        path: Where.
+        about: What else its head says, for whoever puts several together.
+
+    """
+
+    def __init__(self, rank: int, path: Path, **about: Any) -> None:
         self._rank = rank
         self._file: int | None = open_own(path)
         self._rows: dict[tuple[str, str], _Rows] = {}
@@ -97,7 +104,7 @@ class TraceWriter:
         self._metadata("process_sort_index", 0, sort_index=rank)
         # Viewers skip this one; it lets traces of machines whose clocks begin at different boots be laid side by side.
         clock = {"perf_counter_ns": time.perf_counter_ns(), "unix_time_ns": time.time_ns()}
-        self._metadata("shoal", 0, version=__version__, rank=rank, host=host, **clock)
+        self._metadata("shoal", 0, version=__version__, rank=rank, host=host, **clock, **about)
         self._flush("[\n")
 
     def write(self, entries: Iterable[Fields | Activity]) -> None:
@@ -182,7 +189,7 @@ class TraceWriter:
                 self._lines.append(f'{{"ph":"X",{found[0]}{times}{{"round":{one[1]}}}}}')
 
     def _message(self, fields: Fields) -> None:
-        kind, _, name, round_, _, end, peer, nbytes, _, stage = fields
+        kind, _, name, round_, _, end, peer, nbytes, why, stage = fields
         found = self._in_flight.get((name, round_))
         fused = name.startswith(PREFIX)
         if found is not None:
@@ -191,6 +198,8 @@ class TraceWriter:
             rows = self._of(EXCHANGE, FUSED if fused else name)
             at = self._at(rows, 0)
         more = f',"stage":{stage}' if stage else ""
+        if why:
+            more += f',"for":"{why}"'
         if fused:
             calls = read(name)
             first, round_ = (calls[0].name, calls[0].first) if calls else ("", 0)
@@ -266,8 +275,10 @@ class TraceWriter:
     def _at(self, rows: _Rows, row: int) -> str:
         while row >= len(rows.at):
             self._number += 1
-            further = f" ({len(rows.at) + 1})" if rows.at else ""
-            self._metadata("thread_name", self._number, name=f"{rows.kind}: {rows.title}{further}")
+            what = {"name": f"{rows.kind}: {rows.title}"}
+            if rows.at:
+                what = {"name": f"{what['name']} ({len(rows.at) + 1})", "of": what["name"]}
+            self._metadata("thread_name", self._number, **what)
             sort_index = KINDS.index(rows.kind) * 10**6 + self._number
             self._metadata("thread_sort_index", self._number, sort_index=sort_index)
             rows.at.append(f'"pid":{self._rank},"tid":{self._number},"ts":')

@@ -412,7 +412,7 @@ def _readers(
         Send(rank, empty, 0, 0, (0,), 1.0 if rank in wanted else NOTHING)
         for rank in operation.left_of(static.source_ranks)
     ]
-    arrived = yield Exchange(rotated(sends, agent), operation.left_of(static.destination_ranks))
+    arrived = yield Exchange(rotated(sends, agent), operation.left_of(static.destination_ranks), coordinates=True)
     return {rank: 1.0 for rank in sorted(arrived) if not arrived[rank].nothing}
 
 
