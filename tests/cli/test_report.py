@@ -13,7 +13,7 @@ import pytest
 
 import shoal
 from shoal.cli import main
-from shoal.cli.report import Stay, stays
+from shoal.cli.membership_report import Stay, stays
 from shoal.monitor.record import CAME, CHANGED, LEFT, Entry, read
 from support.world import World, reserved_port
 
