@@ -95,13 +95,14 @@ def _what_there_is(report: RunReport) -> list[str]:
 
 def _table(report: RunReport) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     unit, scale = ("ms", 1e3) if report.has_steps else ("s", 1.0)
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "host", unit, *KINDS):
         table.add_column(name, justify="left" if name == "host" else "right")
     for one in report.typical:
-        table.add_row(str(one.rank), one.host, f"{scale * one.length:.2f}", *_parts(one))
+        table.add_row(str(one.rank), Text(one.host), f"{scale * one.length:.2f}", *_parts(one))
     return table
 
 

@@ -117,9 +117,11 @@ class Events:
         nbytes: int = 0,
         detail: str = "",
         stage: int = 0,
+        end: int = 0,
     ) -> None:
-        """Tell the listeners. ``start`` is given for what took time; it ends now. Call only if somebody listens."""
-        now = perf_counter_ns()
+        """Tell the listeners. ``start`` is given for what took time; it ends now, if no ``end`` is given. Call only if
+        somebody listens."""
+        now = end or perf_counter_ns()
         fields = kind, operation, name, round_, start or now, now, peer, nbytes, detail, stage
         for queue, limit, full in self._recordings:
             queue.append(fields)

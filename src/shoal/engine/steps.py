@@ -32,7 +32,7 @@ class Steps:
         before, known.ended = known.ended, time.perf_counter_ns()
         known.count += 1
         if self._events.active:
-            self._events.emit("stepped", "step", name, known.count, before)
+            self._events.emit("stepped", "step", name, known.count, before, end=known.ended)
 
     @property
     def counts(self) -> dict[str, int]:

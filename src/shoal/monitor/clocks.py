@@ -12,13 +12,17 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from .flows import Flow
 from .traces import Trace
 
-WINDOW_NS = 30_000_000_000
-"""The clocks are compared once in so much time, where there is enough of it to see them drift."""
+STRETCH_SECONDS = 5.0
+"""Clocks are compared in stretches of so long, where they drift."""
+LEAST_STRETCHES = 3
+ROUNDS = 3
+"""How often a drift is found anew, with what is known of it taken out."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +51,42 @@ class Clock:
 
 
 @dataclass
-class _Bounds:
-    """How far ahead of one clock another is: at least, and at most."""
+class _Pair:
+    """What messages say of how far the second of two clocks is ahead of the first: in one direction that it is no more,
+    in the other that it is no less. Each with its time, in seconds from the middle of the run."""
 
-    least: float = float("-inf")
-    most: float = float("inf")
-    messages: int = 0
+    no_more: list[tuple[float, float]] = field(default_factory=list)
+    no_less: list[tuple[float, float]] = field(default_factory=list)
 
-    @property
-    def width(self) -> float:
-        return self.most - self.least
+    def bounds(self, drift: float = 0.0) -> tuple[float, float]:
+        """At least and at most how far, if the distance grows like that."""
+        least = max(ahead - drift * at for at, ahead in self.no_less)
+        return least, min(ahead - drift * at for at, ahead in self.no_more)
 
+    def drift(self, known: float) -> float:
+        """What is to be added to a drift that is known, by the line through the middles of stretches of time."""
+        stretches: dict[int, _Pair] = defaultdict(_Pair)
+        for at, ahead in self.no_more:
+            stretches[int(at // STRETCH_SECONDS)].no_more.append((at, ahead))
+        for at, ahead in self.no_less:
+            stretches[int(at // STRETCH_SECONDS)].no_less.append((at, ahead))
+        both = {number: one for number, one in stretches.items() if one.no_more and one.no_less}
+        if len(both) < LEAST_STRETCHES:
+            return 0.0
+        middles = [(STRETCH_SECONDS * (number + 0.5), sum(one.bounds(known)) / 2) for number, one in both.items()]
+        mean_at, mean_ahead = (fmean(one[k] for one in middles) for k in (0, 1))
+        spread = sum((at - mean_at) ** 2 for at, _ in middles)
+        return sum((at - mean_at) * (ahead - mean_ahead) for at, ahead in middles) / spread
 
-_Windows = dict[int, _Bounds]
+    def line(self) -> tuple[float, float, float]:
+        """How far it is ahead in the middle of the run, by how much that grows in a second, and how sure that is."""
+        drift = 0.0
+        least, most = self.bounds()
+        if least > most:  # no one distance explains all of it
+            for _ in range(ROUNDS):
+                drift += self.drift(drift)
+            least, most = self.bounds(drift)
+        return (least + most) / 2, drift, abs(most - least) / 2
 
 
 def align(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Clock]:
@@ -72,14 +99,18 @@ def align(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Clock]:
     first = max(set(of), key=lambda number: (of.count(number), -number))
     known[first] = Clock(hosts[first], 0.0, 0.0, 0.0, 0, middle)
     edges = _compare(of, flows, middle)
-    queue = [(0.0, first)]
+    queue, done = [(0.0, first)], set[int]()
     while queue:  # along the pairs that are known best, as in a shortest path
         _, here = heapq.heappop(queue)
-        for there, windows in edges.get(here, {}).items():
-            ahead, drift, uncertain, messages = _line(windows, middle)
+        if here in done:
+            continue
+        done.add(here)
+        for there, pair in edges.get(here, {}).items():
+            ahead, drift, uncertain = pair.line()
             uncertain += known[here].uncertain or 0.0
             before = known.get(there)
             if before is None or (before.uncertain or 0.0) > uncertain:
+                messages = len(pair.no_more) + len(pair.no_less)
                 ahead, drift = ahead + known[here].ahead, drift + known[here].drift
                 known[there] = Clock(hosts[there], ahead, drift, uncertain, messages, middle)
                 heapq.heappush(queue, (uncertain, there))
@@ -88,53 +119,20 @@ def align(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Clock]:
     return [known[number] for number in of]
 
 
-def _compare(of: Sequence[int], flows: Sequence[Flow], middle: int) -> dict[int, dict[int, _Windows]]:
-    """For each two machines between which messages went both ways, and each stretch of time: how far the second may be
-    ahead of the first."""
-    found: dict[tuple[int, int], _Windows] = defaultdict(lambda: defaultdict(_Bounds))
+def _compare(of: Sequence[int], flows: Sequence[Flow], middle: int) -> dict[int, dict[int, _Pair]]:
+    """For each two machines between which messages went both ways, what these say."""
+    found: dict[int, dict[int, _Pair]] = defaultdict(lambda: defaultdict(_Pair))
     for flow in flows:
         source, destination = of[flow.source], of[flow.destination]
-        if source == destination:
-            continue
-        late = flow.received.at - flow.sent.at  # as the two clocks have it
-        window = (flow.received.at - middle) // WINDOW_NS
-        forth = found[source, destination][window]  # the receiver's is ahead by less than that
-        forth.most, forth.messages = min(forth.most, late), forth.messages + 1
-        back = found[destination, source][window]
-        back.least, back.messages = max(back.least, -late), back.messages + 1
-    edges: dict[int, dict[int, _Windows]] = defaultdict(dict)
-    for (here, there), windows in found.items():
-        both = {number: one for number, one in windows.items() if one.width < float("inf")}
-        whole = _Bounds(max(one.least for one in windows.values()), min(one.most for one in windows.values()))
-        whole.messages = sum(one.messages for one in windows.values())
-        if both:
-            edges[here][there] = both
-        elif whole.width < float("inf"):
-            edges[here][there] = {0: whole}
-    return edges
-
-
-def _line(windows: _Windows, middle: int) -> tuple[float, float, float, int]:
-    """How far ahead the second clock is in the middle of the run, by how much that grows in a second, how sure that is,
-    and from how many messages."""
-    messages = sum(one.messages for one in windows.values())
-    least, most = max(one.least for one in windows.values()), min(one.most for one in windows.values())
-    tightest = min(one.width for one in windows.values())
-    if len(windows) < 3 or least <= most:  # one distance explains all of it
-        if least > most:
-            best = min(windows.values(), key=lambda one: one.width)
-            least, most = best.least, best.most
-        return (least + most) / 2, 0.0, (most - least) / 2, messages
-    seconds = WINDOW_NS / 1e9
-    weights = {number: 1.0 / max(one.width, 1.0) ** 2 for number, one in windows.items()}
-    whole = sum(weights.values())
-    at = {number: seconds * (number + 0.5) for number in windows}
-    half = {number: (one.least + one.most) / 2 for number, one in windows.items()}
-    mean_at = sum(weights[k] * at[k] for k in windows) / whole
-    mean_half = sum(weights[k] * half[k] for k in windows) / whole
-    spread = sum(weights[k] * (at[k] - mean_at) ** 2 for k in windows)
-    drift = sum(weights[k] * (at[k] - mean_at) * (half[k] - mean_half) for k in windows) / spread if spread else 0.0
-    return mean_half - drift * mean_at, drift, tightest / 2, messages
+        if source != destination:
+            late = float(flow.received.at - flow.sent.at)  # as the two clocks have it
+            at = (flow.received.at - middle) / 1e9
+            found[source][destination].no_more.append((at, late))
+            found[destination][source].no_less.append((at, -late))
+    return {
+        here: {there: pair for there, pair in pairs.items() if pair.no_more and pair.no_less}
+        for here, pairs in found.items()
+    }
 
 
 def on_one_clock(trace: Trace, clock: Clock) -> Trace:

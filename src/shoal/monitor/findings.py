@@ -163,7 +163,7 @@ def findings(
 
 def _mean(typicals: Iterable[Typical], kind: str) -> float:
     """The part of a step that goes into something, over all agents."""
-    return mean(one.into[kind] / one.length for one in typicals if one.length)
+    return mean([one.into[kind] / one.length for one in typicals if one.length] or [0.0])
 
 
 def _stragglers(typicals: Sequence[Typical]) -> list[Finding]:
@@ -224,14 +224,14 @@ def _slow_links(typicals: Sequence[Typical], edges: Sequence[Link]) -> list[Find
         return []
     usual = median(one.rate for one in edges if one not in slow)
     waits = {one.rank: (one.into[DATA] + one.into[TRANSFER]) / one.length for one in typicals if one.length}
-    host = _of_all(slow, edges)
-    if host:
+    who = _of_all(slow, edges)
+    if who:
         rate, most = median(one.rate for one in slow), max(waits.values(), default=0.0)
         what = (
-            f"all that {host} sends or receives is slow: {_rate(rate)}, where other links carry {_rate(usual)}. Agents "
-            f"wait for data {most:.0%} of a step, where it is worst"
+            f"all that {who} is slow: {_rate(rate)}, where other links carry {_rate(usual)}. Agents wait for data "
+            f"{most:.0%} of a step, where it is worst"
         )
-        advice = f"look at the NIC and the cable of {host}; until then give it one neighbour at a time (one peer)"
+        advice = "look at its NIC and its cable; until then give it one neighbour at a time (one peer)"
         return [Finding(what, advice + _LESS, most)]
     found = []
     for one in sorted(slow, key=lambda edge: edge.rate):
@@ -252,11 +252,19 @@ def _fast(rates: Sequence[float]) -> float:
 
 
 def _of_all(slow: Sequence[Link], edges: Sequence[Link]) -> str:
-    """The host all of whose edges are slow, and no others; empty where there is none."""
-    for host in {host for one in slow for host in one.hosts}:
-        its = [one for one in edges if (one.hosts[0] == host) != (one.hosts[1] == host)]
-        if len(its) > 1 and set(its) == set(slow):
-            return host
+    """A machine, or else an agent, of which all edges are slow that lead away, or to it, or both, and no others; and
+    which of them. Empty where there is none."""
+    by_host = [one.hosts for one in edges]
+    by_rank = [(f"rank {one.source} ({one.hosts[0]})", f"rank {one.destination} ({one.hosts[1]})") for one in edges]
+    for ends in (by_host, by_rank):
+        for name in dict.fromkeys(name for pair in ends for name in pair):
+            away = {
+                one for one, (source, destination) in zip(edges, ends, strict=True) if source == name != destination
+            }
+            to = {one for one, (source, destination) in zip(edges, ends, strict=True) if source != name == destination}
+            for its, what in ((away | to, "sends or receives"), (away, "sends"), (to, "receives")):
+                if len(its) > 1 and its == set(slow):
+                    return f"{name} {what}"
     return ""
 
 
