@@ -106,7 +106,7 @@ def test_a_slow_link_is_named_with_what_it_carries(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda *_: 10.0, size=3, hosts=True, took=slow_edge, network=True)
     found = first(report)
     assert found.what.startswith("the link 1 -> 2 (node1 to node2) carries 10 MB/s, where others carry 100 MB/s")
-    assert "leave the edge 1 -> 2 out" in found.advice and "compression=" in found.advice
+    assert "without the edge 1 -> 2" in found.advice and "compression=" in found.advice
     assert sum("the link" in one.what for one in report.findings) == 1
 
 
