@@ -242,7 +242,7 @@ def _slow_links(typicals: Sequence[Typical], edges: Sequence[Link]) -> list[Find
             f"{_rate(usual)}. Rank {one.destination} waits for data {part:.0%} of a step"
         )
         advice = (
-            f"take a topology without the edge {edge} (a star or a path, say), or look at what lies between the two"
+            f"take a topology without the edge {edge} (a star, say), or look at what lies between the two"
         )
         found.append(Finding(what, advice + _LESS, part))
     return found
