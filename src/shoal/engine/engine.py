@@ -52,6 +52,7 @@ from .membership import NOT_YET, WHOLE, Membership, Plan
 from .operation import Fusible, Handle, OnLoss, Operation
 from .operation import Steps as Generating
 from .outbox import Outbox, send_alone
+from .profiling import span
 from .progress import Progress
 from .publishing import Publisher
 from .reunion import WORD as TOGETHER
@@ -215,7 +216,7 @@ class Engine:
             raise self.entry.not_in_yet(op)
         limit = 0.0
         while True:
-            with held:
+            with held, span(op, name, "submit"):
                 handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided, on_loss)
             if handle is not None:
                 break
@@ -310,10 +311,11 @@ class Engine:
             )
         started = time.perf_counter_ns() if self.events.active else 0
         limit = time.monotonic() + timeout if timeout is not None else float("inf")
-        while not (done := self.progress.drive_until(handle.poll, limit)) and time.monotonic() < limit:
-            held.checkpoint()  # a signal came; its handler raises, or the wait goes on
-            if self.progress.stopped:
-                break
+        with span(handle.operation.op, handle.operation.name, "wait"):
+            while not (done := self.progress.drive_until(handle.poll, limit)) and time.monotonic() < limit:
+                held.checkpoint()  # a signal came; its handler raises, or the wait goes on
+                if self.progress.stopped:
+                    break
         if started:
             operation = handle.operation
             what, thread = (operation.op, operation.name, operation.round), threading.current_thread().name

@@ -39,6 +39,7 @@ from .operation import (
     describe,
 )
 from .outbox import Outbox
+from .profiling import resumed
 from .progress import AFTER_SMALL, Progress
 from .publishing import Publisher
 
@@ -194,7 +195,7 @@ class Lifecycle:
         item: Exchange | str | None = None
         result, error = None, None
         try:
-            item = generator.send(arrived) if arrived is not None else next(generator)
+            item = resumed(operation, generator, arrived)
         except StopIteration as stop:
             result = stop.value
         except BaseException as caught:

@@ -241,9 +241,7 @@ def _slow_links(typicals: Sequence[Typical], edges: Sequence[Link]) -> list[Find
             f"the link {edge} ({one.hosts[0]} to {one.hosts[1]}) carries {_rate(one.rate)}, where others carry "
             f"{_rate(usual)}. Rank {one.destination} waits for data {part:.0%} of a step"
         )
-        advice = (
-            f"take a topology without the edge {edge} (a star, say), or look at what lies between the two"
-        )
+        advice = f"take a topology without the edge {edge} (a star, say), or look at what lies between the two"
         found.append(Finding(what, advice + _LESS, part))
     return found
 
