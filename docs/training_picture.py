@@ -174,7 +174,7 @@ def _bars(name: str, row: str, what: str, start: float, end: float) -> list[Bar]
         return [Bar(what, 0, start, end)]
     if kind == "activities" and layer:
         return [Bar(what, int(layer[1]), start, end)]
-    if kind == "exchange" and bucket and what != "sum":
+    if kind == "exchange" and bucket and what not in ("sum", "prepare"):
         # Buckets are numbered in the order in which their gradients come.
         return [Bar("exchange", LAYERS - int(bucket[1]), start, end)]
     return []

@@ -13,7 +13,7 @@ import pytest
 
 import shoal
 from shoal.cli import main
-from shoal.cli.report import Stay, stays
+from shoal.cli.membership_report import Stay, stays
 from shoal.monitor.record import CAME, CHANGED, LEFT, Entry, read
 from support.world import World, reserved_port
 
@@ -87,7 +87,7 @@ def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "lost: 1; came back: 1, 5.2 s later (median; at most 5.2)" in " ".join(out.split())
     assert picture.stat().st_size > 1000
     assert main(["report", str(tmp_path / "nothing")]) == 2
-    assert "there is no record of an agent" in capsys.readouterr().err
+    assert "there is neither a trace nor a record of an agent" in capsys.readouterr().err
 
 
 SCRIPT = """

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.engine import stalls
+from shoal.engine import doing
 from support.fault_points import over_both
 from support.world import World
 
@@ -127,7 +127,7 @@ def test_one_that_is_stopped_does_not_answer(environment: dict[str, str]) -> Non
     ("seconds", "said"), [(0.3012, "0.301 s"), (31.24, "31.2 s"), (300.0, "300 s"), (3600, "3600 s")]
 )
 def test_times_are_written_as_people_do(seconds: float, said: str) -> None:
-    assert stalls._seconds(seconds) == said
+    assert doing.seconds(seconds) == said
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.monitor import timeline, timeline_context, timeline_end_activity, timeline_start_activity
+from shoal.monitor import timeline, timeline_context, timeline_end_activity, timeline_start_activity, trace_writer
 from support.leftovers import wait_until
 from support.world import World
 
@@ -229,7 +229,7 @@ def test_a_full_queue_is_written_by_whoever_adds_to_it(traces, monkeypatch):
 
 
 def test_names_beyond_the_limit_share_a_row_and_still_nest(traces, monkeypatch):
-    monkeypatch.setattr(timeline, "ROW_LIMIT", 4)
+    monkeypatch.setattr(trace_writer, "ROW_LIMIT", 4)
 
     def work():
         handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(3), name=f"step {i}") for i in range(10)]
@@ -281,7 +281,8 @@ def test_a_killed_process_leaves_a_trace_that_loads(tmp_path):
         assert call.outcome().message == f"exit code {-signal.SIGKILL}"
     events = json.loads(path.read_text() + "]")
     assert [e["name"] for e in on_row(events, "activities: weights")] == ["forward"]
-    assert [e["ph"] for e in on_row(events, "exchange: weights")] == ["B", "X", "E"]
+    call = [e for e in on_row(events, "exchange: weights") if e.get("name") != "prepare"]  # where that took long
+    assert [e["ph"] for e in call] == ["B", "X", "E"]
 
 
 FORKED = """

@@ -101,7 +101,7 @@ def test_a_flood_by_another_user_keeps_no_agent_out() -> None:
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
 def test_agents_get_in_beside_a_crowd_in_one_queue(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a system where the agents cannot have a queue of their own."""
-    monkeypatch.setattr(router, "listen_privately", lambda: None)
+    monkeypatch.setattr(doors, "listen_privately", lambda: None)
     monkeypatch.setattr(router, "listen_for", lambda *_: None)
 
     def run() -> float:

@@ -19,7 +19,7 @@ from shoal.transport.memory import Arena, ResultPool
 from shoal.transport.network import NetworkIncoming, NetworkLink
 from shoal.transport.shared_memory import SharedMemoryIncoming, SharedMemoryLink
 from shoal.transport.sockets import Incoming, Outgoing
-from shoal.transport.wire import Kind, Message, Payload
+from shoal.transport.wire import Kind, Message
 
 KEYS = Keys(b"what goes there", b"what comes back")
 NOTHING: Any = SimpleNamespace(hello=b"", add=lambda *_: None, remove=lambda *_: None, modify=lambda *_: None)
@@ -37,7 +37,7 @@ class Ear:
     def on_message(self, source: int, message: Message) -> None:
         self.messages.append(message)
 
-    def on_arrived(self, payload: Payload) -> None: ...
+    def on_arrived(self, source: int, message: Message) -> None: ...
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
         self.end = cause

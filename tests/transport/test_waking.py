@@ -13,7 +13,7 @@ from shoal.transport.link import Receiver
 from shoal.transport.memory import ResultPool
 from shoal.transport.network import WAKE_BYTES, NetworkIncoming
 from shoal.transport.sealing import Keyed, sums
-from shoal.transport.wire import Kind, Message, Payload, Where, encode
+from shoal.transport.wire import Kind, Message, Where, encode
 from support.packets import over_tcp
 
 PATIENCE_SECONDS = 5.0
@@ -30,8 +30,9 @@ class Ear:
     def on_message(self, source: int, message: Message) -> None:
         self.messages.append(message)
 
-    def on_arrived(self, payload: Payload) -> None:
-        self.arrived.append(payload.available)
+    def on_arrived(self, source: int, message: Message) -> None:
+        assert message.payload is not None
+        self.arrived.append(message.payload.available)
 
 
 def connection() -> tuple[socket.socket, NetworkIncoming, Ear]:

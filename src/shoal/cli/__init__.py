@@ -15,7 +15,11 @@ from typing import Protocol, cast
 COMMANDS = {
     "run": ("shoal.cli.run", "start the agents of a job on this machine"),
     "bench": ("shoal.cli.bench", "measure how fast agents average on this machine, beside their peers"),
-    "report": ("shoal.cli.report", "say and draw who was there when, of a run with SHOAL_RECORD"),
+    "report": (
+        "shoal.cli.report",
+        "say and draw who was slow in a run, and why; and who was there when",
+    ),
+    "status": ("shoal.cli.status", "say what the agents that run on this machine do"),
     "topology": ("shoal.cli.topology", "list, show, draw and compare topologies, and say which one to take"),
     "notebook": ("shoal.cli.notebook", "start and stop agents behind a notebook, through ipyparallel"),
     "certificates": ("shoal.cli.certificates", "make, list and take back the certificates of a job, for TLS"),

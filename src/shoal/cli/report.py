@@ -1,137 +1,53 @@
-"""``shoal report``: who was there when, of a run with ``SHOAL_RECORD=folder``: a table, and a picture."""
+"""``shoal report``: what a run's files say of it. Of traces (SHOAL_TIMELINE): who was slow, and why; of records
+(SHOAL_RECORD): who was there when. What is in the folder decides; where both are, both are told."""
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from ..monitor.record import CAME, LEFT, Entry, read
-
-AT_ONCE = 2.0
-"""Seconds in which all agents write down one change."""
-IN, COMING = "#1f77b4", "#c7d9ea"
-
-
-@dataclass(frozen=True)
-class Stay:
-    """One agent's time in a run, in seconds since it began.
-
-    Attributes:
-        came: When it was started, ``entered``: and when it was let in; the same for those that were there first. None:
-            it never was.
-        ended: When it was lost, or left; None: it was there when the record ended.
-        was_lost: It did not leave by itself.
-    """
-
-    rank: int
-    came: float
-    entered: float | None
-    ended: float | None
-    was_lost: bool
-
-
-def stays(entries: list[Entry]) -> list[Stay]:
-    """Of all agents, by rank and time."""
-    start = entries[0].at
-    found = []
-    coming = sorted((one for one in entries if one.what == CAME), key=lambda one: (one.rank, one.at))
-    for one, after in zip(coming, [*coming[1:], None], strict=True):
-        until = after.at if after is not None and after.rank == one.rank else float("inf")
-        own = [
-            other
-            for other in entries  # of a job that was begun again there are several of one incarnation
-            if (other.rank, other.incarnation) == (one.rank, one.incarnation) and one.at <= other.at < until
-        ]
-        entered = one.at if one.alive != (one.rank,) or not one.incarnation else None
-        if entered is None:
-            entered = next((other.at for other in own if one.rank in other.entered), None)
-        inside = one.at if entered is None else entered
-        left = next((other.at for other in own if other.what == LEFT), None)
-        lost = next((other.at for other in entries if one.rank in other.lost and inside < other.at <= until), None)
-        if lost is not None and (left is None or lost < left):
-            left, was_lost = lost, True
-        else:
-            was_lost = left is None and until < float("inf")
-            left = until if was_lost else left
-        shift = [None if at is None else at - start for at in (entered, left)]
-        found.append(Stay(one.rank, one.at - start, shift[0], shift[1], was_lost))
-    return found
+from ..monitor import record, traces
+from . import membership_report, trace_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="the folder that SHOAL_RECORD named in the run")
-    parser.add_argument("-o", "--picture", default="", help="where to draw it, such as membership.png (matplotlib)")
+    parser.add_argument("folder", help="the folder that SHOAL_TIMELINE or SHOAL_RECORD named in the run")
+    parser.add_argument("--picture", default="", metavar="FILE", help="draw it as well, such as run.png (matplotlib)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=f"where the one trace of all agents goes (FOLDER/{trace_report.MERGED}); empty: nowhere",
+    )
+    parser.add_argument("--steps", action="store_true", help="also list every step of every agent")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what happened, and draw it."""
+    """Tell what is there, and draw it."""
+    folder = Path(args.folder)
+    of_traces, of_records = traces.are_there(folder), record.are_there(folder)
     try:
-        entries = read(Path(args.folder))
+        if not of_traces and not of_records:
+            raise FileNotFoundError(
+                f"there is neither a trace nor a record of an agent in {folder}; run with SHOAL_TIMELINE={folder}, or "
+                f"SHOAL_RECORD={folder}"
+            )
+        if of_records:
+            picture = _beside(args.picture) if args.picture and of_traces else args.picture
+            membership_report.tell(folder, picture)
+        if of_traces:
+            trace_report.tell(folder, args.picture, args.output, every_step=args.steps)
     except (OSError, ValueError) as error:
         print(f"shoal report: error: {error}", file=sys.stderr)
         return 2
-    found = stays(entries)
-    _print(entries, found)
-    if args.picture:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            print("shoal report: error: a picture needs matplotlib: pip install shoal[demo]", file=sys.stderr)
-            return 2
-        figure = Figure(figsize=(9, 1 + 0.35 * len({one.rank for one in found})), layout="constrained")
-        draw(figure.subplots(), found, entries[-1].at - entries[0].at)
-        Path(args.picture).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(args.picture, dpi=150)
-        print(f"drawn: {args.picture}")
+    except ImportError:
+        print("shoal report: error: a picture needs matplotlib: pip install shoal[demo]", file=sys.stderr)
+        return 2
     return 0
 
 
-def _print(entries: list[Entry], found: list[Stay]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("second", "lost", "entered", "there then", box=None)
-    said: dict[tuple[Any, ...], float] = {}
-    for one in entries:
-        what = one.lost, one.entered, one.alive
-        news = (*one.lost, *(rank for rank in one.entered if len(one.entered) == 1))
-        if news and one.at > said.get(what, 0.0) + AT_ONCE:  # each agent says so
-            said[what] = one.at
-            ranks = [", ".join(map(str, ranks)) for ranks in (one.lost, one.entered)]
-            table.add_row(f"{one.at - entries[0].at:.1f}", *ranks, f"{len(one.alive)} of {_most(entries)}")
-    lost = [one for one in found if one.was_lost]
-    back = [
-        (one.entered or 0.0) - (before.ended or 0.0)
-        for before, one in pairwise(found)
-        if before.rank == one.rank and before.was_lost and one.entered is not None
-    ]
-    console = Console()
-    console.print(table)
-    text = f"lost: {len(lost)}; came back: {len(back)}"
-    console.print(f"{text}, {statistics.median(back):.1f} s later (median; at most {max(back):.1f})" if back else text)
-
-
-def _most(entries: list[Entry]) -> int:
-    return max(len(one.alive) for one in entries)
-
-
-def draw(axes: Any, found: list[Stay], seconds: float) -> None:
-    """A line for each rank, dark where it was there, light where it waited to enter, a cross where it was lost."""
-    for one in found:
-        ended = seconds if one.ended is None else one.ended
-        entered = ended if one.entered is None else one.entered
-        axes.barh(one.rank, entered - one.came, left=one.came, height=0.5, color=COMING)
-        axes.barh(one.rank, ended - entered, left=entered, height=0.5, color=IN)
-        if one.was_lost:
-            axes.plot(ended, one.rank, "x", color="#d62728", markersize=7, markeredgewidth=2)
-    axes.set_yticks(sorted({one.rank for one in found}))
-    axes.set_ylabel("rank")
-    axes.set_xlabel("seconds")
-    axes.set_xlim(0, seconds)
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
+def _beside(picture: str) -> str:
+    """Another name, for the picture of who was there, where there are two."""
+    path = Path(picture)
+    return str(path.with_name(f"{path.stem}-members{path.suffix}"))

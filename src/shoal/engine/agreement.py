@@ -34,9 +34,10 @@ from ..errors import PeerLost, ShoalError
 from ..transport.wire import Kind, Message, ProtocolError
 from .callbacks import Callbacks
 from .fusion import Fusion
+from .gate import cannot_go_on
 from .handing_on import HandingOn
 from .keeping import Keeping
-from .lifecycle import Lifecycle, cannot_go_on
+from .lifecycle import Lifecycle
 from .matching import Matcher
 from .membership import WHOLE, Departure, Membership, Plan
 from .operation import OnLoss, Operation

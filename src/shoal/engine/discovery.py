@@ -43,7 +43,7 @@ def discover(
         ahead, behind = group[(rank + step) % size], group[(rank - step) % size]
         send = Send(ahead, engine.publisher.publish(operation, pairs), 0, pairs.numel(), tuple(pairs.shape))
         stage = None if first_stage is None else first_stage + step.bit_length() - 1
-        arrived = yield Exchange([send], [behind], torch.int32, stage=stage)
+        arrived = yield Exchange([send], [behind], torch.int32, coordinates=True, stage=stage)
         message = arrived[behind]
         assert message.payload is not None
         flat = message.payload.data.tolist()

@@ -6,7 +6,7 @@ Everything here runs in the thread that drives the exchange, under the engine's 
 from __future__ import annotations
 
 from ..errors import DeadlineExceeded, Mismatch, PeerLost
-from ..transport.wire import AGAIN, DIED, HERE, Kind, Message, Payload, ProtocolError, Where
+from ..transport.wire import AGAIN, DIED, HERE, Kind, Message, ProtocolError, Where
 from .events import Events
 from .failures import Failures
 from .fused_name import PREFIX
@@ -68,7 +68,12 @@ class Dispatch:
         elif kind is Kind.NOTICE:
             self._failures.on_notice(source, message)
 
-    def on_arrived(self, payload: Payload) -> None:
+    def on_arrived(self, source: int, message: Message) -> None:
+        payload = message.payload
+        assert payload is not None
+        if payload.complete and self._events.active:
+            what = message.op, message.name, message.round
+            self._events.emit("arrived", *what, 0, source, message.nbytes, "", message.stage)
         if payload.on_more is not None:
             payload.on_more()
 
@@ -86,7 +91,12 @@ class Dispatch:
 
     def _on_data(self, source: int, message: Message) -> None:
         if self._events.active:
-            self._events.emit("received", message.op, message.name, message.round, 0, source, message.nbytes)
+            what = message.op, message.name, message.round
+            self._events.emit("received", *what, 0, source, message.nbytes, "", message.stage)
+        self.take(source, message)
+
+    def take(self, source: int, message: Message) -> None:
+        """Put a tensor where it belongs; also one that came in a fused message, and is taken apart from the others."""
         if message.name.startswith(PREFIX):
             self._fusion.came(source, message)
             return

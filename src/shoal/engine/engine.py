@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -39,6 +40,7 @@ from .callbacks import Callbacks
 from .carrier import Carrier
 from .closing import HANG_UP_SECONDS, LAST_WORD_SECONDS, Drain
 from .dispatch import Dispatch
+from .doing import AboutItself
 from .entry import Entry
 from .events import Events
 from .failures import Failures
@@ -48,8 +50,10 @@ from .keeping import HAD, Keeping
 from .lifecycle import Lifecycle
 from .matching import Matcher
 from .membership import NOT_YET, WHOLE, Membership, Plan
-from .operation import Fusible, Handle, OnLoss, Operation, Steps
+from .operation import Fusible, Handle, OnLoss, Operation
+from .operation import Steps as Generating
 from .outbox import Outbox, send_alone
+from .profiling import span
 from .progress import Progress
 from .publishing import Publisher
 from .reunion import WORD as TOGETHER
@@ -57,6 +61,7 @@ from .reunion import Reunion
 from .seconds import as_seconds
 from .services import Services
 from .stalls import Stalls
+from .steps import Steps
 from .watchdog import Watchdog
 
 log = logging.getLogger("shoal")
@@ -111,7 +116,8 @@ class Engine:
             membership,
             outbox,
             lifecycle,
-            lambda source, message: self.dispatch.on_message(source, message),
+            events,
+            lambda source, message: self.dispatch.take(source, message),
         )
         self.handing_on = handing_on = HandingOn(matcher, membership, lifecycle, keeping, send, outbox.acknowledge)
         self.agreement = agreement = Agreement(
@@ -135,7 +141,12 @@ class Engine:
         )
         self.entry = Entry(rank, size, progress, matcher, membership, router, outbox, agreement, failures, send)
         self.watchdog = watchdog = Watchdog(rank, lifecycle, matcher, membership, outbox, failures, agreement)
-        self.stalls = stalls = Stalls(rank, matcher, membership, outbox)
+        self.steps = steps = Steps(events)
+        self.about = about = AboutItself(
+            rank, router, matcher, outbox, membership, progress, agreement, lifecycle.gate, services, steps
+        )
+        self.stalls = stalls = Stalls(rank, matcher, membership, outbox, about)
+        router.describe_by(self._describe)
         self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, watchdog, stalls, services, events)
         router.deliver_to(self.dispatch)
         self.reunion = Reunion(
@@ -153,6 +164,15 @@ class Engine:
         """Have tensors moved by something else than links. Before the exchange starts."""
         self.carrier = carrier
         self.lifecycle.carry_with(carrier)
+
+    def _describe(self, within: float) -> dict[str, Any]:
+        """What this agent does, for another shell. From any thread of this process, which may have another's lock."""
+        if not self.lock.acquire(timeout=within):
+            return self.about.busy
+        try:
+            return self.about.as_json()
+        finally:
+            self.lock.release()
 
     def is_far(self, rank: int) -> bool:
         """What goes to an agent goes over the network, or is to be as short as if it did."""
@@ -178,7 +198,7 @@ class Engine:
         self,
         op: str,
         name: str,
-        steps: Callable[[Operation], Steps[T]] | Fusible,
+        steps: Callable[[Operation], Generating[T]] | Fusible,
         timeout: float | None = None,
         alone: bool = True,
         one_sided: bool = False,
@@ -205,7 +225,7 @@ class Engine:
             raise self.entry.not_in_yet(op)
         limit = 0.0
         while True:
-            with held:
+            with held, span(op, name, "submit"):
                 handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided, on_loss, background)
             if handle is not None:
                 break
@@ -300,13 +320,15 @@ class Engine:
             )
         started = time.perf_counter_ns() if self.events.active else 0
         limit = time.monotonic() + timeout if timeout is not None else float("inf")
-        while not (done := self.progress.drive_until(handle.poll, limit)) and time.monotonic() < limit:
-            held.checkpoint()  # a signal came; its handler raises, or the wait goes on
-            if self.progress.stopped:
-                break
+        with span(handle.operation.op, handle.operation.name, "wait"):
+            while not (done := self.progress.drive_until(handle.poll, limit)) and time.monotonic() < limit:
+                held.checkpoint()  # a signal came; its handler raises, or the wait goes on
+                if self.progress.stopped:
+                    break
         if started:
             operation = handle.operation
-            self.events.emit("waited", operation.op, operation.name, operation.round, started)
+            what, thread = (operation.op, operation.name, operation.round), threading.current_thread().name
+            self.events.emit("waited", *what, started, -1, 0, thread)
         return done
 
     def give_up(self, handle: Handle[Any], error: BaseException) -> None:
@@ -479,7 +501,7 @@ class Engine:
                 pass
 
 
-def _planned(operation: Operation) -> Steps[Plan]:
+def _planned(operation: Operation) -> Generating[Plan]:
     return operation.plan
     yield  # it exchanges nothing
 

@@ -7,22 +7,43 @@ must be quick; what they raise is logged once and otherwise ignored, since it mu
 from __future__ import annotations
 
 import logging
-import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import NamedTuple
 
 from ..interrupts import held
+from .fused_name import PREFIX, Run, read
 
 log = logging.getLogger("shoal")
 
+COORDINATION = "coordination"
+LONG_NS = 50_000
+"""Nanoseconds from which on it is told what a call does before its first message."""
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One thing that happened. Times are ``time.perf_counter_ns()``; ``end`` equals ``start`` where it took no time."""
+
+class Event(NamedTuple):
+    """One thing that happened. Times are ``time.perf_counter_ns()``; ``end`` equals ``start`` where it took no time.
+
+    Small calls that travel together are each ``submitted``, ``finished`` or ``failed``, and waited for; their messages
+    and their sum are one, whose :attr:`calls` says of which.
+    """
 
     kind: str
-    """``submitted``, ``sent``, ``received``, ``summed``, ``waited``, ``finished``, ``failed`` or ``lost``; of what a
-    process group moves also ``asked``, ``ordered`` and ``moved``."""
+    """What happened:
+
+    - ``submitted``, ``finished``, ``failed``: a call began, or ended (why it failed is the ``detail``);
+    - ``prepared``: what it did before its first message took long, as copying a large tensor does;
+    - ``sent``, ``received``: a message of so many ``nbytes``, to or from ``peer``, in a ``stage`` of the operation; the
+      ``detail`` of one that is sent says where it is :data:`COORDINATION`, and no tensor;
+    - ``arrived``: the last byte of one that came in pieces, as between machines;
+    - ``summed``: what came was computed on, from ``start`` to ``end``;
+    - ``waited``: a thread, whose name is the ``detail``, stood still for it;
+    - ``asked``, ``ordered``, ``moved``: a process group was to move its tensors; all agreed on when; it has;
+    - ``fused``, ``parted``: several calls began to travel as one, and do so no more;
+    - ``stepped``: an optimizer of that ``name`` ended its step number ``round``, and at ``start`` the one before;
+    - ``lost``: an agent ``died`` or ``left`` (``operation``).
+    """
     operation: str
     name: str
     round: int
@@ -31,9 +52,27 @@ class Event:
     peer: int = -1
     nbytes: int = 0
     detail: str = ""
+    stage: int = 0
+
+    @property
+    def calls(self) -> list[Run]:
+        """Of which calls it is: their names, the first round of each, and how many rounds. One, unless small calls
+        travel together."""
+        return read(self.name) if self.name.startswith(PREFIX) else [Run(self.name, self.round, 1, ())]
 
 
 Listener = Callable[[Event], None]
+Fields = tuple[str, str, str, int, int, int, int, int, str, int]
+"""Those of an event, in their order."""
+
+
+class Recording(NamedTuple):
+    """Where all that happens is put, for somebody to read later."""
+
+    queue: deque[Fields]
+    limit: int
+    full: Callable[[], None]
+    """Called by whoever adds the event with which the queue has reached its limit."""
 
 
 class Events:
@@ -43,6 +82,7 @@ class Events:
         self.active = False
         """Whether anybody listens; ask before ``emit``."""
         self._listeners: tuple[Listener, ...] = ()
+        self._recordings: tuple[Recording, ...] = ()
         self._complained = False
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
@@ -52,9 +92,20 @@ class Events:
 
         def unsubscribe() -> None:
             self._listeners = tuple(known for known in self._listeners if known is not listener)
-            self.active = bool(self._listeners)
+            self.active = bool(self._listeners or self._recordings)
 
         return unsubscribe
+
+    def record(self, recording: Recording) -> Callable[[], None]:
+        """Put every event into a queue from now on: less than half of what a listener costs. Returns what ends that."""
+        self._recordings = (*self._recordings, recording)
+        self.active = True
+
+        def stop() -> None:
+            self._recordings = tuple(known for known in self._recordings if known is not recording)
+            self.active = bool(self._listeners or self._recordings)
+
+        return stop
 
     def emit(
         self,
@@ -66,10 +117,21 @@ class Events:
         peer: int = -1,
         nbytes: int = 0,
         detail: str = "",
+        stage: int = 0,
+        end: int = 0,
     ) -> None:
-        """Tell the listeners. ``start`` is given for what took time; it ends now. Call only if somebody listens."""
-        now = time.perf_counter_ns()
-        event = Event(kind, operation, name, round_, start or now, now, peer, nbytes, detail)
+        """Tell the listeners. ``start`` is given for what took time; it ends now, if no ``end`` is given. Call only if
+        somebody listens."""
+        now = end or perf_counter_ns()
+        fields = kind, operation, name, round_, start or now, now, peer, nbytes, detail, stage
+        for queue, limit, full in self._recordings:
+            queue.append(fields)
+            if len(queue) >= limit:
+                full()
+        if self._listeners:
+            self._tell(Event(*fields))
+
+    def _tell(self, event: Event) -> None:
         with held:
             for listener in self._listeners:
                 try:

@@ -27,21 +27,21 @@ def name_of(runs: list[Run]) -> str:
     return PREFIX + json.dumps(runs, separators=(",", ":"))
 
 
-def runs_of(message: Message) -> list[Run]:
-    """What is in a fused message; nothing if its name is nonsense or does not add up to its tensor."""
+def read(name: str) -> list[Run]:
+    """What such a name says; nothing if it is nonsense."""
     try:
-        runs = [
-            Run(name, first, length, tuple(shape))
-            for name, first, length, shape in json.loads(message.name[len(PREFIX) :])
-        ]
+        runs = [Run(one, first, length, tuple(shape)) for one, first, length, shape in json.loads(name[len(PREFIX) :])]
     except (ValueError, TypeError, RecursionError):
         return []
     # First what they are made of: to multiply what is no number, or to go through it, may take all memory or time.
-    payload = message.payload
-    if payload is None or not all(map(_is_sound, runs)) or sum(run.length for run in runs) > MOST_OPERATIONS:
-        return []
+    return runs if all(map(_is_sound, runs)) and sum(run.length for run in runs) <= MOST_OPERATIONS else []
+
+
+def runs_of(message: Message) -> list[Run]:
+    """What is in a fused message; nothing if its name is nonsense or does not add up to its tensor."""
+    runs, payload = read(message.name), message.payload
     total = sum(run.length * math.prod(run.shape) for run in runs)
-    return runs if total == payload.data.numel() else []
+    return runs if payload is not None and total == payload.data.numel() else []
 
 
 def _is_sound(run: Run) -> bool:

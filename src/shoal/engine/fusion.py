@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..transport.wire import MAX_NAME, Kind, Message, Payload, Where
+from .events import Events
 from .fused_name import MOST_OPERATIONS, Run, keys, name_of, runs_of
 from .lifecycle import Lifecycle
 from .matching import WINDOW, Channel, Matcher, disagreement
@@ -85,7 +86,7 @@ class Fusion:
     """The fused operations of one agent, and the fused messages that came. Used under the engine's lock.
 
     Args:
-        deliver: Takes a message as if it had just come by itself.
+        deliver: Takes a message as if it had come by itself.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Fusion:
         membership: Membership,
         outbox: Outbox,
         lifecycle: Lifecycle,
+        events: Events,
         deliver: Callable[[int, Message], None],
     ) -> None:
         self._active: dict[str, FusedOperation] = {}
@@ -109,6 +111,7 @@ class Fusion:
         self._membership = membership
         self._outbox = outbox
         self._lifecycle = lifecycle
+        self._events = events
         self._deliver = deliver
 
     # Going out
@@ -173,6 +176,8 @@ class Fusion:
             return None
         fused = FusedOperation(name, members, self)
         self._active[name] = fused
+        if self._events.active:
+            self._events.emit("fused", fused.op, name, 0)
         parts = []
         for one in members:
             one.fused = fused
@@ -204,8 +209,7 @@ class Fusion:
         self._take_early(fused)
         if fused.error is not None:
             return
-        alive = self._membership.view.alive
-        if all(rank in alive for rank in stage.needs):
+        if stage.needs.issubset(self._membership.view.alive):
             self._outbox.post(fused.channel, fused, stage)
         if fused.channel.unacknowledged:
             self._unread.append(fused.channel)
@@ -237,6 +241,8 @@ class Fusion:
         """Give back what a fused operation holds."""
         self._active.pop(fused.name, None)
         fused.error = error
+        if self._events.active:
+            self._events.emit("parted", fused.op, fused.name, 0, detail="" if error is None else str(error))
         stage, fused.stage = fused.stage, None
         for source, message in stage.arrived.items() if stage is not None else ():
             self._outbox.acknowledge(source, message)
@@ -251,7 +257,7 @@ class Fusion:
         if stage is not None:
             stage.arrived = {}
         partial, fused.partial = fused.partial, {}
-        self._end(fused, _Split())
+        self._end(fused, _Split("each goes on by itself"))
         self._lifecycle.close_generator(fused)
         # What has come is put where the members will look for it: its sender may have left, which is nothing to
         # somebody who has its tensor.
@@ -337,8 +343,7 @@ class Fusion:
             return
         runs = runs_of(message)
         if not runs:
-            what = "fused operations that do not add up"
-            self._outbox.refuse(source, message, f"rank {self._rank} refused it: {what}")
+            self._outbox.refuse(source, message, f"rank {self._rank} refused it: fused operations that do not add up")
             return
         if any(self._matcher.has_begun(*key) for key in keys(runs)):
             self._unpack(received)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import NotInitialized, ShoalError
+from ..errors import NotInitialized, PeerLost, ShoalError
 from .membership import WHOLE, Plan
 
 
@@ -81,3 +81,8 @@ class Gate:
     def meet(self, plan: Plan) -> None:
         """Agents have entered: whom all begins with from here on."""
         self.plan = plan
+
+
+def cannot_go_on(what: object, gone: tuple[int, ...]) -> PeerLost:
+    """Why an operation fails for which there is no way to go on."""
+    return PeerLost(f"{what} cannot go on without ranks {list(gone)}, which are gone; see docs/survival.md", gone)

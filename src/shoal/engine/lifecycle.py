@@ -21,8 +21,8 @@ from ..transport.budgets import MACHINE_BYTES
 from ..transport.wire import Message, ProtocolError, Where
 from .callbacks import Callbacks
 from .carrier import Carrier
-from .events import Events
-from .gate import Gate
+from .events import LONG_NS, Events
+from .gate import Gate, cannot_go_on
 from .keeping import Keeping
 from .matching import Channel, Matcher, disagreement, unexpected
 from .membership import WHOLE, Departure, Membership, Plan
@@ -41,6 +41,7 @@ from .operation import (
     describe,
 )
 from .outbox import Outbox
+from .profiling import resumed
 from .progress import AFTER_SMALL, Progress
 from .publishing import Publisher
 
@@ -124,6 +125,8 @@ class Lifecycle:
             if gate.gone and on_loss is OnLoss.FAIL and not one_sided:
                 raise cannot_go_on(op, gate.gone)
             operation = self._matcher.begin(op, name, seconds, alone)
+            if self._events.active:
+                self._events.emit("submitted", op, name, operation.round)
             if on_loss is not OnLoss.FAIL:
                 begins = steps.alone if isinstance(steps, Fusible) else steps
                 plan = self._planned(name, operation.round, on_loss) if gate.plan != WHOLE else WHOLE
@@ -148,8 +151,6 @@ class Lifecycle:
                 self.unbegun.append(operation)
                 self._progress.submitted(AFTER_SMALL)
                 return handle
-        if self._events.active:
-            self._events.emit("submitted", op, name, operation.round)
         if not self._make(operation, steps):
             assert operation.error is not None
             raise operation.error
@@ -198,13 +199,14 @@ class Lifecycle:
         item: Exchange | str | None = None
         result, error = None, None
         try:
-            item = generator.send(arrived) if arrived is not None else next(generator)
+            item = resumed(operation, generator, arrived)
         except StopIteration as stop:
             result = stop.value
         except BaseException as caught:
             error = caught
-        if start and arrived is not None:
-            self._events.emit("summed", operation.op, operation.name, operation.round, start)
+        if start and (arrived is not None or time.perf_counter_ns() - start > LONG_NS):
+            what = "prepared" if arrived is None else "summed"
+            self._events.emit(what, operation.op, operation.name, operation.round, start)
         try:
             with self._lock:
                 if operation.generator is generator:
@@ -585,8 +587,3 @@ class Lifecycle:
         stage = operation.stage
         if self._make(operation, recovery.steps, past_first=stage is not None):
             self.resume(operation, None if stage is None else stage.arrived)
-
-
-def cannot_go_on(what: object, gone: tuple[int, ...]) -> PeerLost:
-    """Why an operation fails for which there is no way to go on."""
-    return PeerLost(f"{what} cannot go on without ranks {list(gone)}, which are gone; see docs/survival.md", gone)

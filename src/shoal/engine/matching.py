@@ -149,6 +149,11 @@ class Matcher:
         """How many rounds of a name this agent has begun."""
         return self._begun.get(name, 0)
 
+    @property
+    def calls(self) -> int:
+        """How many rounds of all names this agent has begun."""
+        return sum(self._begun.values())
+
     def all_begun(self) -> dict[str, int]:
         """How many rounds of each name this agent has begun."""
         return dict(self._begun)

@@ -85,6 +85,8 @@ class Exchange:
     digest: int = 0
     """Must be equal on both sides of an edge: the topology, the root, or whatever else has to agree."""
     digest_of: str = "topology"
+    coordinates: bool = False
+    """It moves no tensor: agents tell each other who sends to whom, or that they are there."""
     stage: int | None = None
     """Its number within the operation, where agents go through different numbers of stages; else they are counted."""
     carried: Carried | None = None

@@ -14,7 +14,7 @@ from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
 from ..transport.wire import AGAIN, CERTAIN, DIED, HERE, SILENT, WANTS_REPLY, Kind, Message, Where
-from .events import Events
+from .events import COORDINATION, Events
 from .matching import SMALL_WINDOW, Channel
 from .membership import Departure, Membership
 from .operation import Exchange, Operation, Send, Stage
@@ -114,7 +114,9 @@ class Outbox:
             if not operation.background:
                 self.bytes_sent += nbytes
             if self._events.active:
-                self._events.emit("sent", operation.op, operation.name, operation.round, 0, send.destination, nbytes)
+                what = operation.op, operation.name, operation.round
+                why = COORDINATION if exchange.coordinates else ""
+                self._events.emit("sent", *what, 0, send.destination, nbytes, why, stage.number)
         stage.posted = True
 
     def keep_what_is_carried(self) -> None:

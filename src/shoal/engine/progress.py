@@ -106,6 +106,11 @@ class Progress:
         return self._closing
 
     @property
+    def somebody_waits(self) -> bool:
+        """A thread of the script stands still for an operation."""
+        return bool(self.waiters) or self._driver not in (0, self._thread.ident)
+
+    @property
     def mine(self) -> bool:
         """The calling thread is driving right now."""
         return self._driver == threading.get_ident()

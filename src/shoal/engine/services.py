@@ -36,6 +36,10 @@ class Service(Protocol):
     def holds_topology(self) -> list[str]:
         """The names of what keeps the topology from being changed."""
 
+    def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
+        """The calls in which threads of this agent may wait for others, and no operation does: what they are, for which
+        ranks, and since when (``time.monotonic()``). From any thread."""
+
     def close(self, deadline: float) -> None:
         """Not under the lock: end what is under way, by itself until the deadline."""
 
@@ -56,6 +60,9 @@ class MinimalService(Service):
         return []
 
     def holds_topology(self) -> list[str]:
+        return []
+
+    def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
         return []
 
     def close(self, deadline: float) -> None: ...

@@ -7,12 +7,12 @@ another, says that; one that is stopped, hung or cut off says nothing, and that 
 from __future__ import annotations
 
 import logging
-import time
 
 from ..transport.wire import Kind, Message
+from .doing import AboutItself, seconds
 from .matching import Matcher
 from .membership import Membership
-from .operation import Operation, describe
+from .operation import Operation
 from .outbox import Outbox
 
 log = logging.getLogger("shoal")
@@ -36,8 +36,9 @@ class Stalls:
         after: Seconds for which an operation waits before it is reported.
     """
 
-    def __init__(self, rank: int, matcher: Matcher, membership: Membership, outbox: Outbox) -> None:
+    def __init__(self, rank: int, matcher: Matcher, membership: Membership, outbox: Outbox, about: AboutItself) -> None:
         self.after = STALL_AFTER
+        self._about = about
         self._rank, self._matcher, self._membership, self._outbox = rank, matcher, membership, outbox
         self._asked: dict[int, float] = {}  # what they do, when
         self._not_before = 0.0
@@ -70,15 +71,15 @@ class Stalls:
         """One report of all that have waited for so long now; whoever they wait for is asked what it does."""
         first = min(stalled, key=lambda one: one.started)
         others = f" and {len(stalled) - 1} more" if len(stalled) > 1 else ""
-        ranks = sorted({rank for one in stalled for rank in one.waiting_for})
+        ranks = sorted({rank for one in stalled for rank in self._about.waited_for(one)})
         log.warning(
             "%s%s on rank %d has waited %s for ranks %s; it gives up after %s",
             first,
             others,
             self._rank,
-            _seconds(now - first.started),
+            seconds(now - first.started),
             ranks,
-            _seconds(first.timeout),
+            seconds(first.timeout),
         )
         for rank in ranks:
             if rank in self._membership.view.alive and rank not in self._asked and rank != self._rank:
@@ -89,30 +90,9 @@ class Stalls:
 
     def answer(self, rank: int) -> None:
         """Tell another what this agent does."""
-        self._outbox.say(rank, Message(Kind.DENY, DOING, DOING, text=self.doing))
+        self._outbox.say(rank, Message(Kind.DENY, DOING, DOING, text=str(self._about.doing)))
 
     def heard(self, rank: int, text: str) -> None:
         """What another does, which was asked."""
         if self._asked.pop(rank, None) is not None:
             log.warning("rank %d, for which rank %d waits: %s", rank, self._rank, " ".join(text.split())[:_LONGEST])
-
-    @property
-    def doing(self) -> str:
-        """What this agent does, in words."""
-        now = time.monotonic()
-        waiting = [one for one in self._matcher.in_flight() if one.waiting_for and not one.background]
-        if waiting:
-            first = min(waiting, key=lambda one: one.started)
-            more = f", and in {len(waiting) - 1} more" if len(waiting) > 1 else ""
-            found = f"it waits in {first} for ranks {first.waiting_for}, since {_seconds(now - first.started)}{more}"
-        else:
-            found = "it waits in no call of Shoal's, so its script does something else"
-        op, name, round_, ended = self._matcher.ended_last
-        if op:
-            found += f"; the last that ended was {describe(op, name, round_)}, {_seconds(now - ended)} ago"
-        return found
-
-
-def _seconds(seconds: float) -> str:
-    """Three digits of a short time, and whole seconds of a long one."""
-    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"

@@ -46,6 +46,14 @@ class Entry:
     alive: tuple[int, ...] = ()
 
 
+PATTERN = "agent*.jsonl"
+
+
+def are_there(folder: Path) -> bool:
+    """Whether a folder has files that look like records."""
+    return next(folder.glob(PATTERN), None) is not None
+
+
 def read(folder: Path) -> list[Entry]:
     """All lines of all agents, the oldest first.
 
@@ -54,7 +62,7 @@ def read(folder: Path) -> list[Entry]:
         ValueError: A file is no record; the message names it. (A last line that was cut off is left out.)
     """
     found = []
-    for path in sorted(folder.glob("agent*.jsonl")):
+    for path in sorted(folder.glob(PATTERN)):
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 try:

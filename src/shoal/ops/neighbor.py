@@ -217,7 +217,7 @@ def submit(
         small = 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES and tensor.is_cpu
         # After a loss the rounds under way may be planned for different agents.
         plain = robust is None and encoded is None and agent.engine.carrier is None
-        if small and fusible and plain and not agent.engine.events.active and not agent.engine.agreement.gone:
+        if small and fusible and plain and not agent.engine.agreement.gone:
             flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
             one = Fusible(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
             return agent.engine.submit(OP, channel_name(OP, name), one, timeout, name is not None, on_loss=OnLoss.GO_ON)
@@ -437,7 +437,7 @@ def _readers(
         Send(rank, empty, 0, 0, (0,), 1.0 if rank in wanted else NOTHING)
         for rank in operation.left_of(static.source_ranks)
     ]
-    arrived = yield Exchange(rotated(sends, agent), operation.left_of(static.destination_ranks))
+    arrived = yield Exchange(rotated(sends, agent), operation.left_of(static.destination_ranks), coordinates=True)
     return {rank: 1.0 for rank in sorted(arrived) if not arrived[rank].nothing}
 
 

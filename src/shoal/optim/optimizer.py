@@ -7,6 +7,7 @@ with the neighbours. When the exchange begins and where its result goes is what 
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -129,7 +130,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         for key, value in settings.items():
             setattr(self, key, value)
         self._names = Names(self._models, self._inner)
-        name = name_of_optimizer() if name is None else name
+        self._called = name = name_of_optimizer() if name is None else name
         if bucket_bytes is None:
             bucket_bytes = OVERLAPPED_BUCKET_BYTES if overlap else BUCKET_BYTES
         try:
@@ -286,7 +287,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         Args:
             closure: Evaluates the model and its gradients once more, before all else.
         """
-        current("optimizer.step").engine.entry.check_inside("optimizer.step")
+        engine, began = current("optimizer.step").engine, time.perf_counter_ns()
+        engine.entry.check_inside("optimizer.step")
         local, found = self._local, self.__dict__
         local.closure, local.loss = closure, None
         local.unscale(self._names(), found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step
@@ -304,6 +306,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             self._passes.end_step(enough)
             self._warned = False
             local.closure = None
+        engine.steps.ended(self._called, began)
         return cast("float | None", local.loss)
 
     @contextmanager

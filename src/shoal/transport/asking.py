@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from .router import Router
 from .sockets import Outgoing
-from .wire import Message, Payload
+from .wire import Message
 
 
 class Nobody:
@@ -20,7 +20,7 @@ class Nobody:
 
     def on_message(self, source: int, message: Message) -> None: ...
 
-    def on_arrived(self, payload: Payload) -> None: ...
+    def on_arrived(self, source: int, message: Message) -> None: ...
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None: ...
 

@@ -98,6 +98,54 @@ class Door:
         self.sock.close()
 
 
+class Doors:
+    """The listeners of one agent.
+
+    Attributes:
+        private: The descriptor by which processes of this user find the one that is for them; -1 where there is none.
+    """
+
+    def __init__(self, poller: Poller) -> None:
+        self.private = -1
+        self._poller = poller
+        self._open: list[Door] = []
+
+    def open(self, sock: socket.socket, let_in: Callable[[socket.socket, Any], None]) -> None:
+        """Have a listener looked at."""
+        self._open.append(Door(sock, self._poller, let_in))
+
+    def open_private(self, let_in: Callable[[socket.socket, Any], None]) -> None:
+        """One for processes of this user, if the system allows."""
+        private = listen_privately()
+        if private is not None:
+            sock, self.private = private
+            self.open(sock, let_in)
+
+    def check(self, now: float) -> None:
+        """Open again those that are due."""
+        for door in self._open:
+            door.check(now)
+
+    @property
+    def next_check(self) -> float:
+        """When the first of them is."""
+        when = float("inf")
+        for door in self._open:
+            if door.opens < when:
+                when = door.opens
+        return when
+
+    def descriptors(self) -> list[int]:
+        return [*(door.sock.fileno() for door in self._open), self.private]
+
+    def close(self) -> None:
+        for door in self._open:
+            door.close()
+        if self.private >= 0:
+            os.close(self.private)
+        self._open, self.private = [], -1
+
+
 def listen_privately() -> tuple[socket.socket, int] | None:
     """A Unix socket that processes of other users cannot connect to, and the descriptor by which others find it.
 

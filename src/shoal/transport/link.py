@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from .memory import Arena, Region
-from .wire import Message, Payload
+from .wire import Message
 
 
 class Published:
@@ -78,8 +78,8 @@ class Receiver(Protocol):
 
     def on_message(self, source: int, message: Message) -> None: ...
 
-    def on_arrived(self, payload: Payload) -> None:
-        """More of a payload that comes in pieces is here."""
+    def on_arrived(self, source: int, message: Message) -> None:
+        """More of a message's payload is here, which comes in pieces."""
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
         """The peer seems to be gone; ``cause`` says how it showed.

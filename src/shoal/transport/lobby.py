@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from .budgets import Budget, cost
 from .link import Receiver
 from .sockets import Incoming
-from .wire import Message, Payload
+from .wire import Message
 
 ENTRY = "~entry"
 """The name of messages about entering, which do not wait."""
@@ -33,8 +33,8 @@ class Threshold:
             self._budget.take(cost(message))
             self._kept.append((source, message))
 
-    def on_arrived(self, payload: Payload) -> None:
-        self._receiver.on_arrived(payload)
+    def on_arrived(self, source: int, message: Message) -> None:
+        self._receiver.on_arrived(source, message)
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
         self._closed = (peer, cause, final, certain)

@@ -243,7 +243,7 @@ class NetworkLink(Outgoing):
 class _Arriving:
     """A tensor that comes in chunks. Only what has been checked counts as come."""
 
-    token: int
+    message: Message
     payload: Payload
     memory: memoryview
     at: int = 0
@@ -364,10 +364,10 @@ class NetworkIncoming(Incoming):
         if self._guard.check(one.memory[one.begin : one.at]) != one.expected:
             raise Spoiled("a part of a tensor was changed on the way")
         if one.at == len(one.memory):
-            del self._arriving[one.token]
+            del self._arriving[one.message.token]
             self._announced.give_back(len(one.memory))
         one.payload.available = one.at // one.payload.data.element_size()
-        self._receiver.on_arrived(one.payload)
+        self._receiver.on_arrived(self.peer, one.message)
         self._has_come(one.at - one.begin)
 
     def _has_come(self, nbytes: int) -> None:
@@ -418,7 +418,7 @@ class NetworkIncoming(Incoming):
             self._announced.take(message.nbytes)
             data = self._pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
             message.payload = Payload(data, 0)
-            self._arriving[message.token] = _Arriving(message.token, message.payload, _bytes_of(data))
+            self._arriving[message.token] = _Arriving(message, message.payload, _bytes_of(data))
         self._receiver.on_message(self.peer, message)
 
     def _start_chunk(self, message: Message) -> None:
@@ -432,3 +432,11 @@ class NetworkIncoming(Incoming):
         self._at += here
         if here:
             self._advance(one, here)
+
+
+def goes_on(connection: Incoming, before: Incoming) -> bool:
+    """Whether a connection takes the place of one that was cut; that may be noticed late here."""
+    if not isinstance(connection, NetworkIncoming) or not isinstance(before, NetworkIncoming):
+        return False
+    connection.go_on_from(before)
+    return True

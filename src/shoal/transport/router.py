@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from . import network, shared_memory
+from . import inquiries, network, shared_memory
 from .addresses import LOOPBACK, beside, interface_address, is_loopback, reachable_address
 from .admission import Unauthenticated, origin_of
-from .doors import Door, listen_for, listen_privately
+from .doors import Doors, listen_for
 from .handshake import Accepting, Connecting
 from .link import Link, Receiver
 from .lobby import Lobby
@@ -72,8 +72,8 @@ class Router:
         self._unauthenticated = Unauthenticated()
         self._lobby = Lobby()
         self._outside = False  # this agent waits to enter itself: nobody is let in before
-        self._doors: list[Door] = []
-        self._door = -1
+        self._doors = Doors(poller)
+        self._far: socket.socket | None = None  # listens for agents of other machines
         self._leaving = False
         self._again: dict[int, float] = {}  # when links that were cut are tried again
         self._tries: dict[int, int] = {}
@@ -90,6 +90,10 @@ class Router:
     def answer_by(self, answer: Callable[[int, int], int]) -> None:
         """What to say to an agent that only asks, by its rank and incarnation; see :mod:`~.asking`."""
         self._answer = answer
+
+    def describe_by(self, describe: Callable[[float], dict[str, Any]]) -> None:
+        """What this agent does, for another shell; see :mod:`~.inquiries`."""
+        self.describe = describe
 
     def choose(self, places: list[Place], forced: str = "") -> list[str]:
         """The transport to each rank. ``forced`` (``SHOAL_TRANSPORT``) is used for all, or refused with the reason."""
@@ -129,24 +133,29 @@ class Router:
         unix, host, port = "", "", 0
         if "shared_memory" in others:
             unix = f"shoal-{uuid.uuid4().hex}"
-            self._open_door(shared_memory.listen(unix), self._let_in_local)
-            private = listen_privately()
-            if private is not None:
-                sock, self._door = private
-                self._open_door(sock, self._let_in_local)
+            self._doors.open(shared_memory.listen(unix), self._let_in_local)
+            self.open_own_door()
         if "network" in others:
             self._host = host = self._address(interface, rendezvous, reached)
-            sock = network.listen(host)
-            port = sock.getsockname()[1]
-            self._open_door(sock, self._let_in_remote)
-        return Endpoint(self.inbox.address, unix, host, port, self._door)
+            self._far = network.listen(host)
+            port = self._far.getsockname()[1]
+            self._doors.open(self._far, self._let_in_remote)
+        endpoint = Endpoint(self.inbox.address, unix, host, port, self._doors.private)
+        inquiries.here.join(self)
+        return endpoint
+
+    @property
+    def has_own_door(self) -> bool:
+        """Processes of this user find a socket that is for them."""
+        return self._doors.private >= 0
+
+    def open_own_door(self) -> None:
+        """Open that socket, if the system allows."""
+        self._doors.open_private(self._let_in_local)
 
     def _rendezvous(self, rendezvous: str, reached: list[str]) -> str:
         """Where the rendezvous is, as this agent has found it."""
         return reached[self.rank] or rendezvous
-
-    def _open_door(self, sock: socket.socket, let_in: Callable[[socket.socket, Any], None]) -> None:
-        self._doors.append(Door(sock, self.poller, let_in))
 
     def _address(self, interface: str, rendezvous: str, reached: list[str]) -> str:
         """Where to listen for agents that share no memory with this one."""
@@ -176,10 +185,10 @@ class Router:
         known = [endpoint.host for endpoint in endpoints if endpoint.host]
         for host in known:
             self._unauthenticated.expect(origin_of(host))
-        if self._host:
-            for_agents = listen_for(known, self._doors[-1].sock)
+        if self._far is not None:
+            for_agents = listen_for(known, self._far)
             if for_agents is not None:
-                self._open_door(for_agents, self._let_in_remote)
+                self._doors.open(for_agents, self._let_in_remote)
         for place in self._places:
             self._watch(place)
 
@@ -305,7 +314,7 @@ class Router:
         incarnation = self._places[connection.peer].incarnation
         if connection.incarnation > incarnation or self._outside:
             waiting = self._lobby.of(connection.peer, connection.incarnation)
-            if waiting and _goes_on(connection, waiting[0]):
+            if waiting and network.goes_on(connection, waiting[0]):
                 self._lobby.replace(waiting[0], connection)
                 return
             if len(waiting) >= CONNECTIONS:
@@ -314,7 +323,7 @@ class Router:
             return
         known = self.incoming.setdefault(connection.peer, [])
         before = known[0] if known else self._cut_off.pop(connection.peer, None)
-        if before is not None and _goes_on(connection, before):
+        if before is not None and network.goes_on(connection, before):
             self.incoming[connection.peer] = [connection]
             self._lobby.replace(before, connection)
             return
@@ -385,18 +394,14 @@ class Router:
     def check(self, now: float) -> None:
         """Whatever is due: connections that say nothing, doors that open, links that are tried again."""
         self._unauthenticated.forget(now - GREETING_SECONDS)
-        for door in self._doors:
-            door.check(now)
+        self._doors.check(now)
         for peer in [peer for peer, at in self._again.items() if now >= at]:
             self._try_again(peer)
 
     @property
     def next_check(self) -> float:
         """When something is due."""
-        when = self._unauthenticated.oldest + GREETING_SECONDS
-        for door in self._doors:
-            if door.opens < when:
-                when = door.opens
+        when = min(self._unauthenticated.oldest + GREETING_SECONDS, self._doors.next_check)
         return min(when, *self._again.values()) if self._again else when
 
     def say_goodbye(self, lost: int = -1, cause: str = "") -> None:
@@ -472,33 +477,24 @@ class Router:
             yield from connections
 
     def close(self) -> None:
+        inquiries.here.leave(self)
         for link in list(self.links.values()):
             link.close()
         for connection in list(self._connections()):
             connection.close()
-        for door in self._doors:
-            door.close()
-        if self._door >= 0:
-            os.close(self._door)
+        self._doors.close()
         self._processes.close()
         self.inbox.close()
         self.links, self.incoming, self._again, self._cut_off = {}, {}, {}, {}
-        self._unauthenticated, self._lobby, self._doors, self._door = Unauthenticated(), Lobby(), [], -1
+        self._unauthenticated, self._lobby = Unauthenticated(), Lobby()
 
     def descriptors(self) -> list[int]:
         """Every descriptor that a forked child must close, or this agent's end would not be noticed."""
         socks = [getattr(link, "sock", None) for link in self.links.values()]
-        socks += [connection.sock for connection in self._connections()] + [door.sock for door in self._doors]
-        found = [sock.fileno() for sock in socks if sock is not None] + [*self._processes.descriptors(), self._door]
+        socks += [connection.sock for connection in self._connections()]
+        found = [sock.fileno() for sock in socks if sock is not None]
+        found += [*self._processes.descriptors(), *self._doors.descriptors()]
         for connection in self._connections():
             if isinstance(connection, shared_memory.SharedMemoryIncoming):
                 found += connection.memory.descriptors()
         return found
-
-
-def _goes_on(connection: Incoming, before: Incoming) -> bool:
-    """Whether a connection takes the place of one that was cut; that may be noticed late here."""
-    if not isinstance(connection, network.NetworkIncoming) or not isinstance(before, network.NetworkIncoming):
-        return False
-    connection.go_on_from(before)
-    return True

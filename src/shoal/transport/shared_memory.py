@@ -17,15 +17,18 @@ user's connection is closed unheard, where it can be made at all (``doors.py``).
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import os
 import socket
 import struct
 
+from . import inquiries
 from .handshake import Accepting, Connecting
 from .link import Published, Receiver
 from .memory import PeerMemory
 from .poller import Poller
+from .resuming import CutOff
 from .sealing import Checksum
 from .sockets import Incoming, Outgoing
 from .wire import LOCKABLE, PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
@@ -154,6 +157,14 @@ class SharedMemoryIncoming(Incoming):
         super().__init__(sock, greeting, poller, receiver)
         self.memory = PeerMemory()
         self._buffer = bytearray(PACKET_BYTES + 8192)
+
+    def _hear_question(self, heard: bytes) -> None:
+        if heard != inquiries.QUESTION:
+            return
+        with contextlib.suppress(BlockingIOError):  # who asks does not read
+            for packet in inquiries.here.answer():
+                self.sock.send(packet)
+        raise CutOff("it has only asked")
 
     def read(self) -> None:
         for _ in range(64):

@@ -315,6 +315,7 @@ class Incoming:
             return
         self._heard += hear(self.sock, ANSWER_SIZE - len(self._heard))
         if len(self._heard) < ANSWER_SIZE:
+            self._hear_question(self._heard)
             return
         try:
             peer = self._greeting.check(self._heard)
@@ -343,6 +344,9 @@ class Incoming:
     def _is_private(self) -> bool:
         """As for :class:`Outgoing`."""
         return True
+
+    def _hear_question(self, heard: bytes) -> None:
+        """What came is less than an agent says: who has only a question, and may ask it, is answered."""
 
     def _check_identity(self, peer: int) -> None:
         """Raise :class:`ProtocolError` if it has shown that it is somebody else."""

@@ -46,8 +46,8 @@ class Owner(Protocol):
     def with_p(self) -> bool:
         """Calls carry the associated weight."""
 
-    def waiting(self, ranks: Callable[[], Sequence[int]]) -> AbstractContextManager[None]:
-        """The calling thread may have to wait for these."""
+    def waiting(self, ranks: Callable[[], Sequence[int]], *call: str) -> AbstractContextManager[None]:
+        """The calling thread may have to wait for these; in which call, if no operation of the engine's does it."""
 
     def missed(self, error: PeerLost | None) -> None:
         """This thread's last call that moved a tensor ended with this; None where it missed nobody."""
@@ -456,7 +456,7 @@ class WindowPart:
     def _explained(self, op: str, rank: int, deadline: float, what: str = "") -> Iterator[None]:
         """Say in the field's terms what went wrong with somebody's memory."""
         try:
-            with self._owner.waiting(lambda: (rank,)):
+            with self._owner.waiting(lambda: (rank,), op, self.name):
                 yield
         except Busy as busy:
             me = self._engine.rank

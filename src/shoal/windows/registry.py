@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import networkx as nx
 import torch
@@ -31,6 +31,14 @@ _LONGEST_POLL = 60.0
 """Whoever drives looks at the clock at least so often, in seconds, also if nobody wakes it."""
 _here: weakref.WeakValueDictionary[tuple[str, str, int], WindowMemory] = weakref.WeakValueDictionary()
 """The memories of this process, by the owner's inbox, the name and the number: for agents that are threads."""
+
+
+class _Wait(NamedTuple):
+    """What a thread may have to wait for."""
+
+    ranks: Callable[[], Sequence[int]]
+    call: tuple[str, ...]  # what, and on which window
+    since: float
 
 
 class Call(Operation):
@@ -69,7 +77,7 @@ class Windows:
         self._closing = False
         self._queue: dict[Call, Handle[Any]] = {}  # calls whose turn has not come, under the engine's lock
         self._due = float("inf")  # no call of them is overdue before
-        self._waiting: dict[int, Callable[[], Sequence[int]]] = {}  # whom threads of this agent wait for
+        self._waiting: dict[int, _Wait] = {}  # of threads of this agent
         self._lock = threading.Lock()
 
     def find(self, channel: str) -> WindowPart | None:
@@ -236,11 +244,11 @@ class Windows:
         return handle
 
     @contextmanager
-    def waiting(self, ranks: Callable[[], Sequence[int]]) -> Iterator[None]:
-        """The calling thread may have to wait for these."""
+    def waiting(self, ranks: Callable[[], Sequence[int]], *call: str) -> Iterator[None]:
+        """The calling thread may have to wait for these; in which call, if no operation of the engine's does it."""
         me = threading.get_ident()
         before = self._waiting.get(me)
-        self._waiting[me] = ranks
+        self._waiting[me] = _Wait(ranks, call, time.monotonic())
         try:
             yield
         finally:
@@ -250,8 +258,12 @@ class Windows:
                 self._waiting[me] = before
 
     def _worker_waits_for(self) -> list[int]:
-        ranks = self._waiting.get(self._worker.ident) if self._worker is not None else None
-        return sorted(ranks()) if ranks is not None else []
+        wait = self._waiting.get(self._worker.ident) if self._worker is not None else None
+        return sorted(wait.ranks()) if wait is not None else []
+
+    def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
+        found = [one for one in list(self._waiting.values()) if one.call]
+        return [(f"{one.call[0]} {one.call[1]!r}", sorted(one.ranks()), one.since) for one in found]
 
     def _end_overdue(self, now: float) -> None:
         """End the calls whose turn has not come in time: a call before them waits for somebody, perhaps for ever."""

@@ -35,6 +35,7 @@ from typing import TypeVar
 import torch
 
 from ..engine.operation import Handle
+from ..engine.profiling import span
 from ..engine.seconds import as_seconds
 from ..errors import NotInitialized
 from ..interrupts import held
@@ -475,7 +476,7 @@ class Window:
 
 def _shown(windows: Windows, op: str, name: str, move: Callable[[], T]) -> T:
     """Do it, and tell whoever listens to the agent's events when it began and how it ended."""
-    with held:
+    with held, span(op, name, "call"):
         events = windows.engine.events
         if not events.active:
             return move()

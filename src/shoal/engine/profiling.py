@@ -1,0 +1,47 @@
+"""What Shoal does, under the names of the timeline, in ``torch.profiler`` while that records: submit, sum, wait.
+
+Whether it records is a flag of torch's, and to look at it is all that is done otherwise. A profiler follows the thread
+that started it: sums that the progress thread takes are in its trace with
+``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+from .fused_name import PREFIX, read
+from .operation import INTERNAL, Arrived, Exchange, Operation, Steps
+
+try:
+    from torch._C._profiler import _RecordFunctionFast as _Span  # a twentieth of what the public one takes
+except ImportError:
+    _Span = torch.profiler.record_function  # type: ignore[assignment,misc]
+
+_NOTHING = nullcontext()
+
+
+def span(op: str, name: str, what: str) -> AbstractContextManager[Any]:
+    """A span of its trace, if it records: ``shoal neighbor_allreduce layer1: sum``."""
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    if name.startswith(PREFIX):
+        label = f" x {sum(run.length for run in read(name))}"
+    else:
+        label = name.removeprefix("~window").removeprefix(INTERNAL)
+        label = "" if label.startswith("~") else f" {label.strip()}"
+    found: AbstractContextManager[Any] = _Span(f"shoal {op}{label}: {what}")
+    return found
+
+
+def resumed(operation: Operation, generator: Steps[Any], arrived: Arrived | None) -> Exchange | str:
+    """Resume what computes an operation: to its first exchange, or with what has come for the last."""
+    if arrived is None:
+        return next(generator)
+    if profiler._is_profiler_enabled:
+        with span(operation.op, operation.name, "sum"):
+            return generator.send(arrived)
+    return generator.send(arrived)

@@ -1,0 +1,292 @@
+"""Where the time of a step goes, for each agent: into computing, or into which kind of waiting.
+
+What a thread does while it does not wait for an operation is computing. While it waits, somebody is behind. At each
+moment of a wait, and of what the operation waits for then:
+
+- this agent sums, or copies, whichever operation it is for: **sums**;
+- another agent has not sent what is missing: it waits for **others**, and for whom;
+- all is sent, and some of it has not come: it waits for **data** that are under way;
+- all has begun to come, and the last byte has not: **transfer**;
+- all is there, or what is under way moves no tensor: **coordination**, as when others have still to confirm that they
+  expected a tensor, or have read it.
+
+It takes the traces of both sides of an edge: the receiver knows when something came, the sender when it went.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from .flows import Flow, members
+from .traces import Key, Message, Trace, Wait
+
+COMPUTING, SUMS, COORDINATION, DATA, OTHERS, TRANSFER = KINDS = (
+    "computing",
+    "local sums",
+    "coordination",
+    "waiting for data",
+    "waiting for others",
+    "transfer",
+)
+"""What time goes into, in the order in which it is drawn."""
+PREPARE, WINDOW = "prepare", "~window"
+Span = tuple[int, int]
+Members = dict[Key, tuple[tuple[str, int, int], ...]]
+
+
+@dataclass
+class Share:
+    """Where the time of one agent went from ``start`` to ``end``: a step, or the whole run.
+
+    Attributes:
+        trace: Whose, as its place in the list of traces.
+        number: Which step; 0 for a whole run.
+        into: Nanoseconds, by kind.
+        blamed: Of those of waiting for others: by the rank that was waited for.
+    """
+
+    trace: int
+    number: int
+    start: int
+    end: int
+    into: Counter[str] = field(default_factory=Counter)
+    blamed: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def length(self) -> int:
+        """Nanoseconds in all."""
+        return self.end - self.start
+
+
+class Coming(NamedTuple):
+    """A message that an operation waits for, on one clock; ``sent`` is None where the sender has left no trace."""
+
+    source: int
+    stage: int
+    sent: int | None
+    came: int
+    whole: int
+    coordinates: bool
+
+
+class Piece(NamedTuple):
+    """A stretch of an agent's waiting, and what it was for; ``source``: for whom, where it was for others."""
+
+    start: int
+    end: int
+    kind: str
+    source: int | None
+
+
+def break_down(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Share]:
+    """The shares of all agents and steps; of agents that have no steps, of the whole run. All on one clock."""
+    coming = _coming(traces, flows)
+    begins = {(one.rank, call.name, call.round): call.start for one in traces for call in one.calls}
+    agents = [_Agent(number, trace, coming[number], begins) for number, trace in enumerate(traces)]
+    shares = [share for agent in agents for share in agent.shares()]
+    pieces = {agent.rank: agent.pieces for agent in agents}  # the last of each rank
+    for agent in agents:
+        for share, of in agent.by_share:
+            for one in of:
+                if one.kind == OTHERS and one.source is not None:
+                    _blame(share, one, pieces, len(agents))
+    return shares
+
+
+def _blame(share: Share, piece: Piece, pieces: dict[int, list[Piece]], depth: int) -> None:
+    """Say who kept an agent waiting: not who waited itself, but whom that one waited for."""
+    assert piece.source is not None
+    at, theirs = piece.start, pieces.get(piece.source, [])
+    first = bisect_left(theirs, piece.start, key=lambda one: one.end)
+    while first < len(theirs) and (one := theirs[first]).start < piece.end:
+        first += 1
+        start, end = max(one.start, piece.start), min(one.end, piece.end)
+        if one.kind == OTHERS and one.source is not None and one.source != piece.source and depth and start < end:
+            share.blamed[piece.source] += start - at
+            _blame(share, one._replace(start=start, end=end), pieces, depth - 1)
+            at = end
+    share.blamed[piece.source] += piece.end - at
+
+
+def steps_of(trace: Trace) -> list[tuple[int, int, int]]:
+    """Number, start and end of each step: of the optimizer that took most of them, where there are several."""
+    counts = Counter(one.optimizer for one in trace.steps)
+    if not counts:
+        return []
+    name = min(counts, key=lambda one: (-counts[one], one))
+    return [(one.number, one.start, one.end) for one in trace.steps if one.optimizer == name]
+
+
+def _coming(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[dict[tuple[str, int], list[Coming]]]:
+    """For each agent, by the name and round of an operation, the messages that it had to wait for."""
+    sent_at = {(one.destination, id(one.received)): one.sent for one in flows}
+    fused = [members(one) for one in traces]
+    by_rank = {one.rank: number for number, one in enumerate(traces)}
+    found: list[dict[tuple[str, int], list[Coming]]] = []
+    for number, trace in enumerate(traces):
+        mine: dict[tuple[str, int], list[Coming]] = defaultdict(list)
+        for message in trace.received:
+            sent = sent_at.get((number, id(message)))
+            went = None if sent is None else min(sent.at, message.at)
+            coordinates = message.coordinates or (sent is not None and sent.coordinates)
+            whole = max(message.arrived, message.at)
+            one = Coming(message.peer, message.key.stage, went, message.at, whole, coordinates)
+            for call in _calls(message.key, fused[by_rank.get(message.peer, number)], fused[number]):
+                mine[call].append(one)
+        found.append(mine)
+    return found
+
+
+def _calls(key: Key, of_sender: Members, own: Members) -> Iterable[tuple[str, int]]:
+    """The calls that a message is for; where neither side says of which it is, the first of them."""
+    if key.calls == 1:
+        return [(key.name, key.round)]
+    of = of_sender.get(key) or own.get(key) or ((key.name, key.round, 1),)
+    return [(name, round_) for name, first, count in of for round_ in range(first, first + count)]
+
+
+class _Agent:
+    """Where the time of one agent goes.
+
+    Attributes:
+        rank: Its own.
+        pieces: Of its waiting, in order.
+        by_share: The same, by step.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        trace: Trace,
+        coming: dict[tuple[str, int], list[Coming]],
+        begins: dict[tuple[int, str, int], int],
+    ) -> None:
+        self.rank = trace.rank
+        self.pieces: list[Piece] = []
+        self.by_share: list[tuple[Share, list[Piece]]] = []
+        self._number, self._trace, self._coming, self._begins = number, trace, coming, begins
+        self._failed = {(one.name, one.round) for one in trace.calls if one.error}
+        self._to: dict[tuple[str, int], list[Message]] = defaultdict(list)
+        for message in trace.sent:
+            self._to[message.key.name, message.key.round].append(message)
+        inside = [one for call in trace.calls for one in call.inside]
+        self._sums = union((start, end) for _, start, end in inside)
+        self._prepares = union((start, end) for what, start, end in inside if what == PREPARE)
+
+    def shares(self) -> list[Share]:
+        """Of its steps, or of the whole run."""
+        trace = self._trace
+        shares = [Share(self._number, *part) for part in steps_of(trace) or [(0, trace.start, trace.end)]]
+        thread = self._thread()
+        waits = disjoint(one for one in trace.waits if one.thread == thread)
+        starts = [one.start for one in waits]
+        for share in shares:
+            self._fill(share, waits[max(0, bisect_left(starts, share.start) - 1) : bisect_right(starts, share.end)])
+        return shares
+
+    def _thread(self) -> str:
+        """That which trains: it waits most."""
+        waited: Counter[str] = Counter()
+        for one in self._trace.waits:
+            waited[one.thread] += one.end - one.start
+        return max(waited, key=lambda name: waited[name], default="")
+
+    def _fill(self, share: Share, waits: Sequence[Wait]) -> None:
+        mine: list[Piece] = []
+        spans = []
+        for wait in waits:
+            start, end = max(wait.start, share.start), min(wait.end, share.end)
+            if start < end:
+                spans.append((start, end))
+                mine += self._pieces_of(wait, start, end)
+        for one in mine:
+            share.into[one.kind] += one.end - one.start
+        # What was copied outside a wait, the thread did itself.
+        copied = overlap(self._prepares, [(share.start, share.end)]) - overlap(self._prepares, spans)
+        share.into[SUMS] += copied
+        share.into[COMPUTING] += share.length - sum(end - start for start, end in spans) - copied
+        self.by_share.append((share, mine))
+        self.pieces += mine
+
+    def _pieces_of(self, wait: Wait, start: int, end: int) -> list[Piece]:
+        """What each moment of a wait was for."""
+        messages = self._coming.get((wait.name, wait.round), [])
+        sent = self._to.get((wait.name, wait.round), [])
+        peers = [self._begins.get((one.peer, wait.name, wait.round)) for one in sent]
+        times = [at for one in messages for at in (one.sent, one.came, one.whole)] + [one.at for one in sent] + peers
+        points = {start, end, *(at for at in times if at is not None and start < at < end)}
+        for span in within(self._sums, start, end):
+            points.update(span)
+        found = []
+        for begins, ends in pairwise(sorted(points)):
+            kind, source = self._kind((begins + ends) // 2, messages, wait)
+            found.append(Piece(begins, ends, kind, source))
+        return found
+
+    def _kind(self, at: int, messages: Sequence[Coming], wait: Wait) -> tuple[str, int | None]:
+        if next(within(self._sums, at, at + 1), None) is not None:
+            return SUMS, None
+        missing = [one for one in messages if one.whole > at]
+        if not missing:
+            return self._without_messages(at, wait)
+        stage = min(one.stage for one in missing)
+        missing = [one for one in missing if one.stage == stage]
+        unsent = [one for one in missing if one.sent is None or one.sent > at]
+        if unsent:
+            last = max(unsent, key=lambda one: one.came if one.sent is None else one.sent)
+            return OTHERS, last.source
+        if all(one.coordinates for one in missing):
+            return COORDINATION, None
+        return (DATA if any(one.came > at for one in missing) else TRANSFER), None
+
+    def _without_messages(self, at: int, wait: Wait) -> tuple[str, int | None]:
+        """Nothing is missing, or nothing ever came: others have not read what is sent to them, or what was before."""
+        if wait.name.startswith(WINDOW):
+            return TRANSFER, None
+        if (wait.name, wait.round) in self._failed:
+            return OTHERS, None
+        sent = self._to.get((wait.name, wait.round), [])
+        absent = {one.peer: self._begins.get((one.peer, wait.name, wait.round), 0) for one in sent}
+        last = max(absent, key=lambda rank: absent[rank], default=-1)
+        if absent.get(last, 0) > at:
+            return OTHERS, last
+        return (OTHERS, sent[0].peer) if sent and sent[0].at > at else (COORDINATION, None)
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same time as disjoint spans, in order."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        elif start < end:
+            found.append((start, end))
+    return found
+
+
+def within(spans: Sequence[Span], start: int, end: int) -> Iterator[Span]:
+    """What of disjoint spans, in order, lies between two times."""
+    at = max(0, bisect_left(spans, (start, start)) - 1)
+    while at < len(spans) and spans[at][0] < end:
+        if spans[at][1] > start:
+            yield max(spans[at][0], start), min(spans[at][1], end)
+        at += 1
+
+
+def overlap(spans: Sequence[Span], others: Iterable[Span]) -> int:
+    """How long both are."""
+    return sum(ends - begins for start, end in union(others) for begins, ends in within(spans, start, end))
+
+
+def disjoint(waits: Iterable[Wait]) -> list[Wait]:
+    """Waits of one thread, in order; one that lies in another, as of a handle of several, is left out."""
+    found: list[Wait] = []
+    for one in sorted(waits, key=lambda wait: (wait.start, -wait.end)):
+        if not found or one.start >= found[-1].end:
+            found.append(one)
+    return found

@@ -1,0 +1,117 @@
+"""Draws where the time of a step goes, agent by agent and step by step, and how large messages are.
+
+matplotlib is imported only when something is drawn, and comes with the ``plot`` extra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER
+from .findings import size_of, sizes
+from .run_report import RunReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = {
+    COMPUTING: "#2f6f9f",
+    SUMS: "#4c9067",
+    COORDINATION: "#8a7fb5",
+    DATA: "#e3b341",
+    OTHERS: "#c8553d",
+    TRANSFER: "#d9873a",
+}
+INK, PALE = "#1b1f23", "#d5dade"
+MOST_STEPS = 400
+"""That are drawn one by one; of more, the last."""
+
+
+def draw(report: RunReport, path: Path) -> None:
+    """Write the picture. The suffix of ``path`` decides its format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    agents = len(report.typical)
+    tall = 1.6 + 0.3 * agents
+    if report.has_steps:
+        figure = Figure(figsize=(11, 2 * tall + 0.4), layout="constrained")
+        grid = figure.add_gridspec(2, 2, width_ratios=(2.2, 1))
+        _draw_parts(figure.add_subplot(grid[0, 0]), report)
+        _draw_steps(figure, figure.add_subplot(grid[1, 0]), report)
+        _draw_sizes(figure.add_subplot(grid[:, 1]), report)
+    else:
+        figure = Figure(figsize=(11, tall + 0.4), layout="constrained")
+        parts, messages = figure.subplots(1, 2, width_ratios=(2.2, 1))
+        _draw_parts(parts, report)
+        _draw_sizes(messages, report)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_parts(axes: Axes, report: RunReport) -> None:
+    """A bar for each agent, of a step's parts."""
+    scale, unit = (1e3, "milliseconds of a step") if report.has_steps else (1.0, "seconds")
+    at = [0.0] * len(report.typical)
+    for kind in KINDS:
+        widths = [scale * one.into[kind] for one in report.typical]
+        axes.barh(range(len(widths)), widths, left=at, height=0.7, color=COLOURS[kind], label=kind)
+        at = [left + width for left, width in zip(at, widths, strict=True)]
+    _name_agents(axes, report)
+    axes.set_xlabel(unit)
+    axes.set_title("Where the time goes", loc="left", fontsize=10, color=INK)
+    axes.legend(ncols=3, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.08))
+    _plain(axes)
+
+
+def _draw_steps(figure: Figure, axes: Axes, report: RunReport) -> None:
+    """A cell for each agent and step, by how long it computes."""
+    rows: list[list[float]] = []
+    for number in sorted({one.trace for one in report.shares}):
+        rows.append([one.into[COMPUTING] / 1e6 for one in report.shares if one.trace == number][-MOST_STEPS:])
+    width = max(map(len, rows))
+    cells = [[float("nan")] * (width - len(row)) + row for row in rows]
+    seen = sorted(value for row in rows for value in row)
+    image = axes.imshow(
+        cells, aspect="auto", cmap="Blues", vmin=0.0, vmax=seen[int(0.98 * (len(seen) - 1))], interpolation="nearest"
+    )
+    _name_agents(axes, report)
+    last = max(one.number for one in report.shares)
+    ticks = axes.get_xticks()
+    shown = [tick for tick in ticks if 0 <= tick < width]
+    axes.set_xticks(shown, [str(last - width + 1 + round(tick)) for tick in shown])
+    axes.set_xlabel("step")
+    axes.set_title("Milliseconds of computing in each step", loc="left", fontsize=10, color=INK)
+    figure.colorbar(image, ax=axes, pad=0.01)
+    _plain(axes)
+
+
+def _draw_sizes(axes: Axes, report: RunReport) -> None:
+    """How many messages there are of each size, and how many of the bytes are in them."""
+    by_size = sizes(report.flows)
+    count, nbytes = (max(1, sum(one[k] for one in by_size.values())) for k in (0, 1))
+    places = range(len(by_size))
+    for shift, k, whole, label, colour in ((-0.2, 0, count, "messages", INK), (0.2, 1, nbytes, "bytes", COLOURS[DATA])):
+        parts = [100 * one[k] / whole for one in by_size.values()]
+        axes.bar([place + shift for place in places], parts, width=0.38, color=colour, label=label)
+    axes.set_xticks(list(places), [f"< {size_of(limit)}" for limit in by_size], fontsize=8, rotation=40, ha="right")
+    axes.set_ylabel("%")
+    axes.set_title(f"{count} messages", loc="left", fontsize=10, color=INK)
+    axes.legend(frameon=False, fontsize=8)
+    _plain(axes)
+
+
+def _name_agents(axes: Axes, report: RunReport) -> None:
+    names: Sequence[str] = [f"rank {one.rank}" for one in report.typical]
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=8)

@@ -1,0 +1,160 @@
+"""The clocks of several machines, laid on one: from the messages themselves.
+
+Every machine pairs its own clock with the time of day once, and those are off by milliseconds, or by hours where nobody
+sets them. But no message comes before it was sent. So of two machines the fastest message in one direction says by how
+much one clock can be ahead of the other at most, and the fastest in the other direction how much at least: the truth
+lies between, and the middle is off by half of the round trip at most. That is what NTP does (RFC 5905), with the
+messages that are there anyway. Clocks that drift apart in a long run are laid along a line.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from .flows import Flow
+from .traces import Trace
+
+STRETCH_SECONDS = 5.0
+"""Clocks are compared in stretches of so long, where they drift."""
+LEAST_STRETCHES = 3
+ROUNDS = 3
+"""How often a drift is found anew, with what is known of it taken out."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """One machine's.
+
+    Attributes:
+        host: A name of the machine.
+        ahead: Nanoseconds by which its own time of day was ahead of the first machine's, in the middle of the run.
+        drift: Nanoseconds that this grew by in a second.
+        uncertain: Nanoseconds to either side; None where no messages went both ways, and the time of day was believed.
+        messages: How many were compared.
+        middle: When ``ahead`` is meant, by its own clock.
+    """
+
+    host: str
+    ahead: float
+    drift: float
+    uncertain: float | None
+    messages: int
+    middle: int
+
+    def corrected(self, at: int) -> int:
+        """A time of this clock by the first machine's."""
+        return at - round(self.ahead + self.drift * (at - self.middle) / 1e9)
+
+
+@dataclass
+class _Pair:
+    """What messages say of how far the second of two clocks is ahead of the first: in one direction that it is no more,
+    in the other that it is no less. Each with its time, in seconds from the middle of the run."""
+
+    no_more: list[tuple[float, float]] = field(default_factory=list)
+    no_less: list[tuple[float, float]] = field(default_factory=list)
+
+    def bounds(self, drift: float = 0.0) -> tuple[float, float]:
+        """At least and at most how far, if the distance grows like that."""
+        least = max(ahead - drift * at for at, ahead in self.no_less)
+        return least, min(ahead - drift * at for at, ahead in self.no_more)
+
+    def drift(self, known: float) -> float:
+        """What is to be added to a drift that is known, by the line through the middles of stretches of time."""
+        stretches: dict[int, _Pair] = defaultdict(_Pair)
+        for at, ahead in self.no_more:
+            stretches[int(at // STRETCH_SECONDS)].no_more.append((at, ahead))
+        for at, ahead in self.no_less:
+            stretches[int(at // STRETCH_SECONDS)].no_less.append((at, ahead))
+        both = {number: one for number, one in stretches.items() if one.no_more and one.no_less}
+        if len(both) < LEAST_STRETCHES:
+            return 0.0
+        middles = [(STRETCH_SECONDS * (number + 0.5), sum(one.bounds(known)) / 2) for number, one in both.items()]
+        mean_at, mean_ahead = (fmean(one[k] for one in middles) for k in (0, 1))
+        spread = sum((at - mean_at) ** 2 for at, _ in middles)
+        return sum((at - mean_at) * (ahead - mean_ahead) for at, ahead in middles) / spread
+
+    def line(self) -> tuple[float, float, float]:
+        """How far it is ahead in the middle of the run, by how much that grows in a second, and how sure that is."""
+        drift = 0.0
+        least, most = self.bounds()
+        if least > most:  # no one distance explains all of it
+            for _ in range(ROUNDS):
+                drift += self.drift(drift)
+            least, most = self.bounds(drift)
+        return (least + most) / 2, drift, abs(most - least) / 2
+
+
+def align(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Clock]:
+    """The clock of each trace; the reference is the machine that most agents are on."""
+    numbers: dict[str, int] = {}
+    of = [numbers.setdefault(one.boot, len(numbers)) for one in traces]
+    hosts = {number: next(one.host for one, its in zip(traces, of, strict=True) if its == number) for number in of}
+    middle = (min(one.start for one in traces) + max(one.end for one in traces)) // 2
+    known: dict[int, Clock] = {}
+    first = max(set(of), key=lambda number: (of.count(number), -number))
+    known[first] = Clock(hosts[first], 0.0, 0.0, 0.0, 0, middle)
+    edges = _compare(of, flows, middle)
+    queue, done = [(0.0, first)], set[int]()
+    while queue:  # along the pairs that are known best, as in a shortest path
+        _, here = heapq.heappop(queue)
+        if here in done:
+            continue
+        done.add(here)
+        for there, pair in edges.get(here, {}).items():
+            ahead, drift, uncertain = pair.line()
+            uncertain += known[here].uncertain or 0.0
+            before = known.get(there)
+            if before is None or (before.uncertain or 0.0) > uncertain:
+                messages = len(pair.no_more) + len(pair.no_less)
+                ahead, drift = ahead + known[here].ahead, drift + known[here].drift
+                known[there] = Clock(hosts[there], ahead, drift, uncertain, messages, middle)
+                heapq.heappush(queue, (uncertain, there))
+    for number in of:
+        known.setdefault(number, Clock(hosts[number], 0.0, 0.0, None, 0, middle))
+    return [known[number] for number in of]
+
+
+def _compare(of: Sequence[int], flows: Sequence[Flow], middle: int) -> dict[int, dict[int, _Pair]]:
+    """For each two machines between which messages went both ways, what these say."""
+    found: dict[int, dict[int, _Pair]] = defaultdict(lambda: defaultdict(_Pair))
+    for flow in flows:
+        source, destination = of[flow.source], of[flow.destination]
+        if source != destination:
+            late = float(flow.received.at - flow.sent.at)  # as the two clocks have it
+            at = (flow.received.at - middle) / 1e9
+            found[source][destination].no_more.append((at, late))
+            found[destination][source].no_less.append((at, -late))
+    return {
+        here: {there: pair for there, pair in pairs.items() if pair.no_more and pair.no_less}
+        for here, pairs in found.items()
+    }
+
+
+def on_one_clock(trace: Trace, clock: Clock) -> Trace:
+    """The same with all times by the first machine's clock."""
+    to = clock.corrected
+    calls = [
+        replace(
+            one,
+            start=to(one.start),
+            end=None if one.end is None else to(one.end),
+            inside=[(what, to(start), to(end)) for what, start, end in one.inside],
+        )
+        for one in trace.calls
+    ]
+    return replace(
+        trace,
+        calls=calls,
+        waits=[one._replace(start=to(one.start), end=to(one.end)) for one in trace.waits],
+        steps=[one._replace(start=to(one.start), end=to(one.end)) for one in trace.steps],
+        sent=[one._replace(at=to(one.at)) for one in trace.sent],
+        received=[one._replace(at=to(one.at), arrived=to(one.arrived) if one.arrived else 0) for one in trace.received],
+        losses=[one._replace(at=to(one.at)) for one in trace.losses],
+        start=to(trace.start),
+        end=to(trace.end),
+    )

@@ -1,0 +1,346 @@
+"""What stands out in where the time went: who is slow, which link is, what waits for what, and what would help.
+
+Each finding is a sentence with its figures, and a sentence of advice that follows from it. What takes less than a few
+percent of a step is not told: there is nothing to be gained from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median, quantiles
+
+from .breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER, Share
+from .flows import Flow
+from .traces import Trace
+
+SLOWER = 1.15
+"""Who computes so many times as long as the others is told of."""
+RARE = 2.0
+"""A step that takes an agent so many times as long as it usually does is told of, if there are not many."""
+SLOW_LINK = 0.6
+"""An edge that carries less than this part of what the others carry is told of."""
+WORTH = 0.03
+"""Less of a step than that is not told of."""
+MUCH = 0.15
+"""More of a step than that is much."""
+LARGE_BYTES = 1 << 16
+"""Of a message that says how fast an edge is."""
+SMALL_BYTES = 1 << 14
+"""Of a message that costs its bookkeeping, and not its bytes."""
+LEAST_MESSAGES = 3
+"""From which a rate is taken."""
+
+
+@dataclass(frozen=True)
+class Typical:
+    """A step of one agent, on the average.
+
+    Attributes:
+        rank, host: Whose.
+        steps: Of how many it is.
+        length: Seconds.
+        into: Seconds, by kind.
+        blamed: Seconds of waiting for others, by whom.
+        usual: Seconds that it works in a step, computing and summing: the median.
+    """
+
+    rank: int
+    host: str
+    steps: int
+    length: float
+    into: dict[str, float]
+    blamed: dict[int, float]
+    usual: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """An edge of the network, and what it carries.
+
+    Attributes:
+        source, destination: Ranks.
+        hosts: Theirs.
+        rate: Bytes in a second, of a large message; of the fastest tenth of them.
+        messages: How many there were.
+    """
+
+    source: int
+    destination: int
+    hosts: tuple[str, str]
+    rate: float
+    messages: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that stands out, what would help, and which part of a step is to be gained."""
+
+    what: str
+    advice: str
+    gain: float
+
+
+def without_the_first(shares: Sequence[Share]) -> list[Share]:
+    """The steps of each agent but its first, in which agents meet and memory is made; all, where there are few."""
+    counts = Counter(one.trace for one in shares)
+    first = {number: min(one.start for one in shares if one.trace == number) for number in counts}
+    return [one for one in shares if counts[one.trace] < 4 or one.start > first[one.trace]]
+
+
+def typical(traces: Sequence[Trace], shares: Sequence[Share]) -> list[Typical]:
+    """A step of each agent, on the average."""
+    by: dict[int, list[Share]] = defaultdict(list)
+    for one in shares:
+        by[one.trace].append(one)
+    found = []
+    for number, of in sorted(by.items()):
+        steps = len(of)
+        into = {kind: sum(one.into[kind] for one in of) / steps / 1e9 for kind in KINDS}
+        blamed: Counter[int] = sum((one.blamed for one in of), Counter())
+        usual = median(one.into[COMPUTING] + one.into[SUMS] for one in of) / 1e9
+        found.append(
+            Typical(
+                traces[number].rank,
+                traces[number].host,
+                steps,
+                mean(one.length for one in of) / 1e9,
+                into,
+                {rank: nanoseconds / steps / 1e9 for rank, nanoseconds in blamed.items()},
+                usual,
+            )
+        )
+    return found
+
+
+def links(traces: Sequence[Trace], flows: Iterable[Flow]) -> list[Link]:
+    """The edges over which large messages come in pieces, as they do between machines."""
+    rates: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for flow in flows:
+        took = flow.received.arrived - flow.sent.at
+        if flow.received.arrived and took > 0 and flow.sent.nbytes >= LARGE_BYTES:
+            rates[flow.source, flow.destination].append(flow.sent.nbytes / took * 1e9)
+    found = []
+    for (source, destination), of in sorted(rates.items()):
+        if len(of) >= LEAST_MESSAGES:
+            ends = traces[source], traces[destination]
+            rate = quantiles(of, n=10, method="inclusive")[-1]
+            found.append(Link(ends[0].rank, ends[1].rank, (ends[0].host, ends[1].host), rate, len(of)))
+    return found
+
+
+def sizes(flows: Iterable[Flow]) -> dict[int, tuple[int, int]]:
+    """How many messages there were and how many bytes in them, by size: below 4, 16, 64 bytes and so on."""
+    found: dict[int, tuple[int, int]] = {}
+    for flow in flows:
+        nbytes = flow.sent.nbytes
+        limit = 4 ** ((nbytes.bit_length() + 1) // 2)
+        count, total = found.get(limit, (0, 0))
+        found[limit] = count + 1, total + nbytes
+    return dict(sorted(found.items()))
+
+
+def size_of(limit: int) -> str:
+    """One of these sizes, for people."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if limit >= unit:
+            return f"{limit // unit} {name}"
+    return f"{limit} B"
+
+
+def findings(
+    traces: Sequence[Trace], shares: Sequence[Share], typicals: Sequence[Typical], edges: Sequence[Link]
+) -> list[Finding]:
+    """All that stands out, what costs most first."""
+    if not typicals:
+        return []
+    found = [*_stragglers(typicals), *_rare(traces, shares, typicals), *_slow_links(typicals, edges)]
+    found += _waits(typicals, bool(edges), any(one.gain >= WORTH for one in found))
+    found.sort(key=lambda one: -one.gain)
+    return found or [_all_is_well(typicals)]
+
+
+def _mean(typicals: Iterable[Typical], kind: str) -> float:
+    """The part of a step that goes into something, over all agents."""
+    return mean([one.into[kind] / one.length for one in typicals if one.length] or [0.0])
+
+
+def _stragglers(typicals: Sequence[Typical]) -> list[Finding]:
+    found = []
+    for one in typicals:
+        others = [other for other in typicals if other is not one]
+        if not others:
+            break
+        theirs = median(other.usual for other in others)
+        waits = mean(other.blamed.get(one.rank, 0.0) for other in others)
+        part = waits / one.length if one.length else 0.0
+        if theirs and one.usual > SLOWER * theirs and part > WORTH:
+            found.append(
+                Finding(
+                    f"rank {one.rank} ({one.host}) computes {one.usual / theirs - 1:.0%} longer than the others: "
+                    f"{_time(one.usual)} in a step, where they take {_time(theirs)}. They wait for it "
+                    f"{_time(waits)} of each step, {part:.0%}",
+                    f"give rank {one.rank} less to do (a batch of {theirs / one.usual:.0%} of the others'), look what "
+                    f"else runs on {one.host}, or let nobody wait for it: DistributedADPSGDOptimizer, or the window "
+                    "optimizers, go on at each agent's own pace",
+                    part,
+                )
+            )
+    return found
+
+
+def _rare(traces: Sequence[Trace], shares: Sequence[Share], typicals: Sequence[Typical]) -> list[Finding]:
+    """Agents that are slow now and then."""
+    found = []
+    by: dict[int, list[Share]] = defaultdict(list)
+    for one in shares:
+        by[one.trace].append(one)
+    length = mean(one.length for one in typicals)
+    for (number, of), usual in zip(sorted(by.items()), typicals, strict=True):
+        long = [one for one in of if one.into[COMPUTING] / 1e9 > RARE * usual.usual]
+        extra = sum(one.into[COMPUTING] / 1e9 - usual.usual for one in long) / len(of)
+        if len(of) >= 10 and 0 < len(long) <= len(of) / 4 and extra > WORTH * length:
+            numbers = ", ".join(str(one.number) for one in long[:5]) + (" and more" if len(long) > 5 else "")
+            trace = traces[number]
+            found.append(
+                Finding(
+                    f"rank {trace.rank} ({trace.host}) computes more than {RARE:g} times as long as usual in "
+                    f"{len(long)} of {len(of)} steps (steps {numbers}): {_time(extra)} of each step, on the average",
+                    "look what the script does there that it does not do in every step: evaluating, saving, loading "
+                    "data, the garbage collector; let all agents do it in the same step, or another thread do it",
+                    extra / length if length else 0.0,
+                )
+            )
+    return found
+
+
+_LESS = "; compression= sends less over it, and overlap='backward' sends while the backward pass goes on"
+
+
+def _slow_links(typicals: Sequence[Typical], edges: Sequence[Link]) -> list[Finding]:
+    slow = [one for one in edges if one.rate < SLOW_LINK * _fast([other.rate for other in edges if other is not one])]
+    if not slow:
+        return []
+    usual = median(one.rate for one in edges if one not in slow)
+    waits = {one.rank: (one.into[DATA] + one.into[TRANSFER]) / one.length for one in typicals if one.length}
+    who = _of_all(slow, edges)
+    if who:
+        rate, most = median(one.rate for one in slow), max(waits.values(), default=0.0)
+        what = (
+            f"all that {who} is slow: {_rate(rate)}, where other links carry {_rate(usual)}. Agents wait for data "
+            f"{most:.0%} of a step, where it is worst"
+        )
+        advice = "look at its NIC and its cable; until then give it one neighbour at a time (one peer)"
+        return [Finding(what, advice + _LESS, most)]
+    found = []
+    for one in sorted(slow, key=lambda edge: edge.rate):
+        part = waits.get(one.destination, 0.0)
+        edge = f"{one.source} -> {one.destination}"
+        what = (
+            f"the link {edge} ({one.hosts[0]} to {one.hosts[1]}) carries {_rate(one.rate)}, where others carry "
+            f"{_rate(usual)}. Rank {one.destination} waits for data {part:.0%} of a step"
+        )
+        advice = f"take a topology without the edge {edge} (a star, say), or look at what lies between the two"
+        found.append(Finding(what, advice + _LESS, part))
+    return found
+
+
+def _fast(rates: Sequence[float]) -> float:
+    """What a fast edge carries: more than three quarters of them do not."""
+    return quantiles(rates, n=4, method="inclusive")[-1] if len(rates) > 1 else max(rates, default=0.0)
+
+
+def _of_all(slow: Sequence[Link], edges: Sequence[Link]) -> str:
+    """A machine, or else an agent, of which all edges are slow that lead away, or to it, or both, and no others; and
+    which of them. Empty where there is none."""
+    by_host = [one.hosts for one in edges]
+    by_rank = [(f"rank {one.source} ({one.hosts[0]})", f"rank {one.destination} ({one.hosts[1]})") for one in edges]
+    for ends in (by_host, by_rank):
+        for name in dict.fromkeys(name for pair in ends for name in pair):
+            away = {
+                one for one, (source, destination) in zip(edges, ends, strict=True) if source == name != destination
+            }
+            to = {one for one, (source, destination) in zip(edges, ends, strict=True) if source != name == destination}
+            for its, what in ((away | to, "sends or receives"), (away, "sends"), (to, "receives")):
+                if len(its) > 1 and its == set(slow):
+                    return f"{name} {what}"
+    return ""
+
+
+def _waits(typicals: Sequence[Typical], network: bool, explained: bool) -> list[Finding]:
+    """What agents wait for, whoever is to blame."""
+    found = []
+    parts = {kind: _mean(typicals, kind) for kind in KINDS}
+    data = parts[DATA] + parts[TRANSFER]
+    if data > MUCH:
+        halves = "half as many bytes, and half of this" if network else "fewer neighbours, and less of this"
+        found.append(
+            Finding(
+                f"{data:.0%} of a step is waiting for data that are under way",
+                "overlap (overlap='backward', or adapt with combine), compression=, a sparser topology (one peer at a "
+                f"time: topology.OnePeerExponential), or an exchange every few steps: {halves}",
+                data,
+            )
+        )
+    if parts[OTHERS] > MUCH and not explained:
+        found.append(
+            Finding(
+                f"{parts[OTHERS]:.0%} of a step is waiting for others, and nobody is slower than the rest as a rule: "
+                "each waits for who happens to be last",
+                "exchange with fewer at a time (one peer), every few steps (num_steps_per_communication), or at each "
+                "agent's own pace (DistributedADPSGDOptimizer, the window optimizers); and see that no more agents "
+                "than cores are on a machine",
+                parts[OTHERS],
+            )
+        )
+    if parts[SUMS] > MUCH:
+        found.append(
+            Finding(
+                f"{parts[SUMS]:.0%} of a step is summing and copying",
+                "a topology with fewer neighbours sums less (one peer at a time: one tensor instead of one for each)",
+                parts[SUMS],
+            )
+        )
+    if parts[COORDINATION] > MUCH:
+        found.append(
+            Finding(
+                f"{parts[COORDINATION]:.0%} of a step is coordination: telling who sends to whom, or waiting until "
+                "others have read",
+                "give a schedule (topology=), of which all agents know every round; in pure push and pull, "
+                "enable_topo_check=False where edges stay within the static topology",
+                parts[COORDINATION],
+            )
+        )
+    return found
+
+
+def _all_is_well(typicals: Sequence[Typical]) -> Finding:
+    computing = _mean(typicals, COMPUTING)
+    return Finding(
+        f"{computing:.0%} of a step is computing, and nobody is slow",
+        "there is little to be gained from the exchange: a faster step is a faster model",
+        0.0,
+    )
+
+
+def small_messages(flows: Sequence[Flow], steps: int) -> str:
+    """A word on many small messages; empty where there are few."""
+    small = sum(flow.sent.nbytes < SMALL_BYTES and not flow.sent.coordinates for flow in flows)
+    agents = len({flow.source for flow in flows}) or 1
+    each = small / agents / max(1, steps)
+    if each < 20:
+        return ""
+    return (
+        f"each agent sends {each:.0f} messages of less than {SMALL_BYTES // 1024} KiB in a step: join them (larger "
+        "bucket_bytes, grouped_neighbor_allreduce), or submit them nonblocking before waiting for the first, and they "
+        "travel together"
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e6:.3g} MB/s"

@@ -1,0 +1,92 @@
+"""All that a folder of traces comes to: read, laid on one clock, matched, broken down, and what stands out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from . import breakdown, clocks, findings, flows, merging, traces
+from .breakdown import Share
+from .clocks import Clock
+from .findings import Finding, Link, Typical
+from .flows import Flow
+from .traces import Call, Found, Trace
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Of one run.
+
+    Attributes:
+        found: What is in the folder.
+        clocks: Of each trace.
+        traces, flows: All by one clock.
+        shares: Where the time went, by agent and step, the first step of each left out.
+    """
+
+    found: Found
+    clocks: list[Clock]
+    traces: list[Trace]
+    flows: list[Flow]
+    shares: list[Share]
+
+    @staticmethod
+    def of(folder: Path) -> RunReport:
+        """Of the traces in a folder.
+
+        Raises:
+            FileNotFoundError, ValueError: See :func:`~.traces.read`.
+        """
+        found = traces.read(folder)
+        known = clocks.align(found.traces, flows.match(found.traces))
+        laid = [clocks.on_one_clock(one, clock) for one, clock in zip(found.traces, known, strict=True)]
+        matched = flows.match(laid)
+        shares = findings.without_the_first(breakdown.break_down(laid, matched))
+        return RunReport(found, known, laid, matched, shares)
+
+    @cached_property
+    def typical(self) -> list[Typical]:
+        """A step of each agent, on the average."""
+        return findings.typical(self.traces, self.shares)
+
+    @cached_property
+    def links(self) -> list[Link]:
+        """What the edges of the network carry."""
+        return findings.links(self.traces, self.flows)
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """What stands out."""
+        return findings.findings(self.traces, self.shares, self.typical, self.links)
+
+    @property
+    def has_steps(self) -> bool:
+        """An optimizer marked its steps."""
+        return any(one.number for one in self.shares)
+
+    @property
+    def optimizer(self) -> str:
+        """Whose steps they are."""
+        for one in self.traces:
+            for name in (step.optimizer for step in one.steps if (step.number, step.start) in self._marked):
+                return name
+        return ""
+
+    @cached_property
+    def _marked(self) -> set[tuple[int, int]]:
+        return {(one.number, one.start) for one in self.shares}
+
+    @property
+    def unended(self) -> list[tuple[Trace, Call]]:
+        """The oldest call of each agent that its trace ends in."""
+        found = []
+        for one in self.traces:
+            begun = [call for call in one.calls if call.end is None]
+            if begun:
+                found.append((one, min(begun, key=lambda call: call.start)))
+        return found
+
+    def merge(self, path: Path) -> int:
+        """Write one trace of all; how many messages are arrows in it."""
+        return merging.merge(self.found.traces, self.clocks, self.flows, path)

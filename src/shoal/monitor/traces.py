@@ -1,0 +1,349 @@
+"""Reads the traces of a run's agents again: what each did, and when, as values.
+
+A trace is read line by line, since that of a killed agent ends in the middle of one. What is in a folder may be of
+several runs; those that belong together say so in their heads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .trace_writer import FUSED
+
+PATTERN = "shoal-rank*.json"
+_TO, _FROM, _ALL = "to ", "from ", "all from "
+
+
+class Key(NamedTuple):
+    """What a message is told from all others by, on its edge.
+
+    Attributes:
+        name: Of the operation; of several small calls that travel together, of the first of them.
+        round, stage: Of it.
+        calls: Of how many calls it is.
+    """
+
+    name: str
+    round: int
+    stage: int
+    calls: int
+
+
+class Message(NamedTuple):
+    """One message, as one of its two agents saw it. Times are nanoseconds of that agent's clock.
+
+    Attributes:
+        peer: The other agent.
+        key: Which one.
+        nbytes: Its tensor's.
+        at: When it was sent, or its header came.
+        arrived: When its last byte came, where it came in pieces.
+        row: The row of the trace that it is on.
+        coordinates: It moved no tensor.
+    """
+
+    peer: int
+    key: Key
+    nbytes: int
+    at: int
+    arrived: int = 0
+    row: int = 0
+    coordinates: bool = False
+
+
+@dataclass
+class Call:
+    """One operation, from its submission to its end; None where it has none.
+
+    Attributes:
+        operation, name, round: Which.
+        start, end: When.
+        inside: When this agent computed on it: copied its tensor, or summed.
+        error: Why it failed; empty where it did not.
+        of: Where it is of several small calls, which: names, first rounds, and how many rounds.
+    """
+
+    operation: str
+    name: str
+    round: int
+    start: int
+    end: int | None = None
+    inside: list[tuple[str, int, int]] = field(default_factory=list)
+    error: str = ""
+    of: tuple[tuple[str, int, int], ...] = ()
+
+
+class Wait(NamedTuple):
+    """A thread stood still for an operation."""
+
+    thread: str
+    name: str
+    round: int
+    start: int
+    end: int
+
+
+class Step(NamedTuple):
+    """A step of an optimizer, from the end of the one before to its own."""
+
+    optimizer: str
+    number: int
+    start: int
+    end: int
+
+
+class Loss(NamedTuple):
+    """An agent that was lost, or left."""
+
+    rank: int
+    how: str
+    cause: str
+    at: int
+
+
+@dataclass
+class Trace:
+    """What one agent did. Times are nanoseconds since 1970 by its machine's clock.
+
+    Attributes:
+        path: Its file.
+        rank, size: Whose it is, of how many agents.
+        host: Its machine's name.
+        boot: Its machine's clock: all with the same value share it.
+        run: What all agents of a run have in common; empty in a trace that does not say.
+        incarnation: How often the agent had been started again.
+        shift: What has been added to the times of the file, which count from the boot of the machine.
+        calls, waits, steps, sent, received, losses: What happened, each in the order in which it ended.
+        torn: The file ends in the middle: the agent was killed, or still runs.
+        start, end: Of all that is in it.
+    """
+
+    path: Path
+    rank: int
+    size: int
+    host: str
+    boot: str
+    run: str
+    incarnation: int
+    shift: int
+    calls: list[Call] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    sent: list[Message] = field(default_factory=list)
+    received: list[Message] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    torn: bool = False
+    start: int = 0
+    end: int = 0
+
+    def __str__(self) -> str:
+        again = f" (start {self.incarnation + 1})" if self.incarnation else ""
+        return f"rank {self.rank}{again} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is in a folder.
+
+    Attributes:
+        traces: Of one run, by rank and incarnation.
+        others: Those of other runs.
+        skipped: Files that are no traces of Shoal's, each with why.
+    """
+
+    traces: list[Trace]
+    others: list[Trace]
+    skipped: list[str]
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of which there is no trace."""
+        size = max((one.size for one in self.traces), default=0)
+        return sorted(set(range(size)) - {one.rank for one in self.traces})
+
+
+def are_there(folder: Path) -> bool:
+    """Whether a folder has files that look like traces."""
+    return next(folder.glob(PATTERN), None) is not None
+
+
+def read(folder: Path) -> Found:
+    """The traces in a folder: of the run of which there are most, the latest of several.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: There are files that look like it, and none of them is.
+    """
+    paths = sorted(folder.glob(PATTERN))
+    if not paths:
+        raise FileNotFoundError(f"there is no trace of an agent in {folder}; run with SHOAL_TIMELINE={folder}")
+    traces, skipped = [], []
+    for path in paths:
+        try:
+            traces.append(read_one(path))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            skipped.append(f"{path.name} is no trace of an agent: {error}")
+    if not traces:
+        raise ValueError(f"there is no trace of an agent in {folder}: {skipped[0]}")
+    runs = _runs(traces)
+    chosen = max(runs, key=lambda run: (len({one.rank for one in run}), max(one.end for one in run)))
+    chosen.sort(key=lambda one: (one.rank, one.incarnation, one.start))
+    return Found(chosen, [one for run in runs if run is not chosen for one in run], skipped)
+
+
+def _runs(traces: list[Trace]) -> list[list[Trace]]:
+    """Those that belong together. An agent that came later may know the run by another name, since rank 0 came again,
+    too: it belongs to the run in which it was there."""
+    runs: dict[str, list[Trace]] = defaultdict(list)
+    for one in traces:
+        runs[one.run].append(one)
+    for name, run in list(runs.items()):
+        if all(one.incarnation for one in run):
+            start, end = min(one.start for one in run), max(one.end for one in run)
+            for other, known in runs.items():
+                overlap = min(end, max(one.end for one in known)) > max(start, min(one.start for one in known))
+                if other != name and overlap and not all(one.incarnation for one in known):
+                    known += runs.pop(name)
+                    break
+    return list(runs.values())
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The events in a file, and None at its end where that is torn.
+
+    Raises:
+        ValueError: A line in the middle is no event.
+    """
+    closed, bad = False, ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if bad:
+                raise ValueError(bad)
+            text = line.strip().rstrip(",")
+            if text in ("[", ""):
+                continue
+            if text == "]":
+                closed = True
+                continue
+            try:
+                event = json.loads(text)
+            except (ValueError, RecursionError):
+                bad = f"its line {text[:60]!r} cannot be read"
+                continue
+            if not isinstance(event, dict):
+                raise ValueError(f"its line {text[:60]!r} is no event")
+            yield event
+    if not closed:
+        yield None
+
+
+def read_one(path: Path) -> Trace:
+    """One trace.
+
+    Raises:
+        ValueError, KeyError, TypeError: It is none.
+    """
+    reader = _Reader(path)
+    for event in lines_of(path):
+        if event is None:
+            reader.trace.torn = True
+        else:
+            reader.take(event)
+    return reader.whole()
+
+
+class _Reader:
+    """Makes a trace of its lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._trace: Trace | None = None
+        self._rows: dict[int, tuple[str, str]] = {}  # kind and name
+        self._open: dict[int, Call] = {}
+        self._last: dict[int, Call] = {}  # that ended on a row
+        self._coming: dict[tuple[int, Key], int] = {}  # its place in what was received
+
+    @property
+    def trace(self) -> Trace:
+        if self._trace is None:
+            raise ValueError("it does not begin with a head of Shoal's")
+        return self._trace
+
+    def take(self, event: dict[str, Any]) -> None:
+        phase, row = event["ph"], event["tid"]
+        if phase == "M":
+            self._take_head(event["name"], row, event["args"])
+            return
+        trace = self.trace
+        at = round(event["ts"] * 1000) + trace.shift
+        end = at + round(event.get("dur", 0) * 1000)
+        trace.start, trace.end = min(trace.start or at, at), max(trace.end, end)
+        kind, name = self._rows[row]
+        if kind == "exchange":
+            self._take_exchange(phase, row, name, at, end, event)
+        elif kind == "waits" and phase == "X":
+            arguments = event["args"]
+            of = arguments.get("name", event["name"])
+            trace.waits.append(Wait(name, of, arguments["round"], at, end))
+        elif kind == "steps" and phase == "X":
+            trace.steps.append(Step(name, event["args"]["step"], at, end))
+
+    def _take_head(self, what: str, row: int, said: dict[str, Any]) -> None:
+        if what == "thread_name":
+            kind, _, name = said.get("of", said["name"]).partition(": ")
+            self._rows[row] = kind, name
+        elif what == "shoal":
+            shift = said["unix_time_ns"] - said["perf_counter_ns"]
+            size, boot = said.get("size", 0), said.get("boot", said["host"])
+            run, incarnation = said.get("run", ""), said.get("incarnation", 0)
+            self._trace = Trace(self._path, said["rank"], size, said["host"], boot, run, incarnation, shift)
+
+    def _take_exchange(self, phase: str, row: int, name: str, at: int, end: int, event: dict[str, Any]) -> None:
+        if phase == "B":
+            said = event["args"]
+            of = tuple((one[0], one[1], one[2]) for one in said.get("of", ()))
+            call = Call(event["name"], said.get("name", name), said.get("round", 0), at, of=of)
+            self._open[row] = call
+            self.trace.calls.append(call)
+        elif phase == "E":
+            if row in self._open:
+                self._open.pop(row).end = at
+        elif phase == "X":
+            if row in self._open:
+                self._open[row].inside.append((event["name"], at, end))
+        elif event["name"] == "failed":
+            if row in self._open:
+                self._open[row].error = event["args"]["error"]
+        elif "bytes" in event["args"]:
+            self._take_message(row, name, at, event["name"], event["args"])
+        elif "cause" in event["args"]:
+            how = event["name"].rpartition(" ")[2]
+            self.trace.losses.append(Loss(event["args"]["rank"], how, event["args"]["cause"], at))
+
+    def _take_message(self, row: int, name: str, at: int, what: str, said: dict[str, Any]) -> None:
+        key = Key(said.get("name", name), said["round"], said.get("stage", 0), said.get("calls", 1))
+        message = Message(said["peer"], key, said["bytes"], at, 0, row, "for" in said)
+        received = self.trace.received
+        if what.startswith(_TO):
+            self.trace.sent.append(message)
+        elif what.startswith(_FROM):
+            self._coming[message.peer, key] = len(received)
+            received.append(message)
+        elif what.startswith(_ALL):
+            place = self._coming.pop((message.peer, key), None)
+            if place is not None:
+                received[place] = received[place]._replace(arrived=at)
+
+    def whole(self) -> Trace:
+        """All of it."""
+        return self.trace
+
+
+def is_fused(call: Call) -> bool:
+    """Whether a call is of several small ones."""
+    return call.name == FUSED

@@ -1,0 +1,503 @@
+"""`shoal status`: what running agents do, asked from another shell, and who may ask."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import shoal
+from shoal.cli import agents_here, main, status
+from shoal.cli.agents_here import Process
+from shoal.transport import inquiries
+from shoal.transport.doors import listen_privately
+from shoal.transport.handshake import HELLO_SIZE, Accepting
+from shoal.transport.sockets import GREETING_SECONDS
+from shoal.world.agent import current
+from support.fault_points import over_both
+from support.flooders import NOBODY, may_become_others
+from support.leftovers import wait_until
+from support.strangers import count_of_descriptors, door
+from support.world import World
+
+NETWORK = {"SHOAL_TRANSPORT": "network"}
+Agents = dict[int, dict[str, Any]]
+
+
+def pids(world: World) -> list[int]:
+    return [member.pid for member in world.members]
+
+
+def agents_of(found: list[Process]) -> Agents:
+    return {agent["rank"]: agent for process in found for agent in process.agents}
+
+
+def words(found: list[Process]) -> str:
+    """What is printed, as one line."""
+    console = Console(width=300)
+    with console.capture() as captured:
+        console.print(status.told(found))
+    return " ".join(captured.get().split())
+
+
+def until(found: Callable[[], Agents], true: Callable[[Agents], bool]) -> Agents:
+    """What was found when it was as it should be."""
+    last: Agents = {}
+
+    def look() -> bool:
+        nonlocal last
+        last = found()
+        return true(last)
+
+    assert wait_until(look, 10.0), last
+    return last
+
+
+# What is said
+
+
+def chain() -> None:
+    """Rank 2 does something else, rank 1 waits for it, and rank 0 waits for rank 1."""
+    rank = shoal.rank()
+    shoal.allreduce(torch.ones(1), name="before")
+    if rank == 2:
+        time.sleep(3.0)
+    if rank:
+        shoal.pair_gossip(torch.ones(1), 3 - rank)
+    if rank < 2:
+        shoal.pair_gossip(torch.ones(1), 1 - rank)
+
+
+@over_both
+def test_each_agent_says_in_what_it_waits_for_whom_and_what_ended_last(environment: dict[str, str]) -> None:
+    with World(3, environment=environment) as world:
+        pending = [world.run_on(rank, chain) for rank in range(3)]
+        found = until(
+            lambda: agents_of(status.look(pids(world))),
+            lambda agents: len(agents) == 3 and all(agents[rank]["waiting"] for rank in (0, 1)),
+        )
+        for rank, other in ((0, 1), (1, 2)):
+            (waits,) = found[rank]["waiting"]
+            assert (waits["call"], waits["ranks"]) == ("pair_gossip round 0", [other])
+            assert found[rank]["stands_still"] and 0.0 <= waits["seconds"] < 10.0 < waits["gives_up"]
+        assert found[2]["waiting"] == [] and not found[2]["stands_still"]
+        for rank, agent in found.items():
+            assert agent["ended"] == "allreduce (average) 'before' round 0", rank
+            assert (agent["rank"], agent["size"], agent["pid"]) == (rank, 3, pids(world)[rank])
+            assert agent["host"] == socket.gethostname() and abs(time.time() - agent["since"]) < 60.0
+        said = words(status.look(pids(world)))
+        assert "in pair_gossip round 0 for rank 1 " in said and "runs its script" in said
+        assert all(not one.outcome().error for one in pending)
+
+
+def train(steps: int) -> int:
+    model = torch.nn.Linear(3, 1)
+    optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+    return shoal.bytes_sent()
+
+
+@over_both
+def test_steps_and_bytes_are_those_that_the_agent_counts(environment: dict[str, str]) -> None:
+    with World(2, environment=environment) as world:
+        sent = world.results(train, 7)
+        found = agents_of(status.look(pids(world)))
+        for rank in range(2):
+            assert list(found[rank]["steps"].values()) == [7]
+            assert found[rank]["bytes_sent"] == sent[rank] > 0
+            assert 0.0 <= found[rank]["stepped_ago"] < 20.0
+
+
+@over_both
+def test_one_that_is_stopped_is_named_within_two_seconds_with_its_state(environment: dict[str, str]) -> None:
+    with World(2, environment=environment) as world:
+        world.results(shoal.barrier)
+        world.kill(1, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            found = status.look(pids(world))
+            assert time.monotonic() - began < 2.0
+            assert status.status_of(found) == status.SOME_DID_NOT
+            (silent,) = [one for one in found if one.silent]
+            assert (silent.pid, silent.rank, silent.state) == (pids(world)[1], 1, "stopped")
+            assert f"rank 1 (pid {silent.pid}): it does not answer: continue it" in words(found)
+            assert list(agents_of(found)) == [0]
+        finally:
+            world.kill(1, signal.SIGCONT)
+        assert status.status_of(status.look(pids(world))) == status.ALL_ANSWERED
+        world.results(shoal.barrier)
+
+
+def hold_the_mutex() -> None:
+    """Rank 0 holds a window's mutex for a while, and rank 1 wants it."""
+    shoal.win_create(torch.ones(3), "weights")
+    if shoal.rank() == 0:
+        with shoal.win_mutex("weights", for_self=True):
+            shoal.barrier()
+            time.sleep(2.0)
+    else:
+        shoal.barrier()
+        shoal.win_put(torch.ones(3), "weights", require_mutex=True)
+    shoal.barrier()
+    shoal.win_free("weights")
+
+
+@over_both
+def test_a_call_on_a_window_that_waits_is_told_as_well(environment: dict[str, str]) -> None:
+    with World(2, environment=environment) as world:
+        pending = [world.run_on(rank, hold_the_mutex) for rank in range(2)]
+        found = until(
+            lambda: agents_of(status.look(pids(world))),
+            lambda agents: any("'weights'" in one["call"] for one in agents[1].get("waiting", ())),
+        )
+        first = found[1]["waiting"][0]
+        assert first["call"].startswith("win_") and first["ranks"] == [0] and found[1]["stands_still"]
+        assert all(not one.outcome().error for one in pending)
+
+
+def test_a_world_of_one_is_found() -> None:
+    with World(1) as world:
+        found = status.look(pids(world))
+        assert list(agents_of(found)) == [0] and "one agent" in words(found)
+
+
+def test_all_threads_of_a_fleet_are_found_through_one_socket_also_when_its_keeper_has_left() -> None:
+    left, go_on = threading.Event(), threading.Event()
+
+    def run() -> None:
+        shoal.barrier()
+        if shoal.rank() == 0:  # the first to be there, as likely as any
+            shoal.shutdown()
+            left.set()
+        go_on.wait(30)
+
+    running = threading.Thread(target=shoal.Fleet(5).run, args=(run,))
+    running.start()
+    try:
+        assert left.wait(30)
+        for keeper in range(4):  # whoever has the socket goes next
+            doors = agents_here.find()[os.getpid()]
+            assert len(doors) == 1
+            found = agents_of(agents_here.ask({os.getpid(): doors}))
+            assert set(found) == {1, 2, 3, 4}, keeper
+            assert all(agent["size"] == 5 for agent in found.values())
+            assert all(0 in agent["left"] for agent in found.values())
+            (mine,) = [one for one in inquiries.here._agents if one.has_own_door]
+            inquiries.here.leave(mine)  # as if it closed
+            mine._doors.close()  # type: ignore[attr-defined]
+            inquiries.here.join(mine)
+    finally:
+        go_on.set()
+        running.join()
+    assert os.getpid() not in agents_here.find()
+
+
+def test_an_agent_that_nobody_asks_has_nothing_to_look_after() -> None:
+    """No time at which it looks whether somebody does."""
+    assert shoal.Fleet(2).run(lambda: current().engine.router.next_check) == [float("inf")] * 2
+
+
+# Who may ask, and what
+
+
+def question(path: str, word: bytes = inquiries.QUESTION) -> bytes:
+    """What an agent answers to a word; empty where it hangs up."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(GREETING_SECONDS + 5.0)
+        sock.connect(path)
+        sock.recv(HELLO_SIZE)
+        sock.send(word)
+        heard = []
+        while packet := sock.recv(inquiries.PACKET_BYTES):
+            heard.append(packet)
+        return b"".join(heard)
+
+
+def test_the_answer_is_json_without_the_secret() -> None:
+    with World(2, environment={"SHOAL_SECRET": "only we know"}) as world:
+        [path] = agents_here.find()[pids(world)[0]]
+        answer = question(path)
+        assert json.loads(answer)["agents"][0]["rank"] == 0
+        assert b"only we know" not in answer
+
+
+@pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
+def test_another_user_gets_nothing() -> None:
+    """Not through the process's descriptors, and not at the socket whose name all users see."""
+    ask = """
+import os, socket, sys
+os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.settimeout(5.0)
+try:
+    sock.connect(sys.argv[1].replace("@", "\\0"))
+    heard = sock.recv(1000)
+    if heard:
+        sock.send(sys.argv[3].encode())
+        heard = sock.recv(1000)
+    print("heard", len(heard))
+except OSError as error:
+    print(type(error).__name__)
+"""
+    with World(2) as world:
+        [path] = agents_here.find()[pids(world)[0]]
+        unix = world.results(door, on=[0])[0].unix
+        said = [
+            subprocess.run(
+                [sys.executable, "-I", "-c", ask, where, str(NOBODY), inquiries.QUESTION.decode()],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.strip()
+            for where in (path, f"@{unix}")
+        ]
+        assert said[0] == "PermissionError" and said[1] in ("heard 0", "ConnectionResetError", "BrokenPipeError")
+        world.results(shoal.barrier)
+
+
+def test_over_a_network_the_question_is_no_answer_to_a_greeting() -> None:
+    with World(2, environment=NETWORK) as world:
+        way = world.results(door, on=[0])[0]
+        with socket.create_connection((way.host, way.port), timeout=1.0) as sock:
+            assert len(sock.recv(HELLO_SIZE)) == HELLO_SIZE
+            sock.sendall(inquiries.QUESTION)
+            with pytest.raises(TimeoutError):
+                sock.recv(1)
+        world.results(shoal.barrier)
+
+
+@pytest.mark.parametrize("word", [inquiries.QUESTION[:-1], inquiries.QUESTION + b"?", b"SHOAL: stop"])
+def test_no_other_word_is_answered(word: bytes) -> None:
+    with World(1) as world:
+        [path] = agents_here.find()[pids(world)[0]]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(0.5)
+            sock.connect(path)
+            sock.recv(HELLO_SIZE)
+            sock.send(word)
+            with pytest.raises(TimeoutError):
+                sock.recv(1)
+
+
+def averages(count: int) -> int:
+    for k in range(count):
+        out = shoal.neighbor_allreduce(torch.tensor([float(shoal.rank()), float(k)]), name="x")
+        assert out.tolist() == [0.5, float(k)]
+    return count
+
+
+@over_both
+def test_a_flood_of_questions_takes_no_descriptor_for_long_and_keeps_nobody_out(environment: dict[str, str]) -> None:
+    with World(2, environment=environment) as world:
+        [path] = agents_here.find()[pids(world)[0]]
+        before = world.results(count_of_descriptors)
+        stop, asked = threading.Event(), [0] * 4
+
+        def ask(number: int) -> None:
+            while not stop.is_set():
+                try:
+                    question(path)
+                    asked[number] += 1
+                except OSError:
+                    pass  # there is no room just now
+
+        askers = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for one in askers:
+            one.start()
+        try:
+            assert wait_until(lambda: min(asked) > 5)
+            assert world.results(averages, 200) == [200, 200]
+            assert world.results(count_of_descriptors)[0] <= before[0] + 40
+        finally:
+            stop.set()
+            for one in askers:
+                one.join()
+        assert wait_until(lambda: world.results(count_of_descriptors) == before)
+
+
+def test_who_asks_and_does_not_listen_holds_nobody_up() -> None:
+    with World(2) as world:
+        before = world.results(count_of_descriptors)
+        [path] = agents_here.find()[pids(world)[0]]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            sock.connect(path)
+            sock.send(inquiries.QUESTION)
+            world.results(averages, 50)
+            assert wait_until(lambda: world.results(count_of_descriptors) == before)
+
+
+def test_many_agents_are_told_in_packets_that_a_socket_takes() -> None:
+    agents = [{"rank": rank, "text": "x" * 500} for rank in range(1000)]
+    packets = inquiries._in_packets(agents)
+    assert max(map(len, packets)) <= inquiries.PACKET_BYTES and sum(map(len, packets)) <= inquiries.MOST_BYTES
+    said = json.loads(b"".join(packets))
+    assert said["there"] == 1000 and said["agents"] == agents[: len(said["agents"])] and len(said["agents"]) > 200
+
+
+def fork_and_wait() -> int:
+    child = os.fork()
+    if not child:
+        time.sleep(30)
+        os._exit(0)
+    return child
+
+
+def test_a_forked_child_is_no_agent() -> None:
+    with World(1) as world:
+        [child] = world.results(fork_and_wait)
+        try:
+            assert child not in agents_here.find()
+            assert pids(world)[0] in agents_here.find()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            world.results(os.waitpid, child, 0)
+
+
+# What the command makes of it
+
+
+@contextmanager
+def one_that_answers(
+    *packets: bytes, greeting: bytes | None = None, said: list[bytes] | None = None
+) -> Iterator[list[str]]:
+    """Where something listens that looks like an agent, and says this; ``said`` is what it could say."""
+    private = listen_privately()
+    assert private is not None
+    sock, descriptor = private
+    sock.setblocking(True)
+    sock.settimeout(10.0)
+
+    def answer() -> None:
+        try:
+            connection, _ = sock.accept()
+        except OSError:
+            return
+        with connection:
+            connection.send(Accepting(b"", 0, 1).hello if greeting is None else greeting)
+            connection.settimeout(5.0)
+            try:
+                connection.recv(100)
+                for packet in packets:
+                    connection.send(packet)
+                    if said is not None:
+                        said.append(packet)
+            except OSError:
+                pass
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield [f"/proc/{os.getpid()}/fd/{descriptor}"]
+    finally:
+        thread.join()
+        sock.close()
+        os.close(descriptor)
+
+
+AGENT = {"rank": 0, "size": 1, "host": "here", "job": "here:1", "since": 0.0}
+NONSENSE = [
+    b"{",
+    b"[]",
+    b"\xff",
+    b'{"there": 1}',
+    b'{"there": 1, "agents": [3]}',
+    b'{"there": 1, "agents": [{}]}',
+    json.dumps({"there": 1, "agents": [AGENT | {"rank": "0"}]}).encode(),
+    json.dumps({"there": 1, "agents": [AGENT | {"waiting": []}]}).encode(),
+    b"[" * 10_000,
+]
+
+
+@pytest.mark.parametrize("answer", NONSENSE)
+def test_an_answer_that_is_nonsense_is_said_to_be_that(answer: bytes) -> None:
+    with one_that_answers(answer) as path:
+        [found] = agents_here.ask({os.getpid(): path})
+    assert found.agents == () and "makes no sense" in found.silent
+
+
+def test_who_greets_like_no_agent_is_asked_nothing() -> None:
+    with one_that_answers(b"", greeting=b"220 mail") as path:
+        [found] = agents_here.ask({os.getpid(): path})
+    assert "makes no sense" in found.silent
+
+
+def test_an_answer_without_end_is_not_read_for_ever() -> None:
+    said: list[bytes] = []
+    with one_that_answers(*[b"x" * 10_000] * 1000, said=said) as path:
+        [found] = agents_here.ask({os.getpid(): path}, within=5.0)
+    assert "makes no sense" in found.silent
+    assert len(said) < 100  # a megabyte, with what the socket holds
+
+
+def test_an_agent_that_is_busy_says_who_it_is() -> None:
+    with one_that_answers(json.dumps({"there": 1, "agents": [AGENT]}).encode()) as path:
+        found = agents_here.ask({os.getpid(): path})
+    assert "has no time to say more" in words(found)
+
+
+def test_characters_that_a_terminal_obeys_are_not_printed() -> None:
+    evil = AGENT | {"host": "here\x1b[2Jthere", "job": "\x1b[2J:1"}
+    assert "\x1b" not in words([Process(1, "running", 0, (evil,), 1)])
+
+
+def test_what_was_lost_and_why_all_is_over_is_printed() -> None:
+    over = {"lost": [3, 1], "over": "rank 3 was lost", "waiting": [], "stands_still": False, "agrees_with": []}
+    agent = AGENT | over | {"ended": "", "steps": {}, "calls": 0, "here": [], "bytes_sent": 0, "seconds_ago": 0.0}
+    assert "lost: ranks 1, 3 rank 0: rank 3 was lost" in words([Process(1, "running", 0, (agent,), 1)])
+
+
+def test_nobody_there_is_an_exit_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(os.getpid())]) == status.NONE_FOUND == 2
+    assert "there are no agents" in capsys.readouterr().out
+
+
+def test_json_has_what_is_known_of_each_process(capsys: pytest.CaptureFixture[str]) -> None:
+    with World(2) as world:
+        assert main(["status", "--json", *map(str, pids(world))]) == status.ALL_ANSWERED == 0
+        said = json.loads(capsys.readouterr().out)
+        assert [one["pid"] for one in said] == sorted(pids(world))
+    assert {one["agents"][0]["rank"] for one in said} == {0, 1}
+
+
+def test_only_the_processes_that_are_asked_for_are_told() -> None:
+    with World(2) as world:
+        assert [one.pid for one in status.look(pids(world)[:1])] == pids(world)[:1]
+
+
+def test_watching_goes_on_until_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    with World(1) as world:
+        monkeypatch.setattr(status.time, "sleep", sleep)  # type: ignore[attr-defined]
+        assert main(["status", "--watch", "0.2", *map(str, pids(world))]) == status.ALL_ANSWERED
+    assert looks == [0.2] * 3
+
+
+def test_the_command_itself_finds_agents_of_another_shell(tmp_path: Path) -> None:
+    with World(2) as world:
+        run = subprocess.run(
+            [sys.executable, "-m", "shoal", "status", *map(str, pids(world))], capture_output=True, text=True
+        )
+    assert (run.returncode, run.stderr) == (0, "") and "2 of 2 agents" in run.stdout

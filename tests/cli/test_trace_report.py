@@ -1,0 +1,195 @@
+"""``shoal report`` of traces: what it prints, writes and draws, and that it names who is slow in real runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import shoal
+from shoal.cli import main
+from shoal.monitor.run_report import RunReport
+from support.fault_points import over_both
+from support.namespaces import Namespace, network_namespaces
+from support.world import World
+from support.written_traces import Written, exchange
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What it prints, with single spaces."""
+    assert main(["report", *arguments]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def two_agents(folder: Path, *, steps: int = 6, ahead: float = 0.0) -> list[Written]:
+    """The second computes twice as long."""
+    agents = [Written(0, host="node0"), Written(1, host="node1", ahead=ahead)]
+    for number in range(steps):
+        at = 20.0 * number
+        for k, agent in enumerate(agents):
+            agent.call(at + 10.0 * (k + 1), at + 20.0, "x", number)
+            agent.step(number + 1, at, at + 20.0)
+        agents[0].wait(at + 10.0, at + 20.0, "x", number)
+        exchange(agents, 1, 0, at + 20.0, at + 20.0, round_=number)
+        exchange(agents, 0, 1, at + 10.0, at + 10.0, round_=number)
+    for agent in agents:
+        agent.into(folder)
+    return agents
+
+
+def test_it_says_who_was_slow_and_writes_one_trace_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_agents(tmp_path)
+    said = report(capsys, str(tmp_path))
+    assert "traces of 2 of 2 agents, on 2 machines" in said
+    assert "a step of 'optimizer', the mean of 5, the first left out" in said
+    assert "0 node0 20.00 50.0% 0.0% 0.0% 0.0% 50.0% 0.0%" in said
+    assert "1. rank 1 (node1) computes 100% longer than the others" in said
+    assert f"written: {tmp_path}/merged.json, one trace with 12 arrows" in said
+    assert len(json.loads((tmp_path / "merged.json").read_text())) > 50
+
+
+def test_the_merged_trace_goes_where_it_is_wanted_or_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_agents(tmp_path)
+    where = tmp_path / "out" / "all.json"
+    assert str(where) in report(capsys, str(tmp_path), "-o", str(where)) and where.exists()
+    assert "written" not in report(capsys, str(tmp_path), "-o", "")
+    assert not (tmp_path / "merged.json").exists()
+
+
+def test_a_merged_trace_is_not_read_as_an_agents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_agents(tmp_path)
+    assert report(capsys, str(tmp_path)) == report(capsys, str(tmp_path))
+
+
+def test_it_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_agents(tmp_path)
+    for name, steps in (("steps.png", True), ("whole.svg", False)):
+        if not steps:
+            for rank in range(2):
+                agent = Written(rank)
+                agent.call(0.0, 1.0)
+                agent.into(tmp_path)
+        picture = tmp_path / "out" / name
+        assert f"drawn: {picture}" in report(capsys, str(tmp_path), "--picture", str(picture))
+        assert picture.stat().st_size > 5000
+
+
+def test_every_step_is_listed_where_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_agents(tmp_path)
+    assert "1 6 20.000 20.000" in report(capsys, str(tmp_path), "--steps")
+
+
+def test_clocks_that_are_off_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_agents(tmp_path, ahead=300.0)
+    assert "the clock of node1 is +300.0" in report(capsys, str(tmp_path))
+
+
+def test_what_is_missing_torn_or_of_another_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agents = two_agents(tmp_path)
+    agents[1].call(119.0, None, "y", 3)
+    agents[1].lost(0, 119.5, "its process ended")
+    agents[1].into(tmp_path, closed=False, torn='{"ph":"B","pi')
+    Written(0, run="yesterday").into(tmp_path, "-2")
+    (tmp_path / "shoal-rank9.json").write_text("no trace")
+    for one in agents:
+        one.size = 4
+    agents[0].into(tmp_path)
+    said = report(capsys, str(tmp_path))
+    assert "traces of 2 of 4 agents" in said and "none of ranks 2, 3" in said
+    assert "those of ranks 1 end in the middle" in said
+    assert "of other runs, and left out: shoal-rank0-2.json" in said
+    assert "left out: shoal-rank9.json is no trace of an agent" in said
+    assert "rank 0 was lost at second 0.1: its process ended" in said
+    assert "the trace of rank 1 ends in neighbor_allreduce 'y' round 3" in said
+
+
+def test_without_an_optimizer_it_is_told_of_the_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = Written(0, 1)
+    agent.call(0.0, 2000.0)
+    agent.wait(500.0, 2000.0)
+    agent.into(tmp_path)
+    said = report(capsys, str(tmp_path))
+    assert "no optimizer of Shoal's has marked steps: of the whole run" in said and "0 here 2.00 25.0%" in said
+
+
+def test_a_folder_with_both_kinds_of_files_is_told_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_agents(tmp_path)
+    entry = {"rank": 0, "incarnation": 0, "lost": [], "entered": [], "alive": [0, 1]}
+    lines = [json.dumps(entry | {"at": at, "what": what}) + "\n" for at, what in ((1.0, "came"), (9.0, "left"))]
+    (tmp_path / "agent0.jsonl").write_text("".join(lines))
+    picture = tmp_path / "run.png"
+    said = report(capsys, str(tmp_path), "--picture", str(picture))
+    assert "lost: 0; came back: 0" in said and "computes 100% longer" in said
+    assert picture.exists() and (tmp_path / "run-members.png").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[\n"])
+def test_a_folder_with_nothing_to_tell_says_how_to_have_it(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content:
+        (tmp_path / "shoal-rank0.json").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("shoal report: error: there is") and ("SHOAL_TIMELINE=" in error or "rank0" in error)
+
+
+def test_what_a_name_says_is_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names are the script's: neither markup nor anything else."""
+    agent = Written(0, 1, host="[red]node")
+    agent.call(0.0, None, "[bold]x")
+    agent.into(tmp_path)
+    said = report(capsys, str(tmp_path))
+    assert "[red]node" in said and "[bold]x" in said
+
+
+# Real runs
+
+
+def train(straggler: int, steps: int, numel: int, pause: float) -> None:
+    """Steps of a model of so many numbers; one agent does something else meanwhile."""
+    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    model = torch.nn.Linear(numel, 1, bias=False)
+    optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(numel)).sum().backward()
+        time.sleep(pause * (4 if shoal.rank() == straggler else 1))
+        optimizer.step()
+
+
+@over_both
+def test_an_agent_that_takes_longer_is_named_first(environment: dict[str, str], tmp_path: Path) -> None:
+    with World(3, environment=environment | {"SHOAL_TIMELINE": str(tmp_path)}) as world:
+        world.results(train, 2, 12, 1000, 0.02)
+    found = RunReport.of(tmp_path)
+    assert len(found.traces) == 3 and not found.found.missing
+    assert found.findings[0].what.startswith("rank 2 ("), [one.what for one in found.findings]
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[Namespace]]:
+    with network_namespaces(3) as found:
+        yield found
+
+
+@pytest.mark.transport("network")
+def test_a_machine_with_a_slow_cable_is_named_first(machines: list[Namespace], tmp_path: Path) -> None:
+    """Of three, one of which sends and receives two megabytes a second."""
+    machines[2].slow(16_000)
+    try:
+        with World(3, namespaces=machines, environment={"SHOAL_TIMELINE": str(tmp_path)}) as world:
+            world.results(train, -1, 6, 50_000, 0.0)
+    finally:
+        machines[2].slow(0)
+    found = RunReport.of(tmp_path)
+    first = found.findings[0].what
+    assert first.startswith("all that rank 2 (") and "sends or receives is slow" in first, [
+        one.what for one in found.findings
+    ]

@@ -1,0 +1,120 @@
+"""One trace of all agents: on one clock, with an arrow from each message's sending to its coming."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.monitor.merging import ident
+from shoal.monitor.run_report import RunReport
+from shoal.monitor.traces import Key
+from support.written_traces import Written, exchange
+
+Line = dict[str, Any]
+
+
+def merged(folder: Path) -> list[Line]:
+    path = folder / "merged.json"
+    RunReport.of(folder).merge(path)
+    lines: list[Line] = json.loads(path.read_text())
+    return lines
+
+
+def arrows(lines: list[Line]) -> dict[int, tuple[Line, Line]]:
+    """Beginning and end of each, by its number."""
+    found: dict[int, list[Line]] = defaultdict(list)
+    for one in lines:
+        if one["ph"] in "sf":
+            found[one["id"]].append(one)
+    return {number: (ends[0], ends[1]) for number, ends in found.items()}
+
+
+def test_an_arrow_leads_from_the_bar_of_the_sender_to_that_of_the_receiver(tmp_path: Path) -> None:
+    agents = [Written(0, host="node0"), Written(1, host="node1", ahead=500.0)]
+    for round_ in range(3):
+        at = 10.0 * round_
+        for agent in agents:
+            agent.call(at, at + 9.0, "x", round_)
+        exchange(agents, 0, 1, at + 1.0, at + 3.0, round_=round_)
+        exchange(agents, 1, 0, at + 2.0, at + 4.0, round_=round_)
+    for agent in agents:
+        agent.into(tmp_path)
+    lines = merged(tmp_path)
+    found = arrows(lines)
+    assert set(found) == {ident(k, 1 - k, Key("x", round_, 0, 1)) for k in range(2) for round_ in range(3)}
+    bars: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for one in lines:
+        if one["ph"] == "B":
+            bars[one["pid"]].append((one["ts"], float("inf")))
+        elif one["ph"] == "E":
+            bars[one["pid"]][-1] = bars[one["pid"]][-1][0], one["ts"]
+    for begins, ends in found.values():
+        assert (begins["ph"], ends["ph"], ends["bp"]) == ("s", "f", "e") and begins["pid"] != ends["pid"]
+        assert ends["ts"] - begins["ts"] == pytest.approx(2000, abs=1), "2 ms, on one clock"
+        for one in (begins, ends):
+            assert any(start <= one["ts"] <= end for start, end in bars[one["pid"]])
+    assert min(one["ts"] for one in lines if "ts" in one) == pytest.approx(0.0, abs=1000)
+
+
+def test_numbers_of_messages_are_of_edge_name_round_and_stage_and_fit_into_a_viewers() -> None:
+    keys = [(0, 1, Key("x", 0, 0, 1)), (1, 0, Key("x", 0, 0, 1)), (0, 1, Key("y", 0, 0, 1)), (0, 1, Key("x", 1, 0, 1))]
+    keys += [(0, 1, Key("x", 0, 1, 1)), (0, 1, Key("x", 0, 0, 2))]
+    numbers = {ident(*key) for key in keys}
+    assert len(numbers) == len(keys) and all(0 <= number < 1 << 53 for number in numbers)
+    assert ident(*keys[0]) == ident(*keys[0])
+
+
+def test_a_rank_that_came_again_is_a_process_of_its_own(tmp_path: Path) -> None:
+    first, other = Written(1), Written(0)
+    first.call(0.0, 1.0)
+    other.call(0.0, 9.0)
+    again = Written(1, incarnation=1)
+    again.call(5.0, 6.0)
+    first.into(tmp_path, closed=False, torn='{"ph":"')
+    other.into(tmp_path)
+    again.into(tmp_path, "-again1")
+    lines = merged(tmp_path)
+    names = {one["pid"]: one["args"]["name"] for one in lines if one.get("name") == "process_name"}
+    assert names == {0: "agent 0 on here", 1: "agent 1 on here", 2: "agent 1 (start 2) on here"}
+    assert {one["pid"] for one in lines if one["ph"] == "B"} == {0, 1, 2}
+
+
+def average() -> None:
+    for _ in range(3):
+        shoal.neighbor_allreduce(torch.ones(50_000), name="weights")
+    handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(3)) for _ in range(10)]
+    for handle in handles:
+        handle.wait()
+    shoal.barrier()
+
+
+@pytest.mark.parametrize("transport", ["threads", "shared_memory", "network"])
+def test_every_message_of_a_real_run_is_an_arrow(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path))
+    shoal.Fleet(3, transport=transport).run(average)
+    lines = merged(tmp_path)
+    sent = [one for one in lines if one["ph"] == "i" and one["name"].startswith("to ")]
+    found = arrows(lines)
+    assert len(found) == len(sent) > 18
+    assert all(begins["ts"] <= ends["ts"] for begins, ends in found.values())
+
+
+def test_nothing_of_somebody_elses_is_written_over(tmp_path: Path) -> None:
+    Written(0, 1, lines=[], rows={}).into(tmp_path)
+    agent = Written(0, 1)
+    agent.call(0.0, 1.0)
+    agent.into(tmp_path)
+    precious = tmp_path / "precious"
+    precious.write_text("all that I have")
+    (tmp_path / "merged.json").symlink_to(precious)
+    with pytest.raises(OSError):
+        RunReport.of(tmp_path).merge(tmp_path / "merged.json")
+    assert precious.read_text() == "all that I have"
