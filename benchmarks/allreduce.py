@@ -167,7 +167,7 @@ def measure(where: Sequence[str], agents: Sequence[int], sizes: Sequence[int], q
     for place in where:
         for count in agents:
             per_host = PER_HOST.get(place, count)
-            if count % per_host or count == per_host and place != "machine":
+            if count % per_host or (count == per_host and place != "machine"):
                 continue
             name = f"{place}, {count} agents"
             print(f"measuring: {name}", file=sys.stderr)

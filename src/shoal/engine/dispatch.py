@@ -5,7 +5,7 @@ Everything here runs in the thread that drives the exchange, under the engine's 
 
 from __future__ import annotations
 
-from ..errors import Mismatch, PeerLost
+from ..errors import DeadlineExceeded, Mismatch, PeerLost
 from ..transport.wire import DIED, Kind, Message, Payload, ProtocolError
 from .events import Events
 from .failures import Failures
@@ -64,6 +64,8 @@ class Dispatch:
             self._on_ask(source, message)
         elif kind is Kind.DENY:
             self._on_deny(source, message)
+        elif kind is Kind.WAITS:
+            self._on_waits(source, message)
         elif kind is Kind.NOTICE:
             self._failures.on_notice(source, message)
 
@@ -138,10 +140,18 @@ class Dispatch:
         result, operation = self._matcher.match(message)
         if result is MatchResult.EARLY:
             self._matcher.keep_ask(source, message)
+            waiting_for = operation.waiting_for if operation is not None else []
+            if waiting_for:
+                self._outbox.put_off(source, message, waiting_for)
         elif result is not MatchResult.NOW or not (operation and operation.stage and operation.stage.sends_to(source)):
             # If it was sent all the same, it arrives before this denial, which is then void.
-            why, by_itself = self._matcher.why(message), self._matcher.failed_by_itself(message)
-            self._outbox.deny(source, message, message.stage, why, by_itself)
+            self._outbox.deny(source, message, message.stage, self._matcher.failure_of(message))
+
+    def _on_waits(self, source: int, message: Message) -> None:
+        """A peer that is waited for waits itself."""
+        result, operation = self._matcher.match(message)
+        if result is MatchResult.NOW and operation is not None and operation.stage is not None:
+            operation.stage.behind[source] = message.shape
 
     def _on_deny(self, source: int, message: Message) -> None:
         if message.name == ALIVE:
@@ -167,5 +177,8 @@ class Dispatch:
         )
         text = f"{operation}: rank {self._rank} expects a tensor from rank {source}, {why}"
         message.token = 0
+        if message.shape:  # it has waited for others, who did not come
+            self._lifecycle.fail(operation, DeadlineExceeded(text, message.shape))
+            return
         self._outbox.refuse(source, message, text)
         self._lifecycle.fail(operation, Mismatch(text, (source, self._rank)))

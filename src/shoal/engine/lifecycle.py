@@ -385,8 +385,7 @@ class Lifecycle:
             else:
                 self._outbox.acknowledge(source, message)
         for number, source in asks:
-            why, by_itself = self._matcher.why(operation), self._matcher.failed_by_itself(operation)
-            self._outbox.deny(source, operation, number, why, by_itself)
+            self._outbox.deny(source, operation, number, self._matcher.failure_of(operation))
         self.send_deferred(self._matcher.channel(operation))
         handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
         assert handle is not None

@@ -11,8 +11,9 @@ import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from enum import Enum, auto
+from typing import NamedTuple
 
-from ..errors import NotFinite, ShoalError
+from ..errors import DeadlineExceeded, NotFinite, ShoalError
 from ..transport.budgets import Budget, cost
 from ..transport.wire import Message
 from .operation import Operation, Stage, describe
@@ -28,6 +29,23 @@ MAX_REASON = 1000
 
 Key = tuple[str, int]
 Ask = tuple[int, int]
+
+
+class Failure(NamedTuple):
+    """Why a round has failed here.
+
+    Attributes:
+        reason: In words; empty where it has not failed, or that is long ago.
+        own: By an error of this agent's own, of which the others have none.
+        missed: Who did not come before the deadline, where that is the reason.
+    """
+
+    reason: str = ""
+    own: bool = False
+    missed: tuple[int, ...] = ()
+
+
+NO_FAILURE = Failure()
 
 
 class MatchResult(Enum):
@@ -123,8 +141,7 @@ class Matcher:
         self._asks: dict[Key, set[Ask]] = {}
         self._kept: dict[int, Budget] = defaultdict(lambda: Budget("messages that came before this agent's call"))
         self._asked: dict[int, Budget] = defaultdict(lambda: Budget("questions for calls that this agent has not made"))
-        # Why they failed, and whether by an error of this agent's own, of which the others have none.
-        self._tombstones: OrderedDict[Key, tuple[str, bool]] = OrderedDict()
+        self._tombstones: OrderedDict[Key, Failure] = OrderedDict()
         self.ended_last = "", "", 0, 0.0
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
@@ -279,13 +296,9 @@ class Matcher:
                 self._asked[ask[1]].give_back(0)
                 yield ask[1]
 
-    def why(self, what: Operation | Message) -> str:
-        """Why a round has failed here; empty where it has not, or that is long ago."""
-        return self._tombstones.get((what.name, what.round), ("", False))[0]
-
-    def failed_by_itself(self, what: Operation | Message) -> bool:
-        """A round has failed here, and by an error of this agent's own, of which the others have none."""
-        return self._tombstones.get((what.name, what.round), ("", False))[1]
+    def failure_of(self, what: Operation | Message) -> Failure:
+        """Why a round has failed here."""
+        return self._tombstones.get((what.name, what.round), NO_FAILURE)
 
     def end(self, operation: Operation, error: BaseException | None) -> tuple[list[tuple[int, Message]], list[Ask]]:
         """Close the book on a round: the messages and the questions that nothing will take up any more."""
@@ -295,7 +308,9 @@ class Matcher:
         if error is not None:
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
             own = isinstance(error, Exception) and (isinstance(error, NotFinite) or not isinstance(error, ShoalError))
-            self._tombstones[key] = reason.encode(errors="replace").decode(), own  # it travels, whatever is in it
+            missed = error.ranks if isinstance(error, DeadlineExceeded) else ()
+            told = reason.encode(errors="replace").decode()  # it travels, whatever is in it
+            self._tombstones[key] = Failure(told, own, missed)
             if len(self._tombstones) > TOMBSTONES:
                 self._tombstones.popitem(last=False)
         early = self._early.pop(key, None)

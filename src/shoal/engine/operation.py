@@ -82,8 +82,11 @@ class Stage:
     missing: set[int]
     arrived: Arrived
     posted: bool = False
-    asked: bool = False
     started: float = field(default_factory=time.monotonic)
+    asked: float = 0.0
+    """When those were asked last who are missing."""
+    behind: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of those who are missing, whom they wait for themselves, as they have said."""
 
     @property
     def needs(self) -> set[int]:
@@ -271,7 +274,8 @@ class Operation:
             return fused.waiting_for
         waiting = set(self.unconfirmed.values())
         if self.stage is not None:
-            waiting |= self.stage.missing
+            for source in self.stage.missing:
+                waiting.update(self.stage.behind.get(source, (source,)))
             for source, message in self.stage.arrived.items():
                 if message.payload is not None and not message.payload.complete:
                     waiting.add(source)

@@ -12,9 +12,9 @@ from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
-from ..transport.wire import CERTAIN, DIED, SILENT, WANTS_REPLY, Kind, Message
+from ..transport.wire import CERTAIN, DIED, MAX_DIMENSIONS, SILENT, WANTS_REPLY, Kind, Message
 from .events import Events
-from .matching import SMALL_WINDOW, Channel
+from .matching import NO_FAILURE, SMALL_WINDOW, Channel, Failure
 from .membership import Departure, Membership
 from .operation import Exchange, Operation, Send, Stage
 from .publishing import Publisher
@@ -129,11 +129,17 @@ class Outbox:
         self.say(source, refusal)
         message.flags = 0  # a refusal is an answer
 
-    def deny(self, peer: int, what: Operation | Message, stage: int, why: str = "", by_itself: bool = False) -> None:
-        """Tell a peer that waits for a message of ours that none will come, and why where the call failed; by an error
-        of this agent's own, or not."""
-        flags = DIED if by_itself else 0
-        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=flags, text=why))
+    def deny(self, peer: int, what: Operation | Message, stage: int, failure: Failure = NO_FAILURE) -> None:
+        """Tell a peer that waits for a message of ours that none will come, and why where the call failed."""
+        flags, missed = DIED if failure.own else 0, failure.missed[:MAX_DIMENSIONS]
+        self.say(
+            peer, Message(Kind.DENY, what.op, what.name, what.round, stage, 0, flags, shape=missed, text=failure.reason)
+        )
+
+    def put_off(self, peer: int, what: Message, waiting_for: list[int]) -> None:
+        """Tell a peer that waits for a message of ours that we wait for others first."""
+        shape = tuple(waiting_for[:MAX_DIMENSIONS])
+        self.say(peer, Message(Kind.WAITS, what.op, what.name, what.round, what.stage, shape=shape))
 
     def pass_on(self, gone: Departure) -> None:
         """Tell everybody that we have a link to, but those who know, that an agent is gone.

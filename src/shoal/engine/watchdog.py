@@ -106,17 +106,19 @@ class Watchdog:
                 yield rank, 0.0
 
     def _ask(self, operation: Operation, now: float) -> float:
-        """Ask those who have not sent whether they will."""
+        """Ask those who have not sent whether they will, and again whenever the wait has doubled: they may have to
+        wait themselves, and for others than before."""
         stage = operation.stage
-        if stage is None or not stage.missing or stage.asked:
+        if stage is None or not stage.missing:
             return operation.deadline
-        if now < stage.started + ASK_AFTER:
-            return stage.started + ASK_AFTER
-        stage.asked = True
+        due = stage.started + max(ASK_AFTER, 2 * (stage.asked - stage.started))
+        if now < due:
+            return due
+        stage.asked = now
         for source in stage.missing:
             question = Message(Kind.ASK, operation.op, operation.name, operation.round, stage.number)
             self._outbox.say(source, question)
-        return operation.deadline
+        return 2 * now - stage.started
 
     def _overdue(self, operation: Operation) -> DeadlineExceeded:
         """The error of an operation that has waited long enough: who did not do what."""

@@ -18,9 +18,10 @@ from ..engine.discovery import submit_to_all
 from ..engine.operation import Exchange, Handle, Operation, Send, Steps
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
+from .allreduce import reduced
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload, rotated, split_name
-from .collective import allgather_shares, reduce_scatter, reduced, shape_digest
 from .encoded import check_compression, encoded_for
+from .owners import allgather_shares, reduce_scatter, shape_digest
 
 OP = "hierarchical_neighbor_allreduce"
 _BETWEEN_LEADERS, _FROM_LEADER = 8, 9
@@ -182,7 +183,7 @@ def _hierarchical(
     shape = tuple(tensor.shape)
     published = engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     position = group.index(agent.rank)
-    mean = yield from reduce_scatter(agent, published, shape, "average", group)
+    mean = yield from reduce_scatter(agent, operation, published, shape, "average", group)
 
     counterparts = [machine * len(group) + position for machine in range(agent.machines.count)]
     digest = shape_digest(shape) ^ (static.digest if static else 0)

@@ -10,7 +10,7 @@ from ..arithmetic import complete
 from ..engine.operation import Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..world.agent import Agent
 from .arguments import channel_name, payload, rotated
-from .collective import shape_digest
+from .owners import shape_digest
 
 OP = "allgather of shares"
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import torch
 
-VERSION = 7
+VERSION = 8
 """Raised whenever the bytes below change their meaning; agents of two versions refuse each other when they connect."""
 
 
@@ -32,6 +32,7 @@ class Kind(IntEnum):
     NOTICE = 7  # an agent died or left; passed on from neighbour to neighbour
     SEGMENT = 8  # a piece of shared memory, its descriptor attached
     FORGET = 9  # a piece of shared memory that will not be referred to again
+    WAITS = 10  # an answer to ASK: "I have not come so far, for I wait for the ranks in the shape"
 
 
 class Where(IntEnum):
