@@ -143,7 +143,7 @@ class Dispatch:
             waiting_for = operation.waiting_for if operation is not None else []
             if waiting_for:
                 self._outbox.put_off(source, message, waiting_for)
-        elif result is not MatchResult.NOW or not (operation and operation.stage and operation.stage.sends_to(source)):
+        elif operation is None or operation.stage is None or not operation.stage.will_send(source, message.stage):
             # If it was sent all the same, it arrives before this denial, which is then void.
             self._outbox.deny(source, message, message.stage, self._matcher.failure_of(message))
 

@@ -67,6 +67,8 @@ class Exchange:
     digest_of: str = "topology"
     stage: int | None = None
     """Its number within the operation, where agents go through different numbers of stages; else they are counted."""
+    early: int = 0
+    """What is sent is for a stage so many before: its receivers go through more of them."""
 
 
 Steps = Generator[Exchange | str, Arrived, T]
@@ -95,6 +97,10 @@ class Stage:
 
     def sends_to(self, rank: int) -> bool:
         return any(send.destination == rank for send in self.exchange.sends)
+
+    def will_send(self, rank: int, number: int) -> bool:
+        """Whether a rank need not be told that nothing comes for its stage of a number."""
+        return number == self.number - self.exchange.early and self.sends_to(rank)
 
     @property
     def complete(self) -> bool:

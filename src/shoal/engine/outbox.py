@@ -75,7 +75,7 @@ class Outbox:
                 operation.op,
                 operation.name,
                 operation.round,
-                stage.number,
+                stage.number - exchange.early,
                 token,
                 WANTS_REPLY if reply else 0,
                 exchange.digest,

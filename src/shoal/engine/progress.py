@@ -207,7 +207,7 @@ class Progress:
                     away = self._keep_away - time.monotonic()
                     if not self._driver and not self.waiters and away <= 0:
                         break
-                    self._progress_turn.wait(max(away, AFTER_DRIVING / 2))
+                    self._progress_turn.wait(max(away, 0.05))
                 if self._closing:
                     return
                 self._driver = me

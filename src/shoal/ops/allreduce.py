@@ -17,7 +17,7 @@ from ..engine.operation import Exchange, Operation, Send, Steps
 from ..transport.link import Published
 from ..world.agent import Agent
 from .arguments import LAYOUT, Result, payload
-from .owners import gather_from_owners, reduce_at_owners
+from .owners import put_together, reduced_by_owners
 
 MESSAGE_BYTES, FAR_MESSAGE_BYTES = 1 << 19, 1 << 13
 """What a message costs, in bytes that are summed in its time, on one machine and over a network of 1 Gbit/s. Measured
@@ -53,9 +53,9 @@ def reduced(
         return (yield from _with_each_other(agent, published, tensor, how, group, out, layout))
     owners = owners_of(agent, group, tensor.numel() * tensor.element_size())
     published = publish(operation, tensor, zero_copy=zero_copy, pieces=len(owners))
-    share = yield from reduce_at_owners(agent, operation, published, shape, how, group, owners, layout)
+    share, arrived = yield from reduced_by_owners(agent, operation, published, shape, how, group, owners, layout)
     result = Result(agent, out, tensor, shape)
-    yield from gather_from_owners(agent, share, result.flat, group, owners)
+    yield from put_together(agent, None if share is None else share.data, arrived, owners, result.flat)
     return result.finish()
 
 

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 import torch
 
 from ..arithmetic import reduce
-from ..engine.operation import MORE, Exchange, Operation, Send, Steps
+from ..engine.operation import MORE, Arrived, Exchange, Operation, Send, Steps
 from ..transport.link import Published
-from ..transport.wire import Payload
 from ..world.agent import Agent
 from .arguments import LAYOUT, payload, rotated
+
+_TERMS, _RESULTS = 0, 1
+"""The stages."""
 
 
 def shares(total: int, count: int) -> list[tuple[int, int]]:
@@ -31,7 +33,7 @@ def shape_digest(shape: Sequence[int]) -> int:
     return zlib.crc32(repr(tuple(shape)).encode())
 
 
-def reduce_at_owners(
+def reduced_by_owners(
     agent: Agent,
     operation: Operation,
     published: Published,
@@ -39,62 +41,86 @@ def reduce_at_owners(
     how: str,
     group: Sequence[int],
     owners: Sequence[int],
-    layout: int = 0,
-) -> Steps[Published | None]:
-    """This agent's share of the reduction of what each agent of ``group`` published, flat; None if it owns none.
+    layout: int,
+) -> Steps[tuple[Published | None, Arrived]]:
+    """The reduction of what each agent of ``group`` published: this agent's share, if it has one, and the others'.
 
     Args:
         shape: Of the whole tensor.
         owners: Ranks of the group, ascending; each owns a share, as :func:`shares` cuts them.
         layout: Of the tensors that are joined in it, where it is of several.
     """
-    data = published.data
-    cut = shares(data.numel(), len(owners))
-    of = [shape if len(owners) == 1 else (stop - start,) for start, stop in cut]
-    sends = [
-        Send(owner, published, start, stop, part)
-        for owner, (start, stop), part in zip(owners, cut, of, strict=True)
-        if owner != agent.rank
-    ]
-    mine = owners.index(agent.rank) if agent.rank in owners else -1
-    others = [rank for rank in group if rank != agent.rank] if mine >= 0 else []
+    alone = len(owners) == 1
+    digest = layout if alone else layout or shape_digest(shape)
+    digest_of = LAYOUT if alone or layout else "shape"
+    sends = terms_for(agent, published, shape, owners)
+    if agent.rank not in owners:
+        # One stage: the owners are in the first of their two when they get what is sent here.
+        arrived = yield Exchange(
+            sends,
+            owners,
+            published.data.dtype,
+            shape if alone else None,
+            digest=digest,
+            digest_of=digest_of,
+            stage=_RESULTS,
+            early=_RESULTS - _TERMS,
+        )
+        return None, arrived
+    start, stop = shares(published.data.numel(), len(owners))[owners.index(agent.rank)]
+    part = shape if alone else (stop - start,)
+    others = [rank for rank in group if rank != agent.rank]
     arrived = yield Exchange(
-        rotated(sends, agent),
-        others,
-        data.dtype,
-        of[mine],
-        digest=layout or shape_digest(shape),
-        digest_of=LAYOUT if layout else "shape",
+        sends, others, published.data.dtype, part, digest=digest, digest_of=digest_of, stage=_TERMS
     )
-    if mine < 0:
-        return None
-    start, stop = cut[mine]
-    share = agent.engine.publisher.room(operation, stop - start, data.dtype)
-    position, payloads = group.index(agent.rank), [payload(arrived, rank) for rank in others]
-    yield from reduce(share.data, how, data[start:stop], position, payloads)
+    share = yield from share_of(agent, operation, published.data[start:stop], how, group, arrived)
+    results = [Send(rank, share, 0, stop - start, part) for rank in others]
+    arrived = yield Exchange(
+        rotated(results, agent),
+        [owner for owner in owners if owner != agent.rank],
+        published.data.dtype,
+        digest=digest,
+        digest_of=digest_of,
+        stage=_RESULTS,
+    )
+    return share, arrived
+
+
+def terms_for(agent: Agent, published: Published, shape: tuple[int, ...], owners: Sequence[int]) -> list[Send]:
+    """What the owners get of a tensor of this agent."""
+    total = published.data.numel()
+    if len(owners) == 1:
+        return [Send(owner, published, 0, total, shape) for owner in owners if owner != agent.rank]
+    cut = zip(owners, shares(total, len(owners)), strict=True)
+    sends = [
+        Send(owner, published, start, stop, (stop - start,)) for owner, (start, stop) in cut if owner != agent.rank
+    ]
+    return rotated(sends, agent)
+
+
+def share_of(
+    agent: Agent, operation: Operation, own: torch.Tensor, how: str, group: Sequence[int], arrived: Arrived
+) -> Steps[Published]:
+    """The reduction of what has come and this agent's ``own``, where others can read it."""
+    share = agent.engine.publisher.room(operation, own.numel(), own.dtype)
+    payloads = [payload(arrived, rank) for rank in group if rank != agent.rank]
+    yield from reduce(share.data, how, own, group.index(agent.rank), payloads)
     return share
 
 
-def gather_from_owners(
-    agent: Agent, share: Published | None, out: torch.Tensor, group: Sequence[int], owners: Sequence[int]
+def put_together(
+    agent: Agent, share: torch.Tensor | None, arrived: Arrived, owners: Sequence[int], out: torch.Tensor
 ) -> Steps[None]:
-    """Fill ``out`` (flat) with the shares of all owners. Owners give the one that they have."""
-    cut = dict(zip(owners, shares(out.numel(), len(owners)), strict=True))
-    sends = []
-    if share is not None:
-        total = share.data.numel()
-        sends = [Send(rank, share, 0, total, (total,)) for rank in group if rank != agent.rank]
-    others = [owner for owner in owners if owner != agent.rank]
-    arrived = yield Exchange(rotated(sends, agent), others, out.dtype)
-    if share is not None:
-        start, stop = cut[agent.rank]
-        out[start:stop].copy_(share.data)
-    parts = [(out[slice(*cut[owner])], payload(arrived, owner)) for owner in others]
-    yield from copy_as_they_come(parts)
-
-
-def copy_as_they_come(parts: list[tuple[torch.Tensor, Payload]]) -> Steps[None]:
-    """Copy each payload to its place, whichever comes first."""
+    """Copy the shares of all owners to their places in ``out`` (flat), whichever comes first."""
+    if len(owners) == 1 and share is None:
+        parts = [(out, payload(arrived, owners[0]))]
+    else:
+        parts = []
+        for owner, (start, stop) in zip(owners, shares(out.numel(), len(owners)), strict=True):
+            if owner != agent.rank:
+                parts.append((out[start:stop], payload(arrived, owner)))
+            elif share is not None:
+                out[start:stop].copy_(share)
     while True:
         for place, source in parts:
             if source.complete:
@@ -109,8 +135,16 @@ def reduce_scatter(
     agent: Agent, operation: Operation, published: Published, shape: tuple[int, ...], how: str, group: Sequence[int]
 ) -> Steps[torch.Tensor]:
     """This agent's share of the reduction of what each agent of ``group`` published, where all are owners."""
-    share = yield from reduce_at_owners(agent, operation, published, shape, how, group, group)
-    assert share is not None
+    start, stop = shares(published.data.numel(), len(group))[group.index(agent.rank)]
+    arrived = yield Exchange(
+        terms_for(agent, published, shape, group),
+        [rank for rank in group if rank != agent.rank],
+        published.data.dtype,
+        (stop - start,) if len(group) > 1 else None,
+        digest=shape_digest(shape),
+        digest_of="shape",
+    )
+    share = yield from share_of(agent, operation, published.data[start:stop], how, group, arrived)
     return share.data
 
 
@@ -118,4 +152,8 @@ def allgather_shares(
     agent: Agent, operation: Operation, mine: torch.Tensor, out: torch.Tensor, group: Sequence[int]
 ) -> Steps[None]:
     """Fill ``out`` (flat) with the shares of all agents of ``group``, where all are owners."""
-    yield from gather_from_owners(agent, agent.engine.publisher.publish(operation, mine), out, group, group)
+    published = agent.engine.publisher.publish(operation, mine)
+    others = [rank for rank in group if rank != agent.rank]
+    sends = [Send(rank, published, 0, mine.numel(), (mine.numel(),)) for rank in others]
+    arrived = yield Exchange(rotated(sends, agent), others, mine.dtype)
+    yield from put_together(agent, mine, arrived, group, out)
