@@ -140,7 +140,7 @@ class Dispatch:
         result, operation = self._matcher.match(message)
         if result is MatchResult.EARLY:
             self._matcher.keep_ask(source, message)
-            waiting_for = operation.waiting_for if operation is not None else []
+            waiting_for = operation.held_up_by if operation is not None else []
             if waiting_for:
                 self._outbox.put_off(source, message, waiting_for)
         elif operation is None or operation.stage is None or not operation.stage.will_send(source, message.stage):

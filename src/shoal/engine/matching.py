@@ -8,7 +8,7 @@ has made the call waits; what comes for a call that has ended here without expec
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import NamedTuple
@@ -66,7 +66,7 @@ class Channel:
         self.name = name
         self.active: dict[int, Operation] = {}
         self.unacknowledged: dict[int, int] = {}
-        self.unread: Counter[int] = Counter()  # messages, by receiver
+        self.unread: dict[int, int] = {}  # messages, by receiver
         self.deferred: deque[tuple[Operation, Stage]] = deque()
 
     @property
@@ -102,7 +102,7 @@ class Channel:
             return True
         large = any(send.published.region is not None for send in stage.exchange.sends)
         if operation.one_sided:  # it waits for nobody but its own receivers
-            return not large or all(self.unread[send.destination] < WINDOW for send in stage.exchange.sends)
+            return not large or all(self.unread.get(send.destination, 0) < WINDOW for send in stage.exchange.sends)
         if large and self.name[0] == "~":
             return sum(round_ not in self.active for round_ in self.unacknowledged) < WINDOW
         return min(self.unacknowledged) > operation.round - (WINDOW if large else SMALL_WINDOW)
@@ -112,7 +112,7 @@ class Channel:
         return any(waiting is operation for waiting, _ in self.deferred)
 
     def sent(self, round_: int, receiver: int) -> None:
-        self.unread[receiver] += 1
+        self.unread[receiver] = self.unread.get(receiver, 0) + 1
         self.unacknowledged[round_] = self.unacknowledged.get(round_, 0) + 1
 
     def acknowledged(self, round_: int, receiver: int) -> None:

@@ -280,12 +280,19 @@ class Operation:
             return fused.waiting_for
         waiting = set(self.unconfirmed.values())
         if self.stage is not None:
-            for source in self.stage.missing:
-                waiting.update(self.stage.behind.get(source, (source,)))
+            waiting |= self.stage.missing
             for source, message in self.stage.arrived.items():
                 if message.payload is not None and not message.payload.complete:
                     waiting.add(source)
         return sorted(waiting)
+
+    @property
+    def held_up_by(self) -> list[int]:
+        """Those, and in the place of who has said that it waits itself, whom that one waits for."""
+        part: Operation = self.fused or self
+        behind = part.stage.behind if part.stage is not None else {}
+        waiting = self.waiting_for
+        return sorted({rank for one in waiting for rank in behind.get(one, (one,))}) if behind else waiting
 
     @property
     def begun(self) -> bool:
@@ -349,7 +356,7 @@ class Handle(Generic[T]):
         if not self.done and not self._driver.wait_for(self, timeout):
             if timeout is None:
                 raise NotInitialized(f"{self.operation}: this agent has shut down while it was in flight")
-            missing = self.operation.waiting_for
+            missing = self.operation.held_up_by
             raise DeadlineExceeded(
                 f"{self.operation} is not done after {timeout:g} s; it waits for ranks {missing} and goes on", missing
             )

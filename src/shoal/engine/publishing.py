@@ -57,6 +57,8 @@ class Publisher:
         if spoiled is not None:
             raise spoiled
         if tensor.is_cpu and tensor.nbytes <= PUBLISH_BYTES * pieces:
+            if tensor.dim() == 1 and tensor.is_contiguous() and not tensor.requires_grad:
+                return Published(tensor.clone())
             return Published(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1))
         region = self._arena.find(tensor) if zero_copy and tensor.is_cpu and tensor.is_contiguous() else None
         if region is not None:

@@ -70,7 +70,7 @@ class Stalls:
         """One report of all that have waited for so long now; whoever they wait for is asked what it does."""
         first = min(stalled, key=lambda one: one.started)
         others = f" and {len(stalled) - 1} more" if len(stalled) > 1 else ""
-        ranks = sorted({rank for one in stalled for rank in one.waiting_for})
+        ranks = sorted({rank for one in stalled for rank in one.held_up_by})
         log.warning(
             "%s%s on rank %d has waited %s for ranks %s; it gives up after %s",
             first,
@@ -104,7 +104,7 @@ class Stalls:
         if waiting:
             first = min(waiting, key=lambda one: one.started)
             more = f", and in {len(waiting) - 1} more" if len(waiting) > 1 else ""
-            found = f"it waits in {first} for ranks {first.waiting_for}, since {_seconds(now - first.started)}{more}"
+            found = f"it waits in {first} for ranks {first.held_up_by}, since {_seconds(now - first.started)}{more}"
         else:
             found = "it waits in no call of Shoal's, so its script does something else"
         op, name, round_, ended = self._matcher.ended_last

@@ -122,7 +122,7 @@ class Watchdog:
 
     def _overdue(self, operation: Operation) -> DeadlineExceeded:
         """The error of an operation that has waited long enough: who did not do what."""
-        waiting, part = operation.waiting_for, operation.fused or operation
+        waiting, part = operation.held_up_by, operation.fused or operation
         stage = part.stage
         if stage is not None and stage.missing:
             what = "they did not answer" if operation.one_sided else "they did not take part"

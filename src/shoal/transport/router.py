@@ -393,7 +393,7 @@ class Router:
     @property
     def next_check(self) -> float:
         """When something is due."""
-        when = self._unauthenticated.oldest + GREETING_SECONDS
+        when = self._unauthenticated.oldest + GREETING_SECONDS if self._unauthenticated.some else float("inf")
         for door in self._doors:
             if door.opens < when:
                 when = door.opens
