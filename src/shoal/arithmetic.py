@@ -27,12 +27,37 @@ _MOST_PARTS = 1 << 24
 """A division by more may be of a number that float32 does not have."""
 Waiting = Generator[str, Arrived, None]
 
-_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.Tensor.add_,
-    "average": torch.Tensor.add_,
-    "product": torch.Tensor.mul_,
-    "min": lambda total, term: torch.minimum(total, term, out=total),
-    "max": lambda total, term: torch.maximum(total, term, out=total),
+
+def _multiply(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+    """torch rounds a product of complex numbers by where it lies in what is multiplied at once; written out in real
+    ones, it is the same however tensors are cut."""
+    if not out.is_complex():
+        torch.mul(one, other, out=out)
+        return
+    a, b, c = torch.view_as_real(one), torch.view_as_real(other), torch.view_as_real(out)
+    first = a[..., 0] * b[..., 0] - a[..., 1] * b[..., 1]
+    c[..., 1] = a[..., 0] * b[..., 1] + a[..., 1] * b[..., 0]
+    c[..., 0] = first
+
+
+def _add(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+    torch.add(one, other, out=out)
+
+
+def _minimum(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+    torch.minimum(one, other, out=out)
+
+
+def _maximum(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+    torch.maximum(one, other, out=out)
+
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]] = {
+    "sum": _add,
+    "average": _add,
+    "product": _multiply,
+    "min": _minimum,
+    "max": _maximum,
 }
 REDUCTIONS = tuple(_REDUCE)
 
@@ -132,25 +157,32 @@ def reduce(out: torch.Tensor, how: str, own: torch.Tensor, position: int, payloa
     ``own`` is this agent's tensor and comes after the first ``position`` payloads. 16-bit sums, averages and products
     are taken in float32. Yields like :func:`weighted_sum`.
     """
-    step = _REDUCE[how]
-    count = len(payloads) + 1
-
-    # Not around the loop below: the mode is a thread's, and another thread may go on with the operation.
-    @torch.no_grad()
-    def combine(out: torch.Tensor, own: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
-        inputs = [*blocks[:position], own, *blocks[position:]]
-        wide = out.dtype in HALF
-        total = inputs[0].float() if wide else out.copy_(inputs[0])
-        for term in inputs[1:]:
-            step(total, term.float() if wide else term)
-        if how == "average":
-            total.div_(count)
-        if wide:
-            out.copy_(total)
-
     if how in ("sum", "average"):
         out, own = real(out), real(own)
+    combine = partial(_combine, how, position)
+    if out.numel() * out.element_size() <= BLOCK_BYTES and all(payload.complete for payload in payloads):
+        combine(out, own, [payload.data if out.is_complex() else real(payload.data) for payload in payloads])
+        return
     yield from _in_blocks(out, own, payloads, combine)
+
+
+def _combine(how: str, position: int, out: torch.Tensor, own: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
+    """One block: all agents', in rank order."""
+    inputs, step = [*blocks[:position], own, *blocks[position:]], _REDUCE[how]
+    wide = out.dtype in HALF
+    if wide:
+        total, rest = inputs[0].float(), inputs[1:]
+    elif len(inputs) > 1:
+        step(inputs[0], inputs[1], out)
+        total, rest = out, inputs[2:]
+    else:
+        total, rest = out.copy_(inputs[0]), []
+    for term in rest:
+        step(total, term.float() if wide else term, total)
+    if how == "average":
+        total.div_(len(inputs))
+    if wide:
+        out.copy_(total)
 
 
 def _in_blocks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.engine.matching import SMALL_WINDOW, WINDOW, Channel, Matcher, MatchResult, disagreement
+from shoal.engine.matching import SMALL_WINDOW, WINDOW, Channel, Failure, Matcher, MatchResult, disagreement
 from shoal.engine.operation import Exchange, Operation, Send, Stage
 from shoal.transport.link import Published
 from shoal.transport.memory import Arena
@@ -38,7 +38,7 @@ def test_a_message_is_for_now_early_late_or_never_expected() -> None:
     failed = matcher.begin("average", "x", 1.0, True)
     matcher.end(failed, ValueError("spoiled"))
     assert matcher.match(message(1)) == (MatchResult.LATE, None)
-    assert matcher.why(failed) == "ValueError: spoiled"
+    assert matcher.failure_of(failed) == Failure("ValueError: spoiled", own=True)
 
 
 def test_one_name_takes_two_kinds_of_operations_and_not_one_twice() -> None:

@@ -227,7 +227,7 @@ def test_large_collectives_send_each_byte_about_twice(fleet: Fleets) -> None:
 
     def run() -> int:
         before = shoal.bytes_sent()
-        shoal.allreduce(torch.zeros(80_000))
+        shoal.allreduce(torch.zeros(2_400_000))
         return shoal.bytes_sent() - before
 
-    assert fleet(4).run(run) == [2 * 3 * 80_000] * 4
+    assert fleet(4).run(run) == [2 * 3 * 2_400_000] * 4

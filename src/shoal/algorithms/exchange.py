@@ -13,9 +13,10 @@ from ..compression.draws import Redrawn
 from ..engine.membership import WHOLE
 from ..ops.alltoall import submit as submit_alltoall
 from ..ops.arguments import channel_name
-from ..ops.collective import shares, submit_allreduce
+from ..ops.collective import submit_allreduce
 from ..ops.encoded import Encoded
 from ..ops.neighbor import submit
+from ..ops.owners import shares
 from ..ops.shares import submit_shares
 from ..topology.healing import Without
 from ..topology.schedule import Schedule

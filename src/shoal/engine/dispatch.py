@@ -65,6 +65,8 @@ class Dispatch:
             self._on_ask(source, message)
         elif kind is Kind.DENY:
             self._on_deny(source, message)
+        elif kind is Kind.WAITS:
+            self._on_waits(source, message)
         elif kind is Kind.NOTICE:
             self._failures.on_notice(source, message)
 
@@ -166,17 +168,20 @@ class Dispatch:
         result, operation = self._matcher.match(message)
         if result is MatchResult.EARLY:
             self._matcher.keep_ask(source, message)
+            waiting_for = operation.held_up_by if operation is not None else []
+            if waiting_for:
+                self._outbox.put_off(source, message, waiting_for)
         elif result is MatchResult.NOW and operation is not None and operation.stage is not None:
             self._lifecycle.answer(source, operation, operation.stage, bool(message.flags & HERE))
-        else:
+        elif operation is None or operation.stage is None or not operation.stage.will_send(source, message.stage):
             # If it was sent all the same, it arrives before this denial, which is then void.
-            matcher = self._matcher
-            why, by_itself, about = (
-                matcher.why(message),
-                matcher.failed_by_itself(message),
-                matcher.failed_about(message),
-            )
-            self._outbox.deny(source, message, message.stage, why, by_itself, about)
+            self._outbox.deny(source, message, message.stage, self._matcher.failure_of(message))
+
+    def _on_waits(self, source: int, message: Message) -> None:
+        """A peer that is waited for waits itself."""
+        result, operation = self._matcher.match(message)
+        if result is MatchResult.NOW and operation is not None and operation.stage is not None:
+            operation.stage.behind[source] = message.shape
 
     def _on_deny(self, source: int, message: Message) -> None:
         if message.name == ALIVE:
@@ -209,9 +214,11 @@ class Dispatch:
         )
         text = f"{operation}: rank {self._rank} expects a tensor from rank {source}, {why}"
         message.token = 0
+        if message.shape and message.text.startswith(DeadlineExceeded.__name__):  # others did not come
+            self._lifecycle.fail(operation, DeadlineExceeded(text, message.shape))
+            return
         self._outbox.refuse(source, message, text)
-        about = message.shape if stage.to_move else ()  # all that take part fail, and the first cause is what counts
-        self._lifecycle.fail(operation, Mismatch(text, (source, self._rank, *about)))
+        self._lifecycle.fail(operation, Mismatch(text, (source, self._rank, *message.shape)))
 
     def _of_moving(self, source: int, message: Message, operation: Operation, stage: Stage) -> None:
         """An agent says what it has done of a stage whose tensors have still to be moved: it has come, or failed."""

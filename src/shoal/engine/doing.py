@@ -104,7 +104,7 @@ class AboutItself:
     def waited_for(self, operation: Operation) -> list[int]:
         """The ranks that keep an operation from going on; those, too, that have not read what it sent before."""
         stage = (operation.fused or operation).stage
-        waiting = operation.waiting_for
+        waiting = operation.held_up_by
         if not waiting and stage is not None and not stage.posted:
             return self._outbox.receivers_behind(operation.name)
         return waiting

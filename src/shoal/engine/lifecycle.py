@@ -317,7 +317,7 @@ class Lifecycle:
         """A peer asks for something of a stage in which this agent is, or only if it is."""
         if only_if_here:
             self._outbox.say_here(source, operation, stage.number)
-        elif not stage.sends_to(source):
+        elif not stage.will_send(source, stage.number):
             self._outbox.deny(source, operation, stage.number)
 
     def leave_stage(self, operation: Operation) -> None:
@@ -390,10 +390,9 @@ class Lifecycle:
         carried, alive = stage.exchange.carried, self._membership.view.alive
         assert carried is not None
         ranks = stage.needs | stage.arrived.keys() if carried.among is None else set(carried.among or alive)
-        why, by_itself = self._matcher.why(operation), self._matcher.failed_by_itself(operation)
-        about = self._matcher.failed_about(operation)
+        failure = self._matcher.failure_of(operation)
         for rank in sorted(ranks - {self._rank}):
-            self._outbox.deny(rank, operation, stage.number, why, by_itself, about)
+            self._outbox.deny(rank, operation, stage.number, failure)
 
     # What others say
 
@@ -470,8 +469,7 @@ class Lifecycle:
             else:
                 self._outbox.acknowledge(source, message)
         for number, source, _ in asks:
-            why, by_itself = self._matcher.why(operation), self._matcher.failed_by_itself(operation)
-            self._outbox.deny(source, operation, number, why, by_itself)
+            self._outbox.deny(source, operation, number, self._matcher.failure_of(operation))
         self.send_deferred(self._matcher.channel(operation))
         handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
         assert handle is not None

@@ -8,9 +8,10 @@ has made the call waits; what comes for a call that has ended here without expec
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from enum import Enum, auto
+from typing import NamedTuple
 
 from ..errors import NotFinite, ShoalError
 from ..transport.budgets import Budget, cost
@@ -26,10 +27,26 @@ TOMBSTONES = 4096
 MAX_REASON = 1000
 """Characters of why a round failed here, which those hear who wait for it."""
 
-_NONE: tuple[str, bool, tuple[int, ...]] = "", False, ()
 Key = tuple[str, int]
 Ask = tuple[int, int, bool]
 """Stage, who asks, and whether only if this agent has come to it."""
+
+
+class Failure(NamedTuple):
+    """Why a round has failed here.
+
+    Attributes:
+        reason: In words; empty where it has not failed, or that is long ago.
+        own: By an error of this agent's own, of which the others have none.
+        about: The ranks that its error names.
+    """
+
+    reason: str = ""
+    own: bool = False
+    about: tuple[int, ...] = ()
+
+
+NO_FAILURE = Failure()
 
 
 class MatchResult(Enum):
@@ -50,7 +67,7 @@ class Channel:
         self.name = name
         self.active: dict[int, Operation] = {}
         self.unacknowledged: dict[int, int] = {}
-        self.unread: Counter[int] = Counter()  # messages, by receiver
+        self.unread: dict[int, int] = {}  # messages, by receiver
         self.deferred: deque[tuple[Operation, Stage]] = deque()
 
     @property
@@ -86,7 +103,7 @@ class Channel:
             return True
         large = any(send.published.region is not None for send in stage.exchange.sends)
         if operation.one_sided:  # it waits for nobody but its own receivers
-            return not large or all(self.unread[send.destination] < WINDOW for send in stage.exchange.sends)
+            return not large or all(self.unread.get(send.destination, 0) < WINDOW for send in stage.exchange.sends)
         if large and self.name[0] == "~":
             return sum(round_ not in self.active for round_ in self.unacknowledged) < WINDOW
         return min(self.unacknowledged) > operation.round - (WINDOW if large else SMALL_WINDOW)
@@ -96,7 +113,7 @@ class Channel:
         return any(waiting is operation for waiting, _ in self.deferred)
 
     def sent(self, round_: int, receiver: int) -> None:
-        self.unread[receiver] += 1
+        self.unread[receiver] = self.unread.get(receiver, 0) + 1
         self.unacknowledged[round_] = self.unacknowledged.get(round_, 0) + 1
 
     def acknowledged(self, round_: int, receiver: int) -> None:
@@ -125,8 +142,7 @@ class Matcher:
         self._asks: dict[Key, set[Ask]] = {}
         self._kept: dict[int, Budget] = defaultdict(lambda: Budget("messages that came before this agent's call"))
         self._asked: dict[int, Budget] = defaultdict(lambda: Budget("questions for calls that this agent has not made"))
-        # Why they failed, whether by an error of this agent's own, of which the others have none, and about whom it is.
-        self._tombstones: OrderedDict[Key, tuple[str, bool, tuple[int, ...]]] = OrderedDict()
+        self._tombstones: OrderedDict[Key, Failure] = OrderedDict()
         self.ended_last = "", "", 0, 0.0
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
@@ -293,17 +309,9 @@ class Matcher:
                 self._asked[ask[1]].give_back(0)
                 yield ask[1:]
 
-    def why(self, what: Operation | Message) -> str:
-        """Why a round has failed here; empty where it has not, or that is long ago."""
-        return self._tombstones.get((what.name, what.round), _NONE)[0]
-
-    def failed_by_itself(self, what: Operation | Message) -> bool:
-        """A round has failed here, and by an error of this agent's own, of which the others have none."""
-        return self._tombstones.get((what.name, what.round), _NONE)[1]
-
-    def failed_about(self, what: Operation | Message) -> tuple[int, ...]:
-        """The ranks that the error is about with which a round has failed here."""
-        return self._tombstones.get((what.name, what.round), _NONE)[2]
+    def failure_of(self, what: Operation | Message) -> Failure:
+        """Why a round has failed here."""
+        return self._tombstones.get((what.name, what.round), NO_FAILURE)
 
     def end(self, operation: Operation, error: BaseException | None) -> tuple[list[tuple[int, Message]], list[Ask]]:
         """Close the book on a round: the messages and the questions that nothing will take up any more."""
@@ -313,12 +321,9 @@ class Matcher:
         if error is not None:
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
             own = isinstance(error, Exception) and (isinstance(error, NotFinite) or not isinstance(error, ShoalError))
-            ranks = error.ranks if isinstance(error, ShoalError) else ()
-            self._tombstones[key] = (
-                reason.encode(errors="replace").decode(),
-                own,
-                ranks,
-            )  # it travels, whatever is in it
+            about = error.ranks if isinstance(error, ShoalError) else ()
+            told = reason.encode(errors="replace").decode()  # it travels, whatever is in it
+            self._tombstones[key] = Failure(told, own, about)
             if len(self._tombstones) > TOMBSTONES:
                 self._tombstones.popitem(last=False)
         early = self._early.pop(key, None)

@@ -89,6 +89,8 @@ class Exchange:
     """It moves no tensor: agents tell each other who sends to whom, or that they are there."""
     stage: int | None = None
     """Its number within the operation, where agents go through different numbers of stages; else they are counted."""
+    early: int = 0
+    """What is sent is for a stage so many before: its receivers go through more of them."""
     carried: Carried | None = None
     """Its tensors may travel by other ways than Shoal's own; else they do not."""
 
@@ -106,12 +108,15 @@ class Stage:
     missing: set[int]
     arrived: Arrived
     posted: bool = False
-    asked: bool = False
     to_move: bool = False  # its tensors have still to be moved by a carrier
     asked_for: bool = False  # which has been asked to
     unconfirmed: set[int] = field(default_factory=set)  # who has still to say that it expects what will be moved
     absent: set[int] = field(default_factory=set)  # of whom a carrier does not know that they have come
     started: float = field(default_factory=time.monotonic)
+    asked: float = 0.0
+    """When those were asked last who are missing."""
+    behind: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of those who are missing, whom they wait for themselves, as they have said."""
 
     @property
     def needs(self) -> set[int]:
@@ -140,6 +145,10 @@ class Stage:
 
     def sends_to(self, rank: int) -> bool:
         return any(send.destination == rank for send in self.exchange.sends)
+
+    def will_send(self, rank: int, number: int) -> bool:
+        """Whether a rank need not be told that nothing comes for its stage of a number."""
+        return number == self.number - self.exchange.early and self.sends_to(rank)
 
     @property
     def complete(self) -> bool:
@@ -330,6 +339,14 @@ class Operation:
         return sorted(waiting)
 
     @property
+    def held_up_by(self) -> list[int]:
+        """Those, and in the place of who has said that it waits itself, whom that one waits for."""
+        part: Operation = self.fused or self
+        behind = part.stage.behind if part.stage is not None else {}
+        waiting = self.waiting_for
+        return sorted({rank for one in waiting for rank in behind.get(one, (one,))}) if behind else waiting
+
+    @property
     def begun(self) -> bool:
         """It is on its way, by itself or with others."""
         return self.generator is not None or self.fused is not None
@@ -391,7 +408,7 @@ class Handle(Generic[T]):
         if not self.done and not self._driver.wait_for(self, timeout):
             if timeout is None:
                 raise NotInitialized(f"{self.operation}: this agent has shut down while it was in flight")
-            missing = self.operation.waiting_for
+            missing = self.operation.held_up_by
             raise DeadlineExceeded(
                 f"{self.operation} is not done after {timeout:g} s; it waits for ranks {missing} and goes on", missing
             )

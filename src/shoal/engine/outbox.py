@@ -13,9 +13,9 @@ from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
-from ..transport.wire import AGAIN, CERTAIN, DIED, HERE, SILENT, WANTS_REPLY, Kind, Message, Where
+from ..transport.wire import AGAIN, CERTAIN, DIED, HERE, MAX_DIMENSIONS, SILENT, WANTS_REPLY, Kind, Message, Where
 from .events import COORDINATION, Events
-from .matching import SMALL_WINDOW, Channel
+from .matching import NO_FAILURE, SMALL_WINDOW, Channel, Failure
 from .membership import Departure, Membership
 from .operation import Exchange, Operation, Send, Stage
 from .publishing import Publisher
@@ -81,7 +81,7 @@ class Outbox:
                 operation.op,
                 operation.name,
                 operation.round,
-                stage.number,
+                stage.number - exchange.early,
                 token,
                 WANTS_REPLY if reply else 0,
                 exchange.digest,
@@ -167,19 +167,17 @@ class Outbox:
         self.say(source, refusal)
         message.flags = 0  # a refusal is an answer
 
-    def deny(
-        self,
-        peer: int,
-        what: Operation | Message,
-        stage: int,
-        why: str = "",
-        by_itself: bool = False,
-        ranks: tuple[int, ...] = (),
-    ) -> None:
-        """Tell a peer that waits for a message of ours that none will come, and why where the call failed; by an error
-        of this agent's own, or not; and the ranks that it is about."""
-        flags = DIED if by_itself else 0
-        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=flags, shape=ranks, text=why))
+    def deny(self, peer: int, what: Operation | Message, stage: int, failure: Failure = NO_FAILURE) -> None:
+        """Tell a peer that waits for a message of ours that none will come, and why where the call failed."""
+        flags, about = DIED if failure.own else 0, failure.about[:MAX_DIMENSIONS]
+        self.say(
+            peer, Message(Kind.DENY, what.op, what.name, what.round, stage, 0, flags, shape=about, text=failure.reason)
+        )
+
+    def put_off(self, peer: int, what: Message, waiting_for: list[int]) -> None:
+        """Tell a peer that waits for a message of ours that we wait for others first."""
+        shape = tuple(waiting_for[:MAX_DIMENSIONS])
+        self.say(peer, Message(Kind.WAITS, what.op, what.name, what.round, what.stage, shape=shape))
 
     def say_here(self, peer: int, what: Operation | Message, stage: int) -> None:
         """Tell a peer that asks that this agent has come to a stage, too, of which nothing comes by a link."""

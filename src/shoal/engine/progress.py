@@ -25,7 +25,8 @@ AFTER_SUBMITTING = 0.0005
 AFTER_SMALL = 0.002
 """The same for what is small: more may follow, and what goes together is cheaper."""
 AT_MOST = 0.02
-"""Seconds for which callers that submit and never wait can keep it away."""
+"""Seconds for which callers that submit and never wait can keep it away; and for which it sleeps while callers drive
+again and again, instead of looking twice in each ``AFTER_DRIVING`` whether they still do."""
 STOP_SECONDS = 5.0
 """How long the end waits for another thread to stop driving; all that it could wait for has ended by then."""
 AFTER_FAILING = 0.1
@@ -70,6 +71,8 @@ class Progress:
         self._left = 0.0  # when somebody last stopped driving
         self._aside = False
         self._polled = False  # whoever drove last has also listened
+        self._drives = 0  # of callers, since the progress thread looked last
+        self._sleeps_until = 0.0  # the progress thread, if nobody wakes it
         self._closing = False
         self._running = threading.Event()
         self._turn = threading.Condition(self.lock)
@@ -145,15 +148,19 @@ class Progress:
         with held:
             if self._take(done, limit):
                 held.wake(self._poller.waker)
+                began = time.monotonic()
                 try:
-                    self._drive(lambda: done() or held.pending, limit)
+                    self._drive(done, limit)
                 finally:
                     held.wake(-1)
                     with self.lock:
                         self._driver = 0
+                        self._drives += 1
                         if self._polled:
                             self._left = time.monotonic()
                             self._keep_away = self._left + AFTER_DRIVING
+                            if self._left - began > AFTER_DRIVING and self._sleeps_until > self._keep_away:
+                                self._progress_turn.notify()  # the caller may compute for long now
                         self.notify()
                     self._driven.after()
             return done()
@@ -184,9 +191,9 @@ class Progress:
             return
         driven, poller = self._driven, self._poller
         self._polled = False
-        while not done():
+        while True:
             driven.advance()
-            if done():
+            if done() or held.pending:
                 return
             now = time.monotonic()
             if now >= limit:
@@ -207,12 +214,15 @@ class Progress:
         me = threading.get_ident()
         while True:
             with self.lock:
-                self._aside = False
+                self._aside, pause = False, AFTER_DRIVING / 4
                 while not self._closing:
                     away = self._keep_away - time.monotonic()
                     if not self._driver and not self.waiters and away <= 0:
                         break
-                    self._progress_turn.wait(max(away, AFTER_DRIVING / 2))
+                    pause = min(2 * pause, AT_MOST) if self._driver or self._drives > 1 else AFTER_DRIVING / 2
+                    self._drives = 0
+                    self._sleeps_until = time.monotonic() + max(away, pause)
+                    self._progress_turn.wait(max(away, pause))
                 if self._closing:
                     return
                 self._driver = me

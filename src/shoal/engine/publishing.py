@@ -29,7 +29,9 @@ class Publisher:
         self._arena = arena
         self.finite = False  # refuse tensors with NaN or infinity; a window may hold what its owner likes
 
-    def publish(self, operation: Operation, tensor: torch.Tensor, *, zero_copy: bool = False) -> Published:
+    def publish(
+        self, operation: Operation, tensor: torch.Tensor, *, zero_copy: bool = False, pieces: int = 1
+    ) -> Published:
         """Copy a tensor to where other agents can read it, flat, until they all have and the operation has ended.
 
         Args:
@@ -38,22 +40,25 @@ class Publisher:
             zero_copy: Let them read it where it lies, if it is large, contiguous and in memory of ``arena.empty``; any
                 other is copied all the same. Nobody may change it meanwhile. The operation then ends only when all
                 others have read it; one that fails may leave readers behind, and the tensor must not change any more.
+            pieces: In how many messages it goes; small ones travel inside them.
         """
         recovery = operation.recovery
         if recovery is None:
-            return self._publish(operation, tensor, zero_copy)
+            return self._publish(operation, tensor, zero_copy, pieces)
         if recovery.input is not None and recovery.input[0] is tensor:
             return recovery.input[1]  # it begins anew, and the caller may have changed the tensor since
-        published = self._publish(operation, tensor, zero_copy)
+        published = self._publish(operation, tensor, zero_copy, pieces)
         if recovery.input is None:
             recovery.input = tensor, published
         return published
 
-    def _publish(self, operation: Operation, tensor: torch.Tensor, zero_copy: bool) -> Published:
+    def _publish(self, operation: Operation, tensor: torch.Tensor, zero_copy: bool, pieces: int) -> Published:
         spoiled = self.problem(operation, tensor)
         if spoiled is not None:
             raise spoiled
-        if tensor.is_cpu and tensor.nbytes <= PUBLISH_BYTES:
+        if tensor.is_cpu and tensor.nbytes <= PUBLISH_BYTES * pieces:
+            if tensor.dim() == 1 and tensor.is_contiguous() and not tensor.requires_grad:
+                return Published(tensor.clone())
             return Published(tensor.detach().clone(memory_format=torch.contiguous_format).view(-1))
         region = self._arena.find(tensor) if zero_copy and tensor.is_cpu and tensor.is_contiguous() else None
         if region is not None:
@@ -61,6 +66,12 @@ class Publisher:
         published = self._room(operation, tensor.numel(), tensor.dtype)
         published.data.view(tensor.shape).copy_(tensor.detach())
         return published
+
+    def room(self, operation: Operation, numel: int, dtype: torch.dtype) -> Published:
+        """Uninitialised numbers, flat, that others can read once they have been written."""
+        if numel * dtype.itemsize <= PUBLISH_BYTES:
+            return Published(torch.empty(numel, dtype=dtype))
+        return self._room(operation, numel, dtype)
 
     def publish_joined(self, operation: Operation, parts: list[torch.Tensor]) -> Published:
         """Copy flat tensors of one dtype, one behind the other, to where other agents can read them."""

@@ -108,23 +108,25 @@ class Watchdog:
                 yield rank, 0.0
 
     def _ask(self, operation: Operation, now: float) -> float:
-        """Ask those who have not sent whether they will."""
+        """Ask those who have not sent whether they will, and again whenever the wait has doubled: they may have to
+        wait themselves, and for others than before."""
         stage = operation.stage
-        if stage is None or stage.asked or not (stage.missing or stage.absent):
+        if stage is None or not (stage.missing or stage.absent):
             return operation.deadline
-        due = stage.started + (ASK_AFTER if stage.missing else min(ASK_ALL_AFTER, operation.timeout / 2))
+        first = ASK_AFTER if stage.missing else min(ASK_ALL_AFTER, operation.timeout / 2)
+        due = stage.started + max(first, 2 * (stage.asked - stage.started))
         if now < due:
             return due
-        stage.asked = True
+        stage.asked = now
         flags = 0 if stage.missing else HERE
         for source in sorted(stage.missing or stage.absent):
             question = Message(Kind.ASK, operation.op, operation.name, operation.round, stage.number, flags=flags)
             self._outbox.say(source, question)
-        return operation.deadline
+        return 2 * now - stage.started
 
     def _overdue(self, operation: Operation) -> DeadlineExceeded:
         """The error of an operation that has waited long enough: who did not do what."""
-        waiting, part = operation.waiting_for, operation.fused or operation
+        waiting, part = operation.held_up_by, operation.fused or operation
         stage = part.stage
         if stage is not None and stage.missing:
             what = "they did not answer" if operation.one_sided else "they did not take part"

@@ -109,7 +109,7 @@ class Result:
         plain = out is not None and not out.is_conj() and not out.is_neg()
         self._direct = out is not None and plain and out.is_contiguous() and out.is_cpu
         self._made = writable(out) if out is not None and self._direct else agent.engine.pool.empty(shape, like.dtype)
-        self.flat = self._made.view(-1)
+        self.flat = self._made if self._made.dim() == 1 else self._made.view(-1)
 
     def finish(self) -> torch.Tensor:
         if self._out is None:
@@ -128,7 +128,8 @@ def put(result: torch.Tensor, out: torch.Tensor) -> None:
 
 def rotated(sends: Iterable[Send], agent: Agent) -> list[Send]:
     """Serve rank + 1 first, then rank + 2, ...: so that not everybody sends to rank 0 first."""
-    return sorted(sends, key=lambda send: (send.destination - agent.rank) % agent.size)
+    rank, size = agent.rank, agent.size
+    return sorted(sends, key=lambda send: (send.destination - rank) % size)
 
 
 def payload(arrived: Arrived, source: int) -> Payload:

@@ -1,25 +1,23 @@
 """Operations over all agents, or all of a machine, built on the same exchange and matched by name in any order.
 
-An all-reduce is a reduce-scatter and an all-gather: each agent receives its share of everybody's tensor, reduces it in
-rank order, and sends the result to all. Small tensors go to everybody at once, one hop instead of two; the order of the
-sum is the same, so every agent has the same bits.
+Which way an all-reduce takes depends on its size (``allreduce.py``); the order of the sum does not, so every agent has
+the same bits.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import torch
 
-from ..arithmetic import REDUCTIONS, complete, reduce
+from ..arithmetic import REDUCTIONS, complete
 from ..engine.discovery import discover, submit_to_all
 from ..engine.operation import Carried, Exchange, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..topology._validate import check_rank
-from ..transport.link import Published
 from ..transport.wire import DTYPES, Kind, Message, Payload
 from ..world.agent import Agent, current
+from .allreduce import reduced as reduced
 from .arguments import (
     LAYOUT,
     WEIGHABLE,
@@ -32,10 +30,7 @@ from .arguments import (
     payload,
     rotated,
 )
-from .by_engine import is_for_engine, members, reduced_by_engine, spread_by_engine
-
-DIRECT_BYTES = 1 << 13
-"""Tensors up to this size are sent to everybody whole."""
+from .by_engine import spread_by_engine
 
 
 def allreduce(
@@ -166,108 +161,6 @@ def allreduce_nonblocking_(
     """:func:`allreduce_` without waiting; ``tensor`` must not be touched until then."""
     out = tensor.detach()
     return allreduce_nonblocking(tensor, average, is_hierarchical_local, name, op=op, out=out, timeout=timeout)
-
-
-def shares(total: int, count: int) -> list[tuple[int, int]]:
-    """``count`` nearly equal pieces of ``total`` elements, as (start, stop)."""
-    return [(total * i // count, total * (i + 1) // count) for i in range(count)]
-
-
-def shape_digest(shape: Sequence[int]) -> int:
-    """Lets agents that hold different pieces of a tensor find out that their tensors differ in shape."""
-    return zlib.crc32(repr(tuple(shape)).encode())
-
-
-def reduced(
-    agent: Agent,
-    operation: Operation,
-    tensor: torch.Tensor,
-    how: str,
-    group: Sequence[int],
-    out: torch.Tensor | None,
-    zero_copy: bool,
-    layout: int = 0,
-    owned: bool = False,
-) -> Steps[torch.Tensor]:
-    """The reduction of the tensors of a group, on each of it: in one stage, or for large ones in two."""
-    among = members(agent, operation, group)
-    if is_for_engine(agent, tensor, group):
-        return (yield from reduced_by_engine(agent, operation, tensor, how, tuple(group), out, layout, owned))
-    published = agent.engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
-    shape, total = tuple(tensor.shape), published.data.numel()
-    others = [rank for rank in group if rank != agent.rank]
-    if total * tensor.element_size() <= DIRECT_BYTES or not others:
-        sends = [Send(rank, published, 0, total, shape) for rank in others]
-        arrived = yield Exchange(
-            sends,
-            others,
-            tensor.dtype,
-            shape,
-            digest=layout,
-            digest_of=LAYOUT,
-            carried=Carried(among) if others else None,
-        )
-        result = Result(agent, out, tensor, shape)
-        payloads = [payload(arrived, rank) for rank in others]
-        yield from reduce(result.flat, how, published.data, group.index(agent.rank), payloads)
-        return result.finish()
-    mine = yield from reduce_scatter(agent, operation, published, shape, how, group, layout)
-    result = Result(agent, out, tensor, shape)
-    yield from allgather_shares(agent, operation, mine, result.flat, group)
-    return result.finish()
-
-
-def reduce_scatter(
-    agent: Agent,
-    operation: Operation,
-    published: Published,
-    shape: Sequence[int],
-    how: str,
-    group: Sequence[int],
-    layout: int = 0,
-) -> Steps[torch.Tensor]:
-    """This agent's share of the reduction of what each agent of ``group`` published, flat."""
-    data = published.data
-    position = group.index(agent.rank)
-    cut = shares(data.numel(), len(group))
-    start, stop = cut[position]
-    sends = [
-        Send(rank, published, low, high, (high - low,))
-        for rank, (low, high) in zip(group, cut, strict=True)
-        if rank != agent.rank
-    ]
-    others = [send.destination for send in sends]
-    arrived = yield Exchange(
-        rotated(sends, agent),
-        others,
-        data.dtype,
-        (stop - start,),
-        digest=layout or shape_digest(shape),
-        digest_of=LAYOUT if layout else "shape",
-        carried=Carried(members(agent, operation, group)),
-    )
-    mine = agent.engine.pool.empty((stop - start,), data.dtype)
-    yield from reduce(mine, how, data[start:stop], position, [payload(arrived, rank) for rank in others])
-    return mine
-
-
-def allgather_shares(
-    agent: Agent, operation: Operation, mine: torch.Tensor, out: torch.Tensor, group: Sequence[int]
-) -> Steps[None]:
-    """Fill ``out`` (flat) with the shares of all agents of ``group``."""
-    cut = shares(out.numel(), len(group))
-    published = agent.engine.publisher.publish(operation, mine)
-    others = [rank for rank in group if rank != agent.rank]
-    sends = [Send(rank, published, 0, mine.numel(), tuple(mine.shape)) for rank in others]
-    arrived = yield Exchange(
-        rotated(sends, agent), others, mine.dtype, carried=Carried(members(agent, operation, group))
-    )
-    for rank, (start, stop) in zip(group, cut, strict=True):
-        if rank == agent.rank:
-            out[start:stop].copy_(mine)
-            continue
-        yield from complete([payload(arrived, rank)])
-        out[start:stop].copy_(payload(arrived, rank).data)
 
 
 def broadcast(

@@ -21,8 +21,8 @@ from ..errors import Mismatch
 from ..transport.wire import Payload
 from ..world.agent import Agent
 from .arguments import payload, rotated
-from .collective import shares
 from .encoded import name_of
+from .owners import shares
 
 
 @dataclass

@@ -18,9 +18,10 @@ from ..engine.discovery import submit_to_all
 from ..engine.operation import Carried, Exchange, Handle, Operation, Send, Steps
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
+from .allreduce import reduced
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload, rotated, split_name
-from .collective import allgather_shares, reduce_scatter, reduced, shape_digest
 from .encoded import check_compression, encoded_for
+from .owners import allgather_shares, reduce_scatter, shape_digest
 
 OP = "hierarchical_neighbor_allreduce"
 _BETWEEN_LEADERS, _FROM_LEADER = 8, 9

@@ -11,7 +11,7 @@ from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Sen
 from ..world.agent import Agent
 from .arguments import channel_name, payload, rotated
 from .by_engine import members
-from .collective import shape_digest
+from .owners import shape_digest
 
 OP = "allgather of shares"
 

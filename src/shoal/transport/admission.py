@@ -74,6 +74,11 @@ class Unauthenticated:
         return True
 
     @property
+    def some(self) -> bool:
+        """There are any."""
+        return bool(self._origins)
+
+    @property
     def oldest(self) -> float:
         """When the one came that has waited for longest."""
         return next((connection.since for connection in self._origins), float("inf"))

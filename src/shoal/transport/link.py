@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ class Published:
     It is a copy, or, with ``zero_copy``, the tensor itself: its owner must not change it until all have read it.
     """
 
-    __slots__ = ("_bytes", "data", "lease", "region", "zero_copy")
+    __slots__ = ("_bytes", "_checks", "data", "lease", "region", "zero_copy")
 
     def __init__(
         self, data: torch.Tensor, region: Region | None = None, lease: Lease | None = None, zero_copy: bool = False
@@ -32,6 +33,7 @@ class Published:
         self.lease = lease
         self.zero_copy = zero_copy
         self._bytes: memoryview | None = None
+        self._checks: dict[tuple[int, int], str] = {}
 
     def part(self, start: int, stop: int) -> torch.Tensor:
         return self.data[start:stop] if stop - start != self.data.numel() else self.data
@@ -48,6 +50,14 @@ class Published:
             self._bytes = memoryview(flat.numpy())  # type: ignore[arg-type]
         size = self.data.element_size()
         return self._bytes[start * size : stop * size]
+
+    def check_of(self, start: int, piece: memoryview, check: Callable[[memoryview], str]) -> str:
+        """What the bytes from ``start`` on come to, which are ``piece``: found once for all that they are sent to."""
+        place = start, len(piece)
+        found = self._checks.get(place)
+        if found is None:
+            found = self._checks[place] = check(piece)
+        return found
 
 
 class Lease:

@@ -107,6 +107,7 @@ OPEN = Guard(None, sums)
 class _Stream:
     token: int
     rest: memoryview
+    start: int  # where in what was published
     keep: Published
 
 
@@ -115,6 +116,7 @@ class _Piece(NamedTuple):
 
     token: int
     data: memoryview
+    start: int
     keep: Published
 
 
@@ -148,7 +150,8 @@ class NetworkLink(Outgoing):
                 message.body = published.copy(start, stop)
         elif stop > start:
             message.where = Where.STREAM
-            self._streams.append(_Stream(message.token, published.bytes(start, stop), published))
+            at = start * published.data.element_size()
+            self._streams.append(_Stream(message.token, published.bytes(start, stop), at, published))
 
     def begin_again(self, sock: socket.socket, greeting: Connecting) -> None:
         self._tls = None
@@ -174,14 +177,9 @@ class NetworkLink(Outgoing):
             return
         try:
             while self._fill():
-                sent = self.sock.sendmsg(self._sending)
-                while sent:
-                    first = self._sending[0]
-                    if sent < len(first):
-                        self._sending[0] = first[sent:]
-                        break
-                    sent -= len(first)
-                    self._sending.popleft()
+                if not self._send_some():
+                    self._want_write(True)
+                    return
         except BlockingIOError:
             self._want_write(True)
             return
@@ -189,6 +187,18 @@ class NetworkLink(Outgoing):
             self._end(error, "sending to it failed: ")
             return
         self._want_write(False)
+
+    def _send_some(self) -> bool:
+        """Hand the system what is in line; False where it had room for a part of it, and so has none now."""
+        sent = self.sock.sendmsg(self._sending)
+        while sent:
+            first = self._sending[0]
+            if sent < len(first):
+                self._sending[0] = first[sent:]
+                break
+            sent -= len(first)
+            self._sending.popleft()
+        return self._tls is not None or not self._sending
 
     def _fill(self) -> bool:
         """Put the next bytes in line: what was cut, messages, then a chunk of the stream whose turn it is."""
@@ -207,7 +217,8 @@ class NetworkLink(Outgoing):
             return False
         stream = self._streams.popleft()
         chunk, stream.rest = stream.rest[:CHUNK_BYTES], stream.rest[CHUNK_BYTES:]
-        self._send(_Piece(stream.token, chunk, stream.keep))
+        self._send(_Piece(stream.token, chunk, stream.start, stream.keep))
+        stream.start += len(chunk)
         if stream.rest:
             self._streams.append(stream)
         return True
@@ -219,7 +230,8 @@ class NetworkLink(Outgoing):
         if isinstance(unit, bytes):
             self._sending.append(self._sealed(unit))
             return
-        header = Message(Kind.CHUNK, token=unit.token, nbytes=len(unit.data), text=self._guard.check(unit.data))
+        check = unit.keep.check_of(unit.start, unit.data, self._guard.check)
+        header = Message(Kind.CHUNK, token=unit.token, nbytes=len(unit.data), text=check)
         self._sending.append(self._sealed(encode(header)))
         self._sending.append(unit.data)
 
@@ -338,22 +350,19 @@ class NetworkIncoming(Incoming):
         turn = 0
         self._parse()
         while turn < TURN_BYTES or (self._tls is not None and self._tls.pending):
-            if self._chunk is not None:
-                turn += self._read_chunk(self._chunk)
-                continue
-            nbytes = self.sock.recv_into(self._view[self._filled :])
+            chunk = self._chunk
+            room = self._view[self._filled :] if chunk is None else chunk.memory[chunk.at : chunk.at + chunk.rest]
+            nbytes = self.sock.recv_into(room)
             if not nbytes:
-                raise CutOff("its end of the connection closed")
+                raise CutOff("its end of the connection closed" + (" in the middle of a tensor" if chunk else ""))
             turn += nbytes
-            self._filled += nbytes
-            self._parse()
-
-    def _read_chunk(self, one: _Arriving) -> int:
-        nbytes = self.sock.recv_into(one.memory[one.at : one.at + one.rest])
-        if not nbytes:
-            raise CutOff("its end of the connection closed in the middle of a tensor")
-        self._advance(one, nbytes)
-        return nbytes
+            if chunk is None:
+                self._filled += nbytes
+                self._parse()
+            else:
+                self._advance(chunk, nbytes)
+            if nbytes < len(room) and self._tls is None:  # that was all; and what comes meanwhile is an event
+                return
 
     def _advance(self, one: _Arriving, nbytes: int) -> None:
         one.at += nbytes

@@ -16,7 +16,7 @@ from .wire import ProtocolError
 
 T = TypeVar("T")
 SAY_AFTER_UNITS = 64
-SAY_AFTER_BYTES = 1 << 20
+SAY_AFTER_BYTES = 1 << 22
 """How much comes before the receiver says so: until then the sender keeps it."""
 MOST_SPOILED = 3
 """Times in a row, without a unit that is as it was sent between them: then that is no accident."""

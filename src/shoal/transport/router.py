@@ -401,7 +401,8 @@ class Router:
     @property
     def next_check(self) -> float:
         """When something is due."""
-        when = min(self._unauthenticated.oldest + GREETING_SECONDS, self._doors.next_check)
+        when = self._unauthenticated.oldest + GREETING_SECONDS if self._unauthenticated.some else float("inf")
+        when = min(when, self._doors.next_check)
         return min(when, *self._again.values()) if self._again else when
 
     def say_goodbye(self, lost: int = -1, cause: str = "") -> None:

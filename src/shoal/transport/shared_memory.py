@@ -33,7 +33,11 @@ from .sealing import Checksum
 from .sockets import Incoming, Outgoing
 from .wire import LOCKABLE, PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
 
+MANY_BYTES = PACKET_BYTES // 4
+"""Of a packet that may have others behind it: messages that are sent at once share packets."""
 _CREDENTIALS = struct.Struct("3i")
+_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_CLOSE = int(socket.MSG_CMSG_CLOEXEC)
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
@@ -167,13 +171,14 @@ class SharedMemoryIncoming(Incoming):
         raise CutOff("it has only asked")
 
     def read(self) -> None:
-        for _ in range(64):
-            nbytes, ancillary, flags, _ = self.sock.recvmsg_into([self._buffer], 64, socket.MSG_CMSG_CLOEXEC)
+        nbytes = len(self._buffer)
+        while nbytes >= MANY_BYTES:  # after a shorter packet there is rarely another, and the poller would say so
+            nbytes, ancillary, flags, _ = self.sock.recvmsg_into([self._buffer], 64, _CLOSE)
             descriptors = _descriptors(ancillary)
             if not nbytes:
                 raise ProtocolError("its end of the connection closed")
             try:
-                if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                if flags & _CUT:
                     raise ProtocolError("a packet larger than any of ours")
                 for frame in frames(self._seal.open(memoryview(self._buffer)[:nbytes])):
                     self._take(decode(frame), descriptors)

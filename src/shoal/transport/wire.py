@@ -32,6 +32,7 @@ class Kind(IntEnum):
     NOTICE = 7  # an agent died or left; passed on from neighbour to neighbour
     SEGMENT = 8  # a piece of shared memory, its descriptor attached
     FORGET = 9  # a piece of shared memory that will not be referred to again
+    WAITS = 10  # an answer to ASK: "I have not come so far, for I wait for the ranks in the shape"
 
 
 class Where(IntEnum):
@@ -197,11 +198,9 @@ def decode(frame: memoryview) -> Message:
     known_kind, known_where = _KINDS.get(kind), _WHERE.get(where)
     if known_kind is None or known_where is None or code >= len(DTYPES):
         raise ProtocolError(f"kind {kind}, place {where} or dtype {code} is unknown")
-    shape = _dimensions(ndim).unpack_from(frame, at) if ndim else ()
-    at += 8 * ndim
-    body = at + n_op + n_name
-    op = _text(bytes(frame[at : at + n_op]))
-    name = _text(bytes(frame[at + n_op : body]))
+    body = at + 8 * ndim + n_op + n_name
+    about = bytes(frame[at:body])
+    shape, op, name = _known_head(about, ndim, n_op) if len(about) < _LONG else _head(about, ndim, n_op)
     dtype, text, payload = DTYPES[code], "", None
     if known_kind is Kind.DATA:
         if known_where is Where.NOWHERE:
@@ -213,20 +212,20 @@ def decode(frame: memoryview) -> Message:
     elif known_where is not Where.NOWHERE:
         raise ProtocolError(f"a message of kind {kind} with a tensor")
     elif n_body:
-        text = _text(bytes(frame[body:]))
+        text = _read(bytes(frame[body:]))
     return Message(
         known_kind, op, name, round_, stage, token, flags, digest, scale, dtype, shape, payload, text, known_where,
         segment, offset, nbytes,
     )  # fmt: skip
 
 
-def _text(raw: bytes) -> str:
-    return _known(raw) if len(raw) < _LONG else _read(raw)
+def _head(raw: bytes, ndim: int, n_op: int) -> tuple[tuple[int, ...], str, str]:
+    """Shape, operation and name."""
+    op = 8 * ndim
+    return _dimensions(ndim).unpack_from(raw), _read(raw[op : op + n_op]), _read(raw[op + n_op :])
 
 
-@lru_cache(1024)
-def _known(raw: bytes) -> str:
-    return _read(raw)
+_known_head = lru_cache(1024)(_head)
 
 
 def _read(raw: bytes) -> str:

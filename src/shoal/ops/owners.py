@@ -1,0 +1,164 @@
+"""Each number is reduced by one agent, its owner: all send it there, and the owner sends the result to all.
+
+With one owner a tensor takes 2 (n - 1) messages, which is the least that there can be, and two hops. With as many
+owners as agents each sends and receives 2 (n - 1) / n of a tensor, which is the least that there can be as well, in
+2 n (n - 1) messages: a reduce-scatter and an all-gather. ``allreduce.py`` says how many there are. Owners take the
+terms of a sum in rank order, so the bits do not depend on who they are.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from ..arithmetic import reduce
+from ..engine.operation import MORE, Arrived, Carried, Exchange, Operation, Send, Steps
+from ..transport.link import Published
+from ..world.agent import Agent
+from .arguments import LAYOUT, payload, rotated
+from .by_engine import members
+
+_TERMS, _RESULTS = 0, 1
+"""The stages."""
+
+
+def shares(total: int, count: int) -> list[tuple[int, int]]:
+    """``count`` nearly equal pieces of ``total`` elements, as (start, stop)."""
+    return [(total * i // count, total * (i + 1) // count) for i in range(count)]
+
+
+def shape_digest(shape: Sequence[int]) -> int:
+    """Lets agents that hold different pieces of a tensor find out that their tensors differ in shape."""
+    return zlib.crc32(repr(tuple(shape)).encode())
+
+
+def reduced_by_owners(
+    agent: Agent,
+    operation: Operation,
+    published: Published,
+    shape: tuple[int, ...],
+    how: str,
+    group: Sequence[int],
+    owners: Sequence[int],
+    layout: int,
+) -> Steps[tuple[Published | None, Arrived]]:
+    """The reduction of what each agent of ``group`` published: this agent's share, if it has one, and the others'.
+
+    Args:
+        shape: Of the whole tensor.
+        owners: Ranks of the group, ascending; each owns a share, as :func:`shares` cuts them.
+        layout: Of the tensors that are joined in it, where it is of several.
+    """
+    alone = len(owners) == 1
+    digest = layout if alone else layout or shape_digest(shape)
+    digest_of = LAYOUT if alone or layout else "shape"
+    sends = terms_for(agent, published, shape, owners)
+    if agent.rank not in owners:
+        # One stage: the owners are in the first of their two when they get what is sent here.
+        arrived = yield Exchange(
+            sends,
+            owners,
+            published.data.dtype,
+            shape if alone else None,
+            digest=digest,
+            digest_of=digest_of,
+            stage=_RESULTS,
+            early=_RESULTS - _TERMS,
+        )
+        return None, arrived
+    start, stop = shares(published.data.numel(), len(owners))[owners.index(agent.rank)]
+    part = shape if alone else (stop - start,)
+    others = [rank for rank in group if rank != agent.rank]
+    carried = Carried(members(agent, operation, group)) if len(owners) == len(group) else None
+    arrived = yield Exchange(
+        sends, others, published.data.dtype, part, digest=digest, digest_of=digest_of, stage=_TERMS, carried=carried
+    )
+    share = yield from share_of(agent, operation, published.data[start:stop], how, group, arrived)
+    results = [Send(rank, share, 0, stop - start, part) for rank in others]
+    arrived = yield Exchange(
+        rotated(results, agent),
+        [owner for owner in owners if owner != agent.rank],
+        published.data.dtype,
+        digest=digest,
+        digest_of=digest_of,
+        stage=_RESULTS,
+        carried=carried,
+    )
+    return share, arrived
+
+
+def terms_for(agent: Agent, published: Published, shape: tuple[int, ...], owners: Sequence[int]) -> list[Send]:
+    """What the owners get of a tensor of this agent."""
+    total = published.data.numel()
+    if len(owners) == 1:
+        return [Send(owner, published, 0, total, shape) for owner in owners if owner != agent.rank]
+    cut = zip(owners, shares(total, len(owners)), strict=True)
+    sends = [
+        Send(owner, published, start, stop, (stop - start,)) for owner, (start, stop) in cut if owner != agent.rank
+    ]
+    return rotated(sends, agent)
+
+
+def share_of(
+    agent: Agent, operation: Operation, own: torch.Tensor, how: str, group: Sequence[int], arrived: Arrived
+) -> Steps[Published]:
+    """The reduction of what has come and this agent's ``own``, where others can read it."""
+    share = agent.engine.publisher.room(operation, own.numel(), own.dtype)
+    payloads = [payload(arrived, rank) for rank in group if rank != agent.rank]
+    yield from reduce(share.data, how, own, group.index(agent.rank), payloads)
+    return share
+
+
+def put_together(
+    agent: Agent, share: torch.Tensor | None, arrived: Arrived, owners: Sequence[int], out: torch.Tensor
+) -> Steps[None]:
+    """Copy the shares of all owners to their places in ``out`` (flat), whichever comes first."""
+    if len(owners) == 1 and share is None:
+        parts = [(out, payload(arrived, owners[0]))]
+    else:
+        parts = []
+        for owner, (start, stop) in zip(owners, shares(out.numel(), len(owners)), strict=True):
+            if owner != agent.rank:
+                parts.append((out[start:stop], payload(arrived, owner)))
+            elif share is not None:
+                out[start:stop].copy_(share)
+    while True:
+        for place, source in parts:
+            if source.complete:
+                place.copy_(source.data)
+        parts = [(place, source) for place, source in parts if not source.complete]
+        if not parts:
+            return
+        yield MORE
+
+
+def reduce_scatter(
+    agent: Agent, operation: Operation, published: Published, shape: tuple[int, ...], how: str, group: Sequence[int]
+) -> Steps[torch.Tensor]:
+    """This agent's share of the reduction of what each agent of ``group`` published, where all are owners."""
+    start, stop = shares(published.data.numel(), len(group))[group.index(agent.rank)]
+    arrived = yield Exchange(
+        terms_for(agent, published, shape, group),
+        [rank for rank in group if rank != agent.rank],
+        published.data.dtype,
+        (stop - start,) if len(group) > 1 else None,
+        digest=shape_digest(shape),
+        digest_of="shape",
+        carried=Carried(members(agent, operation, group)),
+    )
+    share = yield from share_of(agent, operation, published.data[start:stop], how, group, arrived)
+    return share.data
+
+
+def allgather_shares(
+    agent: Agent, operation: Operation, mine: torch.Tensor, out: torch.Tensor, group: Sequence[int]
+) -> Steps[None]:
+    """Fill ``out`` (flat) with the shares of all agents of ``group``, where all are owners."""
+    published = agent.engine.publisher.publish(operation, mine)
+    others = [rank for rank in group if rank != agent.rank]
+    sends = [Send(rank, published, 0, mine.numel(), (mine.numel(),)) for rank in others]
+    carried = Carried(members(agent, operation, group))
+    arrived = yield Exchange(rotated(sends, agent), others, mine.dtype, carried=carried)
+    yield from put_together(agent, mine, arrived, group, out)

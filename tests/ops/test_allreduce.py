@@ -1,0 +1,142 @@
+"""All-reduces by every way that there is: the same bits as a fold in rank order, whoever owns which numbers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+import shoal
+from shoal.ops import allreduce
+from shoal.world.agent import Agent, current
+from support.reference import reduced, same_bits
+from support.samples import sample, samples
+
+Fleets = Callable[..., shoal.Fleet]
+NUMELS = [1, 7, 1000, 5001, 300_001]
+"""Around what travels inside a message, and above a block of a sum."""
+
+
+@pytest.fixture
+def owned_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[int]], Sequence[int]]], None]:
+    """Says which of a group own the numbers, instead of what their count would pay for."""
+
+    def say(owners: Callable[[Sequence[int]], Sequence[int]]) -> None:
+        def of(agent: Agent, group: Sequence[int], nbytes: int) -> Sequence[int]:
+            return owners(group)
+
+        monkeypatch.setattr(allreduce, "owners_of", of)
+
+    return say
+
+
+@pytest.mark.links("an engine sums in an order of its own")
+@pytest.mark.parametrize("size", [3, 4, 5, 8])
+def test_any_number_of_owners_gives_the_bits_of_the_fold_in_rank_order(
+    fleet: Fleets, owned_by: Callable[..., None], size: int
+) -> None:
+    def run() -> list[torch.Tensor]:
+        return [shoal.allreduce(sample(shoal.rank(), (numel,)), False) for numel in NUMELS]
+
+    expected = [reduced("sum", samples(size, (numel,))) for numel in NUMELS]
+    for count in range(1, size + 1):
+        owned_by(lambda group, count=count: group[-count:])
+        for found in fleet(size).run(run):
+            assert all(map(same_bits, found, expected)), count
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.int64], ids=str)
+@pytest.mark.parametrize("how", ["sum", "product"])
+def test_no_dtype_shows_who_owned_its_numbers(
+    fleet: Fleets, owned_by: Callable[..., None], how: str, dtype: torch.dtype
+) -> None:
+    """Not even a product of complex numbers, which torch rounds by where it lies."""
+
+    def run() -> torch.Tensor:
+        return shoal.allreduce(sample(shoal.rank(), (5001,), dtype), op=how)
+
+    found = []
+    for count in (1, 2, 4):
+        owned_by(lambda group, count=count: group[:count])
+        found += fleet(4).run(run)
+    assert all(same_bits(one, found[0]) for one in found)
+
+
+@pytest.mark.links("with an engine all own a share, of what it does not sum itself")
+def test_the_number_of_owners_grows_with_the_tensor_up_to_that_of_the_agents(fleet: Fleets) -> None:
+    def run() -> list[int]:
+        agent = current()
+        return [len(allreduce.owners_of(agent, range(8), 1 << power)) for power in range(34)]
+
+    for counts in fleet(8).run(run):
+        assert counts[0] == 1
+        assert counts == sorted(counts)
+        assert counts[-1] == 8
+
+
+def test_owners_are_ranks_of_the_group_in_order(fleet: Fleets) -> None:
+    def run() -> bool:
+        agent = current()
+        group = [1, 3, 4, 6, 7]
+        return all(
+            list(allreduce.owners_of(agent, group, 1 << power)) == sorted(set(owners) & set(group))
+            for power in range(34)
+            for owners in [allreduce.owners_of(agent, group, 1 << power)]
+        )
+
+    assert all(fleet(8).run(run))
+
+
+@pytest.mark.links("an engine moves it")
+def test_a_small_tensor_takes_two_messages_for_each_agent_but_one(fleet: Fleets) -> None:
+    """To its owner and back, whatever the number of agents: not one for each pair."""
+
+    def run() -> int:
+        shoal.allreduce(torch.ones(2))
+        sent = []
+        stop = shoal.events().subscribe(lambda event: sent.append(event) if event.kind == "sent" else None)
+        shoal.allreduce(torch.ones(2))
+        stop()
+        return len(sent)
+
+    assert sum(fleet(8).run(run)) == 2 * 7
+
+
+@pytest.mark.parametrize("numel", [3, 9000, 3_000_000], ids=["inline", "region", "shares"])
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_a_shape_that_one_of_four_has_differently_ends_all_calls_and_sums_nothing(
+    fleet: Fleets, numel: int, odd: int
+) -> None:
+    def run() -> tuple[int, ...]:
+        out = torch.zeros(numel + (shoal.rank() == odd))
+        began = time.monotonic()
+        with pytest.raises(shoal.Mismatch) as caught:
+            shoal.allreduce(torch.ones_like(out), out=out)
+        assert time.monotonic() - began < 5
+        assert not out.any()
+        shoal.allreduce(torch.ones(3), name="after")
+        return caught.value.ranks
+
+    found = fleet(4).run(run)
+    assert any(odd in ranks for ranks in found), found
+
+
+@pytest.mark.parametrize("numel", [3, 3_000_000], ids=["one owner", "all own"])
+def test_who_never_comes_is_named_by_all_and_nobody_else_is(fleet: Fleets, numel: int) -> None:
+    """Also by those who wait for nothing but the word of an owner, who waits itself."""
+    done, both = threading.Event(), threading.Barrier(3)
+
+    def run() -> tuple[int, ...]:
+        if shoal.rank() == 2:
+            assert done.wait(15)
+            return (2,)
+        with pytest.raises(shoal.DeadlineExceeded) as caught:
+            shoal.allreduce(torch.ones(numel), name="x", timeout=1.0)
+        both.wait()
+        done.set()
+        return caught.value.ranks
+
+    assert fleet(4).run(run) == [(2,)] * 4
