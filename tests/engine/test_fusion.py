@@ -14,7 +14,7 @@ import torch
 
 import shoal
 from shoal.engine.fused_name import MOST_OPERATIONS, PREFIX
-from shoal.engine.fusion import MOST_BYTES
+from shoal.engine.fused_operation import MOST_BYTES
 from shoal.transport.wire import Kind, Message, Payload
 from shoal.world.agent import current
 from support.leftovers import wait_until

@@ -13,7 +13,19 @@ from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
-from ..transport.wire import AGAIN, CERTAIN, DIED, HERE, MAX_DIMENSIONS, SILENT, WANTS_REPLY, Kind, Message, Where
+from ..transport.wire import (
+    AGAIN,
+    CERTAIN,
+    CONFIRM,
+    DIED,
+    HERE,
+    MAX_DIMENSIONS,
+    SILENT,
+    WANTS_REPLY,
+    Kind,
+    Message,
+    Where,
+)
 from .events import COORDINATION, Events
 from .matching import NO_FAILURE, SMALL_WINDOW, Channel, Failure
 from .membership import Departure, Membership
@@ -83,7 +95,7 @@ class Outbox:
                 operation.round,
                 stage.number - exchange.early,
                 token,
-                WANTS_REPLY if reply else 0,
+                (WANTS_REPLY if reply else 0) | (CONFIRM if exchange.checked else 0),
                 exchange.digest,
                 send.scale,
                 published.data.dtype,
@@ -156,16 +168,27 @@ class Outbox:
     def acknowledge(self, source: int, message: Message) -> None:
         """Tell a sender that it may have its memory back, once."""
         if message.flags & WANTS_REPLY:
-            message.flags = 0
-            self.say(source, Message(Kind.DONE, token=message.token))
+            token = self._answers(message)
+            if token:
+                self.say(source, Message(Kind.DONE, token=token))
 
     def refuse(self, source: int, message: Message, text: str, lost: int | None = None) -> None:
         """Tell a peer that its message does not fit, and why; ``lost``: the agent whose loss is the reason."""
-        refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, message.token, text=text)
+        token = self._answers(message)  # a refusal is an answer
+        refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, token, text=text)
         if lost is not None:
             refusal.flags, refusal.digest = DIED, lost
         self.say(source, refusal)
-        message.flags = 0  # a refusal is an answer
+
+    @staticmethod
+    def _answers(message: Message) -> int:
+        """The token of what an answer to a message answers; 0 where others that came with it have still to be."""
+        parts, wanted = message.part_of, message.flags & WANTS_REPLY
+        message.flags = 0
+        if parts is None:
+            return message.token
+        parts.left -= 1 if wanted else 0
+        return message.token if wanted and not parts.left else 0
 
     def deny(self, peer: int, what: Operation | Message, stage: int, failure: Failure = NO_FAILURE) -> None:
         """Tell a peer that waits for a message of ours that none will come, and why where the call failed."""
@@ -255,7 +278,7 @@ class Outbox:
         if sent.published.lease is not None:
             sent.published.lease.release()
         sent.channel.acknowledged(sent.operation.round, sent.receiver)
-        sent.operation.unconfirmed.pop(token, None)
+        sent.operation.confirmed(token)
         return sent.operation, sent.channel
 
     def unacknowledged_by(self, rank: int) -> list[int]:

@@ -1,0 +1,79 @@
+"""What may be fused, and how: operations that differ in nothing but their tensors are one over all of these, joined.
+
+The sum of a number does not depend on its neighbours in memory, so each tensor has the bits that it has by itself. Who
+sends what to whom, in which stage, is as it is for each of them by itself, so that an agent that fuses gets on with one
+that does not (``engine/fusion.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..arithmetic import weighted_sum
+from ..engine.operation import Exchange, Fusible, Operation, Send, Steps
+from ..engine.publishing import PUBLISH_BYTES
+from ..topology import Mixing
+from ..world.agent import Agent
+from .arguments import payload, put, rotated
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """A tensor costs its bookkeeping, and not its bytes: it travels inside a message."""
+    return tensor.is_cpu and 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """As it is now, for what begins later; of the same shape."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class WithNeighbours:
+    """The weighted averages of one round, whose edges both of their ends know.
+
+    Attributes:
+        digest: Of what both ends must agree on.
+        confirmed: Each end has to say that it knows of the edge.
+    """
+
+    agent: Agent = field(compare=False, repr=False)
+    mixing: Mixing
+    digest: int
+    confirmed: bool
+
+    def together(self, operation: Operation, parts: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
+        mixing = self.mixing
+        published = self.agent.engine.publisher.publish_joined(operation, [one.flat for one in parts])
+        total = published.data.numel()
+        sends = [Send(rank, published, 0, total, (total,), mixing.destinations[rank]) for rank in mixing.destinations]
+        arrived = yield Exchange(
+            rotated(sends, self.agent),
+            mixing.source_ranks,
+            published.data.dtype,
+            (total,),
+            checked=self.confirmed,
+            digest=self.digest,
+        )
+        terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in mixing.sources.items()]
+        joined = torch.empty_like(published.data)
+        yield from weighted_sum(joined, published.data, mixing.self_weight, terms)
+        return apart(joined, parts)
+
+
+def apart(joined: torch.Tensor, parts: list[Fusible]) -> list[torch.Tensor | Exception]:
+    """The results of several in one, each where its caller wants it; or why its ``out`` does not take it, which is
+    nothing to the others."""
+    results = torch.split(joined, [one.flat.numel() for one in parts])
+    return [_placed(one, result.view(one.shape)) for one, result in zip(parts, results, strict=True)]
+
+
+def _placed(one: Fusible, result: torch.Tensor) -> torch.Tensor | Exception:
+    try:
+        if one.out is None:
+            return result.clone()
+        put(result, one.out)
+        return one.out
+    except Exception as error:
+        return error
