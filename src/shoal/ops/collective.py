@@ -6,13 +6,13 @@ the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..arithmetic import REDUCTIONS, complete
 from ..engine.discovery import discover, submit_to_all
-from ..engine.operation import Carried, Exchange, Handle, Operation, Send, Steps
+from ..engine.operation import Carried, Exchange, Fusible, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..topology._validate import check_rank
 from ..transport.wire import DTYPES, Kind, Message, Payload
@@ -31,6 +31,7 @@ from .arguments import (
     rotated,
 )
 from .by_engine import spread_by_engine
+from .together import OverAll, copied, is_small
 
 
 def allreduce(
@@ -58,7 +59,8 @@ def allreduce(
     Returns:
         A tensor of the same shape and dtype (``out`` if given). It never requires grad.
     """
-    return allreduce_nonblocking(tensor, average, is_hierarchical_local, name, op=op, out=out, timeout=timeout).wait()
+    how, agent, among = _meant(average, op, is_hierarchical_local)
+    return submit_allreduce(agent, tensor, how, name, among, out=out, timeout=timeout).wait()
 
 
 def allreduce_nonblocking(
@@ -71,11 +73,19 @@ def allreduce_nonblocking(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
-    """:func:`allreduce` without waiting."""
-    how = op if op is not None else ("average" if average else "sum")
+    """:func:`allreduce` without waiting.
+
+    Small tensors that are submitted one after another, and reduced in the same way, travel together.
+    """
+    how, agent, among = _meant(average, op, is_hierarchical_local)
+    return submit_allreduce(agent, tensor, how, name, among, out=out, timeout=timeout, fusible=True)
+
+
+def _meant(average: bool, op: str | None, is_hierarchical_local: bool) -> tuple[str, Agent, Sequence[int] | None]:
+    """How the arguments of a call reduce, and among whom."""
     agent = current("allreduce")
-    among = agent.local_ranks if is_hierarchical_local else None
-    return submit_allreduce(agent, tensor, how, name, among, out=out, timeout=timeout)
+    how = op if op is not None else ("average" if average else "sum")
+    return how, agent, agent.local_ranks if is_hierarchical_local else None
 
 
 def submit_allreduce(
@@ -91,6 +101,7 @@ def submit_allreduce(
     op: str = "allreduce",
     layout: int = 0,
     owned: bool = False,
+    fusible: bool = False,
 ) -> Handle[torch.Tensor]:
     """Begin an all-reduce, for the public functions and the optimizers.
 
@@ -103,10 +114,17 @@ def submit_allreduce(
         op: What it is called.
         layout: Of the tensors that are joined in it, where it is of several.
         owned: ``tensor`` is nobody else's, and may become the result.
+        fusible: A small tensor may wait for others, to travel with them.
     """
     tensor = check_tensor(f"allreduce with op {how}", tensor, reducible(how))
     check_out("allreduce", out, tensor.shape, tensor.dtype)
     whole = range(agent.size) if among is None else among
+    engine = agent.engine
+    # What is handed on after a loss has to be the same for all.
+    handed_on = among is None or not engine.agreement.active
+    goes_with_others = fusible and handed_on and not layout and engine.may_fuse and is_small(tensor)
+    if goes_with_others:
+        tensor = copied(tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         return reduced(agent, operation, tensor, how, operation.left_of(whole), out, zero_copy, layout, owned)
@@ -120,7 +138,10 @@ def submit_allreduce(
     channel = channel_name(op, name)
     # Within machines there are several results, and who has ended need not have the one that another lacks.
     taken = take if among is None else None
-    return submit_to_all(agent.engine, kind, channel, steps, timeout, name is not None, taken)
+    begins: Callable[[Operation], Steps[torch.Tensor]] | Fusible = steps
+    if goes_with_others:
+        begins = Fusible(tensor.view(-1), tuple(tensor.shape), out, steps, OverAll(agent, how, tuple(whole)))
+    return submit_to_all(engine, kind, channel, begins, timeout, name is not None, taken)
 
 
 def reducible(how: str) -> tuple[torch.dtype, ...]:

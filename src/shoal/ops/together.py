@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..arithmetic import weighted_sum
+from ..arithmetic import complete, reduce, weighted_sum
+from ..engine.discovery import keep_results
 from ..engine.operation import Exchange, Fusible, Operation, Send, Steps
 from ..engine.publishing import PUBLISH_BYTES
 from ..topology import Mixing
 from ..world.agent import Agent
 from .arguments import payload, put, rotated
+from .owners import reduced_by_owners
 
 
 def is_small(tensor: torch.Tensor) -> bool:
@@ -60,6 +62,38 @@ class WithNeighbours:
         joined = torch.empty_like(published.data)
         yield from weighted_sum(joined, published.data, mixing.self_weight, terms)
         return apart(joined, parts)
+
+
+@dataclass(frozen=True)
+class OverAll:
+    """Reductions over a group, each of tensors so small that they have one owner, the first of the group, or that two
+    agents send them to each other."""
+
+    agent: Agent = field(compare=False, repr=False)
+    how: str
+    group: tuple[int, ...]
+
+    def together(self, operation: Operation, parts: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
+        agent, group = self.agent, self.group
+        published = agent.engine.publisher.publish_joined(operation, [one.flat for one in parts])
+        shape = (published.data.numel(),)
+        if len(group) > 2:
+            mine, arrived = yield from reduced_by_owners(
+                agent, operation, published, shape, self.how, group, group[:1], layout=0
+            )
+            theirs = [payload(arrived, rank) for rank in arrived]
+            yield from complete(theirs)
+            joined = mine.data if mine is not None else theirs[0].data
+        else:
+            others = [rank for rank in group if rank != agent.rank]
+            sends = [Send(rank, published, 0, *shape, shape) for rank in others]
+            arrived = yield Exchange(sends, others, published.data.dtype, shape)
+            joined = torch.empty_like(published.data)
+            theirs = [payload(arrived, rank) for rank in others]
+            yield from reduce(joined, self.how, published.data, group.index(agent.rank), theirs)
+        results = apart(joined, parts)
+        keep_results(agent.engine, operation, results)
+        return results
 
 
 def apart(joined: torch.Tensor, parts: list[Fusible]) -> list[torch.Tensor | Exception]:
