@@ -69,6 +69,11 @@ class FusedOperation(Operation):
         for one in members:
             self.places[one] = (at, at := at + fusible(one).flat.numel())
 
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors, joined."""
+        return self.places[self.members[-1]][1] * fusible(self.members[0]).flat.element_size()
+
     def proceed(self, mover: Mover, item: Exchange | str | None, result: Any, error: BaseException | None) -> None:
         self.mover.proceed(self, item, result, error)
 
@@ -79,8 +84,11 @@ class FusedOperation(Operation):
     def parts(self) -> Sequence[Operation]:
         return self.members
 
+    def expect_confirmation(self, token: int, destination: int) -> None:
+        for one in self.members:
+            one.expect_confirmation(token, destination)
+
     def confirmed(self, token: int) -> None:
-        self.unconfirmed.pop(token, None)
         for one in self.members:
             one.confirmed(token)
 

@@ -24,14 +24,17 @@ import torch
 from ..transport.wire import CONFIRM, Message, Parts
 from .events import Events
 from .fused_name import keys, runs_of
-from .fused_operation import FusedOperation, Partial, Received, fusible, piece, take
+from .fused_operation import MOST_BYTES, FusedOperation, Partial, Received, fusible, piece, take
 from .lifecycle import Lifecycle
-from .matching import WINDOW, Channel, Matcher, disagreement
+from .matching import Matcher, disagreement
 from .membership import Membership
 from .operation import MORE, Exchange, Operation, Stage
 from .outbox import Outbox
 from .progress import Progress
 
+MOST_UNREAD = 16
+MOST_UNREAD_BYTES = 4 * MOST_BYTES
+"""Of fused operations whose receivers have not taken them up; more are not fused."""
 SPLIT_AFTER = 0.1
 """Seconds after which a fused operation that waits is split, so that each of its members asks for itself."""
 
@@ -61,7 +64,7 @@ class Fusion:
         self._active: dict[str, FusedOperation] = {}
         self._early: dict[tuple[str, int], list[Received]] = {}  # by the operations that are in them
         self._coming: list[Received] = []  # to be unpacked once all of it is here
-        self._unread: list[Channel] = []
+        self._unread: list[FusedOperation] = []
         self._rank = rank
         self._lock = progress.lock
         self._progress = progress
@@ -94,9 +97,10 @@ class Fusion:
 
     def _fuse(self, name: str, members: list[Operation]) -> FusedOperation | None:
         """One operation of several, unless that would only be split."""
-        self._unread = [channel for channel in self._unread if channel.unacknowledged]
-        if len(self._unread) >= WINDOW:  # receivers are behind: by itself each of them waits for its turn to send
-            return None
+        self._unread = [one for one in self._unread if one.channel.unacknowledged]
+        nbytes = sum(one.nbytes for one in self._unread)
+        if len(self._unread) >= MOST_UNREAD or nbytes >= MOST_UNREAD_BYTES:
+            return None  # receivers are behind: by itself each of them waits for its turn to send
         fused = FusedOperation(name, members, self)
         self._active[name] = fused
         if self._events.active:
@@ -124,15 +128,14 @@ class Fusion:
         else:
             self._end(fused, error)
             for operation, one in zip(fused.members, result or [None] * len(fused.members), strict=True):
-                self._conclude(fused, operation, one, error)
+                self._conclude(operation, one, error)
 
-    def _conclude(self, fused: FusedOperation, operation: Operation, result: Any, error: BaseException | None) -> None:
+    def _conclude(self, operation: Operation, result: Any, error: BaseException | None) -> None:
         """End a member, or let it wait for those to whom the fused operation has sent."""
         own = result if isinstance(result, Exception) else error
         if operation.handle is None:  # it has failed meanwhile
             return
-        if own is None and fused.unconfirmed:
-            operation.unconfirmed = dict(fused.unconfirmed)
+        if own is None and operation.unconfirmed:
             self._lifecycle.await_confirmation(operation, result)
         else:
             self._lifecycle.settle(operation, None if own is not None else result, own)
@@ -150,8 +153,8 @@ class Fusion:
             self._outbox.post(fused.channel, fused, stage)
         if stage.posted:
             fused.sent |= {number}
-        if fused.channel.unacknowledged and fused.channel not in self._unread:
-            self._unread.append(fused.channel)
+        if fused.channel.unacknowledged and fused not in self._unread:
+            self._unread.append(fused)
         if not stage.posted:  # somebody is gone: each member says so by its own name and round
             self._split(fused)
         elif stage.complete:
@@ -212,7 +215,7 @@ class Fusion:
                 self._deliver(source, piece(part.like, one.name, one.round, fusible(one).shape, data))
         for operation in fused.members:
             if operation.handle is not None:
-                operation.sent, operation.unconfirmed = fused.sent, dict(fused.unconfirmed)
+                operation.sent = fused.sent
                 self._lifecycle.begin(operation)
 
     def split_all(self) -> None:
@@ -360,7 +363,7 @@ class Fusion:
             self._coming.append(received)
             return
         runs = runs_of(message)
-        # Who wants to know whether what it sent was expected is answered when that is known of all of it.
+        # Who wants to know whether what it sent was expected is told of each part.
         parts = Parts(sum(run.length for run in runs)) if message.flags & CONFIRM else None
         at = 0
         for name, first, length, shape in runs:

@@ -432,13 +432,20 @@ class Lifecycle:
             return
         sent, channel = found
         for operation in sent.parts:
-            agreed_on = self.gate.frozen and operation.restarts  # what becomes of it
-            confirmed = operation.outcome is not None and not operation.unconfirmed
-            if confirmed and operation.error is None and not agreed_on:
-                assert operation.outcome is not None
-                (result,), operation.outcome = operation.outcome, None
-                self.settle(operation, result, None)
+            self._end_if_confirmed(operation)
         self.send_deferred(channel)
+
+    def confirmed_in_part(self, source: int, message: Message) -> None:
+        """A receiver expected one of several tensors that it was sent at once."""
+        operation = self._outbox.confirmed_in_part(source, message)
+        if operation is not None:
+            self._end_if_confirmed(operation)
+
+    def _end_if_confirmed(self, operation: Operation) -> None:
+        agreed_on = self.gate.frozen and operation.restarts  # what becomes of it
+        if operation.outcome is not None and not operation.unconfirmed and operation.error is None and not agreed_on:
+            outcome, operation.outcome = operation.outcome, None
+            self.settle(operation, outcome[0], None)
 
     def refuse_unexpected(self, source: int, message: Message) -> Mismatch:
         """Turn away what nobody here has asked for. Returns the error for this side."""

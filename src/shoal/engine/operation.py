@@ -321,6 +321,10 @@ class Operation:
         """The calls that it is about: itself, or those that are fused in it."""
         return (self,)
 
+    def expect_confirmation(self, token: int, destination: int) -> None:
+        """A destination has to confirm that it expected what is sent with a token."""
+        self.unconfirmed[token] = destination
+
     def confirmed(self, token: int) -> None:
         """A destination has answered what was sent with a token."""
         self.unconfirmed.pop(token, None)

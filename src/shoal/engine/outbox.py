@@ -112,7 +112,7 @@ class Outbox:
                 self._unacknowledged[token] = _Unacknowledged(send.destination, operation, published, channel, kept)
                 channel.sent(operation.round, send.destination)
                 if (exchange.checked and not carried) or published.zero_copy:
-                    operation.unconfirmed[token] = send.destination
+                    operation.expect_confirmation(token, send.destination)
             link = self._link(send.destination)
             if link is None:
                 return
@@ -168,27 +168,28 @@ class Outbox:
     def acknowledge(self, source: int, message: Message) -> None:
         """Tell a sender that it may have its memory back, once."""
         if message.flags & WANTS_REPLY:
-            token = self._answers(message)
-            if token:
+            token, message.flags = message.token, 0
+            if self._is_last(message):
                 self.say(source, Message(Kind.DONE, token=token))
+            else:
+                self.say(source, Message(Kind.DONE, message.op, message.name, message.round, token=token))
 
     def refuse(self, source: int, message: Message, text: str, lost: int | None = None) -> None:
         """Tell a peer that its message does not fit, and why; ``lost``: the agent whose loss is the reason."""
-        token = self._answers(message)  # a refusal is an answer
+        answers = not message.flags & WANTS_REPLY or self._is_last(message)
+        token, message.flags = message.token if answers else 0, 0  # a refusal is an answer
         refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, token, text=text)
         if lost is not None:
             refusal.flags, refusal.digest = DIED, lost
         self.say(source, refusal)
 
     @staticmethod
-    def _answers(message: Message) -> int:
-        """The token of what an answer to a message answers; 0 where others that came with it have still to be."""
-        parts, wanted = message.part_of, message.flags & WANTS_REPLY
-        message.flags = 0
-        if parts is None:
-            return message.token
-        parts.left -= 1 if wanted else 0
-        return message.token if wanted and not parts.left else 0
+    def _is_last(message: Message) -> bool:
+        """Nothing that came with a message has still to be answered, once it is."""
+        parts = message.part_of
+        if parts is not None:
+            parts.left -= 1
+        return parts is None or not parts.left
 
     def deny(self, peer: int, what: Operation | Message, stage: int, failure: Failure = NO_FAILURE) -> None:
         """Tell a peer that waits for a message of ours that none will come, and why where the call failed."""
@@ -280,6 +281,16 @@ class Outbox:
         sent.channel.acknowledged(sent.operation.round, sent.receiver)
         sent.operation.confirmed(token)
         return sent.operation, sent.channel
+
+    def confirmed_in_part(self, receiver: int, message: Message) -> Operation | None:
+        """A receiver expected one of several tensors that it was sent at once. Whose."""
+        sent = self._unacknowledged.get(message.token)
+        parts = sent.operation.parts if sent is not None and sent.receiver == receiver else ()
+        for one in parts:
+            if (one.name, one.round) == (message.name, message.round):
+                one.confirmed(message.token)
+                return one
+        return None
 
     def unacknowledged_by(self, rank: int) -> list[int]:
         """The tokens that a peer has not answered."""

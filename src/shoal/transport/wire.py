@@ -80,7 +80,8 @@ AGAIN = 64
 """Flag of a DATA message: it was to be carried by another engine, and comes by a link in its place, perhaps once more.
 """
 CONFIRM = 128
-"""Flag of a DATA message: answer it when it is known to have been expected, each tensor of those that are in it."""
+"""Flag of a DATA message: answer it when it is known to have been expected; each of several tensors in it by its name.
+"""
 CERTAIN = 8
 """Flag of a NOTICE: its process has ended, or it says so itself; else a connection has, which may be the network's."""
 
@@ -135,7 +136,7 @@ class Message:
     tail: bytes = field(default=b"", repr=False)
     """The encoded variable part, once it has been encoded: the same for all destinations of one tensor."""
     part_of: Parts | None = None
-    """Here, of one that came in another: that one is answered with the last of its parts."""
+    """Here, of one that came in another, which is answered with the last of its parts."""
 
     @property
     def nothing(self) -> bool:
