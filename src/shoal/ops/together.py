@@ -20,10 +20,13 @@ from ..world.agent import Agent
 from .arguments import payload, put, rotated
 from .owners import reduced_by_owners
 
+MOST_BYTES = PUBLISH_BYTES
+"""Of a tensor that may go together with others; ``benchmarks/fusion.py`` measures what larger ones would gain."""
+
 
 def is_small(tensor: torch.Tensor) -> bool:
     """A tensor costs its bookkeeping, and not its bytes: it travels inside a message."""
-    return tensor.is_cpu and 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES
+    return tensor.is_cpu and 0 < tensor.numel() * tensor.element_size() <= MOST_BYTES
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
