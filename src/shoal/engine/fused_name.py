@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..transport.wire import MAX_DIMENSIONS, Message
+from ..transport.wire import COMMON, MAX_DIMENSIONS, Message
 
 PREFIX = "~fused "
 MOST_OPERATIONS = 256
@@ -41,7 +41,8 @@ def runs_of(message: Message) -> list[Run]:
     """What is in a fused message; nothing if its name is nonsense or does not add up to its tensor."""
     runs, payload = read(message.name), message.payload
     total = sum(run.length * math.prod(run.shape) for run in runs)
-    return runs if payload is not None and total == payload.data.numel() else []
+    adds_up = payload is not None and (message.flags & COMMON or total == payload.data.numel())
+    return runs if adds_up else []
 
 
 def _is_sound(run: Run) -> bool:

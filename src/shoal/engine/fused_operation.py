@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..transport.wire import MAX_NAME, Kind, Message, Parts, Payload, Where
+from ..transport.wire import COMMON, MAX_NAME, Kind, Message, Parts, Payload, Where
 from .fused_name import MOST_OPERATIONS, Run, name_of
 from .matching import Channel
 from .operation import Exchange, Fusible, Mover, Operation
@@ -37,6 +37,11 @@ class Partial:
     data: torch.Tensor
     like: Message
     here: set[Operation] = field(default_factory=set)
+
+    @property
+    def common(self) -> bool:
+        """It is the same for each of the operations."""
+        return bool(self.like.flags & COMMON)
 
 
 class Received(NamedTuple):
@@ -144,6 +149,7 @@ def piece(
         name,
         round_,
         like.stage,
+        flags=like.flags & COMMON,
         digest=like.digest,
         scale=like.scale,
         dtype=like.dtype,

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..transport.wire import CONFIRM, Message, Parts
+from ..transport.wire import COMMON, CONFIRM, Message, Parts
 from .events import Events
 from .fused_name import keys, runs_of
 from .fused_operation import MOST_BYTES, FusedOperation, Partial, Received, fusible, piece, take
@@ -211,8 +211,9 @@ class Fusion:
             self._unpack(received)
         for source, part in partial.items():
             for one in part.here:
-                data = part.data[slice(*fused.places[one])]
-                self._deliver(source, piece(part.like, one.name, one.round, fusible(one).shape, data))
+                data = part.data if part.common else part.data[slice(*fused.places[one])]
+                shape = part.like.shape if part.common else fusible(one).shape
+                self._deliver(source, piece(part.like, one.name, one.round, shape, data))
         for operation in fused.members:
             if operation.handle is not None:
                 operation.sent = fused.sent
@@ -320,13 +321,10 @@ class Fusion:
             return
         if not message.payload.complete and fused is not None:  # it cannot be put in its place yet
             self._split(fused)
-        place = self._place(operation, source, message, message.shape) if message.payload.complete else None
-        if place is None:
+        if message.payload.complete and self._place(operation, source, message, message.shape, message.payload.data):
+            self._outbox.acknowledge(source, message)
+        else:
             self._deliver(source, message)
-            return
-        place.copy_(message.payload.data)
-        self._outbox.acknowledge(source, message)
-        self._count(operation, source)
 
     def begins(self, operation: Operation) -> None:
         """An operation begins a stage by itself; fused messages that hold one for it are of no use as they are."""
@@ -365,17 +363,15 @@ class Fusion:
         runs = runs_of(message)
         # Who wants to know whether what it sent was expected is told of each part.
         parts = Parts(sum(run.length for run in runs)) if message.flags & CONFIRM else None
-        at = 0
-        for name, first, length, shape in runs:
+        at, common = 0, bool(message.flags & COMMON)
+        for name, first, length, of_one in runs:
+            shape = message.shape if common else of_one
             numel = math.prod(shape)
             for round_ in range(first, first + length):
                 data = payload.data[at : at + numel]
-                at += numel
+                at += 0 if common else numel
                 operation = self._matcher.active(name, round_)
-                place = None if operation is None else self._place(operation, source, message, shape)
-                if operation is not None and place is not None:
-                    place.copy_(data)
-                    self._count(operation, source)
+                if operation is not None and self._place(operation, source, message, shape, data):
                     if parts is not None:
                         self._outbox.acknowledge(source, piece(message, name, round_, shape, data, parts))
                 else:
@@ -384,37 +380,40 @@ class Fusion:
             self._outbox.acknowledge(source, message)
 
     def _place(
-        self, operation: Operation, source: int, message: Message, shape: tuple[int, ...]
-    ) -> torch.Tensor | None:
-        """Where in a fused operation a tensor from a neighbour goes. Where it does not fit, that is split."""
+        self, operation: Operation, source: int, message: Message, shape: tuple[int, ...], data: torch.Tensor
+    ) -> bool:
+        """Put a tensor from a neighbour where it belongs in a fused operation. False where there is no such place; one
+        in which it does not fit is split."""
         fused: FusedOperation | None = operation.fused
         if fused is None or _is_ahead(fused, message):
-            return None
+            return False
         stage, partial, like = fused.stage, fused.partial.get(source), fusible(operation)
+        assert stage is not None
+        common = stage.exchange.coordinates
+        wanted = (stage.exchange.dtype, shape) if common else (like.flat.dtype, like.shape)
         fits = (
-            stage is not None
-            and message.stage == stage.number
+            message.stage == stage.number
             and source in stage.missing
             and (message.op, message.digest) == (operation.op, stage.exchange.digest)
-            and (message.dtype, shape) == (like.flat.dtype, like.shape)
+            and (message.dtype, shape) == wanted
+            and bool(message.flags & COMMON) == common
             and not message.nothing
             and (partial is None or (message.scale == partial.like.scale and operation not in partial.here))
+            and (partial is None or not common or torch.equal(partial.data, data))
         )
         if not fits:
             self._split(fused)
-            return None
+            return False
         if partial is None:
-            total = fused.places[fused.members[-1]][1]
+            total = data.numel() if common else fused.places[fused.members[-1]][1]
             partial = fused.partial[source] = Partial(torch.empty(total, dtype=message.dtype), message)
-        start, end = fused.places[operation]
-        return partial.data[start:end]
+        place = partial.data if common else partial.data[slice(*fused.places[operation])]
+        place.copy_(data)
+        self._count(fused, stage, partial, operation, source)
+        return True
 
-    def _count(self, operation: Operation, source: int) -> None:
+    def _count(self, fused: FusedOperation, stage: Stage, partial: Partial, operation: Operation, source: int) -> None:
         """A tensor has been put in its place; with the last one, a source has sent all."""
-        fused: FusedOperation | None = operation.fused
-        assert fused is not None
-        stage, partial = fused.stage, fused.partial[source]
-        assert stage is not None
         partial.here.add(operation)
         if len(partial.here) < len(fused.members):
             return

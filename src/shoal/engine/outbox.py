@@ -16,6 +16,7 @@ from ..transport.shared_memory import SharedMemoryLink
 from ..transport.wire import (
     AGAIN,
     CERTAIN,
+    COMMON,
     CONFIRM,
     DIED,
     HERE,
@@ -74,6 +75,7 @@ class Outbox:
         # Small messages lie in the receiver's memory until it takes them up. Now and then it says how far it is;
         # without that a sender could be any number of rounds ahead.
         often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
+        what = (CONFIRM if exchange.checked else 0) | (COMMON if exchange.coordinates else 0)
         tail = b""
         last: Send | None = None
         view = self._membership.view
@@ -95,7 +97,7 @@ class Outbox:
                 operation.round,
                 stage.number - exchange.early,
                 token,
-                (WANTS_REPLY if reply else 0) | (CONFIRM if exchange.checked else 0),
+                what | (WANTS_REPLY if reply else 0),
                 exchange.digest,
                 send.scale,
                 published.data.dtype,
@@ -126,9 +128,9 @@ class Outbox:
             if not operation.background:
                 self.bytes_sent += nbytes
             if self._events.active:
-                what = operation.op, operation.name, operation.round
+                about = operation.op, operation.name, operation.round
                 why = COORDINATION if exchange.coordinates else ""
-                self._events.emit("sent", *what, 0, send.destination, nbytes, why, stage.number)
+                self._events.emit("sent", *about, 0, send.destination, nbytes, why, stage.number)
         stage.posted = True
 
     def keep_what_is_carried(self) -> None:
@@ -168,11 +170,11 @@ class Outbox:
     def acknowledge(self, source: int, message: Message) -> None:
         """Tell a sender that it may have its memory back, once."""
         if message.flags & WANTS_REPLY:
-            token, message.flags = message.token, 0
+            message.flags &= ~WANTS_REPLY
             if self._is_last(message):
-                self.say(source, Message(Kind.DONE, token=token))
+                self.say(source, Message(Kind.DONE, token=message.token))
             else:
-                self.say(source, Message(Kind.DONE, message.op, message.name, message.round, token=token))
+                self.say(source, Message(Kind.DONE, message.op, message.name, message.round, token=message.token))
 
     def refuse(self, source: int, message: Message, text: str, lost: int | None = None) -> None:
         """Tell a peer that its message does not fit, and why; ``lost``: the agent whose loss is the reason."""

@@ -19,7 +19,19 @@ import torch
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import discover, submit_to_all
-from ..engine.operation import NOTHING, Arrived, Carried, Exchange, Fusible, Handle, OnLoss, Operation, Send, Steps
+from ..engine.operation import (
+    NOTHING,
+    Arrived,
+    Carried,
+    Exchange,
+    Family,
+    Fusible,
+    Handle,
+    OnLoss,
+    Operation,
+    Send,
+    Steps,
+)
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
 from .arguments import (
@@ -35,7 +47,7 @@ from .arguments import (
 )
 from .encoded import Encoded, encoded_by_call
 from .robust import Robust
-from .together import WithNeighbours, copied, is_small
+from .together import Discovering, WithNeighbours, copied, is_small
 
 OP = "neighbor_allreduce"
 Weights = Mapping[int, float]
@@ -144,8 +156,8 @@ def neighbor_allreduce_nonblocking(
     """:func:`neighbor_allreduce` without waiting: ``shoal.wait(handle)`` gives the result.
 
     The tensor is copied now, so it may change before the wait. ``out`` must not be touched until then. Small tensors
-    that are submitted one after another travel together: those on the static topology, and in push-pull those of calls
-    with the same weights.
+    that are submitted one after another travel together: those on the static topology, and else those of calls with the
+    same weights.
     """
     agent, checked = current(OP), enable_topo_check
     self_weight, name = split_name(OP, self_weight, name)
@@ -196,7 +208,7 @@ def submit(
             (``"push-pull"``).
         checked: As ``enable_topo_check``; False, where a schedule says the same to all agents.
         zero_copy: Others read ``tensor`` where it lies, where they can: see :meth:`Publisher.publish`.
-        fusible: A small tensor whose edges both ends know may wait for others of the same round, to travel with them.
+        fusible: A small tensor may wait for others of the same round, to travel with them.
         replan: The same round without agents that are gone, for one that begins when they are. If not given, what they
             would have sent weighs in this agent's own tensor; on a directed graph the mean leans to some agents then.
         robust: As for :func:`neighbor_allreduce`.
@@ -217,11 +229,10 @@ def submit(
         _check_within(agent, known, form)
         form += " within"
     plain = robust is None and encoded is None and speaks is None and not layout
-    goes_with_others = fusible and plain and form in ("static", "push-pull") and is_small(tensor)
-    if goes_with_others and agent.engine.may_fuse:
+    together = form in ("static", "push-pull") or (form in ("push", "pull") and not agent.engine.agreement.active)
+    goes_with_others = fusible and plain and together and agent.engine.may_fuse and is_small(tensor)
+    if goes_with_others:
         tensor = copied(tensor)
-    else:
-        goes_with_others = False
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         gone, now, one = operation.gone, static, known
@@ -249,12 +260,14 @@ def submit(
         )
 
     channel = channel_name(op, name)
-    if form in _IN_STAGES:  # it cannot go on in the middle
-        return submit_to_all(agent.engine, op, channel, steps, timeout, name is not None)
     begins: Callable[[Operation], Steps[torch.Tensor]] | Fusible = steps
     if goes_with_others:
-        family = WithNeighbours(agent, known, _digest(form, static), checked and form == "push-pull")
+        family: Family = Discovering(agent, known, form)
+        if form not in _IN_STAGES:
+            family = WithNeighbours(agent, known, _digest(form, static), checked and form == "push-pull")
         begins = Fusible(tensor.view(-1), tuple(tensor.shape), out, steps, family)
+    if form in _IN_STAGES:  # it cannot go on in the middle
+        return submit_to_all(agent.engine, op, channel, begins, timeout, name is not None)
     return agent.engine.submit(op, channel, begins, timeout, name is not None, on_loss=OnLoss.GO_ON)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..arithmetic import complete, reduce, weighted_sum
-from ..engine.discovery import keep_results
+from ..engine.discovery import discover, keep_results
 from ..engine.operation import Exchange, Fusible, Operation, Send, Steps
 from ..engine.publishing import PUBLISH_BYTES
 from ..topology import Mixing
@@ -49,22 +49,52 @@ class WithNeighbours:
     confirmed: bool
 
     def together(self, operation: Operation, parts: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
-        mixing = self.mixing
-        published = self.agent.engine.publisher.publish_joined(operation, [one.flat for one in parts])
-        total = published.data.numel()
-        sends = [Send(rank, published, 0, total, (total,), mixing.destinations[rank]) for rank in mixing.destinations]
-        arrived = yield Exchange(
-            rotated(sends, self.agent),
-            mixing.source_ranks,
-            published.data.dtype,
-            (total,),
-            checked=self.confirmed,
-            digest=self.digest,
-        )
-        terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in mixing.sources.items()]
-        joined = torch.empty_like(published.data)
-        yield from weighted_sum(joined, published.data, mixing.self_weight, terms)
-        return apart(joined, parts)
+        return (yield from _averaged(self.agent, operation, parts, self.mixing, self.digest, self.confirmed))
+
+
+@dataclass(frozen=True)
+class Discovering:
+    """Pure pushes to the same ranks, or pure pulls from them: one discovery tells of all who names whom.
+
+    Attributes:
+        form: ``"push"`` or ``"pull"``.
+    """
+
+    agent: Agent = field(compare=False, repr=False)
+    mixing: Mixing
+    form: str
+
+    def together(self, operation: Operation, parts: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
+        agent, mixing = self.agent, self.mixing
+        sources, destinations = mixing.sources, mixing.destinations
+        pushes = self.form == "push"
+        found = yield from discover(agent.engine, operation, destinations if pushes else sources)
+        if pushes:
+            sources = dict.fromkeys(found, 1.0)
+        else:
+            destinations = dict.fromkeys(found, 1.0)
+        known = Mixing(agent.rank, mixing.self_weight, sources, destinations, size=agent.size)
+        return (yield from _averaged(agent, operation, parts, known))
+
+
+def _averaged(
+    agent: Agent,
+    operation: Operation,
+    parts: list[Fusible],
+    mixing: Mixing,
+    digest: int = 0,
+    checked: bool = False,
+) -> Steps[list[torch.Tensor | Exception]]:
+    published = agent.engine.publisher.publish_joined(operation, [one.flat for one in parts])
+    total = published.data.numel()
+    sends = [Send(rank, published, 0, total, (total,), weight) for rank, weight in mixing.destinations.items()]
+    arrived = yield Exchange(
+        rotated(sends, agent), mixing.source_ranks, published.data.dtype, (total,), checked=checked, digest=digest
+    )
+    terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in mixing.sources.items()]
+    joined = torch.empty_like(published.data)
+    yield from weighted_sum(joined, published.data, mixing.self_weight, terms)
+    return apart(joined, parts)
 
 
 @dataclass(frozen=True)

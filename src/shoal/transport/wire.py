@@ -82,6 +82,8 @@ AGAIN = 64
 CONFIRM = 128
 """Flag of a DATA message: answer it when it is known to have been expected; each of several tensors in it by its name.
 """
+COMMON = 256
+"""Flag of a DATA message: it says who sends to whom, and of several operations at once the same for each of them."""
 CERTAIN = 8
 """Flag of a NOTICE: its process has ended, or it says so itself; else a connection has, which may be the network's."""
 
