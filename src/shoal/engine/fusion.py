@@ -26,7 +26,7 @@ from .events import Events
 from .fused_name import keys, runs_of
 from .fused_operation import MOST_BYTES, FusedOperation, Partial, Received, fusible, piece, take
 from .lifecycle import Lifecycle
-from .matching import Matcher, disagreement
+from .matching import Channel, Matcher, disagreement
 from .membership import Membership
 from .operation import MORE, Exchange, Operation, Stage
 from .outbox import Outbox
@@ -64,7 +64,7 @@ class Fusion:
         self._active: dict[str, FusedOperation] = {}
         self._early: dict[tuple[str, int], list[Received]] = {}  # by the operations that are in them
         self._coming: list[Received] = []  # to be unpacked once all of it is here
-        self._unread: list[FusedOperation] = []
+        self._unread: dict[Channel, int] = {}  # bytes
         self._rank = rank
         self._lock = progress.lock
         self._progress = progress
@@ -97,9 +97,8 @@ class Fusion:
 
     def _fuse(self, name: str, members: list[Operation]) -> FusedOperation | None:
         """One operation of several, unless that would only be split."""
-        self._unread = [one for one in self._unread if one.channel.unacknowledged]
-        nbytes = sum(one.nbytes for one in self._unread)
-        if len(self._unread) >= MOST_UNREAD or nbytes >= MOST_UNREAD_BYTES:
+        self._unread = {one: nbytes for one, nbytes in self._unread.items() if one.unacknowledged}
+        if len(self._unread) >= MOST_UNREAD or sum(self._unread.values()) >= MOST_UNREAD_BYTES:
             return None  # receivers are behind: by itself each of them waits for its turn to send
         fused = FusedOperation(name, members, self)
         self._active[name] = fused
@@ -153,8 +152,8 @@ class Fusion:
             self._outbox.post(fused.channel, fused, stage)
         if stage.posted:
             fused.sent |= {number}
-        if fused.channel.unacknowledged and fused not in self._unread:
-            self._unread.append(fused)
+        if fused.channel.unacknowledged:
+            self._unread[fused.channel] = fused.nbytes
         if not stage.posted:  # somebody is gone: each member says so by its own name and round
             self._split(fused)
         elif stage.complete:
