@@ -293,7 +293,8 @@ class Matcher:
         early = self._early.get((operation.name, operation.round))
         if early:
             for key in [key for key in early if key[0] == stage]:
-                yield self._out(key[1], early.pop(key))
+                if key in early:  # what is done with one may have dealt with others
+                    yield self._out(key[1], early.pop(key))
 
     def before(self, operation: Operation, stage: int) -> list[tuple[int, Message]]:
         """Take out the messages that wait for stages that will not come any more."""
