@@ -7,6 +7,7 @@ that does not (``engine/fusion.py``).
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +17,9 @@ from ..engine.discovery import discover, keep_results
 from ..engine.operation import Exchange, Fusible, Operation, Send, Steps
 from ..engine.publishing import PUBLISH_BYTES
 from ..topology import Mixing
+from ..transport.link import Published
 from ..world.agent import Agent
-from .arguments import payload, put, rotated
+from .arguments import Result, payload, put, rotated
 from .owners import reduced_by_owners
 
 MOST_BYTES = PUBLISH_BYTES
@@ -127,6 +129,78 @@ class OverAll:
         results = apart(joined, parts)
         keep_results(agent.engine, operation, results)
         return results
+
+
+_TERMS, _BETWEEN, _RESULT = 0, 1, 2
+"""The stages of an average between machines, of small tensors."""
+
+
+@dataclass(frozen=True)
+class BetweenMachines:
+    """The weighted averages of machines' means in one round, of small tensors: the first agent of each machine takes
+    its mean, exchanges it with the first of others, and sends the result to the rest of the machine.
+
+    Attributes:
+        mixing: Of machines.
+        digest: Of the machine topology.
+        confirmed: Each end of an edge between machines has to say that it knows of it.
+    """
+
+    agent: Agent = field(compare=False, repr=False)
+    mixing: Mixing
+    digest: int
+    confirmed: bool
+
+    def alone(self, operation: Operation, tensor: torch.Tensor, out: torch.Tensor | None) -> Steps[torch.Tensor]:
+        shape = tuple(tensor.shape)
+        published = self.agent.engine.publisher.publish(operation, tensor)
+        found = yield from self._averaged(operation, published, shape)
+        result = Result(self.agent, out, tensor, shape)
+        result.flat.copy_(found)
+        return result.finish()
+
+    def together(self, operation: Operation, parts: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
+        published = self.agent.engine.publisher.publish_joined(operation, [one.flat for one in parts])
+        found = yield from self._averaged(operation, published, (published.data.numel(),))
+        return apart(found, parts)
+
+    def _averaged(self, operation: Operation, published: Published, shape: tuple[int, ...]) -> Steps[torch.Tensor]:
+        agent, mixing, group = self.agent, self.mixing, self.agent.local_ranks
+        publisher, total, dtype = agent.engine.publisher, published.data.numel(), published.data.dtype
+        # The weights of all agents of a machine are the same; only those of the first are used.
+        here = self.digest ^ zlib.crc32(repr(mixing).encode())
+        what = "machine topology, or weights within the machine"
+        if agent.rank != group[0]:
+            term = Send(group[0], published, 0, total, shape)
+            arrived = yield Exchange(
+                [term], group[:1], dtype, shape, digest=here, digest_of=what, stage=_RESULT, early=_RESULT - _TERMS
+            )
+            yield from complete([payload(arrived, group[0])])
+            return payload(arrived, group[0]).data
+        others = group[1:]
+        arrived = yield Exchange([], others, dtype, shape, digest=here, digest_of=what, stage=_TERMS)
+        mean, result = publisher.room(operation, total, dtype), publisher.room(operation, total, dtype)
+        yield from reduce(mean.data, "average", published.data, 0, [payload(arrived, rank) for rank in others])
+        sends = [Send(self._first(one), mean, 0, total, shape, scale) for one, scale in mixing.destinations.items()]
+        sources = {self._first(one): weight for one, weight in mixing.sources.items()}
+        arrived = yield Exchange(
+            rotated(sends, agent),
+            list(sources),
+            dtype,
+            shape,
+            checked=self.confirmed,
+            digest=self.digest,
+            digest_of="machine topology",
+            stage=_BETWEEN,
+        )
+        terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in sources.items()]
+        yield from weighted_sum(result.data, mean.data, mixing.self_weight, terms)
+        sends = [Send(rank, result, 0, total, shape) for rank in others]
+        yield Exchange(sends, [], dtype, shape, digest=here, digest_of=what, stage=_RESULT)
+        return result.data
+
+    def _first(self, machine: int) -> int:
+        return self.agent.machines.ranks(machine)[0]
 
 
 def apart(joined: torch.Tensor, parts: list[Fusible]) -> list[torch.Tensor | Exception]:
