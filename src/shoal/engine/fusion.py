@@ -363,6 +363,7 @@ class Fusion:
         # Who wants to know whether what it sent was expected is told of each part.
         parts = Parts(sum(run.length for run in runs)) if message.flags & CONFIRM else None
         at, common = 0, bool(message.flags & COMMON)
+        for_all = payload.data.clone() if common else None  # a copy for each might be more than there is memory
         for name, first, length, of_one in runs:
             shape = message.shape if common else of_one
             numel = math.prod(shape)
@@ -374,7 +375,8 @@ class Fusion:
                     if parts is not None:
                         self._outbox.acknowledge(source, piece(message, name, round_, shape, data, parts))
                 else:
-                    self._deliver(source, piece(message, name, round_, shape, data.clone(), parts))
+                    own = data.clone() if for_all is None else for_all
+                    self._deliver(source, piece(message, name, round_, shape, own, parts))
         if parts is None:
             self._outbox.acknowledge(source, message)
 
