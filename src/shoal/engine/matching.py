@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import Enum, auto
 from typing import NamedTuple
 
-from ..errors import NotFinite, ShoalError
+from ..errors import NotFinite, NotInitialized, ShoalError
 from ..transport.budgets import Budget, cost
 from ..transport.wire import HERE, Message, Where
 from .operation import Operation, Stage, describe
@@ -39,11 +39,13 @@ class Failure(NamedTuple):
         reason: In words; empty where it has not failed, or that is long ago.
         own: By an error of this agent's own, of which the others have none.
         about: The ranks that its error names.
+        leaving: This agent leaves, and says goodbye.
     """
 
     reason: str = ""
     own: bool = False
     about: tuple[int, ...] = ()
+    leaving: bool = False
 
 
 NO_FAILURE = Failure()
@@ -323,7 +325,7 @@ class Matcher:
             own = isinstance(error, Exception) and (isinstance(error, NotFinite) or not isinstance(error, ShoalError))
             about = error.ranks if isinstance(error, ShoalError) else ()
             told = reason.encode(errors="replace").decode()  # it travels, whatever is in it
-            self._tombstones[key] = Failure(told, own, about)
+            self._tombstones[key] = Failure(told, own, about, isinstance(error, NotInitialized))
             if len(self._tombstones) > TOMBSTONES:
                 self._tombstones.popitem(last=False)
         early = self._early.pop(key, None)
