@@ -44,8 +44,11 @@ SMALL_BYTES = 1 << 16
 """Tensors up to this size go together with others."""
 TOGETHER_BYTES = 1 << 22
 """So many bytes of them at most."""
-CONNECT_SECONDS = 3.0
-"""In which all members of a group must have connected, once all are ready to; else all try again."""
+CONNECT_SECONDS, MOST_DOUBLINGS = 2.0, 5
+"""In which all members of a group must have connected, once all are ready to; else all try again, for twice as long.
+Nothing ends a try before: an agent that leaves waits for it."""
+_OF_GLOO = 5
+"""Gloo waits for so many times its time-out until a connection is there."""
 FOREVER = datetime.timedelta(days=1)
 """How long an engine waits: deadlines are Shoal's own, and one of an engine's would end all that is under way."""
 _AT_ONCE = datetime.timedelta(milliseconds=1)
@@ -118,6 +121,7 @@ class ProcessGroups:
         self._thread = threading.Thread(target=self._run, name=f"shoal-{rank}-{backend}", daemon=True)
         self._stopped = False
         self._lock = threading.Lock()
+        self._thread.start()  # now: once memory has run out, Python waits for ever for a thread to begin
 
     def move(self, group: Ranks, steps: Sequence[tuple[bool, Step]]) -> None:
         """Move this next.
@@ -130,8 +134,6 @@ class ProcessGroups:
 
     def then(self, what: Callable[[], None]) -> None:
         """Have the thread call something when all that was to be moved before has been."""
-        if self._thread.ident is None:
-            self._thread.start()
         self._queue.put(what)
 
     def stop(self, wait: bool = True) -> None:
@@ -146,7 +148,7 @@ class ProcessGroups:
         self._queue.put(None)
         if not wait:
             return
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._thread.join()
         self._groups.clear()
         self._given = None
@@ -249,7 +251,8 @@ class ProcessGroups:
             store.all_say(f"ready {again}", True)
             try:
                 prefixed = dist.PrefixStore(f"{again}", store)  # type: ignore[attr-defined]
-                group = _make(self._backend, prefixed, place, len(ranks), self._address)
+                seconds = CONNECT_SECONDS * 2 ** min(again, MOST_DOUBLINGS)
+                group = _make(self._backend, prefixed, place, len(ranks), self._address, seconds)
             except RuntimeError as error:
                 log.warning("rank %d has not met ranks %s by %s: %s", self._rank, ranks, self._backend, error)
                 group = None
@@ -258,11 +261,11 @@ class ProcessGroups:
         return group
 
 
-def _make(backend: str, store: Store, place: int, size: int, address: str) -> Group:
+def _make(backend: str, store: Store, place: int, size: int, address: str, seconds: float) -> Group:
     """A process group of torch's. Only that of Gloo was ever seen working."""
     if backend == "gloo":
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
+        options._timeout = datetime.timedelta(seconds=seconds / _OF_GLOO)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         group: Any = dist.ProcessGroupGloo(store, place, size, options)
         group._set_default_timeout(FOREVER)
