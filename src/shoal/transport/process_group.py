@@ -49,8 +49,12 @@ CONNECT_SECONDS, MOST_DOUBLINGS = 2.0, 5
 Nothing ends a try before: an agent that leaves waits for it."""
 _OF_GLOO = 5
 """Gloo waits for so many times its time-out until a connection is there."""
-FOREVER = datetime.timedelta(days=1)
+PATIENCE = datetime.timedelta(hours=1)
 """How long an engine waits: deadlines are Shoal's own, and one of an engine's would end all that is under way."""
+ABANDON_AFTER = 3.0
+"""Seconds after which a thread that was to stop is left behind. Gloo closes connections at once, and tells all that wait
+for them, but for whoever waits for a message of which a part has come when its sender died: that thread waits for as
+long as :data:`PATIENCE`, or until the process ends. Nothing wakes it."""
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _TO_STOP = 0x5EA
 """The tag of the receive that is given up to stop a group."""
@@ -149,7 +153,11 @@ class ProcessGroups:
         if not wait:
             return
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(ABANDON_AFTER)
+            if self._thread.is_alive():
+                log.warning("rank %d leaves a thread behind, which waits in %s for ever", self._rank, self._backend)
+                self._thread.name = f"abandoned to {self._backend}"
+                return  # with its group, whose end would wait, too
         self._groups.clear()
         self._given = None
 
@@ -188,7 +196,7 @@ class ProcessGroups:
                 return
             pending = list(self._start(there, group, run))
             for work, then in pending:
-                work.wait(FOREVER)
+                work.wait(PATIENCE)
                 then()
             self._finished(run)
 
@@ -268,9 +276,9 @@ def _make(backend: str, store: Store, place: int, size: int, address: str, secon
         options._timeout = datetime.timedelta(seconds=seconds / _OF_GLOO)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         group: Any = dist.ProcessGroupGloo(store, place, size, options)
-        group._set_default_timeout(FOREVER)
+        group._set_default_timeout(PATIENCE)
         return group
-    return dist.ProcessGroupUCC(store, place, size, FOREVER)
+    return dist.ProcessGroupUCC(store, place, size, PATIENCE)
 
 
 def together(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
