@@ -52,9 +52,9 @@ _OF_GLOO = 5
 PATIENCE = datetime.timedelta(hours=1)
 """How long an engine waits: deadlines are Shoal's own, and one of an engine's would end all that is under way."""
 ABANDON_AFTER = 3.0
-"""Seconds after which a thread that was to stop is left behind. Gloo closes connections at once, and tells all that wait
-for them, but for whoever waits for a message of which a part has come when its sender died: that thread waits for as
-long as :data:`PATIENCE`, or until the process ends. Nothing wakes it."""
+"""Seconds after which a thread that was to stop is left behind. Gloo closes connections at once, and tells all that
+wait for them, but for whoever waits for a message of which a part has come when its sender died: that thread waits for
+as long as :data:`PATIENCE`, or until the process ends. Nothing wakes it."""
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _TO_STOP = 0x5EA
 """The tag of the receive that is given up to stop a group."""
