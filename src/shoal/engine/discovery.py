@@ -33,9 +33,13 @@ def discover(
     Among the agents that the operation is planned for: notices count these, and not all ranks. Where agents come to it
     through different numbers of stages, ``first_stage`` is the number of its first.
     """
-    gone, group = operation.gone, operation.left_of(range(engine.size))
+    gone, group = operation.gone, operation.callers(engine.size)
     rank, size = group.index(engine.rank), len(group)
-    notices = [(rank, group.index(other) if gone else other) for other in named if other not in gone]
+    notices = [
+        (rank, group.index(other) if gone or operation.among is not None else other)
+        for other in named
+        if other not in gone
+    ]
     step = 1
     while step < size:
         passing = [notice for notice in notices if (notice[1] - rank) % size & step]
@@ -71,14 +75,15 @@ def submit_to_all(
     alone: bool = True,
     take: Callable[[torch.Tensor], T] | None = None,
     background: bool = False,
+    among: Sequence[int] | None = None,
 ) -> Handle[T]:
-    """Begin an operation that gives all agents the same; see :meth:`Engine.submit`.
+    """Begin an operation that gives all that call it the same; see :meth:`Engine.submit`.
 
     Where agents go on after a loss, it begins anew among those that are left, unless it has ended on one of them: then
     the others have what that one has. It is handed on where ``take`` says how; else it ends only when all have it.
 
     Args:
-        engine, op, name, steps, timeout, alone, background: As there.
+        engine, op, name, steps, timeout, alone, background, among: As there.
         take: Makes the result from that of another agent: a tensor, or of no numbers where there is nothing to hand on.
             Only where nobody ends before all have begun; and there a result is that tensor, or None. What may be fused
             has one.
@@ -101,7 +106,7 @@ def submit_to_all(
     if engine.agreement.active:
         handed_on: Any = take
         begins = replace(steps, alone=held_by_all, take=handed_on) if isinstance(steps, Fusible) else held_by_all
-    return engine.submit(op, name, begins, timeout, alone, on_loss=OnLoss.RESTART, background=background)
+    return engine.submit(op, name, begins, timeout, alone, on_loss=OnLoss.RESTART, background=background, among=among)
 
 
 def keep_results(engine: Engine, operation: Operation, results: Sequence[object]) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
+from ..errors import Mismatch, PeerLost, ShoalError
 from ..transport.budgets import MACHINE_BYTES
 from ..transport.wire import Message, ProtocolError, Where
 from .callbacks import Callbacks
@@ -112,6 +112,7 @@ class Lifecycle:
         one_sided: bool,
         on_loss: OnLoss = OnLoss.FAIL,
         background: bool = False,
+        among: Sequence[int] | None = None,
     ) -> Handle[T] | None:
         """Begin an operation; see :meth:`Engine.submit`. Takes the lock: the generator begins without it.
 
@@ -136,7 +137,7 @@ class Lifecycle:
                     self.forget_before(operation, recovery.first_stage)
             handle: Handle[T] = Handle(driver, operation)
             operation.handle = handle
-            operation.one_sided, operation.background = one_sided, background
+            operation.one_sided, operation.background, operation.among = one_sided, background, among
             self._progress.check_by(operation.deadline)
             if self._refused is not None and not (one_sided or background):
                 # A round nevertheless: the others make theirs, and it would pair with the next one here.
@@ -381,7 +382,7 @@ class Lifecycle:
 
     def moved(self, operation: Operation, stage: Stage) -> None:
         """The tensors of a stage are where they belong."""
-        stage.to_move = False
+        stage.to_move, stage.moved_with = False, set()
         for message in stage.arrived.values():
             if message.payload is not None:
                 message.payload.is_whole()
@@ -391,7 +392,7 @@ class Lifecycle:
 
     def say_withdrawn(self, operation: Operation, stage: Stage) -> None:
         """A stage will not be completed here, and its tensors do not move: tell those that would wait for that."""
-        if self.gate.ended is not None or isinstance(operation.error, (PeerLost, NotInitialized)):
+        if self.gate.ended is not None or isinstance(operation.error, PeerLost):
             return  # of which they hear anyway
         carried, alive = stage.exchange.carried, self._membership.view.alive
         assert carried is not None

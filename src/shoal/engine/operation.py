@@ -112,6 +112,7 @@ class Stage:
     asked_for: bool = False  # which has been asked to
     unconfirmed: set[int] = field(default_factory=set)  # who has still to say that it expects what will be moved
     absent: set[int] = field(default_factory=set)  # of whom a carrier does not know that they have come
+    moved_with: set[int] = field(default_factory=set)  # who takes part in moving them, once they are moved
     started: float = field(default_factory=time.monotonic)
     asked: float = 0.0
     """When those were asked last who are missing."""
@@ -137,7 +138,7 @@ class Stage:
     def goes_by_links(self) -> None:
         """What was announced and has not been moved comes by links."""
         self.to_move = self.asked_for = False
-        self.unconfirmed, self.absent = set(), set()
+        self.unconfirmed, self.absent, self.moved_with = set(), set(), set()
         for source, message in list(self.arrived.items()):
             if message.where is Where.CARRIED:
                 del self.arrived[source]
@@ -253,6 +254,7 @@ class Operation:
     """
 
     __slots__ = (
+        "among",
         "background",
         "deadline",
         "error",
@@ -301,6 +303,7 @@ class Operation:
         self.recovery: Recovery | None = None  # None: a loss ends it
         self.background = False  # it is nobody's call, and waits until somebody needs it
         self.one_sided = False  # the others need not call anything for it
+        self.among: Sequence[int] | None = None  # who calls it, if not all
         self.on_end: Callable[[Any], None] | None = None  # takes the result, before anything else happens
         self.on_outcome: Callable[[Any, BaseException | None], None] | None = None  # is told how it ended
         self.sent: frozenset[int] = frozenset()  # stages that have been sent, as a part of a fused operation
@@ -349,6 +352,10 @@ class Operation:
         gone = self.gone
         return [rank for rank in ranks if rank not in gone] if gone else ranks
 
+    def callers(self, size: int) -> Sequence[int]:
+        """Who calls it, of those of ``size`` agents that it is planned for."""
+        return self.left_of(range(size) if self.among is None else self.among)
+
     @property
     def waiting_for(self) -> list[int]:
         """The ranks that keep it from going on."""
@@ -357,7 +364,8 @@ class Operation:
             return fused.waiting_for
         waiting = set(self.unconfirmed.values())
         if self.stage is not None:
-            waiting |= self.stage.missing | self.stage.unconfirmed or self.stage.absent
+            stage = self.stage
+            waiting |= stage.missing | stage.unconfirmed or stage.absent or stage.moved_with
             for source, message in self.stage.arrived.items():
                 if message.payload is not None and not message.payload.complete:
                     waiting.add(source)
@@ -392,7 +400,9 @@ INTERNAL: Final = "~shoal "
 def describe(op: str, name: str, round_: int) -> str:
     """How an operation is called in messages to people."""
     name = name.removeprefix("~window ").removeprefix(INTERNAL)
-    return f"{op} round {round_}" if name.startswith("~") else f"{op} {name!r} round {round_}"
+    if name.startswith("~"):
+        return f"{op}{''.join(name.partition(' of ')[1:])} round {round_}"  # a group's ranks
+    return f"{op} {name!r} round {round_}"
 
 
 class Driver(Protocol):

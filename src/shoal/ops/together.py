@@ -23,8 +23,8 @@ from .arguments import Result, payload, put, rotated
 from .owners import reduced_by_owners
 
 MOST_BYTES = PUBLISH_BYTES
-"""Of a tensor that may go together with others: it lies in its message, and an all-reduce of it has one owner, for which
-it must stay below 32 KiB. ``benchmarks/fusion.py`` measures what fusing gains, and what larger ones would."""
+"""Of a tensor that may go together with others: it lies in its message, and an all-reduce of it has one owner, for
+which it must stay below 32 KiB. ``benchmarks/fusion.py`` measures what fusing gains, and what larger ones would."""
 
 
 def is_small(tensor: torch.Tensor) -> bool:
