@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import shoal
 from shoal.engine.fused_name import PREFIX
+from shoal.engine.fused_operation import take
+from shoal.engine.membership import Plan
+from shoal.engine.operation import Fusible, OnLoss, Operation, Recovery, Steps
 from shoal.world.agent import current
 from support.leftovers import wait_until
 from support.reference import push_pull, reduced, same_bits
@@ -395,3 +398,38 @@ def test_those_that_are_left_go_on_with_what_was_fused(fleet: Fleets, monkeypatc
         found = fleet(SIZE).run(run, gone)
         for rank in left:
             assert found[rank] == pytest.approx([total, (total + 10.0**rank) / 4] * 5), (gone, rank)
+
+
+class Alike:
+    """A family of which all are equal."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def together(self, operation: Operation, parts: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
+        raise NotImplementedError
+        yield
+
+
+def unbegun(plans: list[Plan], on_loss: OnLoss) -> deque[Operation]:
+    """Calls that were submitted while others were lost, or entered: each with whom it is planned for."""
+    found: deque[Operation] = deque()
+    for round_, plan in enumerate(plans):
+        one = Operation("op", "x", round_, 1.0)
+        one.handle = cast("Handle", object())
+        one.fusible = Fusible(torch.zeros(1), (1,), None, lambda _: iter(()), Alike())  # type: ignore[arg-type,return-value]
+        one.recovery = Recovery(one.fusible.alone, on_loss, plan)
+        found.append(one)
+    return found
+
+
+@pytest.mark.parametrize("on_loss", [OnLoss.GO_ON, OnLoss.RESTART])
+def test_calls_that_are_planned_without_some_go_alone(on_loss: OnLoss) -> None:
+    lost, entered = Plan((3,)), Plan((), 1)
+    waiting = unbegun([lost, lost, Plan(), entered, Plan()], on_loss)
+    taken = []
+    while waiting:
+        taken.append([one.round for one in take(waiting)[1]])
+    assert taken == ([[0], [1], [2, 3, 4]] if on_loss is OnLoss.GO_ON else [[0], [1], [2, 4], [3]])

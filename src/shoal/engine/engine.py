@@ -182,7 +182,7 @@ class Engine:
     def may_fuse(self) -> bool:
         """Operations that begin now may be fused: all travel over links, and are with all agents. After a loss the
         rounds under way may be planned for different ones."""
-        return self.carrier is None and self.lifecycle.gate.plan == WHOLE
+        return self.carrier is None and not self.lifecycle.gate.gone
 
     @property
     def bytes_sent(self) -> int:

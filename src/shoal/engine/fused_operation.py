@@ -104,6 +104,12 @@ def fusible(operation: Operation) -> Fusible:
     return operation.fusible
 
 
+def _go_together(first: Operation, other: Operation) -> bool:
+    """Also where agents were lost, or have entered, between their submissions or just before these."""
+    planned = not (first.gone or other.gone or (first.restarts and (first.plan.attempt or other.plan.attempt)))
+    return planned and first.op == other.op and fusible(first).may_go_with(fusible(other))
+
+
 def take(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
     """Take out the first operation and those that may go with it, and say the name of what becomes of them. None where
     all have failed meanwhile."""
@@ -119,7 +125,7 @@ def take(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
         if operation.handle is None:  # it has failed meanwhile
             unbegun.popleft()
             continue
-        if members and not (operation.op == members[0].op and one.may_go_with(fusible(members[0]))):
+        if members and not _go_together(members[0], operation):
             passed.append(unbegun.popleft())
             continue
         goes_on = operation.round == following and operation.name == name and one.shape == shape

@@ -12,6 +12,7 @@ import torch
 
 from ..arithmetic import REDUCTIONS, complete
 from ..engine.discovery import discover, submit_to_all
+from ..engine.membership import WHOLE
 from ..engine.operation import Carried, Exchange, Fusible, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..topology._validate import check_rank
@@ -132,7 +133,8 @@ def submit_allreduce(
     engine = agent.engine
     # What is handed on after a loss has to be the same for all.
     same_for_all = among is None and members is ALL
-    may_fuse = engine.may_fuse and (same_for_all or not engine.agreement.active)
+    before_any_loss = not engine.agreement.active or (same_for_all and engine.agreement.now == WHOLE)
+    may_fuse = engine.may_fuse and before_any_loss  # what begins anew has other stages
     goes_with_others = fusible and may_fuse and not layout and is_small(tensor)
     if goes_with_others:
         tensor = copied(tensor)
