@@ -1,14 +1,15 @@
 """Small operations that were submitted together are fused: one message to each neighbour, one sum.
 
-A call of four kilobytes costs its bookkeeping, not its bytes. What waits to begin when somebody drives, on the same
-topology and in the same dtype, therefore becomes a :class:`FusedOperation`: its tensors are joined, sent and summed as
-one, and cut apart again. The sum of a number does not depend on its neighbours in memory, so the bits are the same.
+A call of four kilobytes costs its bookkeeping, not its bytes. What waits to begin when somebody drives, and differs in
+nothing but its tensors, therefore becomes a :class:`FusedOperation`: they are joined, sent and summed as one, and cut
+apart again. The sum of a number does not depend on its neighbours in memory, so the bits are the same.
 
 No agent has to agree with another on what is fused. The name of a fused operation says what is in it. From a neighbour
 that has fused the same, its message is summed where it lies; what others send, fused otherwise or one by one, is put in
 its place until everything is there. And whenever something does not fit, or does not come for a while, a fused
-operation is split (its messages have been sent already): from there on each of its members goes the ordinary way of
-matching, questions, refusals and deadlines, so that nothing here needs to know of errors.
+operation is split: each of its members begins by itself, is given what has come so far for all stages, does not send
+again what has been sent, and from there on goes the ordinary way of matching, questions, refusals and deadlines, so that
+nothing here needs to know of errors.
 """
 
 from __future__ import annotations
