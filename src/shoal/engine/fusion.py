@@ -8,8 +8,8 @@ No agent has to agree with another on what is fused. The name of a fused operati
 that has fused the same, its message is summed where it lies; what others send, fused otherwise or one by one, is put in
 its place until everything is there. And whenever something does not fit, or does not come for a while, a fused
 operation is split: each of its members begins by itself, is given what has come so far for all stages, does not send
-again what has been sent, and from there on goes the ordinary way of matching, questions, refusals and deadlines, so that
-nothing here needs to know of errors.
+again what has been sent, and from there on goes the ordinary way of matching, questions, refusals and deadlines, so
+that nothing here needs to know of errors.
 """
 
 from __future__ import annotations
