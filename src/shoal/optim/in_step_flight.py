@@ -100,7 +100,7 @@ class ParameterFlight(InStepFlight):
         first = not self._handles
         for name, bucket in travelling.items():
             bucket.guard(guarded)
-            self._handles[bucket] = self._round.start(bucket.flat, bucket.room_for_result(), name)
+            self._handles[bucket] = self._round.start(bucket.flat, bucket.room_for_result(), name, not self.grouped)
         self.rounds += first
 
     def finish(self) -> None:
