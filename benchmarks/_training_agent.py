@@ -19,8 +19,6 @@ import torch.distributed as dist
 import shoal
 from _models import Batch, Work, mlp, mlp_of, nbytes_of, resnet20, vgg16
 from _ways import (
-    GRADIENTS,
-    GRADIENTS_OVERLAP,
     LOCAL,
     ONE_PEER,
     OVERLAP,
