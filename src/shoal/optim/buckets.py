@@ -196,9 +196,9 @@ class Bucket:
 
     def room_for_mean(self) -> Tensor:
         """Where the mean of the gradients may go while others read them where :meth:`gather_gradients` put them,
-        ``[numel]``."""
+        ``[numel]``. Nobody else reads it."""
         if self._mean is None:
-            self._mean = self._memory()
+            self._mean = _Memory(torch.empty_like(self.flat), self._places)
         return self._mean.flat
 
     def spread_gradients(self, mean: Tensor) -> None:
