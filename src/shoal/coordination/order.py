@@ -396,7 +396,7 @@ class Order(MinimalService):
         asked = next(one for one in several if one.request.round == request.round and one.request.key == request.key)
         self._take_out(asked)
         asked.movement.members = members
-        asked.stage.absent = set()
+        asked.stage.absent, asked.stage.moved_with = set(), asked.movement.others - {self._engine.rank}
         self._emit("ordered", asked.operation)
         self._moving[asked.movement] = asked
         return is_collective, asked.movement

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
+from ..errors import Mismatch, PeerLost, ShoalError
 from ..transport.budgets import MACHINE_BYTES
 from ..transport.wire import Message, ProtocolError, Where
 from .callbacks import Callbacks
@@ -375,7 +375,7 @@ class Lifecycle:
 
     def moved(self, operation: Operation, stage: Stage) -> None:
         """The tensors of a stage are where they belong."""
-        stage.to_move = False
+        stage.to_move, stage.moved_with = False, set()
         for message in stage.arrived.values():
             if message.payload is not None:
                 message.payload.is_whole()
@@ -385,7 +385,7 @@ class Lifecycle:
 
     def say_withdrawn(self, operation: Operation, stage: Stage) -> None:
         """A stage will not be completed here, and its tensors do not move: tell those that would wait for that."""
-        if self.gate.ended is not None or isinstance(operation.error, (PeerLost, NotInitialized)):
+        if self.gate.ended is not None or isinstance(operation.error, PeerLost):
             return  # of which they hear anyway
         carried, alive = stage.exchange.carried, self._membership.view.alive
         assert carried is not None

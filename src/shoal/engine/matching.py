@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import Enum, auto
 from typing import NamedTuple
 
-from ..errors import NotFinite, ShoalError
+from ..errors import NotFinite, NotInitialized, ShoalError
 from ..transport.budgets import Budget, cost
 from ..transport.wire import HERE, Message, Where
 from .operation import Operation, Stage, describe
@@ -39,11 +39,13 @@ class Failure(NamedTuple):
         reason: In words; empty where it has not failed, or that is long ago.
         own: By an error of this agent's own, of which the others have none.
         about: The ranks that its error names.
+        leaving: This agent leaves, and says goodbye.
     """
 
     reason: str = ""
     own: bool = False
     about: tuple[int, ...] = ()
+    leaving: bool = False
 
 
 NO_FAILURE = Failure()
@@ -289,11 +291,13 @@ class Matcher:
         return any(round_ >= self._begun.get(name, 0) for name, round_ in self._asks)
 
     def came_early(self, operation: Operation, stage: int) -> Iterator[tuple[int, Message]]:
-        """Take out the messages that wait for a stage that begins."""
+        """Take out the messages that wait for a stage that begins, but for those that the caller's use of one takes out
+        or ends."""
         early = self._early.get((operation.name, operation.round))
         if early:
             for key in [key for key in early if key[0] == stage]:
-                yield self._out(key[1], early.pop(key))
+                if key in early:
+                    yield self._out(key[1], early.pop(key))
 
     def before(self, operation: Operation, stage: int) -> list[tuple[int, Message]]:
         """Take out the messages that wait for stages that will not come any more."""
@@ -323,7 +327,7 @@ class Matcher:
             own = isinstance(error, Exception) and (isinstance(error, NotFinite) or not isinstance(error, ShoalError))
             about = error.ranks if isinstance(error, ShoalError) else ()
             told = reason.encode(errors="replace").decode()  # it travels, whatever is in it
-            self._tombstones[key] = Failure(told, own, about)
+            self._tombstones[key] = Failure(told, own, about, isinstance(error, NotInitialized))
             if len(self._tombstones) > TOMBSTONES:
                 self._tombstones.popitem(last=False)
         early = self._early.pop(key, None)

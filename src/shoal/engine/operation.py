@@ -112,6 +112,7 @@ class Stage:
     asked_for: bool = False  # which has been asked to
     unconfirmed: set[int] = field(default_factory=set)  # who has still to say that it expects what will be moved
     absent: set[int] = field(default_factory=set)  # of whom a carrier does not know that they have come
+    moved_with: set[int] = field(default_factory=set)  # who takes part in moving them, once they are moved
     started: float = field(default_factory=time.monotonic)
     asked: float = 0.0
     """When those were asked last who are missing."""
@@ -137,7 +138,7 @@ class Stage:
     def goes_by_links(self) -> None:
         """What was announced and has not been moved comes by links."""
         self.to_move = self.asked_for = False
-        self.unconfirmed, self.absent = set(), set()
+        self.unconfirmed, self.absent, self.moved_with = set(), set(), set()
         for source, message in list(self.arrived.items()):
             if message.where is Where.CARRIED:
                 del self.arrived[source]
@@ -332,7 +333,8 @@ class Operation:
             return fused.waiting_for
         waiting = set(self.unconfirmed.values())
         if self.stage is not None:
-            waiting |= self.stage.missing | self.stage.unconfirmed or self.stage.absent
+            stage = self.stage
+            waiting |= stage.missing | stage.unconfirmed or stage.absent or stage.moved_with
             for source, message in self.stage.arrived.items():
                 if message.payload is not None and not message.payload.complete:
                     waiting.add(source)

@@ -169,6 +169,8 @@ class Outbox:
 
     def deny(self, peer: int, what: Operation | Message, stage: int, failure: Failure = NO_FAILURE) -> None:
         """Tell a peer that waits for a message of ours that none will come, and why where the call failed."""
+        if failure.leaving:
+            return
         flags, about = DIED if failure.own else 0, failure.about[:MAX_DIMENSIONS]
         self.say(
             peer, Message(Kind.DENY, what.op, what.name, what.round, stage, 0, flags, shape=about, text=failure.reason)

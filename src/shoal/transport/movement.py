@@ -65,6 +65,13 @@ class Movement:
     receives: Transfers
     collective: Collective | None = None
 
+    @property
+    def others(self) -> set[int]:
+        """Whom it goes to and comes from."""
+        if self.collective is not None:
+            return set(self.members)
+        return {rank for rank, _ in self.sends} | {rank for rank, _ in self.receives}
+
 
 Step = Movement | None
 """Of the one order: None stands for what this agent has no part in."""
