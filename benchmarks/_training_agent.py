@@ -74,16 +74,14 @@ def train_gradients(reporter: Reporter, quick: bool, kind: str, batch: str, *way
     Args:
         kind: ``machine`` or ``hosts``, and the model.
     """
-    between = kind.startswith("hosts")
     if kind.endswith("MLP"):
         work = mlp(2, 64) if quick else mlp_of(102_000_000)
     else:
         work = vgg16(16 if quick else 1)
     caps: Sequence[float] = (1,) if quick else (5, 25, 100)
-    repetitions = 2 if quick else 5 if between else 7
-    calls = 1 if between or quick else 3
+    repetitions = 2 if quick else 5
     return against_ddp(
-        reporter, f"gradients {kind}", work, int(batch), [], caps, repetitions, calls, variants=not between, ways=ways
+        reporter, f"gradients {kind}", work, int(batch), [], caps, repetitions, 1, variants=False, ways=ways
     )
 
 

@@ -108,7 +108,7 @@ def volumes(quick: bool) -> list[Job]:
 def gradients(quick: bool) -> list[Job]:
     """Averaged gradients on one machine, and between hosts where that can be."""
     ways, count = [GRADIENTS, GRADIENTS_OVERLAP], 2 if quick else 4
-    models = {"MLP": ("32", "256"), "VGG-16": ("16", "16")}
+    models = {"MLP": ("32", "256"), "VGG-16": ("4", "4")}
     jobs = [on_one_machine(count, quick, "gradients", f"machine, {model}", models[model][0], *ways) for model in models]
     if obstacle():
         return jobs
