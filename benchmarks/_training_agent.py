@@ -68,6 +68,23 @@ def train_vgg16(reporter: Reporter, quick: bool) -> list[Figures]:
     )
 
 
+def train_gradients(reporter: Reporter, quick: bool, kind: str, batch: str, *ways: str) -> list[Figures]:
+    """Averaged gradients, as DDP takes them: the same algorithm, so that nothing but how they travel differs.
+
+    Args:
+        kind: ``machine`` or ``hosts``, and the model.
+    """
+    if kind.endswith("MLP"):
+        work = mlp(2, 64) if quick else mlp_of(102_000_000)
+    else:
+        work = vgg16(16 if quick else 1)
+    caps: Sequence[float] = (1,) if quick else (5, 25, 100)
+    repetitions = 2 if quick else 5
+    return against_ddp(
+        reporter, f"gradients {kind}", work, int(batch), [], caps, repetitions, 1, variants=False, ways=ways
+    )
+
+
 def against_ddp(
     reporter: Reporter,
     kind: str,
@@ -78,15 +95,24 @@ def against_ddp(
     repetitions: int,
     calls: int,
     variants: bool = True,
+    ways: Sequence[str] = (),
 ) -> list[Figures]:
-    """A step alone, the two best of DDP's settings, and Shoal's ways: in turn, on the same batch and first weights."""
+    """A step alone, the two best of DDP's settings, and Shoal's ways: in turn, on the same batch and first weights.
+
+    Args:
+        topologies: With whom those ways average that average with neighbours.
+        ways: Those that average with all agents.
+    """
     batch = work.batch(batch_size, shoal.rank())
     settings = data_parallels(bucket_mbs, variants)
     tried = try_out(reporter, work, batch, settings)
     trainers = {LOCAL: alone(work.make())}
     trainers |= {one.name: one(work.make()) for one in fastest(settings, tried)[:2]}
     cases: dict[str, Case] = {name: partial(trainer.step, batch) for name, trainer in trainers.items()}
-    for way in synchronous():
+    for way in ways:
+        trainers[way] = trainer = decentralized(way, work.make())
+        cases[way] = partial(trainer.step, batch)
+    for way in synchronous() if topologies else ():
         trainers[way] = trainer = decentralized(way, work.make())
         cases |= {f"{way}, {topology}": partial(trainer.step, batch, topology) for topology in topologies}
     nbytes = nbytes_of(trainers[LOCAL].model)
@@ -254,5 +280,6 @@ PARTS: dict[str, Callable[..., list[Figures]]] = {
     "volumes": partial(volumes, kind="volumes", rows=32),
     "volumes-hosts": partial(volumes, kind="volumes over hosts", rows=ROWS_BETWEEN_HOSTS),
     "hosts": train_vgg16,
+    "gradients": train_gradients,
     "memory": memory,
 }

@@ -59,7 +59,7 @@ class Held:
 
 HELD = {
     "DDP": Held(0, 0, "0: its buckets are the gradients"),
-    GRADIENTS: Held(2.25, 3.25, "(2 + 1/n) P: the gradients joined, their published copy, the sum of a share"),
+    GRADIENTS: Held(2.25, 2.25, "(2 + 1/n) P: the gradients joined, their mean, the sum of a share"),
     ATC: Held(1, 2, "P: the average is received and summed there, and is the parameters from then on"),
     AWC: Held(1, 2, "P: as ATC"),
     OVERLAP: Held(1, 2, "P: as ATC"),
@@ -118,7 +118,7 @@ class Sheet:
 def tables_of(figures: Sequence[Figures], judged: bool) -> list[Comparison | Sheet]:
     """The tables of whatever has been measured. Unless `judged` they have no goals."""
     makers: list[Callable[[Sequence[Figures]], Iterable[Comparison | Sheet]]]
-    makers = [_mlp, _resnet20, _alone, _hosts, _volumes, _table2, _memory]
+    makers = [_mlp, _resnet20, _alone, _hosts, _volumes, _gradients, _table2, _memory]
     made = [one for maker in makers for one in maker(figures)]
     return made if judged else [_unjudged(one) for one in made]
 
@@ -175,6 +175,20 @@ def _hosts(figures: Sequence[Figures]) -> Iterable[Comparison]:
             rows.append(replace(row, limit="", met=None) if plain else row)
     if rows:
         yield Comparison("VGG-16 (CIFAR), hosts with a NIC of 100 Mbit/s", rows)
+
+
+def _gradients(figures: Sequence[Figures]) -> Iterable[Comparison]:
+    titles = {"machine": "one machine", "hosts": "hosts with a NIC of 1 Gbit/s"}
+    for place, title in titles.items():
+        rows = []
+        for one in figures:
+            model = one.kind.removeprefix(f"gradients {place}, ")
+            if model == one.kind or ": " in model:
+                continue
+            found = _against_ddp(one, _batch(figures, one), None)
+            rows += [replace(row, what=f"{model}, {row.what}") for row in found]
+        if rows:
+            yield Comparison(f"Averaged gradients, {title}: a step, beside DistributedDataParallel's", rows)
 
 
 def _against_ddp(one: Figures, batch: int, goal: float | None) -> list[Row]:

@@ -23,6 +23,7 @@ from shoal.topology.families.one_peer import OnePeerExponential
 from shoal.topology.schedule import Schedule
 
 LOCAL, GRADIENTS = "alone", "gradient all-reduce"
+GRADIENTS_OVERLAP = "gradient all-reduce overlapped"
 ATC, AWC, OVERLAP = "ATC", "AWC", "ATC overlapped"
 HIERARCHICAL_ATC, HIERARCHICAL_AWC = "hierarchical ATC", "hierarchical AWC"
 PUT, GET, PUSH_SUM = "win-put", "pull-get", "push-sum"
@@ -34,6 +35,7 @@ WRAPPERS: dict[str, Callable[..., shoal.DecentralizedOptimizer]] = {
     HIERARCHICAL_ATC: shoal.DistributedAdaptThenCombineOptimizer,
     HIERARCHICAL_AWC: shoal.DistributedAdaptWithCombineOptimizer,
     GRADIENTS: shoal.DistributedGradientAllreduceOptimizer,
+    GRADIENTS_OVERLAP: shoal.DistributedGradientAllreduceOptimizer,
     PUT: shoal.DistributedWinPutOptimizer,
     GET: shoal.DistributedPullGetOptimizer,
     PUSH_SUM: shoal.DistributedPushSumOptimizer,
@@ -173,7 +175,7 @@ def decentralized(way: str, model: nn.Module, **settings: float) -> Trainer:
     options: dict[str, Any] = {"name": way}
     if way not in (PUT, GET, PUSH_SUM):
         options["enable_topo_check"] = False
-    if way == OVERLAP:
+    if way in (OVERLAP, GRADIENTS_OVERLAP):
         options["overlap"] = "backward"
     if way in (HIERARCHICAL_ATC, HIERARCHICAL_AWC):
         options["communication_type"] = shoal.CommunicationType.hierarchical_neighbor_allreduce
@@ -181,14 +183,15 @@ def decentralized(way: str, model: nn.Module, **settings: float) -> Trainer:
 
 
 def check_agreement(trainers: dict[str, Trainer]) -> None:
-    """That each way has done what it is for: the agents' last parameters are equal with DDP, and closer than alone.
+    """That each way has done what it is for: the agents' last parameters are equal where all
+    gradients are averaged, and else closer than alone.
 
     Raises:
         AssertionError: They are not, or a number is not finite.
     """
     apart = {name: _apart(trainer.model) for name, trainer in trainers.items()}
     for name, distance in apart.items():
-        limit = 0.0 if name.startswith("DDP") else 0.9 * apart[LOCAL]
+        limit = 0.0 if name.startswith(("DDP", GRADIENTS)) else 0.9 * apart[LOCAL]
         if name != LOCAL and not distance <= limit:
             raise AssertionError(f"{name}: agents' models are {distance:g} apart, trained alone {apart[LOCAL]:g}")
 

@@ -33,7 +33,7 @@ import _training_agent
 import shoal
 from _machines import obstacle, run_on_machines
 from _training_tables import tables_of
-from _ways import GET, GRADIENTS, LOCAL, PUSH_SUM, PUT, synchronous
+from _ways import GET, GRADIENTS, GRADIENTS_OVERLAP, LOCAL, PUSH_SUM, PUT, synchronous
 from shoal.bench.figures import Figures
 from shoal.bench.jobs import Progress, run_job
 from shoal.bench.machine import LoadWatch, here
@@ -41,7 +41,7 @@ from shoal.bench.meter import Reporter
 from shoal.optim.malloc_trimming import keep_freed_memory
 
 SCRIPT = str(Path(__file__).resolve())
-SLOW, MIDDLE, FAST = 100e6 / 8, 200e6 / 8, 500e6 / 8
+SLOW, MIDDLE, FAST, FASTEST = 100e6 / 8, 200e6 / 8, 500e6 / 8, 1e9 / 8
 """Bytes a second of a host's NIC."""
 VOLUMES = (21, 102, 574)
 """Megabytes of parameters, as in the Horovod paper's figure 10."""
@@ -105,6 +105,19 @@ def volumes(quick: bool) -> list[Job]:
     return jobs
 
 
+def gradients(quick: bool) -> list[Job]:
+    """Averaged gradients on one machine, and between hosts where that can be."""
+    ways, count = [GRADIENTS, GRADIENTS_OVERLAP], 2 if quick else 4
+    models = {"MLP": ("32", "256"), "VGG-16": ("4", "4")}
+    jobs = [on_one_machine(count, quick, "gradients", f"machine, {model}", models[model][0], *ways) for model in models]
+    if obstacle():
+        return jobs
+    for model, (_, batch) in models.items():
+        words = ["gradients", f"hosts, {model}", batch, *ways]
+        jobs.append(on_hosts(count, FASTEST, 1, quick, *words, large_packets=True))
+    return jobs
+
+
 def table2(quick: bool) -> list[Job]:
     return [on_one_machine(1, quick, "one-agent"), on_hosts(2 if quick else 4, MIDDLE, 2, quick, "table2")]
 
@@ -120,6 +133,7 @@ PARTS = {
     "alone": alone,
     "hosts": hosts,
     "volumes": volumes,
+    "gradients": gradients,
     "table2": table2,
     "memory": memory,
 }

@@ -39,10 +39,11 @@ def init_report(capsys: pytest.CaptureFixture[str], environ: dict[str, str]) -> 
 def test_a_healthy_machine_is_ok_over_every_transport_and_a_secret_is_not_shown() -> None:
     code, output = run_doctor({"SHOAL_SECRET": "swordfish"})
     assert (code, output.splitlines()[-1]) == (0, "OK: agents can run on this machine")
-    assert re.findall(r"^  (\w[\w ]+?) +OK, \d+ ms$", output, re.M) == [
+    assert re.findall(r"^  (\w[\w -]+?) +OK, \d+ ms$", output, re.M) == [
         "threads",
         "shared_memory",
         "network",
+        "process-group",
         "two processes",
     ]
     assert "SHOAL_SECRET=(set, not shown)" in output and "swordfish" not in output
@@ -125,6 +126,15 @@ def test_it_knows_every_variable_that_the_library_reads() -> None:
     assert {name for text in sources for name in re.findall(r"SHOAL_[A-Z][A-Z_]*[A-Z]", text)} == set(doctor.VARIABLES)
 
 
+def test_it_says_which_engines_there_are_and_which_moves_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    report, output = init_report(capsys, {})
+    assert re.search(r"^  engines +this build of torch has gloo", output, re.M) and not report.problems
+    report, output = init_report(capsys, {"SHOAL_TRANSPORT": "process-group"})
+    assert re.search(r"^  transport +tensors by gloo \(SHOAL_TRANSPORT\)", output, re.M) and not report.problems
+    report, output = init_report(capsys, {"SHOAL_TRANSPORT": "process-group", "SHOAL_PROCESS_GROUP": "glue"})
+    assert "SHOAL_PROCESS_GROUP='glue'; it may be one of gloo" in report.problems[0]
+
+
 def results_of(script: str, monkeypatch: pytest.MonkeyPatch, patience: float) -> dict[str, str]:
     """The problem of each check when ``script`` runs in the place of the live checks."""
     monkeypatch.setattr(doctor, "_LIVE_CHECK", (sys.executable, "-I", "-S", "-c", script))
@@ -143,13 +153,13 @@ time.sleep(60)
 """
     found = results_of(script, monkeypatch, patience=2.0)
     assert found.pop("threads") == ""
-    assert set(found) == {"shared_memory", "network", "two processes"}
+    assert set(found) == {"shared_memory", "network", "process-group", "two processes"}
     assert all(problem.startswith("it did not end in") for problem in found.values())
 
 
 def test_a_check_that_crashes_fails_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     found = results_of("raise SystemExit('Illegal instruction')", monkeypatch, patience=20.0)
-    assert len(found) == 4
+    assert len(found) == 5
     assert all(problem == "its process ended with status 1: Illegal instruction" for problem in found.values())
 
 

@@ -28,7 +28,9 @@ from typing import IO, TypeVar, cast
 
 from .._version import __version__
 from ..bench.machine import cpu_name
+from ..coordination.attach import PROCESS_GROUP, check_backend
 from ..transport.addresses import address_towards, interface_address, is_loopback
+from ..transport.process_group import MADE_HERE, available
 from ..transport.router import TRANSPORTS
 from ..transport.tls import certificates_of
 from ..world.bootstrap import default_timeout
@@ -43,6 +45,7 @@ FEWEST_FILES = 1024
 VARIABLES = (
     "SHOAL_AGENTS_PER_MACHINE",
     "SHOAL_BEGIN_WITH",
+    "SHOAL_CACHE_CAPACITY",
     "SHOAL_CERTIFICATES",
     "SHOAL_CHECK_FINITE",
     "SHOAL_COMPRESS_LOCALLY",
@@ -52,6 +55,7 @@ VARIABLES = (
     "SHOAL_INTERFACE",
     "SHOAL_ON_LOSS",
     "SHOAL_ON_PARTITION",
+    "SHOAL_PROCESS_GROUP",
     "SHOAL_RECORD",
     "SHOAL_RENDEZVOUS",
     "SHOAL_SECRET",
@@ -80,6 +84,8 @@ _ADVICE = {
     "shared_memory": "it needs memfd_create, Unix sockets that pass descriptors, and /proc; a container's seccomp "
     "profile may forbid them. SHOAL_TRANSPORT=network does without",
     "network": "it is TCP from this machine to itself; look at SHOAL_INTERFACE, the loopback interface, and firewalls",
+    PROCESS_GROUP: "tensors travel by Gloo, over TCP on 127.0.0.1, and all else as in the other checks; if those "
+    "are fine, report it with all of the above",
     PAIR_CHECK: "they meet over TCP on 127.0.0.1, as the agents of `shoal run` do; if the other checks are fine, look "
     "at the SHOAL_ variables above",
 }
@@ -169,7 +175,8 @@ def report_init(report: Report, environ: Mapping[str, str]) -> None:
     try:
         launch = detect(environ)
         report.line("agents", _agents(launch))
-        report.line("transport", _transport(environ))
+        report.line("transport", _transport(environ, launch))
+        report.line("engines", _engines())
         report.line("encryption", _encryption(launch))
         report.line("every wait", f"ends after {default_timeout():g} s (SHOAL_TIMEOUT)")
         report.line("listens on", _listens_on(launch, environ))
@@ -208,13 +215,22 @@ def _agents(launch: Launch) -> str:
     return f"{who}; they meet at {join_address(launch.host, launch.port)}, where {server} the store"
 
 
-def _transport(environ: Mapping[str, str]) -> str:
+def _transport(environ: Mapping[str, str], launch: Launch) -> str:
     forced = environ.get("SHOAL_TRANSPORT")
+    if forced == PROCESS_GROUP:
+        backend = check_backend(environ.get("SHOAL_PROCESS_GROUP", "gloo"), None, launch.size, launch.rank)
+        return f"tensors by {backend} (SHOAL_TRANSPORT), all else by shared memory and TCP"
     if forced and forced not in TRANSPORTS:
-        raise ValueError(f"SHOAL_TRANSPORT={forced!r}; it may be one of {', '.join(TRANSPORTS)}")
+        raise ValueError(f"SHOAL_TRANSPORT={forced!r}; it may be one of {', '.join([*TRANSPORTS, PROCESS_GROUP])}")
     if forced:
         return f"{forced} between all agents (SHOAL_TRANSPORT)"
     return "shared memory between agents of one machine, TCP between machines"
+
+
+def _engines() -> str:
+    """Of torch.distributed, that could move tensors."""
+    here = [backend if backend in MADE_HERE else f"{backend} (a group of the script's own)" for backend in available()]
+    return f"this build of torch has {', '.join(here) or 'none'}; SHOAL_TRANSPORT={PROCESS_GROUP} takes one"
 
 
 def _encryption(launch: Launch) -> str:

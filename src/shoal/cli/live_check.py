@@ -16,12 +16,14 @@ from functools import partial
 import torch
 
 import shoal
+from shoal.coordination.attach import PROCESS_GROUP
+from shoal.transport.process_group import available
 from shoal.world.agent import current
 
-FLEET_CHECKS = ("threads", "shared_memory", "network")
+FLEET_CHECKS = ("threads", "shared_memory", "network", *([PROCESS_GROUP] if "gloo" in available() else []))
 PAIR_CHECK = "two processes"
 FLEET_SECONDS = 4.0
-"""For every wait in one check of a fleet; the three of them fit into the doctor's patience."""
+"""For every wait in one check of a fleet; the four of them fit into the doctor's patience."""
 _SIZES = (1, 1 << 18)
 """Elements: what travels inside a message, and what is published or streamed."""
 

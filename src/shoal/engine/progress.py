@@ -149,6 +149,7 @@ class Progress:
             if self._take(done, limit):
                 held.wake(self._poller.waker)
                 began = time.monotonic()
+                again = began - self._left < AFTER_DRIVING  # as in a loop of calls, where the next is probably near
                 try:
                     self._drive(done, limit)
                 finally:
@@ -159,7 +160,8 @@ class Progress:
                         if self._polled:
                             self._left = time.monotonic()
                             self._keep_away = self._left + AFTER_DRIVING
-                            if self._left - began > AFTER_DRIVING and self._sleeps_until > self._keep_away:
+                            long = self._left - began > AFTER_DRIVING
+                            if long and not again and self._sleeps_until > self._keep_away:
                                 self._progress_turn.notify()  # the caller may compute for long now
                         self.notify()
                     self._driven.after()

@@ -85,6 +85,7 @@ class Bucket:
         self._sizes = [self._size(param) for param in params]
         self._has_empty = not all(param.numel() for param in params)  # whose addresses say nothing
         self._spare: _Memory | None = None
+        self._mean: _Memory | None = None
         self._versions: list[int] | None = None
         self._here = self._memory()
         self._move_in()
@@ -193,10 +194,19 @@ class Bucket:
             torch._foreach_copy_(views, grads)
         return self._room.flat
 
-    def spread_gradients(self) -> None:
-        """The gradients are what is in the room for the result; who had none, and is learnt, has one from here on."""
+    def room_for_mean(self) -> Tensor:
+        """Where the mean of the gradients may go while others read them where :meth:`gather_gradients` put them,
+        ``[numel]``. Nobody else reads it."""
+        if self._mean is None:
+            self._mean = _Memory(torch.empty_like(self.flat), self._places)
+        return self._mean.flat
+
+    def spread_gradients(self, mean: Tensor) -> None:
+        """The gradients are what is in the room for the mean, or for the result; who had none, and is learnt, has one
+        from here on."""
+        memory = self._mean if self._mean is not None and mean is self._mean.flat else self._room
         views, grads = [], []
-        for param, view in zip(self.params, self._room.views, strict=True):
+        for param, view in zip(self.params, memory.views, strict=True):
             grad = param.grad
             if grad is not None and not grad.is_sparse:
                 views.append(view)

@@ -176,7 +176,8 @@ class Equation(StepStrategy):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._mix, self._parts, self._saved = None, [], list(state.get("parts", []))
-        self._flight.lay_out_as([part["params"] for part in self._saved])
+        if self._saved:
+            self._flight.lay_out_as([part["params"] for part in self._saved])
 
 
 class EquationDuringBackward(DuringBackward, Equation):

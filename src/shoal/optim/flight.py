@@ -41,6 +41,7 @@ class Flight(ABC):
         in_step: A round of this agent is one of its neighbours', too.
         keeps_equal: Models that are equal stay so; it is checked that they are, before the first exchange.
         counts: The settings that say how it exchanges.
+        grouped: The caller has said what goes together, and nothing else does.
         does_without: What an algorithm needs of W, by name, that this kind of exchange does not need.
         present: While agents are joined (``join.py``), how many have still batches, and how many are there: [2].
         balance: Looks at the weights of each round, where no schedule gives them.
@@ -66,6 +67,7 @@ class Flight(ABC):
         self._layout: list[list[str]] = []
         self._params, self._name, self._bucket_bytes, self._schedule = params, name, bucket_bytes, schedule
         self._laid_out = False
+        self.grouped = False
         self.agreed = False  # with all other agents on what is exchanged
         self._beside: list[list[StateBucket]] = []
         self._without_state: Mapping[str, Mapping[str, torch.Tensor]] = {}

@@ -11,7 +11,7 @@ import torch
 from ..algorithms.agent_schedule import AgentSchedule
 from ..compression import Compressor
 from ..engine.operation import Handle
-from ..ops.collective import allreduce_nonblocking
+from ..ops.collective import submit_allreduce
 from ..ops.encoded_mean import Rest, submit_encoded_mean
 from ..world.agent import current
 from .buckets import Bucket
@@ -100,7 +100,7 @@ class ParameterFlight(InStepFlight):
         first = not self._handles
         for name, bucket in travelling.items():
             bucket.guard(guarded)
-            self._handles[bucket] = self._round.start(bucket.flat, bucket.room_for_result(), name)
+            self._handles[bucket] = self._round.start(bucket.flat, bucket.room_for_result(), name, not self.grouped)
         self.rounds += first
 
     def finish(self) -> None:
@@ -138,6 +138,7 @@ class GradientFlight(InStepFlight):
         self._compressor: Compressor | None = None
         self._feedback = False
         self._rests: dict[int, Rest] = {}
+        self._means: dict[Bucket, torch.Tensor] = {}  # where they are to be, of this round
 
     def compress(self, compressor: Compressor, feedback: bool) -> None:
         """From now on gradients travel as its messages; ``feedback``: what these leave out is added to the next."""
@@ -155,9 +156,12 @@ class GradientFlight(InStepFlight):
         flat = bucket.room_for_result().zero_() if zeros else bucket.gather_gradients()
         name = f"{self._name}.gradients.{number}"
         if self._compressor is None or self.whole:
-            self._handles[bucket] = allreduce_nonblocking(flat, name=name, out=flat)
+            self._means[bucket] = mean = bucket.room_for_mean()
+            handle = submit_allreduce(current("optim"), flat, "average", name, out=mean, zero_copy=True)
+            self._handles[bucket] = handle
         else:
             rest = self._rests.setdefault(number, Rest()) if self._feedback else None
+            self._means[bucket] = flat
             self._handles[bucket] = submit_encoded_mean(current("optim"), flat, self._compressor, name, rest)
         self.rounds += first
 
@@ -168,9 +172,10 @@ class GradientFlight(InStepFlight):
             present, there = self.present.wait().tolist()
             share = there / max(1.0, present)
         for bucket in buckets:
+            mean = self._means[bucket]
             if share != 1.0:
-                bucket.room_for_result().mul_(share)
-            bucket.spread_gradients()
+                mean.mul_(share)
+            bucket.spread_gradients(mean)
 
     def _forget(self) -> None:
         super()._forget()

@@ -33,6 +33,7 @@ from .choosing import ATC, PARALLEL, agent_schedule, by_buckets, mixed_of, strat
 from .compressing import compressing, feeds_back
 from .equation import Equation
 from .flight import Flight
+from .grouping import as_given, by_count
 from .hooks import BeforeForward
 from .in_step_flight import GradientFlight, ParameterFlight
 from .join import Join
@@ -72,6 +73,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             and ``step()`` waits; of any algorithm that is ``separable``. Not with gradient clipping, a closure or a
             GradScaler, which need all gradients first.
         bucket_bytes: How much goes into one message: 16 MiB, or 4 MiB with ``overlap="backward"``, if not given.
+        num_groups: In how many messages of about equal size, in the place of ``bucket_bytes``.
+        groups: Which parameters go together, and with nothing else: lists of them, or of their names. One message for
+            each list, and dtype in it; what no list names goes as ``bucket_bytes`` says.
         name: What the exchanges are matched by; the same on all agents, another one for each optimizer of an agent. If
             none is given, the n-th optimizer without a name of one agent goes with the n-th of every other.
         mix_state: State of the wrapped optimizer that is averaged beside the parameters, in the same rounds with the
@@ -106,6 +110,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         topology: nx.Graph | Schedule | None = None,
         overlap: Literal["backward"] | None = None,
         bucket_bytes: int | None = None,
+        num_groups: int | None = None,
+        groups: Sequence[Sequence[torch.nn.Parameter | str]] | None = None,
         name: str | None = None,
         mix_state: Sequence[str] | None = None,
         flight: type[Flight] = ParameterFlight,
@@ -131,6 +137,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             setattr(self, key, value)
         self._names = Names(self._models, self._inner)
         self._called = name = name_of_optimizer() if name is None else name
+        asked = bucket_bytes
         if bucket_bytes is None:
             bucket_bytes = OVERLAPPED_BUCKET_BYTES if overlap else BUCKET_BYTES
         try:
@@ -140,6 +147,13 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         # An algorithm has one vector, unless its parts are to step by themselves.
         parts = by_buckets(algorithm) or (overlap and isinstance(algorithm, Algorithm) and algorithm.separable)
         whole = bucket_bytes if parts else float("inf")
+        if num_groups is not None and (groups is not None or asked is not None):
+            raise ValueError("num_groups says how large messages are; leave groups and bucket_bytes out")
+        if not parts and (num_groups is not None or groups is not None):
+            raise ValueError(
+                f"{type(algorithm).__name__} steps one vector of all parameters, so there is nothing to group; leave "
+                'num_groups and groups out, or, where it is separable, add overlap="backward"'
+            )
         if topology is not None and algorithm == PARALLEL:
             raise ValueError("gradients are averaged over all agents, whatever the topology; leave topology out")
         schedule = None if topology is None else agent_schedule(topology, self._settings.communication_type)
@@ -147,6 +161,11 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             topology = of_agents(topology)
         travels = GradientFlight if algorithm == PARALLEL and flight.in_step else flight
         self._flight = travels(self._names, name, whole, self._settings, schedule)
+        self._flight.grouped = num_groups is not None or groups is not None
+        if num_groups is not None:
+            self._flight.lay_out_as(by_count(self._names(), num_groups))
+        elif groups is not None:
+            self._flight.lay_out_as(as_given(self._names(), groups))
         if overlap and any(isinstance(one, DistributedDataParallel) for one in self._models):
             raise ValueError(
                 'overlap="backward": DistributedDataParallel averages gradients after this optimizer would have used '

@@ -160,7 +160,9 @@ class Round:
                 "Metropolis-Hastings weights, or leave mix_state out"
             )
 
-    def start(self, tensor: torch.Tensor, out: torch.Tensor, name: str) -> Handle[torch.Tensor] | None:
+    def start(
+        self, tensor: torch.Tensor, out: torch.Tensor, name: str, fusible: bool = True
+    ) -> Handle[torch.Tensor] | None:
         """Begin the exchange of a flat tensor; its result will be in ``out``. None where nothing is exchanged.
 
         The tensor must not change until then: it is read where it lies, if others can read there.
@@ -168,6 +170,7 @@ class Round:
         Args:
             tensor, out: ``[numel]``.
             name: What the exchange is matched by.
+            fusible: A small tensor may travel with others.
         """
         if self.kind is CommunicationType.empty:
             return None
@@ -184,6 +187,7 @@ class Round:
                 checked=self.checked,
                 out=out,
                 zero_copy=True,
+                fusible=fusible,
                 replan=self.replan,
                 robust=self.robust,
             )
