@@ -163,6 +163,27 @@ def test_calls_in_the_same_round_of_a_schedule_go_together_and_others_do_not(fle
         assert sent == (3, 0)
 
 
+def test_agents_that_submit_the_same_in_another_order_fuse_alike(fleet: Fleets) -> None:
+    """Nothing has to be taken apart."""
+
+    def run() -> tuple[list[float], int, Counter[tuple[str, bool]]]:
+        order, handles = list(range(COUNT)), {}
+        random.Random(shoal.rank()).shuffle(order)
+        shoal.barrier()
+        post, fusion, apart = Postman(), current().engine.fusion, []
+        unpack = fusion._unpack
+        fusion._unpack = lambda received: (apart.append(received), unpack(received))[1]  # type: ignore[method-assign]
+        with current().engine.lock:
+            for i in order:
+                handles[i] = shoal.allreduce_nonblocking(torch.tensor(float(i + shoal.rank())), name=f"gradient {i}")
+        found = [handles[i].wait().item() for i in range(COUNT)]
+        return found, len(apart), post.sent
+
+    for rank, (found, apart, sent) in enumerate(fleet(2).run(run)):
+        assert found == [i + 0.5 for i in range(COUNT)], rank
+        assert (apart, sent) == (0, Counter({("allreduce", True): 1}))
+
+
 def test_calls_of_several_kinds_that_alternate_are_one_message_of_each(fleet: Fleets) -> None:
     def run() -> Counter[tuple[str, bool]]:
         rank, other = shoal.rank(), 1 - shoal.rank()

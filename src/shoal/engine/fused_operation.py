@@ -111,38 +111,45 @@ def _go_together(first: Operation, other: Operation) -> bool:
 
 
 def take(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
-    """Take out the first operation and those that may go with it, and say the name of what becomes of them. None where
-    all have failed meanwhile."""
+    """Take out the first operation and those that may go with it, and say the name of what becomes of them; none where
+    all have failed meanwhile. In the order of their names: agents that submit the same in another order fuse alike."""
     members: list[Operation] = []
     passed: list[Operation] = []
-    runs: list[Run] = []
-    name, first, following = "", 0, -1  # the run that grows
-    shape: tuple[int, ...] = ()
     nbytes = length = 0
     while unbegun and len(members) < MOST_OPERATIONS and len(passed) < _LOOKED_THROUGH:
         operation = unbegun[0]
-        one = fusible(operation)
         if operation.handle is None:  # it has failed meanwhile
             unbegun.popleft()
             continue
         if members and not _go_together(members[0], operation):
             passed.append(unbegun.popleft())
             continue
-        goes_on = operation.round == following and operation.name == name and one.shape == shape
+        one = fusible(operation)
         nbytes += one.flat.numel() * one.flat.element_size()
-        length += 0 if goes_on else len(json.dumps(operation.name)) + 32 + 12 * len(one.shape)
+        if not (members and _follows(operation, members[-1])):
+            length += len(json.dumps(operation.name)) + 32 + 12 * len(one.shape)
         if members and (nbytes > MOST_BYTES or length > MAX_NAME - 64):
             break
-        if not goes_on:
-            if members:
-                runs.append(Run(name, first, following - first, shape))
-            name, shape, first = operation.name, one.shape, operation.round
-        following = operation.round + 1
         members.append(unbegun.popleft())
     unbegun.extendleft(reversed(passed))
-    if members:
-        runs.append(Run(name, first, following - first, shape))
-    return name_of(runs), members
+    members.sort(key=lambda one: (one.name, one.round))
+    return name_of(_runs_in(members)), members
+
+
+def _follows(operation: Operation, before: Operation) -> bool:
+    """They are in one run."""
+    next_round = operation.name == before.name and operation.round == before.round + 1
+    return next_round and fusible(operation).shape == fusible(before).shape
+
+
+def _runs_in(members: list[Operation]) -> list[Run]:
+    runs: list[Run] = []
+    for place, one in enumerate(members):
+        if place and _follows(one, members[place - 1]):
+            runs[-1] = runs[-1]._replace(length=runs[-1].length + 1)
+        else:
+            runs.append(Run(one.name, one.round, 1, fusible(one).shape))
+    return runs
 
 
 def piece(
