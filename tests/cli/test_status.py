@@ -27,6 +27,7 @@ from shoal.transport.doors import listen_privately
 from shoal.transport.handshake import HELLO_SIZE, Accepting
 from shoal.transport.sockets import GREETING_SECONDS
 from shoal.world.agent import current
+from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
 from support.flooders import NOBODY, may_become_others
 from support.leftovers import wait_until
@@ -169,6 +170,52 @@ def test_a_call_on_a_window_that_waits_is_told_as_well(environment: dict[str, st
         first = found[1]["waiting"][0]
         assert first["call"].startswith("win_") and first["ranks"] == [0] and found[1]["stands_still"]
         assert all(not one.outcome().error for one in pending)
+
+
+def sum_all() -> None:
+    shoal.allreduce(torch.ones(3), name="all")
+
+
+@pytest.mark.transport(PROCESS_GROUP)
+def test_agents_over_process_groups_name_who_has_not_come_to_what_they_wait_in() -> None:
+    with World(3, environment={"SHOAL_TRANSPORT": PROCESS_GROUP}) as world:
+        world.results(train, 3)
+        pending = [world.run_on(rank, sum_all) for rank in range(2)]
+        found = until(
+            lambda: agents_of(status.look(pids(world))),
+            lambda agents: all([2] in [one["ranks"] for one in agents[rank]["waiting"]] for rank in (0, 1)),
+        )
+        for rank in (0, 1):
+            (waits,) = found[rank]["waiting"]  # the rounds of coordination are nobody's call
+            assert waits["call"] == "allreduce (average) 'all' round 0" and found[rank]["stands_still"]
+            assert list(found[rank]["steps"].values()) == [3] and found[rank]["bytes_sent"] > 0
+        assert found[2]["waiting"] == []
+        said = words(status.look(pids(world)))
+        assert said.count("in allreduce (average) 'all' round 0 for rank 2 ") == 2 and "runs its script" in said
+        world.results(sum_all, on=[2])
+        assert all(not one.outcome().error for one in pending)
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, PROCESS_GROUP])
+def test_the_agents_of_a_fleet_are_found_over_any_transport(transport: str) -> None:
+    go_on = threading.Event()
+
+    def run() -> None:
+        shoal.allreduce(torch.ones(3), name="all")
+        go_on.wait(30)
+
+    running = threading.Thread(target=shoal.Fleet(3, transport=transport).run, args=(run,))
+    running.start()
+    try:
+        found = until(
+            lambda: agents_of(status.look([os.getpid()])),
+            lambda agents: len(agents) == 3 and all("allreduce" in one["ended"] for one in agents.values()),
+        )
+        assert all(one["ended"] == "allreduce (average) 'all' round 0" for one in found.values())
+        assert all(one["waiting"] == [] and not one["stands_still"] for one in found.values())
+    finally:
+        go_on.set()
+        running.join()
 
 
 def test_a_world_of_one_is_found() -> None:

@@ -6,18 +6,28 @@ import logging
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 
 import shoal
 from shoal.engine import doing
+from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
+from support.leftovers import nothing_is_left
 from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]
 AFTER = 0.8
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.transport(name)) for name in (*TRANSPORTS, PROCESS_GROUP)])
+def anywhere(request: pytest.FixtureRequest) -> Iterator[Fleets]:
+    """Makes fleets over each of the four transports."""
+    with nothing_is_left():
+        yield partial(shoal.Fleet, transport=request.param, timeout=20.0)
 
 
 def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -25,7 +35,7 @@ def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_it_is_said_for_whom_and_what_those_do(
-    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    anywhere: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 2 computes, rank 1 waits for it, and rank 0 waits for rank 1."""
     monkeypatch.setenv("SHOAL_STALL_SECONDS", str(AFTER))
@@ -42,7 +52,7 @@ def test_it_is_said_for_whom_and_what_those_do(
             shoal.pair_gossip(torch.ones(1), 1 - rank)
         shoal.barrier()
 
-    fleet(3).run(run)
+    anywhere(3).run(run)
     found = heard(caplog)
     waits = [
         one for one in found if re.match(r"pair_gossip round 0 on rank 0 has waited [\d.]+ s for ranks \[1\]", one)
@@ -56,6 +66,52 @@ def test_it_is_said_for_whom_and_what_those_do(
     )
     assert any(re.match(says, one) for one in found), found
     assert not any("does not answer" in one for one in found)
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_in_an_operation_of_all_those_are_named_that_have_not_come(
+    anywhere: Fleets, late: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever way it goes, and also where the others wait for each other meanwhile."""
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", "2.5")
+    caplog.set_level(logging.WARNING, "shoal")
+
+    def run() -> None:
+        shoal.barrier()
+        if shoal.rank() == late:
+            time.sleep(5.0)
+        shoal.allreduce(torch.ones(1000), name="all")
+
+    anywhere(4).run(run)
+    found = [one for one in heard(caplog) if "has waited" in one]
+    assert len(found) == 3, found
+    for one in found:
+        assert one.startswith("allreduce (average) 'all' round 0 on rank ") and f" for ranks [{late}];" in one, found
+
+
+def test_a_call_on_a_window_is_reported_as_well_and_once(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", str(AFTER))
+    caplog.set_level(logging.WARNING, "shoal")
+
+    def run() -> None:
+        shoal.win_create(torch.ones(3), "weights")
+        if shoal.rank() == 0:
+            with shoal.win_mutex("weights", for_self=True):
+                shoal.barrier()
+                time.sleep(4 * AFTER)
+        else:
+            shoal.barrier()
+            shoal.win_put(torch.ones(3), "weights", require_mutex=True)
+        shoal.barrier()
+        shoal.win_free("weights")
+
+    fleet(2).run(run)
+    found = [one for one in heard(caplog) if "on rank 1 has waited" in one]
+    says = r"win_\w+ 'weights'( round 0)? on rank 1 has waited [\d.]+ s for ranks \[0\]"
+    assert len(found) == 1 and re.match(says, found[0]), found
+    assert any("rank 0, for which rank 1 waits: it waits in no call" in one for one in heard(caplog))
 
 
 def test_many_that_wait_are_one_report_and_each_is_reported_once(
