@@ -84,6 +84,7 @@ class Call:
         moves: What a process group moved of it, if one did.
         error: Why it failed; empty where it did not.
         of: Where it is of several small calls, which: names, first rounds, and how many rounds.
+        row: The row of the trace that it is on.
     """
 
     operation: str
@@ -95,6 +96,7 @@ class Call:
     moves: list[Move] = field(default_factory=list)
     error: str = ""
     of: tuple[tuple[str, int, int], ...] = ()
+    row: int = 0
 
 
 class Wait(NamedTuple):
@@ -326,7 +328,7 @@ class _Reader:
         if phase == "B":
             said = event["args"]
             of = tuple((one[0], one[1], one[2]) for one in said.get("of", ()))
-            call = Call(event["name"], said.get("name", name), said.get("round", 0), at, of=of)
+            call = Call(event["name"], said.get("name", name), said.get("round", 0), at, of=of, row=row)
             self._open[row] = call
             self.trace.calls.append(call)
         elif phase == "E":
