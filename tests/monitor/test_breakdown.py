@@ -231,6 +231,31 @@ def test_what_a_process_group_moves_waits_for_who_has_not_asked_then_for_its_tur
     assert blamed(shares[0]) == {2: 4.0} and blamed(shares[2]) == {}
 
 
+def test_what_is_moved_between_machines_is_told_by_one_clock(tmp_path: Path) -> None:
+    agents = [Written(0, host="node0"), Written(1, host="node1", ahead=500.0)]
+    for k in range(2):
+        exchange(agents, k, 1 - k, 1.0, 1.0)
+    for agent, asked in zip(agents, (2.0, 5.0), strict=True):
+        agent.call(1.0, 9.0, moves=[(asked, 6.0, 9.0)])
+        agent.wait(2.0, 9.0)
+        agent.step(1, 0.0, 9.0)
+    for agent in agents:
+        agent.into(tmp_path)
+    first, second = RunReport.of(tmp_path).shares
+    assert into(first) == {COMPUTING: 2.0, OTHERS: 3.0, COORDINATION: 1.0, TRANSFER: 3.0}
+    assert into(second)[TRANSFER] == 3.0 and OTHERS not in into(second)
+
+
+def test_what_comes_twice_under_one_name_came_in_the_order_in_which_it_was_sent(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    for at in (1.0, 6.0):
+        exchange(agents, 0, 1, at, at + 2.0)
+    for agent in agents:
+        agent.into(tmp_path)
+    found = flows.match(traces.read(tmp_path).traces)
+    assert [one.received.at - one.sent.at for one in found] == [2 * MS, 2 * MS]
+
+
 def test_who_takes_no_part_in_what_is_moved_is_not_waited_for(tmp_path: Path) -> None:
     """A call of the same name between others, which ask for it at 6."""
     agents = [Written(rank, 4) for rank in range(4)]
