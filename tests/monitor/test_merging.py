@@ -13,6 +13,7 @@ import torch
 import shoal
 from shoal.monitor.merging import ident
 from shoal.monitor.run_report import RunReport
+from shoal.monitor.trace_writer import FUSED
 from shoal.monitor.traces import Key
 from support import PROCESS_GROUP, TRANSPORTS
 from support.written_traces import Written, exchange
@@ -98,6 +99,23 @@ def test_what_came_before_its_call_is_an_arrow_to_where_that_begins(tmp_path: Pa
         agent.into(tmp_path)
     ((begins, ends),) = arrows(merged(tmp_path)).values()
     assert begins["ts"] == pytest.approx(3500) and ends["ts"] == pytest.approx(7000)
+
+
+def test_what_travelled_together_for_its_sender_alone_is_an_arrow_to_the_first_of_the_calls(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    together = agents[0]._row(f"exchange: {FUSED}")
+    of = {"calls": 2, "of": [["a", 0, 1], ["b", 0, 1]]}
+    agents[0]._line("B", together, ts=agents[0]._at(0.0), name="neighbor_allreduce x 2", args=of)
+    exchange(agents, 0, 1, 1.0, 2.0, name=FUSED, calls=2)
+    for agent in agents:
+        agent.lines[-1]["args"]["name"] = "a"
+    agents[0]._line("E", together, ts=agents[0]._at(5.0))
+    agents[1].call(0.0, 5.0, "b")
+    agents[1].call(0.0, 5.0, "a")
+    for agent in agents:
+        agent.into(tmp_path)
+    ((begins, ends),) = arrows(merged(tmp_path)).values()
+    assert (begins["tid"], ends["tid"]) == (together, agents[1].rows["exchange: a"])
 
 
 @pytest.mark.parametrize("ended", [None, 1.5])
