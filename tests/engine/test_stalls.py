@@ -7,13 +7,16 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import shoal
-from shoal.engine import doing
+from shoal.engine import doing, stalls
 from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
 from support.leftovers import nothing_is_left
@@ -112,6 +115,24 @@ def test_a_call_on_a_window_is_reported_as_well_and_once(
     says = r"win_\w+ 'weights'( round 0)? on rank 1 has waited [\d.]+ s for ranks \[0\]"
     assert len(found) == 1 and re.match(says, found[0]), found
     assert any("rank 0, for which rank 1 waits: it waits in no call" in one for one in heard(caplog))
+
+
+def test_a_call_on_a_window_is_looked_at_in_time_and_told_once_whatever_else_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = [("win_put 'a'", [1], 0.0)]
+    looks: list[float] = []
+    nobody: Any = SimpleNamespace(in_flight=list, view=SimpleNamespace(alive=()))
+    services: Any = SimpleNamespace(all=lambda: [SimpleNamespace(calls_that_wait=lambda: list(calls))])
+    progress: Any = SimpleNamespace(lock=nullcontext(), check_by=looks.append)
+    found = stalls.Stalls(0, nobody, nobody, nobody, nobody, services, progress)
+    found.begins_to_wait(0.0)
+    assert looks == [30.0] and found.check(29.0) == 30.0 and heard(caplog) == []
+    assert found.check(30.0) == float("inf")
+    calls.append(("win_get 'b'", [1], 10.0))
+    found.begins_to_wait(10.0)
+    assert looks == [30.0, 40.0] and found.check(40.0) == float("inf")
+    assert [one.split(" on rank")[0] for one in heard(caplog)] == ["win_put 'a'", "win_get 'b'"]
 
 
 def test_many_that_wait_are_one_report_and_each_is_reported_once(
