@@ -318,6 +318,33 @@ except OSError as error:
         world.results(shoal.barrier)
 
 
+@pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
+def test_a_socket_of_another_user_is_asked_nothing() -> None:
+    """Whoever has put it in the place of an agent's."""
+    listen = """
+import os, socket, sys
+os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.bind(sys.argv[1].replace("@", "\\0"))
+sock.listen()
+print("listens", flush=True)
+connection, _ = sock.accept()
+try:
+    connection.send(bytes(int(sys.argv[3])))
+    print("heard", len(connection.recv(1000)))
+except OSError:
+    print("heard 0")
+"""
+    name = f"@shoal-test-{os.getpid()}"
+    with subprocess.Popen(
+        [sys.executable, "-I", "-c", listen, name, str(NOBODY), str(HELLO_SIZE)], stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "listens\n"
+        [found] = agents_here.ask({os.getpid(): [name.replace("@", "\0")]})
+        assert "another user" in found.silent
+        assert other.stdout.readline() == "heard 0\n"
+
+
 def test_over_a_network_the_question_is_no_answer_to_a_greeting() -> None:
     with World(2, environment=NETWORK) as world:
         way = world.results(door, on=[0])[0]

@@ -314,7 +314,7 @@ def _waits(typicals: Sequence[Typical], network: bool, in_order: bool, explained
                 parts[SUMS],
             )
         )
-    if parts[COORDINATION] > MUCH:
+    if parts[COORDINATION] > MUCH and (in_order or not explained):
         what, advice = _IN_ORDER if in_order else _WITHOUT_ORDER
         found.append(
             Finding(f"{parts[COORDINATION]:.0%} of a step is coordination: {what}", advice, parts[COORDINATION])
