@@ -37,7 +37,7 @@ def test_the_agent_and_the_tensor_are_named_on_all_sides(fleet: Fleets, operatio
             x[1], x[3] = math.nan, -math.inf
         with pytest.raises(shoal.ShoalError) as caught:
             OPERATIONS[operation](x)
-        assert caught.value.ranks == ((CULPRIT,) if shoal.rank() == CULPRIT else (shoal.rank(), CULPRIT))
+        assert {shoal.rank(), CULPRIT} <= set(caught.value.ranks)  # and through whom it has heard
         after = OPERATIONS[operation](torch.ones(numel))
         assert bool((after == 1).all())
         return type(caught.value).__name__, str(caught.value)

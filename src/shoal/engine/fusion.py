@@ -234,8 +234,8 @@ class Fusion:
             if self._matcher.has_news(operation):
                 for source, message in self._matcher.came_early(operation, 0):
                     self.put(operation, source, message)
-            if fused.error is not None:
-                return
+                    if fused.error is not None:
+                        return
 
     def _end(self, fused: FusedOperation, error: BaseException | None) -> None:
         """Give back what a fused operation holds."""

@@ -375,7 +375,7 @@ class Lifecycle:
 
     def moved(self, operation: Operation, stage: Stage) -> None:
         """The tensors of a stage are where they belong."""
-        stage.to_move = False
+        stage.to_move, stage.moved_with = False, set()
         for message in stage.arrived.values():
             if message.payload is not None:
                 message.payload.is_whole()

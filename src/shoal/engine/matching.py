@@ -291,11 +291,13 @@ class Matcher:
         return any(round_ >= self._begun.get(name, 0) for name, round_ in self._asks)
 
     def came_early(self, operation: Operation, stage: int) -> Iterator[tuple[int, Message]]:
-        """Take out the messages that wait for a stage that begins."""
+        """Take out the messages that wait for a stage that begins, but for those that the caller's use of one takes out
+        or ends."""
         early = self._early.get((operation.name, operation.round))
         if early:
             for key in [key for key in early if key[0] == stage]:
-                yield self._out(key[1], early.pop(key))
+                if key in early:
+                    yield self._out(key[1], early.pop(key))
 
     def before(self, operation: Operation, stage: int) -> list[tuple[int, Message]]:
         """Take out the messages that wait for stages that will not come any more."""

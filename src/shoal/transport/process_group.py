@@ -44,10 +44,17 @@ SMALL_BYTES = 1 << 16
 """Tensors up to this size go together with others."""
 TOGETHER_BYTES = 1 << 22
 """So many bytes of them at most."""
-CONNECT_SECONDS = 3.0
-"""In which all members of a group must have connected, once all are ready to; else all try again."""
-FOREVER = datetime.timedelta(days=1)
+CONNECT_SECONDS, MOST_DOUBLINGS = 2.0, 5
+"""In which all members of a group must have connected, once all are ready to; else all try again, for twice as long.
+Nothing ends a try before: an agent that leaves waits for it."""
+_OF_GLOO = 5
+"""Gloo waits for so many times its time-out until a connection is there."""
+PATIENCE = datetime.timedelta(hours=1)
 """How long an engine waits: deadlines are Shoal's own, and one of an engine's would end all that is under way."""
+ABANDON_AFTER = 3.0
+"""Seconds after which a thread that was to stop is left behind. Gloo closes connections at once, and tells all that
+wait for them, but for whoever waits for a message of which a part has come when its sender died: that thread waits for
+as long as :data:`PATIENCE`, or until the process ends. Nothing wakes it."""
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _TO_STOP = 0x5EA
 """The tag of the receive that is given up to stop a group."""
@@ -118,6 +125,7 @@ class ProcessGroups:
         self._thread = threading.Thread(target=self._run, name=f"shoal-{rank}-{backend}", daemon=True)
         self._stopped = False
         self._lock = threading.Lock()
+        self._thread.start()  # now: once memory has run out, Python waits for ever for a thread to begin
 
     def move(self, group: Ranks, steps: Sequence[tuple[bool, Step]]) -> None:
         """Move this next.
@@ -130,8 +138,6 @@ class ProcessGroups:
 
     def then(self, what: Callable[[], None]) -> None:
         """Have the thread call something when all that was to be moved before has been."""
-        if self._thread.ident is None:
-            self._thread.start()
         self._queue.put(what)
 
     def stop(self, wait: bool = True) -> None:
@@ -146,8 +152,12 @@ class ProcessGroups:
         self._queue.put(None)
         if not wait:
             return
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._thread is not threading.current_thread():
+            self._thread.join(ABANDON_AFTER)
+            if self._thread.is_alive():
+                log.warning("rank %d leaves a thread behind, which waits in %s for ever", self._rank, self._backend)
+                self._thread.name = f"abandoned to {self._backend}"
+                return  # with its group, whose end would wait, too
         self._groups.clear()
         self._given = None
 
@@ -186,7 +196,7 @@ class ProcessGroups:
                 return
             pending = list(self._start(there, group, run))
             for work, then in pending:
-                work.wait(FOREVER)
+                work.wait(PATIENCE)
                 then()
             self._finished(run)
 
@@ -249,7 +259,8 @@ class ProcessGroups:
             store.all_say(f"ready {again}", True)
             try:
                 prefixed = dist.PrefixStore(f"{again}", store)  # type: ignore[attr-defined]
-                group = _make(self._backend, prefixed, place, len(ranks), self._address)
+                seconds = CONNECT_SECONDS * 2 ** min(again, MOST_DOUBLINGS)
+                group = _make(self._backend, prefixed, place, len(ranks), self._address, seconds)
             except RuntimeError as error:
                 log.warning("rank %d has not met ranks %s by %s: %s", self._rank, ranks, self._backend, error)
                 group = None
@@ -258,16 +269,16 @@ class ProcessGroups:
         return group
 
 
-def _make(backend: str, store: Store, place: int, size: int, address: str) -> Group:
+def _make(backend: str, store: Store, place: int, size: int, address: str, seconds: float) -> Group:
     """A process group of torch's. Only that of Gloo was ever seen working."""
     if backend == "gloo":
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = datetime.timedelta(seconds=CONNECT_SECONDS)
+        options._timeout = datetime.timedelta(seconds=seconds / _OF_GLOO)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         group: Any = dist.ProcessGroupGloo(store, place, size, options)
-        group._set_default_timeout(FOREVER)
+        group._set_default_timeout(PATIENCE)
         return group
-    return dist.ProcessGroupUCC(store, place, size, FOREVER)
+    return dist.ProcessGroupUCC(store, place, size, PATIENCE)
 
 
 def together(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
