@@ -54,10 +54,11 @@ def profiled() -> dict[str, int]:
 @over_both
 def test_operations_are_there_by_name(environment: dict[str, str]) -> None:
     for found in results(2, profiled, environment=environment):
-        for what in ("submit", "sum", "wait"):
+        for what in ("submit", "wait"):
             assert found[f"shoal neighbor_allreduce layer1: {what}"] == 1
         assert found["shoal neighbor_allreduce: submit"] == 6
-        assert found["shoal neighbor_allreduce x 5: sum"] == 1
+        for name in ("layer1", "x 5"):  # in several goes, where a tensor comes in pieces
+            assert found[f"shoal neighbor_allreduce {name}: sum"] >= 1
 
 
 def windows() -> dict[str, int]:
