@@ -23,7 +23,7 @@ lost wrongly is told so, and ends.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -317,7 +317,7 @@ class Agreement(MinimalService):
             return
         entered = self._gate.entered
         for operation in self._matcher.in_flight():
-            if operation.on_end is not None and _all_have(operation, reports):
+            if operation.on_end is not None and _all_have(operation, by_rank):
                 conclude(self._lifecycle, operation)
                 if self._gate.entered != entered:  # those who have entered agree, too
                     return
@@ -333,7 +333,7 @@ class Agreement(MinimalService):
         self._lifecycle.move_by_links()
         self._announce(lost=tuple(rank for rank in plan.gone if rank not in before))
         for operation in self._matcher.in_flight():
-            self._repair(operation, reports)
+            self._repair(operation, by_rank)
         self._hand_on(by_rank)
 
     def _hand_on(self, reports: dict[int, _Report]) -> None:
@@ -344,7 +344,7 @@ class Agreement(MinimalService):
                 for rank in [rank for rank, report in reports.items() if report.lacks(name, round_)]:
                     self._handing_on.send(rank, name, round_)
 
-    def _repair(self, operation: Operation, reports: list[_Report]) -> None:
+    def _repair(self, operation: Operation, reports: Mapping[int, _Report]) -> None:
         recovery = operation.recovery
         if recovery is None:
             if not operation.one_sided:
@@ -353,7 +353,7 @@ class Agreement(MinimalService):
             go_on_without(self._lifecycle, operation, self.gone)
         elif _all_have(operation, reports):
             conclude(self._lifecycle, operation)
-        elif any(report.keeps(operation.name, operation.round) for report in reports):
+        elif any(report.keeps(operation.name, operation.round) for report in reports.values()):
             await_result(self._lifecycle, operation)
         else:
             restart(self._lifecycle, operation, self._plan_of_all(operation.name, operation.round))
@@ -469,10 +469,11 @@ def standing(part: Collection[int]) -> tuple[int, int]:
     return len(part), -min(part, default=0)
 
 
-def _all_have(operation: Operation, reports: list[_Report]) -> bool:
-    recovery = operation.recovery
+def _all_have(operation: Operation, reports: Mapping[int, _Report]) -> bool:
+    recovery, among = operation.recovery, operation.among
     assert recovery is not None
-    return all(report.has(operation.name, operation.round, recovery.plan.attempt) for report in reports)
+    concerned = [report for rank, report in reports.items() if among is None or rank in among]
+    return all(report.has(operation.name, operation.round, recovery.plan.attempt) for report in concerned)
 
 
 def decisions_as_data(decisions: list[Decision]) -> list[Any]:

@@ -8,7 +8,7 @@ that power of two in it (Bruck's all-to-all, with only the notices that exist). 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -32,9 +32,13 @@ def discover(
     Among the agents that the operation is planned for: notices count these, and not all ranks. Where agents come to it
     through different numbers of stages, ``first_stage`` is the number of its first.
     """
-    gone, group = operation.gone, operation.left_of(range(engine.size))
+    gone, group = operation.gone, operation.callers(engine.size)
     rank, size = group.index(engine.rank), len(group)
-    notices = [(rank, group.index(other) if gone else other) for other in named if other not in gone]
+    notices = [
+        (rank, group.index(other) if gone or operation.among is not None else other)
+        for other in named
+        if other not in gone
+    ]
     step = 1
     while step < size:
         passing = [notice for notice in notices if (notice[1] - rank) % size & step]
@@ -70,14 +74,15 @@ def submit_to_all(
     alone: bool = True,
     take: Callable[[torch.Tensor], T] | None = None,
     background: bool = False,
+    among: Sequence[int] | None = None,
 ) -> Handle[T]:
-    """Begin an operation that gives all agents the same; see :meth:`Engine.submit`.
+    """Begin an operation that gives all that call it the same; see :meth:`Engine.submit`.
 
     Where agents go on after a loss, it begins anew among those that are left, unless it has ended on one of them: then
     the others have what that one has. It is handed on where ``take`` says how; else it ends only when all have it.
 
     Args:
-        engine, op, name, steps, timeout, alone, background: As there.
+        engine, op, name, steps, timeout, alone, background, among: As there.
         take: Makes the result from that of another agent: a tensor, or of no numbers where there is nothing to hand on.
             Only where nobody ends before all have begun; and there a result is that tensor, or None.
     """
@@ -95,4 +100,4 @@ def submit_to_all(
         return result
 
     begins = held_by_all if engine.agreement.active else steps
-    return engine.submit(op, name, begins, timeout, alone, on_loss=OnLoss.RESTART, background=background)
+    return engine.submit(op, name, begins, timeout, alone, on_loss=OnLoss.RESTART, background=background, among=among)

@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -204,6 +204,7 @@ class Engine:
         one_sided: bool = False,
         on_loss: OnLoss = OnLoss.FAIL,
         background: bool = False,
+        among: Sequence[int] | None = None,
     ) -> Handle[T]:
         """Begin an operation.
 
@@ -217,6 +218,7 @@ class Engine:
             one_sided: The others need not call anything for it; so it goes on when one is lost that it does not need.
             on_loss: With ``on_loss="continue"``, what becomes of it when an agent is lost that it needs.
             background: It is nobody's call: nothing is said of how long it waits, and no error is kept for it.
+            among: Who calls it, if not all.
         """
         seconds = as_seconds(timeout, self.timeout)
         if not self.agreement.active:
@@ -226,7 +228,9 @@ class Engine:
         limit = 0.0
         while True:
             with held, span(op, name, "submit"):
-                handle = self.lifecycle.submit(self, op, name, steps, seconds, alone, one_sided, on_loss, background)
+                handle = self.lifecycle.submit(
+                    self, op, name, steps, seconds, alone, one_sided, on_loss, background, among
+                )
             if handle is not None:
                 break
             limit = limit or time.monotonic() + seconds

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -112,6 +112,7 @@ class Lifecycle:
         one_sided: bool,
         on_loss: OnLoss = OnLoss.FAIL,
         background: bool = False,
+        among: Sequence[int] | None = None,
     ) -> Handle[T] | None:
         """Begin an operation; see :meth:`Engine.submit`. Takes the lock: the generator begins without it.
 
@@ -135,7 +136,7 @@ class Lifecycle:
                     self.forget_before(operation, recovery.first_stage)
             handle: Handle[T] = Handle(driver, operation)
             operation.handle = handle
-            operation.one_sided, operation.background = one_sided, background
+            operation.one_sided, operation.background, operation.among = one_sided, background, among
             self._progress.check_by(operation.deadline)
             if self._refused is not None and not (one_sided or background):
                 # A round nevertheless: the others make theirs, and it would pair with the next one here.

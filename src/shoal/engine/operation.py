@@ -242,6 +242,7 @@ class Operation:
     """
 
     __slots__ = (
+        "among",
         "background",
         "deadline",
         "error",
@@ -290,6 +291,7 @@ class Operation:
         self.recovery: Recovery | None = None  # None: a loss ends it
         self.background = False  # it is nobody's call, and waits until somebody needs it
         self.one_sided = False  # the others need not call anything for it
+        self.among: Sequence[int] | None = None  # who calls it, if not all
         self.on_end: Callable[[Any], None] | None = None  # takes the result, before anything else happens
         self.on_outcome: Callable[[Any, BaseException | None], None] | None = None  # is told how it ended
         self.sent = False  # its first stage has been sent, as a part of a fused operation
@@ -324,6 +326,10 @@ class Operation:
         """Those of some ranks that it is planned for, in their order."""
         gone = self.gone
         return [rank for rank in ranks if rank not in gone] if gone else ranks
+
+    def callers(self, size: int) -> Sequence[int]:
+        """Who calls it, of those of ``size`` agents that it is planned for."""
+        return self.left_of(range(size) if self.among is None else self.among)
 
     @property
     def waiting_for(self) -> list[int]:
@@ -369,7 +375,9 @@ INTERNAL: Final = "~shoal "
 def describe(op: str, name: str, round_: int) -> str:
     """How an operation is called in messages to people."""
     name = name.removeprefix("~window ").removeprefix(INTERNAL)
-    return f"{op} round {round_}" if name.startswith("~") else f"{op} {name!r} round {round_}"
+    if name.startswith("~"):
+        return f"{op}{''.join(name.partition(' of ')[1:])} round {round_}"  # a group's ranks
+    return f"{op} {name!r} round {round_}"
 
 
 class Driver(Protocol):

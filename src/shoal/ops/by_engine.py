@@ -101,7 +101,11 @@ def spread_by_engine(
     what = _what(f"tensor of root rank {root}, {_name(dtype)}, shape {list(shape)}", layout)
     flat = data.view(-1)
     if flat.numel():
-        yield Exchange((), (), carried=Carried((), Collective("broadcast", flat, group, root=root), what))
+        yield Exchange(
+            (),
+            (),
+            carried=Carried(members(agent, operation, group), Collective("broadcast", flat, group, root=root), what),
+        )
     return flat
 
 

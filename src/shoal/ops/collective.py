@@ -22,7 +22,6 @@ from .arguments import (
     LAYOUT,
     WEIGHABLE,
     Result,
-    channel_name,
     check_gatherable,
     check_out,
     check_tensor,
@@ -30,7 +29,9 @@ from .arguments import (
     payload,
     rotated,
 )
+from .by_engine import members as members_of
 from .by_engine import spread_by_engine
+from .groups import ALL, Group, Within, within
 
 
 def allreduce(
@@ -41,6 +42,7 @@ def allreduce(
     *,
     op: str | None = None,
     out: torch.Tensor | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
     """The sum, average, minimum, maximum or product over all agents, in rank order; the same bits on every agent.
@@ -53,12 +55,15 @@ def allreduce(
         name: What calls are matched by.
         op: ``"average"``, ``"sum"``, ``"min"``, ``"max"`` or ``"product"``, in place of ``average``.
         out: Takes the result; it may be ``tensor`` itself.
+        group: Over these ranks only, which are those that call it: a list, or a process group of ``torch.distributed``.
         timeout: Seconds until the deadline.
 
     Returns:
         A tensor of the same shape and dtype (``out`` if given). It never requires grad.
     """
-    return allreduce_nonblocking(tensor, average, is_hierarchical_local, name, op=op, out=out, timeout=timeout).wait()
+    return allreduce_nonblocking(
+        tensor, average, is_hierarchical_local, name, op=op, out=out, group=group, timeout=timeout
+    ).wait()
 
 
 def allreduce_nonblocking(
@@ -69,13 +74,17 @@ def allreduce_nonblocking(
     *,
     op: str | None = None,
     out: torch.Tensor | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
     """:func:`allreduce` without waiting."""
     how = op if op is not None else ("average" if average else "sum")
     agent = current("allreduce")
+    if is_hierarchical_local and group is not None:
+        raise ValueError("allreduce: is_hierarchical_local=True is a group of its own; leave one of the two out")
     among = agent.local_ranks if is_hierarchical_local else None
-    return submit_allreduce(agent, tensor, how, name, among, out=out, timeout=timeout)
+    members = within("allreduce", group, agent)
+    return submit_allreduce(agent, tensor, how, name, among, members=members, out=out, timeout=timeout)
 
 
 def submit_allreduce(
@@ -85,6 +94,7 @@ def submit_allreduce(
     name: str | None = None,
     among: Sequence[int] | None = None,
     *,
+    members: Within = ALL,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
     zero_copy: bool = False,
@@ -99,6 +109,7 @@ def submit_allreduce(
         tensor, name, out, timeout: As for :func:`allreduce`; ``how`` is its ``op``.
         among: Over these ranks, of which this agent is one; all if not given. All agents call it, each with those that
             call it with the same.
+        members: Who calls it.
         zero_copy: Others read ``tensor`` where it lies, where they can: see :meth:`Publisher.publish`.
         op: What it is called.
         layout: Of the tensors that are joined in it, where it is of several.
@@ -106,10 +117,10 @@ def submit_allreduce(
     """
     tensor = check_tensor(f"allreduce with op {how}", tensor, reducible(how))
     check_out("allreduce", out, tensor.shape, tensor.dtype)
-    whole = range(agent.size) if among is None else among
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return reduced(agent, operation, tensor, how, operation.left_of(whole), out, zero_copy, layout, owned)
+        group = operation.callers(agent.size) if among is None else operation.left_of(among)
+        return reduced(agent, operation, tensor, how, group, out, zero_copy, layout, owned)
 
     def take(reduction: torch.Tensor) -> torch.Tensor:
         result = Result(agent, out, tensor, tuple(tensor.shape))
@@ -117,10 +128,10 @@ def submit_allreduce(
         return result.finish()
 
     kind = f"{op} ({how}{'' if among is None else ', within the machine'})"
-    channel = channel_name(op, name)
-    # Within machines there are several results, and who has ended need not have the one that another lacks.
-    taken = take if among is None else None
-    return submit_to_all(agent.engine, kind, channel, steps, timeout, name is not None, taken)
+    channel, named = members.channel(op, name), name is not None
+    # Of some only there are several results, and who has ended need not have the one that another lacks.
+    taken = take if among is None and members is ALL else None
+    return submit_to_all(agent.engine, kind, channel, steps, timeout, named, taken, among=members.ranks)
 
 
 def reducible(how: str) -> tuple[torch.dtype, ...]:
@@ -143,10 +154,13 @@ def allreduce_(
     name: str | None = None,
     *,
     op: str | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
     """:func:`allreduce` in place: ``tensor`` takes the result and is returned."""
-    return allreduce_nonblocking_(tensor, average, is_hierarchical_local, name, op=op, timeout=timeout).wait()
+    return allreduce_nonblocking_(
+        tensor, average, is_hierarchical_local, name, op=op, group=group, timeout=timeout
+    ).wait()
 
 
 def allreduce_nonblocking_(
@@ -156,11 +170,14 @@ def allreduce_nonblocking_(
     name: str | None = None,
     *,
     op: str | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
     """:func:`allreduce_` without waiting; ``tensor`` must not be touched until then."""
     out = tensor.detach()
-    return allreduce_nonblocking(tensor, average, is_hierarchical_local, name, op=op, out=out, timeout=timeout)
+    return allreduce_nonblocking(
+        tensor, average, is_hierarchical_local, name, op=op, out=out, group=group, timeout=timeout
+    )
 
 
 def broadcast(
@@ -169,6 +186,7 @@ def broadcast(
     name: str | None = None,
     *,
     out: torch.Tensor | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
     """The tensor of ``root_rank``, on every agent.
@@ -180,9 +198,10 @@ def broadcast(
         root_rank: Whose tensor; the same on all agents.
         name: What calls are matched by.
         out: Takes the result; it may be ``tensor`` itself.
+        group: Among these ranks only, the root one of them; as for :func:`allreduce`.
         timeout: Seconds until the deadline.
     """
-    return broadcast_nonblocking(tensor, root_rank, name, out=out, timeout=timeout).wait()
+    return broadcast_nonblocking(tensor, root_rank, name, out=out, group=group, timeout=timeout).wait()
 
 
 def broadcast_nonblocking(
@@ -191,12 +210,14 @@ def broadcast_nonblocking(
     name: str | None = None,
     *,
     out: torch.Tensor | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
     """:func:`broadcast` without waiting."""
     agent = current("broadcast")
     tensor = check_tensor("broadcast", tensor)
-    root_rank = as_root("broadcast", root_rank, agent)
+    root_rank, members = as_root("broadcast", root_rank, agent), within("broadcast", group, agent)
+    members.check("broadcast", "root_rank", [root_rank])
     check_out("broadcast", out, tensor.shape, tensor.dtype)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
@@ -205,21 +226,32 @@ def broadcast_nonblocking(
         result.flat.copy_(data)
         return result.finish()
 
-    return submit_to_all(agent.engine, "broadcast", channel_name("broadcast", name), steps, timeout, name is not None)
+    channel, named = members.channel("broadcast", name), name is not None
+    return submit_to_all(agent.engine, "broadcast", channel, steps, timeout, named, among=members.ranks)
 
 
 def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, *, timeout: float | None = None
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    *,
+    group: Group | None = None,
+    timeout: float | None = None,
 ) -> torch.Tensor:
     """:func:`broadcast` in place: ``tensor`` takes the result and is returned."""
-    return broadcast_nonblocking_(tensor, root_rank, name, timeout=timeout).wait()
+    return broadcast_nonblocking_(tensor, root_rank, name, group=group, timeout=timeout).wait()
 
 
 def broadcast_nonblocking_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, *, timeout: float | None = None
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    *,
+    group: Group | None = None,
+    timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
     """:func:`broadcast_` without waiting; ``tensor`` must not be touched until then."""
-    return broadcast_nonblocking(tensor, root_rank, name, out=tensor.detach(), timeout=timeout)
+    return broadcast_nonblocking(tensor, root_rank, name, out=tensor.detach(), group=group, timeout=timeout)
 
 
 def as_root(op: str, root_rank: object, agent: Agent) -> int:
@@ -247,7 +279,7 @@ def spread(
 
     Every parent waits until its children confirm, so that agents with different roots find out.
     """
-    group = operation.left_of(range(agent.size))
+    group = operation.callers(agent.size)
     if root not in group:
         raise PeerLost(f"{operation} on rank {agent.rank}: its root, rank {root}, is gone", (root,))
     size, first = len(group), group.index(root)
@@ -278,19 +310,22 @@ def spread(
     return published.data
 
 
-def allgather(tensor: torch.Tensor, name: str | None = None, *, timeout: float | None = None) -> torch.Tensor:
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, *, group: Group | None = None, timeout: float | None = None
+) -> torch.Tensor:
     """The tensors of all agents, joined along dimension 0 in rank order.
 
     Args:
         tensor: Any dtype, at least one dimension. The first dimension may differ between agents, the others not.
         name: What calls are matched by.
+        group: Of these ranks only; as for :func:`allreduce`.
         timeout: Seconds until the deadline.
     """
-    return allgather_nonblocking(tensor, name, timeout=timeout).wait()
+    return allgather_nonblocking(tensor, name, group=group, timeout=timeout).wait()
 
 
 def allgather_nonblocking(
-    tensor: torch.Tensor, name: str | None = None, *, timeout: float | None = None
+    tensor: torch.Tensor, name: str | None = None, *, group: Group | None = None, timeout: float | None = None
 ) -> Handle[torch.Tensor]:
     """:func:`allgather` without waiting."""
     agent = current("allgather")
@@ -303,19 +338,24 @@ def allgather_nonblocking(
     def take(everything: torch.Tensor) -> torch.Tensor:
         return everything.to(tensor.device)
 
-    channel = channel_name("allgather", name)
-    return submit_to_all(agent.engine, "allgather", channel, steps, timeout, name is not None, take)
+    members = within("allgather", group, agent)
+    channel, named, taken = members.channel("allgather", name), name is not None, take if members is ALL else None
+    return submit_to_all(agent.engine, "allgather", channel, steps, timeout, named, taken, among=members.ranks)
 
 
-def gather_by_rank(tensor: torch.Tensor, name: str, *, timeout: float | None = None) -> dict[int, torch.Tensor]:
+def gather_by_rank(
+    tensor: torch.Tensor, name: str, *, group: Group | None = None, timeout: float | None = None
+) -> dict[int, torch.Tensor]:
     """What each agent that is there has, by rank, ascending: for calls of Shoal's own. All get the same.
 
     Args:
         tensor: Any dtype, at least one dimension; shapes may differ between agents.
         name: What calls are matched by.
+        group: Of these ranks only.
         timeout: Seconds until the deadline.
     """
     agent = current("allgather")
+    members = within("allgather", group, agent)
     tensor = check_gatherable("allgather", tensor)
 
     def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
@@ -324,27 +364,29 @@ def gather_by_rank(tensor: torch.Tensor, name: str, *, timeout: float | None = N
         yield from complete(list(payloads.values()))
         return {rank: payloads[rank].data.view(message.shape).clone() for rank, message in parts}
 
-    return submit_to_all(agent.engine, "allgather", channel_name("allgather", name), steps, timeout).wait()
+    channel = members.channel("allgather", name)
+    return submit_to_all(agent.engine, "allgather", channel, steps, timeout, among=members.ranks).wait()
 
 
 def parts_of_all(agent: Agent, operation: Operation, tensor: torch.Tensor) -> Steps[list[tuple[int, Message]]]:
     """The messages of all agents, by rank, with this one's own among them."""
     published = agent.engine.publisher.publish(operation, tensor)
     shape, total = tuple(tensor.shape), published.data.numel()
-    group = operation.left_of(range(agent.size))
+    group = operation.callers(agent.size)
     others = [rank for rank in group if rank != agent.rank]
     sends = rotated([Send(rank, published, 0, total, shape) for rank in others], agent)
-    arrived = yield Exchange(sends, others, tensor.dtype, carried=Carried())
+    arrived = yield Exchange(sends, others, tensor.dtype, carried=Carried(members_of(agent, operation, group)))
     own = Message(Kind.DATA, dtype=tensor.dtype, shape=shape, payload=Payload(published.data, total))
     return [(rank, own if rank == agent.rank else arrived[rank]) for rank in group]
 
 
-def barrier(name: str | None = None, *, timeout: float | None = None) -> None:
-    """Return when all agents have called it. ``ceil(log2(n))`` small messages for each agent."""
+def barrier(name: str | None = None, *, group: Group | None = None, timeout: float | None = None) -> None:
+    """Return when all agents have called it, or all of a ``group``. ``ceil(log2(n))`` small messages for each agent."""
     agent = current("barrier")
 
     def steps(operation: Operation) -> Steps[None]:
         yield from discover(agent.engine, operation, ())
 
-    channel, take = channel_name("barrier", name), lambda _: None
-    submit_to_all(agent.engine, "barrier", channel, steps, timeout, name is not None, take).wait()
+    members = within("barrier", group, agent)
+    channel, named, take = members.channel("barrier", name), name is not None, None if members.ranks else lambda _: None
+    submit_to_all(agent.engine, "barrier", channel, steps, timeout, named, take, among=members.ranks).wait()

@@ -20,9 +20,10 @@ from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch
 from ..transport.wire import DTYPES
 from ..world.agent import current
-from .arguments import WEIGHABLE, channel_name, check_gatherable, check_out, check_tensor, put, split_name
+from .arguments import WEIGHABLE, check_gatherable, check_out, check_tensor, put, split_name
 from .collective import as_root, parts_of_all, reducible, spread, submit_allreduce
 from .encoded import encoded_by_call
+from .groups import Group, within
 from .handles import HandleOfMany
 from .neighbor import Weights, mixing_of, submit
 
@@ -38,6 +39,7 @@ def grouped_allreduce(
     *,
     op: str | None = None,
     out: Tensors | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> list[torch.Tensor]:
     """:func:`~shoal.allreduce` of several tensors at once, bit for bit.
@@ -45,13 +47,13 @@ def grouped_allreduce(
     Args:
         tensors: As of single calls, of any shapes; as many, of the same shapes and dtypes in the same order, on all
             agents. Those of a dtype travel as one.
-        average, name, op, timeout: As of a single call.
+        average, name, op, group, timeout: As of a single call.
         out: Take the results, one for each tensor.
 
     Raises:
         Mismatch: Agents' groups differ.
     """
-    return grouped_allreduce_nonblocking(tensors, average, name, op=op, out=out, timeout=timeout).wait()
+    return grouped_allreduce_nonblocking(tensors, average, name, op=op, out=out, group=group, timeout=timeout).wait()
 
 
 def grouped_allreduce_nonblocking(
@@ -61,25 +63,28 @@ def grouped_allreduce_nonblocking(
     *,
     op: str | None = None,
     out: Tensors | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[list[torch.Tensor]]:
     """:func:`grouped_allreduce` without waiting. The tensors are copied now; ``out`` must not be touched until then."""
     how = op if op is not None else ("average" if average else "sum")
     called, agent = "grouped_allreduce", current("grouped_allreduce")
-    group = _Group(called, tensors, out, reducible(how))
-    return group.of_joined(
+    members = within(called, group, agent)
+    bundle = _Bundle(called, tensors, out, reducible(how))
+    return bundle.of_joined(
         [
             submit_allreduce(
                 agent,
                 flat,
                 how,
                 _numbered(name, number),
+                members=members,
                 timeout=timeout,
                 op=called,
-                layout=group.digest,
+                layout=bundle.digest,
                 owned=True,
             )
-            for number, flat in enumerate(group.joined())
+            for number, flat in enumerate(bundle.joined())
         ]
     )
 
@@ -94,13 +99,14 @@ def grouped_neighbor_allreduce(
     compression: Compressor | None = None,
     name: str | None = None,
     out: Tensors | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> list[torch.Tensor]:
     """:func:`~shoal.neighbor_allreduce` of several tensors at once, bit for bit; compressed, they are one vector.
 
     Args:
         tensors, out: As of :func:`grouped_allreduce`; the same on both sides of an edge.
-        self_weight, src_weights, dst_weights, enable_topo_check, compression, name, timeout: As of a single call.
+        self_weight, src_weights, dst_weights, enable_topo_check, compression, name, group, timeout: As of single calls.
 
     Raises:
         Mismatch: The groups of two neighbours differ.
@@ -114,6 +120,7 @@ def grouped_neighbor_allreduce(
         compression=compression,
         name=name,
         out=out,
+        group=group,
         timeout=timeout,
     ).wait()
 
@@ -128,18 +135,20 @@ def grouped_neighbor_allreduce_nonblocking(
     compression: Compressor | None = None,
     name: str | None = None,
     out: Tensors | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[list[torch.Tensor]]:
     """:func:`grouped_neighbor_allreduce` without waiting. The tensors are copied now; ``out`` must not be touched."""
     called, agent = "grouped_neighbor_allreduce", current("grouped_neighbor_allreduce")
+    members = within(called, group, agent)
     self_weight, name = split_name(called, self_weight, name)
     mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
-    group = _Group(called, tensors, out, WEIGHABLE)
-    joined = group.joined()
+    bundle = _Bundle(called, tensors, out, WEIGHABLE)
+    joined = bundle.joined()
     encoded = [
         None if compression is None else encoded_by_call(called, flat, compression, agent.rank) for flat in joined
     ]
-    return group.of_joined(
+    return bundle.of_joined(
         [
             submit(
                 agent,
@@ -152,8 +161,9 @@ def grouped_neighbor_allreduce_nonblocking(
                 fusible=False,
                 encoded=encoded[number],
                 op=called,
-                layout=group.digest,
+                layout=bundle.digest,
                 everybody=False,
+                members=members,
             )
             for number, flat in enumerate(joined)
         ]
@@ -166,19 +176,20 @@ def grouped_broadcast(
     name: str | None = None,
     *,
     out: Tensors | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> list[torch.Tensor]:
     """The tensors of ``root_rank``, on every agent: :func:`~shoal.broadcast` of several at once, of whatever dtypes.
 
     Args:
         tensors: On the other agents they only say shapes and dtypes, which must be those of the root's.
-        root_rank, name, timeout: As of a single call.
+        root_rank, name, group, timeout: As of a single call.
         out: Take the results, one for each tensor; ``tensors`` itself for those to change in place.
 
     Raises:
         Mismatch: Agents' groups, or roots, differ.
     """
-    return grouped_broadcast_nonblocking(tensors, root_rank, name, out=out, timeout=timeout).wait()
+    return grouped_broadcast_nonblocking(tensors, root_rank, name, out=out, group=group, timeout=timeout).wait()
 
 
 def grouped_broadcast_nonblocking(
@@ -187,29 +198,33 @@ def grouped_broadcast_nonblocking(
     name: str | None = None,
     *,
     out: Tensors | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[list[torch.Tensor]]:
     """:func:`grouped_broadcast` without waiting."""
     called, agent = "grouped_broadcast", current("grouped_broadcast")
-    root = as_root(called, root_rank, agent)
-    group = _Group(called, tensors, out, DTYPES)
-    mine = torch.cat([_bytes(one) for one in group.tensors] or [torch.empty(0, dtype=torch.uint8)])
+    root, members = as_root(called, root_rank, agent), within(called, group, agent)
+    members.check(called, "root_rank", [root])
+    bundle = _Bundle(called, tensors, out, DTYPES)
+    mine = torch.cat([_bytes(one) for one in bundle.tensors] or [torch.empty(0, dtype=torch.uint8)])
 
     def steps(operation: Operation) -> Steps[list[torch.Tensor]]:
         shape = tuple(mine.shape)
-        data = yield from spread(agent, operation, mine, root, torch.uint8, shape, layout=group.digest)
-        return group.of_bytes(data)
+        data = yield from spread(agent, operation, mine, root, torch.uint8, shape, layout=bundle.digest)
+        return bundle.of_bytes(data)
 
-    channel = channel_name(called, name)
-    return group.of_list(submit_to_all(agent.engine, called, channel, steps, timeout, name is not None))
+    channel, named = members.channel(called, name), name is not None
+    return bundle.of_list(submit_to_all(agent.engine, called, channel, steps, timeout, named, among=members.ranks))
 
 
-def grouped_allgather(tensors: Tensors, name: str | None = None, *, timeout: float | None = None) -> list[torch.Tensor]:
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, *, group: Group | None = None, timeout: float | None = None
+) -> list[torch.Tensor]:
     """:func:`~shoal.allgather` of several tensors at once, of whatever dtypes.
 
     Args:
         tensors: As of single calls: their first dimensions may differ between agents, the others not.
-        name, timeout: As of a single call.
+        name, group, timeout: As of a single call.
 
     Returns:
         For each the tensors of all agents, joined along dimension 0 in rank order.
@@ -217,21 +232,22 @@ def grouped_allgather(tensors: Tensors, name: str | None = None, *, timeout: flo
     Raises:
         Mismatch: Agents' groups differ in more than first dimensions.
     """
-    return grouped_allgather_nonblocking(tensors, name, timeout=timeout).wait()
+    return grouped_allgather_nonblocking(tensors, name, group=group, timeout=timeout).wait()
 
 
 def grouped_allgather_nonblocking(
-    tensors: Tensors, name: str | None = None, *, timeout: float | None = None
+    tensors: Tensors, name: str | None = None, *, group: Group | None = None, timeout: float | None = None
 ) -> Handle[list[torch.Tensor]]:
     """:func:`grouped_allgather` without waiting."""
     called, agent = "grouped_allgather", current("grouped_allgather")
-    group = _Group(called, tensors, None, DTYPES)
-    for one in group.tensors:
+    members = within(called, group, agent)
+    bundle = _Bundle(called, tensors, None, DTYPES)
+    for one in bundle.tensors:
         check_gatherable(called, one)
-    rests = [(tuple(one.shape[1:]), one.dtype) for one in group.tensors]
+    rests = [(tuple(one.shape[1:]), one.dtype) for one in bundle.tensors]
     row = [prod(rest) * dtype.itemsize for rest, dtype in rests]
-    says = [_crc(rests), *(len(one) for one in group.tensors)]
-    mine = torch.cat([torch.tensor(says).view(torch.uint8), *(_bytes(one) for one in group.tensors)])
+    says = [_crc(rests), *(len(one) for one in bundle.tensors)]
+    mine = torch.cat([torch.tensor(says).view(torch.uint8), *(_bytes(one) for one in bundle.tensors)])
 
     def parts(operation: Operation, rank: int, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """What an agent has sent: how many rows of each, and their bytes."""
@@ -252,16 +268,16 @@ def grouped_allgather_nonblocking(
         yield from complete(list(payloads.values()))
         each = [parts(operation, rank, one.data) for rank, one in payloads.items()]
         found = []
-        for like, (rest, dtype), pieces in zip(group.tensors, rests, zip(*each, strict=True), strict=True):
+        for like, (rest, dtype), pieces in zip(bundle.tensors, rests, zip(*each, strict=True), strict=True):
             rows, data = zip(*pieces, strict=True)
             found.append(torch.cat(data).view(dtype).view(sum(rows), *rest).to(like.device))
         return found
 
-    channel = channel_name(called, name)
-    return group.of_list(submit_to_all(agent.engine, called, channel, steps, timeout, name is not None))
+    channel, named = members.channel(called, name), name is not None
+    return bundle.of_list(submit_to_all(agent.engine, called, channel, steps, timeout, named, among=members.ranks))
 
 
-class _Group:
+class _Bundle:
     """The tensors of a call, and where their results go.
 
     Attributes:

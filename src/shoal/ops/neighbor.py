@@ -37,6 +37,7 @@ from .arguments import (
     split_name,
 )
 from .encoded import Encoded, encoded_by_call
+from .groups import ALL, Group, Within, within
 from .robust import Robust
 
 OP = "neighbor_allreduce"
@@ -60,6 +61,7 @@ def neighbor_allreduce(
     compression: Compressor | None = None,
     name: str | None = None,
     out: torch.Tensor | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
     """The weighted average of this agent's tensor and its neighbours'.
@@ -100,6 +102,9 @@ def neighbor_allreduce(
             to their mean: for that there is :class:`~shoal.algorithms.ChocoSGD`. The same on all agents.
         name: What calls are matched by between agents. Unnamed calls match by their order.
         out: Takes the result; it may be ``tensor`` itself.
+        group: Among these ranks only, which are those that call it: a list, or a process group of
+            ``torch.distributed``. The static topology is then what it would be had the others gone (see
+            :class:`~shoal.topology.Without`); ranks that are given are of the group.
         timeout: Seconds until the deadline; ``SHOAL_TIMEOUT`` (300) if not given.
 
     Returns:
@@ -127,6 +132,7 @@ def neighbor_allreduce(
         robust=robust,
         encoded=encoded,
         everybody=False,
+        members=within(OP, group, agent),
     ).wait()
 
 
@@ -141,6 +147,7 @@ def neighbor_allreduce_nonblocking(
     compression: Compressor | None = None,
     name: str | None = None,
     out: torch.Tensor | None = None,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
     """:func:`neighbor_allreduce` without waiting: ``shoal.wait(handle)`` gives the result.
@@ -164,6 +171,7 @@ def neighbor_allreduce_nonblocking(
         robust=robust,
         encoded=encoded,
         everybody=False,
+        members=within(OP, group, agent),
     )
 
 
@@ -186,6 +194,7 @@ def submit(
     op: str = OP,
     layout: int = 0,
     everybody: bool = True,
+    members: Within = ALL,
 ) -> Handle[torch.Tensor]:
     """Begin a weighted average with a round as it is, for the public functions, optimizers and algorithms.
 
@@ -207,16 +216,21 @@ def submit(
         op: What it is called.
         layout: Of the tensors that are joined in it, where it is of several.
         everybody: All agents call it, whatever their edges; else only those that name each other, in push-pull.
+        members: Who calls it; on a round that is given, the ranks that it names are of them.
     """
     tensor = check_tensor(op, tensor, WEIGHABLE)
     check_out(op, out, tensor.shape, tensor.dtype)
     agent.engine.entry.check_inside(op)
+    rest = members.rest(agent.size)
     static, known = agent.topology, mixing
+    if known is not None:
+        members.check(op, "src_weights", known.source_ranks)
+        members.check(op, "dst_weights", known.destination_ranks)
     if known is None:
         known, form = static.mixing, "static"
         small = 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES and tensor.is_cpu
         # After a loss the rounds under way may be planned for different agents.
-        plain = robust is None and encoded is None and agent.engine.carrier is None
+        plain = robust is None and encoded is None and agent.engine.carrier is None and members is ALL
         if small and fusible and plain and not agent.engine.agreement.gone:
             flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
             one = Fusible(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
@@ -227,8 +241,8 @@ def submit(
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         gone, now, one = operation.gone, static, known
-        if gone and form == "static":
-            now = static.without(gone)
+        if (gone or rest) and form == "static":
+            now = static.without(tuple(sorted({*gone, *rest})))
             one = now.mixing
         elif gone:
             one = known.without(gone) if replan is None else replan(gone)
@@ -250,10 +264,10 @@ def submit(
             among=_among(agent, operation, form, now, everybody),
         )
 
-    channel = channel_name(op, name)
+    channel, named, among = members.channel(op, name), name is not None, members.ranks
     if form in _IN_STAGES:  # it cannot go on in the middle
-        return submit_to_all(agent.engine, op, channel, steps, timeout, name is not None)
-    return agent.engine.submit(op, channel, steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
+        return submit_to_all(agent.engine, op, channel, steps, timeout, named, among=among)
+    return agent.engine.submit(op, channel, steps, timeout, named, on_loss=OnLoss.GO_ON, among=among)
 
 
 def _among(
@@ -261,7 +275,7 @@ def _among(
 ) -> tuple[int, ...] | None:
     """Who takes part in a round, as :class:`~shoal.engine.operation.Carried` has it."""
     if form in ("push", "pull") or (form == "push-pull" and everybody):
-        return ()
+        return () if operation.among is None else tuple(operation.callers(agent.size))
     return None if form == "push-pull" else static.members(operation.left_of(range(agent.size)))
 
 

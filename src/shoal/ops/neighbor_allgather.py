@@ -8,7 +8,8 @@ import torch
 
 from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..world.agent import current
-from .arguments import as_ranks, channel_name, check_gatherable, joined, rotated
+from .arguments import as_ranks, check_gatherable, joined, rotated
+from .groups import Group, within
 
 
 def neighbor_allgather(
@@ -18,6 +19,7 @@ def neighbor_allgather(
     src_ranks: Iterable[int] | None = None,
     dst_ranks: Iterable[int] | None = None,
     enable_topo_check: bool = True,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> torch.Tensor:
     """The tensors of this agent's in-neighbours, joined along dimension 0; its own is not among them.
@@ -28,6 +30,7 @@ def neighbor_allgather(
         src_ranks: With ``dst_ranks``: the ranks to receive from, any ranks; the result is in the order given here.
         dst_ranks: With ``src_ranks``: the ranks to send to.
         enable_topo_check: Confirm on each edge that both sides know of it.
+        group: Among these ranks only; as for :func:`~shoal.neighbor_allreduce`.
         timeout: Seconds until the deadline.
 
     Returns:
@@ -40,6 +43,7 @@ def neighbor_allgather(
         src_ranks=src_ranks,
         dst_ranks=dst_ranks,
         enable_topo_check=enable_topo_check,
+        group=group,
         timeout=timeout,
     ).wait()
 
@@ -51,6 +55,7 @@ def neighbor_allgather_nonblocking(
     src_ranks: Iterable[int] | None = None,
     dst_ranks: Iterable[int] | None = None,
     enable_topo_check: bool = True,
+    group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
     """:func:`neighbor_allgather` without waiting."""
@@ -67,11 +72,16 @@ def neighbor_allgather_nonblocking(
             as_ranks(op, "dst_ranks", dst_ranks, agent.rank, agent.size),
         )
 
+    members = within(op, group, agent)
+    rest = members.rest(agent.size)
+    for argument, ranks in zip(("src_ranks", "dst_ranks"), given or (), strict=False):
+        members.check(op, argument, ranks)
+
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         engine = agent.engine
         published = engine.publisher.publish(operation, tensor)
         shape, total = tuple(tensor.shape), published.data.numel()
-        now = static.without(operation.gone)
+        now = static.without(tuple(sorted({*operation.gone, *rest})))
         sources, targets = given or (now.mixing.source_ranks, now.mixing.destination_ranks)
         sends = rotated([Send(rank, published, 0, total, shape) for rank in targets], agent)
         digest, checked = (0, enable_topo_check) if given else (now.digest, False)
@@ -80,4 +90,5 @@ def neighbor_allgather_nonblocking(
         arrived = yield Exchange(sends, sorted(sources), tensor.dtype, checked=checked, digest=digest, carried=carried)
         return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in sources if rank in arrived]))
 
-    return agent.engine.submit(op, channel_name(op, name), steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
+    channel, named = members.channel(op, name), name is not None
+    return agent.engine.submit(op, channel, steps, timeout, named, on_loss=OnLoss.GO_ON, among=members.ranks)

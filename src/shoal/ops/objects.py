@@ -15,15 +15,22 @@ from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch
 from ..world.agent import current
 from . import plain
-from .arguments import Internal, as_ranks, channel_name, check_tensor
+from .arguments import Internal, as_ranks, check_tensor
 from .collective import allreduce_nonblocking_, as_root, broadcast_nonblocking_, gather_by_rank, spread
+from .groups import Group, within
 
 T = TypeVar("T")
 Parameters = Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 def broadcast_object(
-    value: T, root_rank: int = 0, name: str | None = None, *, trusted: bool = False, timeout: float | None = None
+    value: T,
+    root_rank: int = 0,
+    name: str | None = None,
+    *,
+    trusted: bool = False,
+    group: Group | None = None,
+    timeout: float | None = None,
 ) -> T:
     """The root's object on every agent: plain data and tensors, equal in type and value, in the order it had.
 
@@ -44,6 +51,7 @@ def broadcast_object(
             with the rights of this process: set it only where every agent may do here whatever it likes, and set it on
             all agents. Where only some set it, the root and those that differ from it raise Mismatch; who has not set
             it unpickles nothing.
+        group: Among these ranks only, the root one of them: a list, or a process group of ``torch.distributed``.
         timeout: Seconds until the deadline.
 
     Raises:
@@ -53,7 +61,8 @@ def broadcast_object(
         Mismatch: Agents name other roots, or only some set ``trusted``; or what came is not what a root sends.
     """
     agent = current("broadcast_object")
-    root_rank = as_root("broadcast_object", root_rank, agent)
+    root_rank, members = as_root("broadcast_object", root_rank, agent), within("broadcast_object", group, agent)
+    members.check("broadcast_object", "root_rank", [root_rank])
     tensor = None
     if agent.rank == root_rank:
         tensor = _pickled(value) if trusted else _written(value)
@@ -64,8 +73,8 @@ def broadcast_object(
 
     op = "broadcast_object"
     kind = f"{op} (trusted)" if trusted else op
-    channel = channel_name(op, name)
-    data = submit_to_all(agent.engine, kind, channel, steps, timeout, name is not None).wait()
+    channel, named = members.channel(op, name), name is not None
+    data = submit_to_all(agent.engine, kind, channel, steps, timeout, named, among=members.ranks).wait()
     if agent.rank == root_rank:
         return value
     try:
@@ -112,7 +121,9 @@ def _named(op: str, params: Parameters) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
-def broadcast_parameters(params: Parameters, root_rank: int = 0, *, timeout: float | None = None) -> None:
+def broadcast_parameters(
+    params: Parameters, root_rank: int = 0, *, group: Group | None = None, timeout: float | None = None
+) -> None:
     """Give every agent the root's values, in place.
 
     Names of one memory (tied weights) are one tensor, exchanged once; tensors that share a part of their memory are
@@ -122,6 +133,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, *, timeout: flo
         params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or a dict or list of
             tensors; the same names, shapes and ties on all agents.
         root_rank: Whose values.
+        group: Among these ranks only, the root one of them; as for :func:`broadcast_object`.
         timeout: Seconds until the deadline of each exchange.
 
     Raises:
@@ -129,14 +141,15 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, *, timeout: flo
     """
     op = "broadcast_parameters"
     root_rank = as_root(op, root_rank, current(op))
+    within(op, group, current(op)).check(op, "root_rank", [root_rank])
 
     def start(tensor: torch.Tensor, name: str) -> Handle[torch.Tensor]:
-        return broadcast_nonblocking_(tensor, root_rank, Internal(f"{op}.{name}"), timeout=timeout)
+        return broadcast_nonblocking_(tensor, root_rank, Internal(f"{op}.{name}"), group=group, timeout=timeout)
 
-    _exchange(op, _named(op, params), start, timeout)
+    _exchange(op, _named(op, params), start, group, timeout)
 
 
-def allreduce_parameters(params: Parameters, *, timeout: float | None = None) -> None:
+def allreduce_parameters(params: Parameters, *, group: Group | None = None, timeout: float | None = None) -> None:
     """Give every agent the average over all agents, in place. Integer tensors are left alone: they have no average.
 
     Names of one memory (tied weights) are one tensor, averaged once; tensors that share a part of their memory are
@@ -144,6 +157,7 @@ def allreduce_parameters(params: Parameters, *, timeout: float | None = None) ->
 
     Args:
         params: As for :func:`broadcast_parameters`.
+        group: Over these ranks only; as for :func:`broadcast_object`.
         timeout: Seconds until the deadline of each exchange.
 
     Raises:
@@ -153,15 +167,16 @@ def allreduce_parameters(params: Parameters, *, timeout: float | None = None) ->
     named = [(name, tensor) for name, tensor in _named(op, params) if tensor.is_floating_point() or tensor.is_complex()]
 
     def start(tensor: torch.Tensor, name: str) -> Handle[torch.Tensor]:
-        return allreduce_nonblocking_(tensor, name=Internal(f"{op}.{name}"), timeout=timeout)
+        return allreduce_nonblocking_(tensor, name=Internal(f"{op}.{name}"), group=group, timeout=timeout)
 
-    _exchange(op, named, start, timeout)
+    _exchange(op, named, start, group, timeout)
 
 
 def _exchange(
     op: str,
     named: list[tuple[str, torch.Tensor]],
     start: Callable[[torch.Tensor, str], Handle[torch.Tensor]],
+    group: Group | None,
     timeout: float | None,
 ) -> None:
     """Exchange each tensor once, in place, those that may share memory with others one after the other."""
@@ -177,7 +192,7 @@ def _exchange(
         said.append(f"{name!r} ({what}{'' if tied == name else f', tied to {tied!r}'})")
         if tied == name and tensor.numel():
             distinct.append((name, tensor))
-    _agree(op, said, timeout)
+    _agree(op, said, group, timeout)
     handles: list[Handle[torch.Tensor]] = []
     under_way: dict[int, list[tuple[int, int, Handle[torch.Tensor]]]] = defaultdict(list)  # by storage
     for name, tensor in distinct:
@@ -213,16 +228,16 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
-def _agree(op: str, said: list[str], timeout: float | None) -> None:
+def _agree(op: str, said: list[str], group: Group | None, timeout: float | None) -> None:
     """Mismatch where the agents are about to exchange different tensors: otherwise some would wait for the others."""
     agent = current(op)
     text = ("\n" + "\n".join(said)).encode()
     digest = torch.tensor([zlib.crc32(text), len(text)])
-    digests = gather_by_rank(digest, Internal(f"{op}: what there is"), timeout=timeout)
+    digests = gather_by_rank(digest, Internal(f"{op}: what there is"), group=group, timeout=timeout)
     if all(torch.equal(one, digest) for one in digests.values()):
         return
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    found = gather_by_rank(own, Internal(f"{op}: names"), timeout=timeout)
+    found = gather_by_rank(own, Internal(f"{op}: names"), group=group, timeout=timeout)
     texts = {rank: one.numpy().tobytes().decode().split("\n") for rank, one in found.items()}
     first = min(texts)
     other = next((rank for rank, lines in texts.items() if lines != texts[first]), None)
