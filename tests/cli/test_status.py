@@ -92,7 +92,7 @@ def test_each_agent_says_in_what_it_waits_for_whom_and_what_ended_last(environme
         )
         for rank, other in ((0, 1), (1, 2)):
             (waits,) = found[rank]["waiting"]
-            assert (waits["call"], waits["ranks"]) == ("pair_gossip round 0", [other])
+            assert (waits["call"], waits["ranks"]) == (f"pair_gossip of ranks {rank} and {other} round 0", [other])
             assert found[rank]["stands_still"] and 0.0 <= waits["seconds"] < 10.0 < waits["gives_up"]
         assert found[2]["waiting"] == [] and not found[2]["stands_still"]
         for rank, agent in found.items():
@@ -100,7 +100,7 @@ def test_each_agent_says_in_what_it_waits_for_whom_and_what_ended_last(environme
             assert (agent["rank"], agent["size"], agent["pid"]) == (rank, 3, pids(world)[rank])
             assert agent["host"] == socket.gethostname() and abs(time.time() - agent["since"]) < 60.0
         said = words(status.look(pids(world)))
-        assert "in pair_gossip round 0 for rank 1 " in said and "runs its script" in said
+        assert "in pair_gossip of ranks 0 and 1 round 0 for rank 1 " in said and "runs its script" in said
         assert all(not one.outcome().error for one in pending)
 
 
