@@ -63,7 +63,10 @@ def test_it_is_said_for_whom_and_what_those_do(
         if re.match(r"pair_gossip of ranks 0 and 1 round 0 on rank 0 has waited [\d.]+ s for ranks \[1\]", one)
     ]
     assert len(waits) == 1 and waits[0].endswith("; it gives up after 20 s"), found
-    says = r"rank 1, for which rank 0 waits: it waits in pair_gossip of ranks 1 and 2 round 0 for ranks \[2\], since [\d.]+ s; "
+    says = (
+        r"rank 1, for which rank 0 waits: it waits in pair_gossip of ranks 1 and 2 round 0 for ranks \[2\], "
+        r"since [\d.]+ s; "
+    )
     assert any(re.match(says, one) for one in found), found
     says = (
         r"rank 2, for which rank 1 waits: it waits in no call of Shoal's, so its script does something else; "
