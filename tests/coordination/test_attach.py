@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import shoal
 from shoal.cli import certificates
@@ -16,64 +18,75 @@ from shoal.transport.wire import Kind, Message, ProtocolError, Where
 from shoal.world.agent import current
 from support import PROCESS_GROUP
 from support.namespaces import network_namespaces
-from support.world import World
+from support.world import World, plain_environment
 
 pytestmark = pytest.mark.transport(PROCESS_GROUP)
 SIZE = 3
 BY_GROUPS = {"SHOAL_TRANSPORT": PROCESS_GROUP}
 
 
-def free_port() -> int:
+def by_script(script: str, *, timeout: float = 20.0) -> list[str]:
+    """What each of three processes prints that a launcher has told who they are."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def with_a_group_of_its_own(rank: int, port: int) -> list[float]:
-    """What averages give over the script's group, and what the script still has of it afterwards."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE)
-    shoal.init(shoal.RingGraph, process_group=dist.new_group())
-    assert current().engine.carrier is not None
-    x = torch.full((50_000,), float(rank))
-    found = [shoal.neighbor_allreduce(x)[0].item(), shoal.allreduce(x)[0].item()]
-    if rank < 2:  # of these two Shoal makes one
-        found.append(shoal.allreduce(x, False, group=[0, 1])[0].item())
-    shoal.shutdown()
-    y = torch.ones(2)
-    dist.all_reduce(y)
-    found.append(y[0].item())
-    dist.destroy_process_group()
-    return found
+        port = free.getsockname()[1]
+    about = {
+        "WORLD_SIZE": f"{SIZE}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+        "SHOAL_TIMEOUT": f"{timeout}",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            env=plain_environment() | BY_GROUPS | about | {"RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    said = [one.communicate(timeout=50) for one in processes]
+    assert [one.returncode for one in processes] == [0] * SIZE, said
+    return [out.strip() for out, _ in said]
 
 
 def test_a_group_of_the_scripts_own_moves_tensors_and_stays_the_scripts() -> None:
-    with World(SIZE, environment=BY_GROUPS, init=False) as world:
-        port = free_port()
-        pending = [world.run_on(rank, with_a_group_of_its_own, rank, port) for rank in range(SIZE)]
-        found = [one.outcome().value for one in pending]
-    assert found == [[1.0, 1.0, 1.0, 3.0], [1.0, 1.0, 1.0, 3.0], [1.0, 1.0, 3.0]]
-
-
-def with_a_group_of_some(rank: int, port: int) -> str:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE)
-    group = dist.new_group([0, 1])
-    try:
-        shoal.init(process_group=dist.group.WORLD if rank == 2 else group)
-    except (ValueError, RuntimeError, shoal.ShoalError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
+    said = by_script(
+        """
+        import torch, torch.distributed as dist, shoal
+        dist.init_process_group("gloo")
+        shoal.init(shoal.RingGraph, process_group=dist.new_group())
+        x = torch.full((50_000,), float(shoal.rank()))
+        found = [shoal.neighbor_allreduce(x)[0].item(), shoal.allreduce(x)[0].item()]
+        if shoal.rank() < 2:  # of these two Shoal makes one
+            found.append(shoal.allreduce(x, False, group=[0, 1])[0].item())
+        shoal.shutdown()
+        y = torch.ones(2)
+        dist.all_reduce(y)
+        print(*found, y[0].item())
         dist.destroy_process_group()
-    return "it began"
+        """
+    )
+    assert said == ["1.0 1.0 1.0 3.0", "1.0 1.0 1.0 3.0", "1.0 1.0 3.0"]
 
 
 def test_a_group_of_some_agents_is_refused() -> None:
-    with World(SIZE, environment=BY_GROUPS | {"SHOAL_TIMEOUT": "5"}, init=False) as world:
-        port = free_port()
-        pending = [world.run_on(rank, with_a_group_of_some, rank, port) for rank in range(SIZE)]
-        found = [one.outcome(60).value for one in pending]
+    said = by_script(
+        """
+        import torch.distributed as dist, shoal
+        dist.init_process_group("gloo")
+        group = dist.new_group([0, 1])
+        try:
+            shoal.init(process_group=dist.group.WORLD if dist.get_rank() == 2 else group)
+        except (ValueError, shoal.ShoalError) as error:
+            print(error)
+        """,
+        timeout=5.0,
+    )
     for rank in (0, 1):
-        assert f"this is rank {rank} of 2 in that group, and rank {rank} of 3 agents" in found[rank], found
-    assert found[2] != "it began"
+        assert f"this is rank {rank} of 2 in that group, and rank {rank} of 3 agents" in said[rank], said
+    assert said[2]
 
 
 def begin() -> str:
