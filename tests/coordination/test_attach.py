@@ -35,7 +35,7 @@ def by_script(script: str) -> list[str]:
         "WORLD_SIZE": f"{SIZE}",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": f"{port}",
-        "SHOAL_TIMEOUT": f"{timeout}",
+        "SHOAL_TIMEOUT": "20",
     }
     processes = [
         subprocess.Popen(
