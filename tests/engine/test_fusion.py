@@ -14,7 +14,7 @@ import torch
 
 import shoal
 from shoal.engine.fused_name import MOST_OPERATIONS, PREFIX
-from shoal.engine.fusion import MOST_BYTES
+from shoal.engine.fused_operation import MOST_BYTES
 from shoal.transport.wire import Kind, Message, Payload
 from shoal.world.agent import current
 from support.leftovers import wait_until
@@ -178,6 +178,36 @@ def test_one_shape_that_differs_fails_alone(fleet: Fleets) -> None:
     assert fleet(2).run(run) == [["a 4", "b 4", "c refused", "d 4", "e 4"]] * 2
 
 
+def test_several_neighbours_that_came_early_and_do_not_fit_fail_that_call_alone(fleet: Fleets) -> None:
+    """Rank 0 fuses what both of the others have sent one by one before, in one call with another shape."""
+
+    def run() -> list[str]:
+        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        shoal.barrier()
+        handles: Handles = {}
+        if shoal.rank():
+            for name in "abc":
+                numel = 3 if name == "b" else 2
+                with current().engine.lock:
+                    handles[name] = shoal.neighbor_allreduce_nonblocking(torch.ones(numel), name)
+                current().engine.progress.drive_until(lambda: False, 0.0)  # begins it, by itself
+            shoal.barrier()
+        else:
+            shoal.barrier()
+            with current().engine.lock:
+                handles = {name: shoal.neighbor_allreduce_nonblocking(torch.ones(2), name) for name in "abc"}
+        outcomes = []
+        for name, handle in handles.items():
+            try:
+                outcomes.append(f"{name} {handle.wait(10).sum().item():g}")
+            except shoal.Mismatch:
+                outcomes.append(f"{name} refused")
+        shoal.barrier()
+        return outcomes
+
+    assert fleet(3).run(run) == [["a 2", "b refused", "c 2"]] * 3
+
+
 def test_an_operation_that_a_neighbour_leaves_out_is_named_at_its_deadline(fleet: Fleets) -> None:
     def run() -> list[str]:
         names = "abc" if shoal.rank() else "abcd"
@@ -278,7 +308,7 @@ def test_bundles_leave_nothing_in_the_books(fleet: Fleets) -> None:
         books = engine.fusion
         unbegun = engine.lifecycle.unbegun
         empty = wait_until(lambda: not (books._active or books._early or unbegun) and engine.outbox.drained)
-        return empty and len(books._unread) <= 2
+        return empty and not any(one.unacknowledged for one in books._unread)
 
     assert all(fleet(3).run(run))
 

@@ -88,6 +88,25 @@ def burst_through(numel: int, rounds: int, victims: dict[int, Point]) -> list[li
     return seen
 
 
+def sums_through(rounds: int, victims: dict[int, Point]) -> list[list[float]]:
+    """Bursts of small all-reduces and push-pull averages; the sums of each round."""
+    rank, size = shoal.rank(), shoal.size()
+    shoal.barrier()
+    if rank in victims:
+        arm(victims[rank])
+    ring = {(rank + hop) % size: 0.25 for hop in (1, -1)}
+    own = torch.tensor([2.0**rank], dtype=torch.float64)
+    seen = []
+    for _ in range(rounds):
+        sums = [shoal.allreduce_nonblocking(own, average=False, name=f"sum {k}") for k in range(8)]
+        means = [shoal.neighbor_allreduce_nonblocking(own, 0.5, ring, list(ring), name=f"mean {k}") for k in range(8)]
+        seen.append([float(handle.wait()) for handle in sums])
+        for handle in means:  # what who is gone has not sent weighs in the own
+            assert float(handle.wait()) <= max(2.0**one for one in (rank, *ring))
+    shoal.barrier()
+    return seen
+
+
 def check_all_alike(diaries: dict[int, Diary], size: int) -> None:
     """Operations of all gave all the same: of everybody, and from some round on of those that are left."""
     first, *others = diaries.values()

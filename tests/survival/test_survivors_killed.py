@@ -11,7 +11,14 @@ import torch
 import shoal
 from support.agent_main import Outcome
 from support.fault_points import Point, over_both, swept
-from support.survivors import CONTINUE, burst_through, check_all_alike, check_averages, live_through
+from support.survivors import (
+    CONTINUE,
+    burst_through,
+    check_all_alike,
+    check_averages,
+    live_through,
+    sums_through,
+)
 from support.world import World
 
 SIZE, VICTIM = 5, 2
@@ -102,6 +109,35 @@ def test_with_many_calls_in_flight_each_goes_on(environment: dict[str, str], num
         seen = survivors(outcomes, {VICTIM})
         for k in range(8):
             check_averages({rank: [one[k] for one in values] for rank, values in seen.items()}, SIZE, VICTIM)
+
+
+@over_both
+@pytest.mark.parametrize("victim", [0, VICTIM])
+@pytest.mark.parametrize(
+    "point",
+    [
+        Point("sent", 1),
+        Point("sent", 3),
+        pytest.param(Point("sent", 17), marks=pytest.mark.soak),
+        Point("received", 4),
+        pytest.param(Point("received", 22), marks=pytest.mark.soak),
+        Point("summed", 2),
+        Point("finished", 3),
+        pytest.param(Point("finished", 90), marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_bursts_that_travel_together_give_all_that_are_left_the_same(
+    environment: dict[str, str], victim: int, point: Point
+) -> None:
+    """Also where the owner of all the sums is killed, before or after it has sent some of them."""
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        seen = survivors(world.run(sums_through, 12, {victim: point}), {victim})
+    first, *others = seen.values()
+    assert all(other == first for other in others)
+    of_all = 2.0**SIZE - 1
+    assert {one for sums in first for one in sums} <= {of_all, of_all - 2.0**victim}
+    assert first[-1] == [of_all - 2.0**victim] * 8
 
 
 @over_both

@@ -91,7 +91,7 @@ class Exchange(Mix):
         self.exchanges += 1
         if said is not False:
             self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else nbytes)
-        return submit(current("neighbor_allreduce"), x, mixing, name=self._name, speaks=said).wait()
+        return submit(current("neighbor_allreduce"), x, mixing, name=self._name, fusible=False, speaks=said).wait()
 
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
         if not compressor.encodes:

@@ -57,6 +57,8 @@ class Dispatch:
         kind = message.kind
         if kind is Kind.DATA:
             self._on_data(source, message)
+        elif kind is Kind.DONE and message.name:
+            self._lifecycle.confirmed_in_part(source, message)
         elif kind is Kind.DONE:
             self._lifecycle.acknowledged(source, message.token)
         elif kind is Kind.REFUSE:

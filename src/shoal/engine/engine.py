@@ -179,6 +179,12 @@ class Engine:
         return self.compresses_locally or self.carrier is not None or self.router.transport_to(rank) == "network"
 
     @property
+    def may_fuse(self) -> bool:
+        """Operations that begin now may be fused: all travel over links, and are with all agents. After a loss the
+        rounds under way may be planned for different ones."""
+        return self.carrier is None and not self.lifecycle.gate.gone
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes of tensors sent to others so far."""
         return self.outbox.bytes_sent

@@ -59,7 +59,7 @@ class Event(NamedTuple):
     def calls(self) -> list[Run]:
         """Of which calls it is: their names, the first round of each, and how many rounds. One, unless small calls
         travel together."""
-        return read(self.name) if self.name.startswith(PREFIX) else [Run(self.name, self.round, 1, ())]
+        return list(read(self.name)) if self.name.startswith(PREFIX) else [Run(self.name, self.round, 1, ())]
 
 
 Listener = Callable[[Event], None]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from ..transport.wire import MAX_DIMENSIONS, Message
+from ..transport.wire import COMMON, MAX_DIMENSIONS, Message
 
 PREFIX = "~fused "
 MOST_OPERATIONS = 256
@@ -27,21 +28,24 @@ def name_of(runs: list[Run]) -> str:
     return PREFIX + json.dumps(runs, separators=(",", ":"))
 
 
-def read(name: str) -> list[Run]:
+@lru_cache(32)  # a message that is kept or taken apart is looked at several times
+def read(name: str) -> tuple[Run, ...]:
     """What such a name says; nothing if it is nonsense."""
     try:
-        runs = [Run(one, first, length, tuple(shape)) for one, first, length, shape in json.loads(name[len(PREFIX) :])]
+        said = json.loads(name[len(PREFIX) :])
+        runs = tuple(Run(one, first, length, tuple(shape)) for one, first, length, shape in said)
     except (ValueError, TypeError, RecursionError):
-        return []
+        return ()
     # First what they are made of: to multiply what is no number, or to go through it, may take all memory or time.
-    return runs if all(map(_is_sound, runs)) and sum(run.length for run in runs) <= MOST_OPERATIONS else []
+    return runs if all(map(_is_sound, runs)) and sum(run.length for run in runs) <= MOST_OPERATIONS else ()
 
 
-def runs_of(message: Message) -> list[Run]:
+def runs_of(message: Message) -> Sequence[Run]:
     """What is in a fused message; nothing if its name is nonsense or does not add up to its tensor."""
     runs, payload = read(message.name), message.payload
     total = sum(run.length * math.prod(run.shape) for run in runs)
-    return runs if payload is not None and total == payload.data.numel() else []
+    adds_up = payload is not None and (message.flags & COMMON or total == payload.data.numel())
+    return runs if adds_up else ()
 
 
 def _is_sound(run: Run) -> bool:
@@ -56,6 +60,6 @@ def _is_sound(run: Run) -> bool:
     )
 
 
-def keys(runs: list[Run]) -> Iterator[tuple[str, int]]:
+def keys(runs: Sequence[Run]) -> Iterator[tuple[str, int]]:
     """The name and the round of each operation."""
     return ((run.name, round_) for run in runs for round_ in range(run.first, run.first + run.length))

@@ -1,81 +1,43 @@
 """Small operations that were submitted together are fused: one message to each neighbour, one sum.
 
-A call of four kilobytes costs its bookkeeping, not its bytes. What waits to begin when somebody drives, on the same
-topology and in the same dtype, therefore becomes a :class:`FusedOperation`: its tensors are joined, sent and summed as
-one, and cut apart again. The sum of a number does not depend on its neighbours in memory, so the bits are the same.
+A call of four kilobytes costs its bookkeeping, not its bytes. What waits to begin when somebody drives, and differs in
+nothing but its tensors, therefore becomes a :class:`FusedOperation`: they are joined, sent and summed as one, and cut
+apart again. The sum of a number does not depend on its neighbours in memory, so the bits are the same.
 
 No agent has to agree with another on what is fused. The name of a fused operation says what is in it. From a neighbour
 that has fused the same, its message is summed where it lies; what others send, fused otherwise or one by one, is put in
 its place until everything is there. And whenever something does not fit, or does not come for a while, a fused
-operation is split (its messages have been sent already): from there on each of its members goes the ordinary way of
-matching, questions, refusals and deadlines, so that nothing here needs to know of errors.
+operation is split: each of its members begins by itself, is given what has come so far for all stages, does not send
+again what has been sent, and from there on goes the ordinary way of matching, questions, refusals and deadlines, so
+that nothing here needs to know of errors.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..transport.wire import MAX_NAME, Kind, Message, Payload, Where
+from ..transport.wire import COMMON, CONFIRM, Message, Parts
 from .events import Events
-from .fused_name import MOST_OPERATIONS, Run, keys, name_of, runs_of
+from .fused_name import keys, runs_of
+from .fused_operation import MOST_BYTES, FusedOperation, Partial, Received, fusible, piece, take
 from .lifecycle import Lifecycle
-from .matching import WINDOW, Channel, Matcher, disagreement
+from .matching import Channel, Matcher, disagreement
 from .membership import Membership
-from .operation import MORE, Exchange, Mover, Operation, Stage
+from .operation import MORE, Exchange, Operation, Stage
 from .outbox import Outbox
 from .progress import Progress
 
-MOST_BYTES = 1 << 20
+MOST_UNREAD = 16
+MOST_UNREAD_BYTES = 4 * MOST_BYTES
+"""Of fused operations whose receivers have not taken them up; more are not fused."""
 SPLIT_AFTER = 0.1
 """Seconds after which a fused operation that waits is split, so that each of its members asks for itself."""
-
-
-class FusedOperation(Operation):
-    """Several operations as one. It is in nobody's book: its members are, and stand for it where it fails."""
-
-    __slots__ = ("channel", "fusion", "members", "partial", "places")
-
-    def __init__(self, name: str, members: list[Operation], fusion: Fusion) -> None:
-        super().__init__(members[0].op, name, 0, members[0].timeout)
-        self.members = members
-        self.fusion = fusion
-        self.channel = Channel(name)
-        self.partial: dict[int, _Partial] = {}
-        self.places: dict[Operation, tuple[int, int]] = {}  # where each tensor begins and ends
-        at = 0
-        for one in members:
-            assert one.fusible is not None
-            self.places[one] = (at, at := at + one.fusible.flat.numel())
-
-    def proceed(self, mover: Mover, item: Exchange | str | None, result: Any, error: BaseException | None) -> None:
-        self.fusion.proceed(self, item, result, error)
-
-    def fail(self, mover: Mover, error: BaseException) -> None:
-        self.fusion.fail(self, error)
-
-
-@dataclass(slots=True)
-class _Partial:
-    """What one source has sent for a fused operation, fused otherwise or one by one."""
-
-    data: torch.Tensor
-    like: Message
-    here: set[Operation] = field(default_factory=set)
-
-
-class _Received(NamedTuple):
-    """The fused message of a neighbour."""
-
-    source: int
-    message: Message
 
 
 class _Split(Exception):
@@ -101,9 +63,9 @@ class Fusion:
         deliver: Callable[[int, Message], None],
     ) -> None:
         self._active: dict[str, FusedOperation] = {}
-        self._early: dict[tuple[str, int], list[_Received]] = {}  # by the operations that are in them
-        self._coming: list[_Received] = []  # to be unpacked once all of it is here
-        self._unread: list[Channel] = []
+        self._early: dict[tuple[str, int], list[Received]] = {}  # by the operations that are in them
+        self._coming: list[Received] = []  # to be unpacked once all of it is here
+        self._unread: dict[Channel, int] = {}  # bytes
         self._rank = rank
         self._lock = progress.lock
         self._progress = progress
@@ -120,7 +82,7 @@ class Fusion:
         """Begin what was submitted, fused where it may be. Takes the lock itself: it computes."""
         while self._lifecycle.unbegun:
             with self._lock:
-                name, members = self._take()
+                name, members = take(self._lifecycle.unbegun)
                 fused = self._fuse(name, members) if len(members) > 1 else None
             try:
                 if fused is not None:
@@ -134,46 +96,11 @@ class Fusion:
                         self._lifecycle.fail(operation, interrupt)
                 raise
 
-    def _take(self) -> tuple[str, list[Operation]]:
-        """The next operations that may be fused, and the name of what becomes of them."""
-        unbegun = self._lifecycle.unbegun
-        members: list[Operation] = []
-        runs: list[Run] = []
-        name, first, following = "", 0, -1  # the run that grows
-        shape: tuple[int, ...] = ()
-        nbytes = length = 0
-        while unbegun:
-            operation = unbegun[0]
-            fusible = operation.fusible
-            assert fusible is not None
-            if operation.handle is None:  # it has failed meanwhile
-                unbegun.popleft()
-                continue
-            goes_on = operation.round == following and operation.name == name and fusible.shape == shape
-            nbytes += fusible.flat.numel() * fusible.flat.element_size()
-            length += 0 if goes_on else len(json.dumps(operation.name)) + 32 + 12 * len(fusible.shape)
-            if members:
-                like = members[0].fusible
-                assert like is not None
-                full = nbytes > MOST_BYTES or length > MAX_NAME - 64 or len(members) == MOST_OPERATIONS
-                if full or fusible.flat.dtype != like.flat.dtype or fusible.family != like.family:
-                    break
-            if not goes_on:
-                if members:
-                    runs.append(Run(name, first, following - first, shape))
-                name, shape, first = operation.name, fusible.shape, operation.round
-            following = operation.round + 1
-            members.append(operation)
-            unbegun.popleft()
-        if members:
-            runs.append(Run(name, first, following - first, shape))
-        return name_of(runs), members
-
     def _fuse(self, name: str, members: list[Operation]) -> FusedOperation | None:
         """One operation of several, unless that would only be split."""
-        self._unread = [channel for channel in self._unread if channel.unacknowledged]
-        if len(self._unread) >= WINDOW:  # receivers are behind: by itself each of them waits for its turn to send
-            return None
+        self._unread = {one: nbytes for one, nbytes in self._unread.items() if one.unacknowledged}
+        if len(self._unread) >= MOST_UNREAD or sum(self._unread.values()) >= MOST_UNREAD_BYTES:
+            return None  # receivers are behind: by itself each of them waits for its turn to send
         fused = FusedOperation(name, members, self)
         self._active[name] = fused
         if self._events.active:
@@ -181,8 +108,7 @@ class Fusion:
         parts = []
         for one in members:
             one.fused = fused
-            assert one.fusible is not None
-            parts.append(one.fusible)
+            parts.append(fusible(one))
         fused.generator = parts[0].family.together(fused, parts)
         return fused
 
@@ -193,6 +119,8 @@ class Fusion:
         if fused.error is not None:  # it was split, or failed, meanwhile
             self._lifecycle.close_generator(fused)
             self._lifecycle.release(fused)
+        elif self._lifecycle.gate.frozen and any(one.restarts for one in fused.members):
+            self._split(fused)  # what becomes of each is about to be agreed on
         elif item is MORE:
             fused.waiting_more = True
         elif isinstance(item, Exchange):
@@ -200,19 +128,33 @@ class Fusion:
         else:
             self._end(fused, error)
             for operation, one in zip(fused.members, result or [None] * len(fused.members), strict=True):
-                if operation.handle is not None:
-                    own = one if isinstance(one, Exception) else error
-                    self._lifecycle.settle(operation, None if own is not None else one, own)
+                self._conclude(operation, one, error)
+
+    def _conclude(self, operation: Operation, result: Any, error: BaseException | None) -> None:
+        """End a member, or let it wait for those to whom the fused operation has sent."""
+        own = result if isinstance(result, Exception) else error
+        if operation.handle is None:  # it has failed meanwhile
+            return
+        if own is None and operation.unconfirmed:
+            self._lifecycle.await_confirmation(operation, result)
+        else:
+            self._lifecycle.settle(operation, None if own is not None else result, own)
 
     def _enter(self, fused: FusedOperation, exchange: Exchange) -> None:
-        stage = fused.stage = Stage(0, exchange, set(exchange.sources), {})
-        self._take_early(fused)
+        if fused.stage is not None:
+            fused.had += [Received(source, message) for source, message in fused.stage.arrived.items()]
+        number = fused.next_stage if exchange.stage is None else exchange.stage
+        fused.next_stage = number + 1
+        stage = fused.stage = Stage(number, exchange, set(exchange.sources), {})
+        self._take_early(fused, number)
         if fused.error is not None:
             return
         if stage.needs.issubset(self._membership.view.alive):
             self._outbox.post(fused.channel, fused, stage)
+        if stage.posted:
+            fused.sent |= {number}
         if fused.channel.unacknowledged:
-            self._unread.append(fused.channel)
+            self._unread[fused.channel] = fused.nbytes
         if not stage.posted:  # somebody is gone: each member says so by its own name and round
             self._split(fused)
         elif stage.complete:
@@ -220,10 +162,10 @@ class Fusion:
         else:
             self._progress.check_by(time.monotonic() + SPLIT_AFTER)
 
-    def _take_early(self, fused: FusedOperation) -> None:
-        """Take up what neighbours have sent for the members before they began."""
+    def _take_early(self, fused: FusedOperation, stage: int) -> None:
+        """Take up what neighbours have sent for a stage of the members before it began."""
         for operation in fused.members:
-            for received in self._came_early(operation):
+            for received in self._came_early(operation, stage):
                 if received.message.name == fused.name:
                     self._forget(received)
                     self._match(fused, received)
@@ -232,7 +174,7 @@ class Fusion:
                 if fused.error is not None:  # it has been split
                     return
             if self._matcher.has_news(operation):
-                for source, message in self._matcher.came_early(operation, 0):
+                for source, message in self._matcher.came_early(operation, stage):
                     self.put(operation, source, message)
                     if fused.error is not None:
                         return
@@ -244,33 +186,37 @@ class Fusion:
         if self._events.active:
             self._events.emit("parted", fused.op, fused.name, 0, detail="" if error is None else str(error))
         stage, fused.stage = fused.stage, None
-        for source, message in stage.arrived.items() if stage is not None else ():
+        arrived = stage.arrived.items() if stage is not None else ()
+        for source, message in (*fused.had, *arrived):
             self._outbox.acknowledge(source, message)
+        fused.had = []
         self._lifecycle.release(fused)
         for operation in fused.members:
             operation.fused = None
 
     def _split(self, fused: FusedOperation) -> None:
-        """Let every member go its own way. What they send has been sent."""
+        """Let every member go its own way, from the beginning. It finds there what has come, and does not send again
+        what has been sent."""
         stage = fused.stage
-        arrived, posted = (stage.arrived, stage.posted) if stage is not None else ({}, False)
+        had, fused.had = fused.had, []
         if stage is not None:
+            had += [Received(source, message) for source, message in stage.arrived.items()]
             stage.arrived = {}
         partial, fused.partial = fused.partial, {}
         self._end(fused, _Split("each goes on by itself"))
         self._lifecycle.close_generator(fused)
         # What has come is put where the members will look for it: its sender may have left, which is nothing to
         # somebody who has its tensor.
-        for source, message in arrived.items():
-            self._unpack(_Received(source, message))
+        for received in had:
+            self._unpack(received)
         for source, part in partial.items():
             for one in part.here:
-                assert one.fusible is not None
-                data = part.data[slice(*fused.places[one])]
-                self._deliver(source, _piece(part.like, one.name, one.round, one.fusible.shape, data))
+                data = part.data if part.common else part.data[slice(*fused.places[one])]
+                shape = part.like.shape if part.common else fusible(one).shape
+                self._deliver(source, piece(part.like, one.name, one.round, shape, data))
         for operation in fused.members:
             if operation.handle is not None:
-                operation.sent = posted
+                operation.sent = fused.sent
                 self._lifecycle.begin(operation)
 
     def split_all(self) -> None:
@@ -314,7 +260,7 @@ class Fusion:
                 self._forget(received)
         self._coming = [one for one in self._coming if one.source != rank]
 
-    def _all_early(self) -> list[_Received]:
+    def _all_early(self) -> list[Received]:
         return list({id(one): one for several in self._early.values() for one in several}.values())
 
     def check(self, now: float) -> float:
@@ -334,9 +280,9 @@ class Fusion:
 
     def came(self, source: int, message: Message) -> None:
         """A fused message from a neighbour."""
-        received = _Received(source, message)
+        received = Received(source, message)
         fused = self._active.get(message.name)
-        if fused is not None and fused.stage is not None:
+        if fused is not None and fused.stage is not None and message.stage <= fused.stage.number:
             self._match(fused, received)
             if fused.error is None and fused.stage.complete:
                 self._lifecycle.make_ready(fused)
@@ -345,7 +291,7 @@ class Fusion:
         if not runs:
             self._outbox.refuse(source, message, f"rank {self._rank} refused it: fused operations that do not add up")
             return
-        if any(self._matcher.has_begun(*key) for key in keys(runs)):
+        if fused is None and any(self._matcher.has_begun(*key) for key in keys(runs)):
             self._unpack(received)
             return
         self._matcher.charge(source, message)
@@ -354,12 +300,13 @@ class Fusion:
         if self._lifecycle.gate.closing:
             self.give_up_early()
 
-    def _match(self, fused: FusedOperation, received: _Received) -> None:
+    def _match(self, fused: FusedOperation, received: Received) -> None:
         source, message = received
         stage = fused.stage
         assert stage is not None
         # Where a part of it has come by itself, and is in its place, the whole must not be taken in besides.
-        if source in fused.partial or disagreement(fused, stage, source, message, self._rank):
+        other = message.stage != stage.number or source in fused.partial
+        if other or disagreement(fused, stage, source, message, self._rank):
             self._split(fused)
             self._unpack(received)
         else:
@@ -369,15 +316,15 @@ class Fusion:
         """A neighbour has sent by itself what is a part of a fused operation here."""
         assert message.payload is not None
         fused: FusedOperation | None = operation.fused
+        if _is_ahead(fused, message):
+            self._matcher.keep(source, message)
+            return
         if not message.payload.complete and fused is not None:  # it cannot be put in its place yet
             self._split(fused)
-        place = self._place(operation, source, message, message.shape) if message.payload.complete else None
-        if place is None:
+        if message.payload.complete and self._place(operation, source, message, message.shape, message.payload.data):
+            self._outbox.acknowledge(source, message)
+        else:
             self._deliver(source, message)
-            return
-        place.copy_(message.payload.data)
-        self._outbox.acknowledge(source, message)
-        self._count(operation, source)
 
     def begins(self, operation: Operation) -> None:
         """An operation begins a stage by itself; fused messages that hold one for it are of no use as they are."""
@@ -385,12 +332,14 @@ class Fusion:
             for received in self._came_early(operation):
                 self._unpack(received)
 
-    def _came_early(self, operation: Operation) -> Iterator[_Received]:
-        """The fused messages that hold one for an operation. What is done with one may have dealt with others."""
-        while several := self._early.get((operation.name, operation.round)):
+    def _came_early(self, operation: Operation, stage: int | None = None) -> Iterator[Received]:
+        """The fused messages that hold one for an operation, or for a stage of it. What is done with one may have dealt
+        with others."""
+        key = operation.name, operation.round
+        while several := [one for one in self._early.get(key, ()) if stage is None or one.message.stage <= stage]:
             yield several[0]
 
-    def _more_came(self, received: _Received) -> None:
+    def _more_came(self, received: Received) -> None:
         """More of a message that is to be unpacked is here."""
         payload = received.message.payload
         if payload is not None and payload.complete:
@@ -401,7 +350,7 @@ class Fusion:
         """A message for an operation is on its way from a neighbour, in a fused one of which not all is here."""
         return any(one.source == source and key in keys(runs_of(one.message)) for one in self._coming)
 
-    def _unpack(self, received: _Received) -> None:
+    def _unpack(self, received: Received) -> None:
         """Put what is in a fused message into fused operations of ours, or make single messages of it."""
         self._forget(received)
         source, message = received
@@ -411,62 +360,71 @@ class Fusion:
             payload.on_more = partial(self._more_came, received)
             self._coming.append(received)
             return
-        at = 0
-        for name, first, length, shape in runs_of(message):
+        runs = runs_of(message)
+        # Who wants to know whether what it sent was expected is told of each part.
+        parts = Parts(sum(run.length for run in runs)) if message.flags & CONFIRM else None
+        at, common = 0, bool(message.flags & COMMON)
+        for_all = payload.data.clone() if common else None  # a copy for each might be more than there is memory
+        for name, first, length, of_one in runs:
+            shape = message.shape if common else of_one
             numel = math.prod(shape)
             for round_ in range(first, first + length):
-                part = payload.data[at : at + numel]
-                at += numel
+                data = payload.data[at : at + numel]
+                at += 0 if common else numel
                 operation = self._matcher.active(name, round_)
-                place = None if operation is None else self._place(operation, source, message, shape)
-                if operation is not None and place is not None:
-                    place.copy_(part)
-                    self._count(operation, source)
+                if operation is not None and self._place(operation, source, message, shape, data):
+                    if parts is not None:
+                        self._outbox.acknowledge(source, piece(message, name, round_, shape, data, parts))
                 else:
-                    self._deliver(source, _piece(message, name, round_, shape, part.clone()))
-        self._outbox.acknowledge(source, message)
+                    own = data.clone() if for_all is None else for_all
+                    self._deliver(source, piece(message, name, round_, shape, own, parts))
+        if parts is None:
+            self._outbox.acknowledge(source, message)
 
     def _place(
-        self, operation: Operation, source: int, message: Message, shape: tuple[int, ...]
-    ) -> torch.Tensor | None:
-        """Where in a fused operation a tensor from a neighbour goes. Where it does not fit, that is split."""
+        self, operation: Operation, source: int, message: Message, shape: tuple[int, ...], data: torch.Tensor
+    ) -> bool:
+        """Put a tensor from a neighbour where it belongs in a fused operation. False where there is no such place; one
+        in which it does not fit is split."""
         fused: FusedOperation | None = operation.fused
-        fusible = operation.fusible
-        if fused is None or fusible is None:
-            return None
-        stage, partial = fused.stage, fused.partial.get(source)
+        if fused is None or _is_ahead(fused, message):
+            return False
+        stage, partial, like = fused.stage, fused.partial.get(source), fusible(operation)
+        assert stage is not None
+        common = stage.exchange.coordinates
+        wanted = (stage.exchange.dtype, shape) if common else (like.flat.dtype, like.shape)
         fits = (
-            stage is not None
+            message.stage == stage.number
             and source in stage.missing
             and (message.op, message.digest) == (operation.op, stage.exchange.digest)
-            and (message.dtype, shape) == (fusible.flat.dtype, fusible.shape)
+            and (message.dtype, shape) == wanted
+            and bool(message.flags & COMMON) == common
             and not message.nothing
             and (partial is None or (message.scale == partial.like.scale and operation not in partial.here))
+            and (partial is None or not common or torch.equal(partial.data, data))
         )
         if not fits:
             self._split(fused)
-            return None
+            return False
         if partial is None:
-            total = sum(one.fusible.flat.numel() for one in fused.members if one.fusible is not None)
-            partial = fused.partial[source] = _Partial(torch.empty(total, dtype=message.dtype), message)
-        start, end = fused.places[operation]
-        return partial.data[start:end]
+            total = data.numel() if common else fused.places[fused.members[-1]][1]
+            partial = fused.partial[source] = Partial(torch.empty(total, dtype=message.dtype), message)
+        place = partial.data if common else partial.data[slice(*fused.places[operation])]
+        place.copy_(data)
+        self._count(fused, stage, partial, operation, source)
+        return True
 
-    def _count(self, operation: Operation, source: int) -> None:
+    def _count(self, fused: FusedOperation, stage: Stage, partial: Partial, operation: Operation, source: int) -> None:
         """A tensor has been put in its place; with the last one, a source has sent all."""
-        fused: FusedOperation | None = operation.fused
-        assert fused is not None
-        stage, partial = fused.stage, fused.partial[source]
-        assert stage is not None
         partial.here.add(operation)
         if len(partial.here) < len(fused.members):
             return
         del fused.partial[source]
-        stage.take(source, _piece(partial.like, fused.name, 0, (partial.data.numel(),), partial.data))
+        stage.take(source, piece(partial.like, fused.name, 0, (partial.data.numel(),), partial.data))
         if stage.complete:
             self._lifecycle.make_ready(fused)
 
-    def _forget(self, received: _Received) -> None:
+    def _forget(self, received: Received) -> None:
         """Take a message out of the list of those that came early."""
         if not self._early:
             return
@@ -483,18 +441,6 @@ class Fusion:
             self._matcher.release(*received)
 
 
-def _piece(like: Message, name: str, round_: int, shape: tuple[int, ...], data: torch.Tensor) -> Message:
-    """A message that says of one tensor what another said of several."""
-    return Message(
-        Kind.DATA,
-        like.op,
-        name,
-        round_,
-        digest=like.digest,
-        scale=like.scale,
-        dtype=like.dtype,
-        shape=shape,
-        payload=Payload(data, data.numel()),
-        where=Where.INLINE,
-        nbytes=data.numel() * data.element_size(),
-    )
+def _is_ahead(fused: FusedOperation | None, message: Message) -> bool:
+    """A message is for a stage to which a fused operation has still to come."""
+    return fused is not None and (fused.stage is None or message.stage > fused.stage.number)

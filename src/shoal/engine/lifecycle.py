@@ -131,7 +131,8 @@ class Lifecycle:
             if on_loss is not OnLoss.FAIL:
                 begins = steps.alone if isinstance(steps, Fusible) else steps
                 plan = self._planned(name, operation.round, on_loss) if gate.plan != WHOLE else WHOLE
-                operation.recovery = recovery = Recovery(begins, on_loss, plan)
+                take = steps.take if isinstance(steps, Fusible) else None
+                operation.recovery = recovery = Recovery(begins, on_loss, plan, take=take)
                 if recovery.first_stage:
                     self.forget_before(operation, recovery.first_stage)
             handle: Handle[T] = Handle(driver, operation)
@@ -248,12 +249,16 @@ class Lifecycle:
         elif isinstance(item, Exchange):
             self._enter(operation, item)
         elif error is None and operation.unconfirmed:
-            operation.outcome = (result,)
-            self.leave_stage(operation)
-            if self._matcher.has_late(operation):
-                self.settle(operation, None, None)
+            self.await_confirmation(operation, result)
         else:
             self.settle(operation, result, error)
+
+    def await_confirmation(self, operation: Operation, result: Any) -> None:
+        """It has its result, and ends when its destinations have confirmed that they expected what was sent."""
+        operation.outcome = (result,)
+        self.leave_stage(operation)
+        if self._matcher.has_late(operation):
+            self.settle(operation, None, None)
 
     def _enter(self, operation: Operation, exchange: Exchange) -> None:
         """Begin a stage: take what came early, then send.
@@ -273,7 +278,8 @@ class Lifecycle:
             if message.where is not Where.CARRIED or stage.to_move:  # else it comes by a link, which is late
                 self.take(operation, stage, source, message)
         view = self._membership.view
-        needs = stage.missing if operation.sent else stage.needs
+        sent = number in operation.sent
+        needs = stage.missing if sent else stage.needs
         gone = sorted(rank for rank in needs if rank not in view.alive) if view.epoch else []
         if gone or self.gate.ended is not None:
             ended = self.gate.reason_against(operation.one_sided)
@@ -290,8 +296,8 @@ class Lifecycle:
         for source, only_if_here in self._matcher.asked_early(operation, stage):
             self.answer(source, operation, stage, only_if_here)
         channel = self._matcher.channel(operation)
-        if operation.sent:
-            stage.posted, operation.sent = True, False
+        if sent:
+            stage.posted = True
         elif channel.must_defer(operation, stage):
             channel.defer(operation, stage)
         else:
@@ -425,12 +431,22 @@ class Lifecycle:
         found = self._outbox.acknowledged(source, token)
         if found is None:
             return
-        operation, channel = found
+        sent, channel = found
+        for operation in sent.parts:
+            self._end_if_confirmed(operation)
+        self.send_deferred(channel)
+
+    def confirmed_in_part(self, source: int, message: Message) -> None:
+        """A receiver expected one of several tensors that it was sent at once."""
+        operation = self._outbox.confirmed_in_part(source, message)
+        if operation is not None:
+            self._end_if_confirmed(operation)
+
+    def _end_if_confirmed(self, operation: Operation) -> None:
         agreed_on = self.gate.frozen and operation.restarts  # what becomes of it
         if operation.outcome is not None and not operation.unconfirmed and operation.error is None and not agreed_on:
             outcome, operation.outcome = operation.outcome, None
             self.settle(operation, outcome[0], None)
-        self.send_deferred(channel)
 
     def refuse_unexpected(self, source: int, message: Message) -> Mismatch:
         """Turn away what nobody here has asked for. Returns the error for this side."""

@@ -162,25 +162,37 @@ class Stage:
 
 
 class Family(Protocol):
-    """Operations that differ in nothing but their tensors."""
+    """Operations that differ in nothing but their tensors. Those of equal families may go together."""
 
-    def alone(self, operation: Operation, fusible: Fusible, /) -> Steps[torch.Tensor]: ...
-
-    def together(self, operation: Operation, parts: list[Fusible], /) -> Steps[list[torch.Tensor | Exception]]: ...
+    def together(self, operation: Operation, parts: list[Fusible], /) -> Steps[list[torch.Tensor | Exception]]:
+        """The steps of several as one. Their stages, whom they send to and what for have to be those of each by
+        itself, over all tensors joined: so that one agent may do together what another does one by one."""
+        ...
 
 
 @dataclass(slots=True)
 class Fusible:
-    """What an operation that may be fused is about: a flat copy of the caller's tensor, and where its result goes."""
+    """What an operation that may be fused is about.
+
+    Attributes:
+        flat: A copy of the caller's tensor, ``[numel]``.
+        shape: Of the tensor.
+        out: Where its result goes.
+        alone: Its steps, by itself.
+        family: What it may go together with.
+        take: As of :class:`Recovery`.
+    """
 
     flat: torch.Tensor
     shape: tuple[int, ...]
     out: torch.Tensor | None
+    alone: Callable[[Operation], Steps[torch.Tensor]]
     family: Family
+    take: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def alone(self, operation: Operation) -> Steps[torch.Tensor]:
-        """Its steps, by itself."""
-        return self.family.alone(operation, self)
+    def may_go_with(self, other: Fusible) -> bool:
+        """They may be joined to one tensor, and what is done with it is what is done with each."""
+        return self.flat.dtype == other.flat.dtype and self.family == other.family
 
 
 class Mover(Protocol):
@@ -294,7 +306,7 @@ class Operation:
         self.among: Sequence[int] | None = None  # who calls it, if not all
         self.on_end: Callable[[Any], None] | None = None  # takes the result, before anything else happens
         self.on_outcome: Callable[[Any, BaseException | None], None] | None = None  # is told how it ended
-        self.sent = False  # its first stage has been sent, as a part of a fused operation
+        self.sent: frozenset[int] = frozenset()  # stages that have been sent, as a part of a fused operation
 
     def __str__(self) -> str:
         return describe(self.op, self.name, self.round)
@@ -306,6 +318,19 @@ class Operation:
     def fail(self, mover: Mover, error: BaseException) -> None:
         """End it from outside."""
         mover.end(self, error)
+
+    @property
+    def parts(self) -> Sequence[Operation]:
+        """The calls that it is about: itself, or those that are fused in it."""
+        return (self,)
+
+    def expect_confirmation(self, token: int, destination: int) -> None:
+        """A destination has to confirm that it expected what is sent with a token."""
+        self.unconfirmed[token] = destination
+
+    def confirmed(self, token: int) -> None:
+        """A destination has answered what was sent with a token."""
+        self.unconfirmed.pop(token, None)
 
     @property
     def gone(self) -> tuple[int, ...]:

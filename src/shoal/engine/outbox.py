@@ -14,7 +14,20 @@ from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
-from ..transport.wire import AGAIN, CERTAIN, DIED, HERE, MAX_DIMENSIONS, SILENT, WANTS_REPLY, Kind, Message, Where
+from ..transport.wire import (
+    AGAIN,
+    CERTAIN,
+    COMMON,
+    CONFIRM,
+    DIED,
+    HERE,
+    MAX_DIMENSIONS,
+    SILENT,
+    WANTS_REPLY,
+    Kind,
+    Message,
+    Where,
+)
 from .events import COORDINATION, Events
 from .matching import NO_FAILURE, SMALL_WINDOW, Channel, Failure
 from .membership import Departure, Membership
@@ -63,6 +76,7 @@ class Outbox:
         # Small messages lie in the receiver's memory until it takes them up. Now and then it says how far it is;
         # without that a sender could be any number of rounds ahead.
         often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
+        what = (CONFIRM if exchange.checked else 0) | (COMMON if exchange.coordinates else 0)
         tail = b""
         last: Send | None = None
         view = self._membership.view
@@ -84,7 +98,7 @@ class Outbox:
                 operation.round,
                 stage.number - exchange.early,
                 token,
-                WANTS_REPLY if reply else 0,
+                what | (WANTS_REPLY if reply else 0),
                 exchange.digest,
                 send.scale,
                 published.data.dtype,
@@ -101,7 +115,7 @@ class Outbox:
                 self._unacknowledged[token] = _Unacknowledged(send.destination, operation, published, channel, kept)
                 channel.sent(operation.round, send.destination)
                 if (exchange.checked and not carried) or published.zero_copy:
-                    operation.unconfirmed[token] = send.destination
+                    operation.expect_confirmation(token, send.destination)
             link = self._link(send.destination)
             if link is None:
                 return
@@ -116,9 +130,9 @@ class Outbox:
             if not operation.background:
                 self.bytes_sent += nbytes
             if self._events.active:
-                what = operation.op, operation.name, operation.round
+                about = operation.op, operation.name, operation.round
                 why = COORDINATION if exchange.coordinates or operation.background else ""
-                self._events.emit("sent", *what, 0, send.destination, nbytes, why, stage.number, posted)
+                self._events.emit("sent", *about, 0, send.destination, nbytes, why, stage.number, posted)
         stage.posted = True
 
     def keep_what_is_carried(self) -> None:
@@ -158,16 +172,28 @@ class Outbox:
     def acknowledge(self, source: int, message: Message) -> None:
         """Tell a sender that it may have its memory back, once."""
         if message.flags & WANTS_REPLY:
-            message.flags = 0
-            self.say(source, Message(Kind.DONE, token=message.token))
+            message.flags &= ~WANTS_REPLY
+            if self._is_last(message):
+                self.say(source, Message(Kind.DONE, token=message.token))
+            else:
+                self.say(source, Message(Kind.DONE, message.op, message.name, message.round, token=message.token))
 
     def refuse(self, source: int, message: Message, text: str, lost: int | None = None) -> None:
         """Tell a peer that its message does not fit, and why; ``lost``: the agent whose loss is the reason."""
-        refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, message.token, text=text)
+        answers = not message.flags & WANTS_REPLY or self._is_last(message)
+        token, message.flags = message.token if answers else 0, 0  # a refusal is an answer
+        refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, token, text=text)
         if lost is not None:
             refusal.flags, refusal.digest = DIED, lost
         self.say(source, refusal)
-        message.flags = 0  # a refusal is an answer
+
+    @staticmethod
+    def _is_last(message: Message) -> bool:
+        """Nothing that came with a message has still to be answered, once it is."""
+        parts = message.part_of
+        if parts is not None:
+            parts.left -= 1
+        return parts is None or not parts.left
 
     def deny(self, peer: int, what: Operation | Message, stage: int, failure: Failure = NO_FAILURE) -> None:
         """Tell a peer that waits for a message of ours that none will come, and why where the call failed."""
@@ -259,8 +285,18 @@ class Outbox:
         if sent.published.lease is not None:
             sent.published.lease.release()
         sent.channel.acknowledged(sent.operation.round, sent.receiver)
-        sent.operation.unconfirmed.pop(token, None)
+        sent.operation.confirmed(token)
         return sent.operation, sent.channel
+
+    def confirmed_in_part(self, receiver: int, message: Message) -> Operation | None:
+        """A receiver expected one of several tensors that it was sent at once. Whose."""
+        sent = self._unacknowledged.get(message.token)
+        parts = sent.operation.parts if sent is not None and sent.receiver == receiver else ()
+        for one in parts:
+            if (one.name, one.round) == (message.name, message.round):
+                one.confirmed(message.token)
+                return one
+        return None
 
     def unacknowledged_by(self, rank: int) -> list[int]:
         """The tokens that a peer has not answered."""

@@ -6,13 +6,14 @@ the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..arithmetic import REDUCTIONS, complete
 from ..engine.discovery import discover, submit_to_all
-from ..engine.operation import Carried, Exchange, Handle, Operation, Send, Steps
+from ..engine.membership import WHOLE
+from ..engine.operation import Carried, Exchange, Fusible, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..topology._validate import check_rank
 from ..transport.wire import DTYPES, Kind, Message, Payload
@@ -32,6 +33,7 @@ from .arguments import (
 from .by_engine import members as members_of
 from .by_engine import spread_by_engine
 from .groups import ALL, Group, Within, within
+from .together import OverAll, copied, is_small
 
 
 def allreduce(
@@ -61,9 +63,8 @@ def allreduce(
     Returns:
         A tensor of the same shape and dtype (``out`` if given). It never requires grad.
     """
-    return allreduce_nonblocking(
-        tensor, average, is_hierarchical_local, name, op=op, out=out, group=group, timeout=timeout
-    ).wait()
+    how, agent, among, members = _meant(average, op, is_hierarchical_local, group)
+    return submit_allreduce(agent, tensor, how, name, among, members=members, out=out, timeout=timeout).wait()
 
 
 def allreduce_nonblocking(
@@ -77,14 +78,24 @@ def allreduce_nonblocking(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
-    """:func:`allreduce` without waiting."""
-    how = op if op is not None else ("average" if average else "sum")
+    """:func:`allreduce` without waiting.
+
+    Small tensors that are submitted one after another, and reduced in the same way, travel together.
+    """
+    how, agent, among, members = _meant(average, op, is_hierarchical_local, group)
+    return submit_allreduce(agent, tensor, how, name, among, members=members, out=out, timeout=timeout, fusible=True)
+
+
+def _meant(
+    average: bool, op: str | None, is_hierarchical_local: bool, group: Group | None
+) -> tuple[str, Agent, Sequence[int] | None, Within]:
+    """How the arguments of a call reduce, among whom, and who calls it."""
     agent = current("allreduce")
+    how = op if op is not None else ("average" if average else "sum")
     if is_hierarchical_local and group is not None:
         raise ValueError("allreduce: is_hierarchical_local=True is a group of its own; leave one of the two out")
     among = agent.local_ranks if is_hierarchical_local else None
-    members = within("allreduce", group, agent)
-    return submit_allreduce(agent, tensor, how, name, among, members=members, out=out, timeout=timeout)
+    return how, agent, among, within("allreduce", group, agent)
 
 
 def submit_allreduce(
@@ -101,6 +112,7 @@ def submit_allreduce(
     op: str = "allreduce",
     layout: int = 0,
     owned: bool = False,
+    fusible: bool = False,
 ) -> Handle[torch.Tensor]:
     """Begin an all-reduce, for the public functions and the optimizers.
 
@@ -114,9 +126,18 @@ def submit_allreduce(
         op: What it is called.
         layout: Of the tensors that are joined in it, where it is of several.
         owned: ``tensor`` is nobody else's, and may become the result.
+        fusible: A small tensor may wait for others, to travel with them.
     """
     tensor = check_tensor(f"allreduce with op {how}", tensor, reducible(how))
     check_out("allreduce", out, tensor.shape, tensor.dtype)
+    engine = agent.engine
+    # What is handed on after a loss has to be the same for all.
+    same_for_all = among is None and members is ALL
+    before_any_loss = not engine.agreement.active or (same_for_all and engine.agreement.now == WHOLE)
+    may_fuse = engine.may_fuse and before_any_loss  # what begins anew has other stages
+    goes_with_others = fusible and may_fuse and not layout and is_small(tensor)
+    if goes_with_others:
+        tensor = copied(tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         group = operation.callers(agent.size) if among is None else operation.left_of(among)
@@ -130,8 +151,12 @@ def submit_allreduce(
     kind = f"{op} ({how}{'' if among is None else ', within the machine'})"
     channel, named = members.channel(op, name), name is not None
     # Of some only there are several results, and who has ended need not have the one that another lacks.
-    taken = take if among is None and members is ALL else None
-    return submit_to_all(agent.engine, kind, channel, steps, timeout, named, taken, among=members.ranks)
+    taken = take if same_for_all else None
+    begins: Callable[[Operation], Steps[torch.Tensor]] | Fusible = steps
+    if goes_with_others:
+        whole = tuple(members.ranks or range(agent.size) if among is None else among)
+        begins = Fusible(tensor.view(-1), tuple(tensor.shape), out, steps, OverAll(agent, how, whole))
+    return submit_to_all(engine, kind, channel, begins, timeout, named, taken, among=members.ranks)
 
 
 def reducible(how: str) -> tuple[torch.dtype, ...]:

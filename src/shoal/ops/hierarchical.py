@@ -3,25 +3,27 @@
 ``hierarchical_neighbor_allreduce`` computes ``W_machine kron (1/L) 11^T``: every agent of a machine ends with the
 weighted average of the machines' means. BlueFog lets one leader of each machine carry all of it; here every
 agent of a machine averages one share of the tensor and exchanges that share with its counterparts, so that no agent is
-a bottleneck and the machine's links to the outside are used by all.
+a bottleneck and the machine's links to the outside are used by all. A small tensor costs its messages and not its
+bytes: the first agent of each machine carries it, in as few as there can be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
-from ..engine.operation import Carried, Exchange, Handle, Operation, Send, Steps
+from ..engine.operation import Carried, Exchange, Fusible, Handle, Operation, Send, Steps
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
 from .allreduce import reduced
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload, rotated, split_name
 from .encoded import check_compression, encoded_for
 from .owners import allgather_shares, reduce_scatter, shape_digest
+from .together import BetweenMachines, copied, is_small
 
 OP = "hierarchical_neighbor_allreduce"
 _BETWEEN_LEADERS, _FROM_LEADER = 8, 9
@@ -67,16 +69,12 @@ def hierarchical_neighbor_allreduce(
         ValueError: The machines have different numbers of agents (the message lists them), no machine topology is
             set, or the weights are incomplete.
     """
-    return hierarchical_neighbor_allreduce_nonblocking(
-        tensor,
-        self_weight,
-        src_machine_weights,
-        dst_machine_weights,
-        enable_topo_check=enable_topo_check,
-        compression=compression,
-        name=name,
-        out=out,
-        timeout=timeout,
+    agent = current(OP)
+    self_weight, name = split_name(OP, self_weight, name)
+    mixing = machine_mixing(agent, self_weight, src_machine_weights, dst_machine_weights)
+    compressor = None if compression is None else check_compression(OP, tensor, compression)
+    return submit(
+        agent, tensor, mixing, name, checked=enable_topo_check, compressor=compressor, out=out, timeout=timeout
     ).wait()
 
 
@@ -92,13 +90,24 @@ def hierarchical_neighbor_allreduce_nonblocking(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
-    """:func:`hierarchical_neighbor_allreduce` without waiting."""
+    """:func:`hierarchical_neighbor_allreduce` without waiting.
+
+    Small tensors that are submitted one after another, of calls with the same weights, travel together.
+    """
     agent = current(OP)
     self_weight, name = split_name(OP, self_weight, name)
     mixing = machine_mixing(agent, self_weight, src_machine_weights, dst_machine_weights)
     compressor = None if compression is None else check_compression(OP, tensor, compression)
     return submit(
-        agent, tensor, mixing, name, checked=enable_topo_check, compressor=compressor, out=out, timeout=timeout
+        agent,
+        tensor,
+        mixing,
+        name,
+        checked=enable_topo_check,
+        compressor=compressor,
+        out=out,
+        timeout=timeout,
+        fusible=True,
     )
 
 
@@ -113,12 +122,14 @@ def submit(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
     zero_copy: bool = False,
+    fusible: bool = False,
 ) -> Handle[torch.Tensor]:
     """Begin an average between machines with a round as it is; as :func:`shoal.ops.neighbor.submit`.
 
     Args:
         mixing: The round as this agent's machine knows it; None: the static machine topology.
         compressor: Of what leaves the machine.
+        fusible: A small tensor may wait for others of the same round, to travel with them.
     """
     tensor = check_tensor(OP, tensor, WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
@@ -131,14 +142,26 @@ def submit(
     static = agent.machine_topology if mixing is None else None
     known = _static(agent, static) if mixing is None else mixing
 
+    engine = agent.engine
+    small = is_small(tensor) and compressor is None and engine.carrier is None
+    goes_with_others = fusible and small and engine.may_fuse and not engine.agreement.active
+    if goes_with_others:
+        tensor = copied(tensor)
+    by_first = BetweenMachines(agent, known, static.digest if static else 0, checked and static is None)
+
     def steps(operation: Operation) -> Steps[torch.Tensor]:
+        if small and not operation.gone:
+            return by_first.alone(operation, tensor, out)
         if operation.gone:
             return _by_leaders(agent, operation, tensor, known, static, compressor, out)
         return _hierarchical(
             agent, operation, tensor, known, static, compressor, out, checked=checked, zero_copy=zero_copy
         )
 
-    return submit_to_all(agent.engine, OP, channel_name(OP, name), steps, timeout, name is not None)
+    begins: Callable[[Operation], Steps[torch.Tensor]] | Fusible = steps
+    if goes_with_others:
+        begins = Fusible(tensor.view(-1), tuple(tensor.shape), out, steps, by_first)
+    return submit_to_all(engine, OP, channel_name(OP, name), begins, timeout, name is not None)
 
 
 def machine_mixing(

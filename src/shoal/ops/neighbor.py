@@ -13,15 +13,25 @@ side.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import discover, submit_to_all
-from ..engine.operation import NOTHING, Arrived, Carried, Exchange, Fusible, Handle, OnLoss, Operation, Send, Steps
-from ..engine.publishing import PUBLISH_BYTES
+from ..engine.operation import (
+    NOTHING,
+    Arrived,
+    Carried,
+    Exchange,
+    Family,
+    Fusible,
+    Handle,
+    OnLoss,
+    Operation,
+    Send,
+    Steps,
+)
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
 from .arguments import (
@@ -32,13 +42,13 @@ from .arguments import (
     check_out,
     check_tensor,
     payload,
-    put,
     rotated,
     split_name,
 )
 from .encoded import Encoded, encoded_by_call
 from .groups import ALL, Group, Within, within
 from .robust import Robust
+from .together import Discovering, WithNeighbours, copied, is_small
 
 OP = "neighbor_allreduce"
 Weights = Mapping[int, float]
@@ -153,7 +163,8 @@ def neighbor_allreduce_nonblocking(
     """:func:`neighbor_allreduce` without waiting: ``shoal.wait(handle)`` gives the result.
 
     The tensor is copied now, so it may change before the wait. ``out`` must not be touched until then. Small tensors
-    that are submitted one after another on the static topology travel together.
+    that are submitted one after another travel together: those on the static topology, and else those of calls with the
+    same weights.
     """
     agent, checked = current(OP), enable_topo_check
     self_weight, name = split_name(OP, self_weight, name)
@@ -206,7 +217,7 @@ def submit(
             (``"push-pull"``).
         checked: As ``enable_topo_check``; False, where a schedule says the same to all agents.
         zero_copy: Others read ``tensor`` where it lies, where they can: see :meth:`Publisher.publish`.
-        fusible: A small tensor on the static topology may wait for others, to travel with them.
+        fusible: A small tensor may wait for others of the same round, to travel with them.
         replan: The same round without agents that are gone, for one that begins when they are. If not given, what they
             would have sent weighs in this agent's own tensor; on a directed graph the mean leans to some agents then.
         robust: As for :func:`neighbor_allreduce`.
@@ -228,16 +239,15 @@ def submit(
         members.check(op, "dst_weights", known.destination_ranks)
     if known is None:
         known, form = static.mixing, "static"
-        small = 0 < tensor.numel() * tensor.element_size() <= PUBLISH_BYTES and tensor.is_cpu
-        # After a loss the rounds under way may be planned for different agents.
-        plain = robust is None and encoded is None and agent.engine.carrier is None and members is ALL
-        if small and fusible and plain and not agent.engine.agreement.gone:
-            flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-            one = Fusible(flat, tuple(tensor.shape), out, _OnStaticTopology(agent, static))
-            return agent.engine.submit(OP, channel_name(OP, name), one, timeout, name is not None, on_loss=OnLoss.GO_ON)
     elif form in ("push", "pull") and not checked:
         _check_within(agent, known, form)
         form += " within"
+    plain = robust is None and encoded is None and speaks is None and not layout
+    of_all = form == "static" or (form in ("push", "pull") and not agent.engine.agreement.active)
+    together = form == "push-pull" or (of_all and members is ALL)
+    goes_with_others = fusible and plain and together and agent.engine.may_fuse and is_small(tensor)
+    if goes_with_others:
+        tensor = copied(tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         gone, now, one = operation.gone, static, known
@@ -265,9 +275,19 @@ def submit(
         )
 
     channel, named, among = members.channel(op, name), name is not None, members.ranks
+    begins: Callable[[Operation], Steps[torch.Tensor]] | Fusible = steps
+    if goes_with_others:
+        family: Family = Discovering(agent, known, form)
+        if form not in _IN_STAGES:
+            family = WithNeighbours(agent, known, _digest(form, static), checked and form == "push-pull")
+        begins = Fusible(tensor.view(-1), tuple(tensor.shape), out, steps, family)
     if form in _IN_STAGES:  # it cannot go on in the middle
-        return submit_to_all(agent.engine, op, channel, steps, timeout, named, among=among)
-    return agent.engine.submit(op, channel, steps, timeout, named, on_loss=OnLoss.GO_ON, among=among)
+        return submit_to_all(agent.engine, op, channel, begins, timeout, named, among=among)
+    return agent.engine.submit(op, channel, begins, timeout, named, on_loss=OnLoss.GO_ON, among=among)
+
+
+def _digest(form: str, static: StaticTopology) -> int:
+    return static.digest ^ _FORMS[form] if form in _FORMS else 0
 
 
 def _among(
@@ -277,47 +297,6 @@ def _among(
     if form in ("push", "pull") or (form == "push-pull" and everybody):
         return () if operation.among is None else tuple(operation.callers(agent.size))
     return None if form == "push-pull" else static.members(operation.left_of(range(agent.size)))
-
-
-@dataclass(slots=True)
-class _OnStaticTopology:
-    """The family of calls that give no weights."""
-
-    agent: Agent
-    static: StaticTopology
-
-    def alone(self, operation: Operation, small: Fusible) -> Steps[torch.Tensor]:
-        tensor = small.flat.view(small.shape)
-        static = self.static.without(operation.gone)
-        return _mix(self.agent, operation, tensor, static.mixing, "static", static, small.out)
-
-    def together(self, operation: Operation, smalls: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
-        mixing = self.static.mixing
-        parts = [small.flat for small in smalls]
-        published = self.agent.engine.publisher.publish_joined(operation, parts)
-        total = published.data.numel()
-        sends = [Send(rank, published, 0, total, (total,), mixing.destinations[rank]) for rank in mixing.destinations]
-        digest = self.static.digest ^ _FORMS["static"]
-        arrived = yield Exchange(
-            rotated(sends, self.agent), mixing.source_ranks, parts[0].dtype, (total,), digest=digest
-        )
-        terms = [(payload(arrived, rank), weight * arrived[rank].scale) for rank, weight in mixing.sources.items()]
-        joined = torch.empty_like(published.data)
-        yield from weighted_sum(joined, published.data, mixing.self_weight, terms)
-        results = torch.split(joined, [part.numel() for part in parts])
-        return [self._one(small, result) for small, result in zip(smalls, results, strict=True)]
-
-    @staticmethod
-    def _one(small: Fusible, result: torch.Tensor) -> torch.Tensor | Exception:
-        """A result of its own; or why its ``out`` does not take it, which is nothing to the others."""
-        shaped = result.view(small.shape)
-        try:
-            if small.out is None:
-                return shaped.clone()
-            put(shaped, small.out)
-            return small.out
-        except Exception as error:
-            return error
 
 
 def mixing_of(
@@ -397,7 +376,7 @@ def _mix(
     elif form == "pull within":
         destinations = yield from _readers(agent, operation, static.mixing, sources)
 
-    digest, digest_of = static.digest ^ _FORMS[form] if form in _FORMS else 0, "topology, form or compression"
+    digest, digest_of = _digest(form, static), "topology, form or compression"
     if silent:
         nothing, destinations = [*destinations], {}
     if speaks is not None:

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import torch
 
-VERSION = 8
+VERSION = 9
 """Raised whenever the bytes below change their meaning; agents of two versions refuse each other when they connect."""
 
 
@@ -79,6 +79,11 @@ HERE = 32
 AGAIN = 64
 """Flag of a DATA message: it was to be carried by another engine, and comes by a link in its place, perhaps once more.
 """
+CONFIRM = 128
+"""Flag of a DATA message: answer it when it is known to have been expected; each of several tensors in it by its name.
+"""
+COMMON = 256
+"""Flag of a DATA message: it says who sends to whom, and of several operations at once the same for each of them."""
 CERTAIN = 8
 """Flag of a NOTICE: its process has ended, or it says so itself; else a connection has, which may be the network's."""
 
@@ -98,6 +103,13 @@ class Payload:
     def is_whole(self) -> None:
         """All of it is here now."""
         self.available = self.data.numel()
+
+
+@dataclass(slots=True)
+class Parts:
+    """Of a message that holds several tensors: how many of them have still to be answered for."""
+
+    left: int
 
 
 @dataclass(slots=True)
@@ -125,6 +137,8 @@ class Message:
     body: bytes | memoryview = field(default=b"", repr=False)
     tail: bytes = field(default=b"", repr=False)
     """The encoded variable part, once it has been encoded: the same for all destinations of one tensor."""
+    part_of: Parts | None = None
+    """Here, of one that came in another, which is answered with the last of its parts."""
 
     @property
     def nothing(self) -> bool:

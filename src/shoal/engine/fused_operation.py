@@ -1,0 +1,176 @@
+"""Several operations as one, and what neighbours have sent for them in other pieces."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..transport.wire import COMMON, MAX_NAME, Kind, Message, Parts, Payload, Where
+from .fused_name import MOST_OPERATIONS, Run, name_of
+from .matching import Channel
+from .operation import Exchange, Fusible, Mover, Operation
+
+MOST_BYTES = 1 << 20
+"""Of a fused operation: beyond, bytes cost more than bookkeeping."""
+_LOOKED_THROUGH = 4 * MOST_OPERATIONS
+
+
+class FusedMover(Protocol):
+    """What moves fused operations forward."""
+
+    def proceed(
+        self, fused: FusedOperation, item: Exchange | str | None, result: Any, error: BaseException | None, /
+    ) -> None: ...
+
+    def fail(self, fused: FusedOperation, error: BaseException, /) -> None: ...
+
+
+@dataclass(slots=True)
+class Partial:
+    """What one source has sent for a stage of a fused operation, fused otherwise or one by one."""
+
+    data: torch.Tensor
+    like: Message
+    here: set[Operation] = field(default_factory=set)
+
+    @property
+    def common(self) -> bool:
+        """It is the same for each of the operations."""
+        return bool(self.like.flags & COMMON)
+
+
+class Received(NamedTuple):
+    """The fused message of a neighbour."""
+
+    source: int
+    message: Message
+
+
+class FusedOperation(Operation):
+    """Several operations as one. It is in nobody's book: its members are, and stand for it where it fails.
+
+    Attributes:
+        had: What has come for its stages before this one. It is kept: where it is split, its members begin anew.
+        sent: The stages that have been sent, which the members need not send any more.
+        places: Where each tensor begins and ends.
+    """
+
+    __slots__ = ("channel", "had", "members", "mover", "partial", "places")
+
+    def __init__(self, name: str, members: list[Operation], mover: FusedMover) -> None:
+        super().__init__(members[0].op, name, 0, members[0].timeout)
+        self.members = members
+        self.mover = mover
+        self.channel = Channel(name)
+        self.had: list[Received] = []
+        self.partial: dict[int, Partial] = {}
+        self.places: dict[Operation, tuple[int, int]] = {}
+        at = 0
+        for one in members:
+            self.places[one] = (at, at := at + fusible(one).flat.numel())
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors, joined."""
+        return self.places[self.members[-1]][1] * fusible(self.members[0]).flat.element_size()
+
+    def proceed(self, mover: Mover, item: Exchange | str | None, result: Any, error: BaseException | None) -> None:
+        self.mover.proceed(self, item, result, error)
+
+    def fail(self, mover: Mover, error: BaseException) -> None:
+        self.mover.fail(self, error)
+
+    @property
+    def parts(self) -> Sequence[Operation]:
+        return self.members
+
+    def expect_confirmation(self, token: int, destination: int) -> None:
+        for one in self.members:
+            one.expect_confirmation(token, destination)
+
+    def confirmed(self, token: int) -> None:
+        for one in self.members:
+            one.confirmed(token)
+
+
+def fusible(operation: Operation) -> Fusible:
+    """What an operation is about that may be fused."""
+    assert operation.fusible is not None
+    return operation.fusible
+
+
+def _go_together(first: Operation, other: Operation) -> bool:
+    """Also where agents were lost, or have entered, between their submissions or just before these."""
+    planned = not (first.gone or other.gone or (first.restarts and (first.plan.attempt or other.plan.attempt)))
+    return planned and first.op == other.op and fusible(first).may_go_with(fusible(other))
+
+
+def take(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
+    """Take out the first operation and those that may go with it, and say the name of what becomes of them; none where
+    all have failed meanwhile. In the order of their names: agents that submit the same in another order fuse alike."""
+    members: list[Operation] = []
+    passed: list[Operation] = []
+    nbytes = length = 0
+    while unbegun and len(members) < MOST_OPERATIONS and len(passed) < _LOOKED_THROUGH:
+        operation = unbegun[0]
+        if operation.handle is None:  # it has failed meanwhile
+            unbegun.popleft()
+            continue
+        if members and not _go_together(members[0], operation):
+            passed.append(unbegun.popleft())
+            continue
+        one = fusible(operation)
+        nbytes += one.flat.numel() * one.flat.element_size()
+        if not (members and _follows(operation, members[-1])):
+            length += len(json.dumps(operation.name)) + 32 + 12 * len(one.shape)
+        if members and (nbytes > MOST_BYTES or length > MAX_NAME - 64):
+            break
+        members.append(unbegun.popleft())
+    unbegun.extendleft(reversed(passed))
+    members.sort(key=lambda one: (one.name, one.round))
+    return name_of(_runs_in(members)), members
+
+
+def _follows(operation: Operation, before: Operation) -> bool:
+    """They are in one run."""
+    next_round = operation.name == before.name and operation.round == before.round + 1
+    return next_round and fusible(operation).shape == fusible(before).shape
+
+
+def _runs_in(members: list[Operation]) -> list[Run]:
+    runs: list[Run] = []
+    for place, one in enumerate(members):
+        if place and _follows(one, members[place - 1]):
+            runs[-1] = runs[-1]._replace(length=runs[-1].length + 1)
+        else:
+            runs.append(Run(one.name, one.round, 1, fusible(one).shape))
+    return runs
+
+
+def piece(
+    like: Message, name: str, round_: int, shape: tuple[int, ...], data: torch.Tensor, part_of: Parts | None = None
+) -> Message:
+    """A message that says of one tensor what another said of several, or of several what others said of each."""
+    found = Message(
+        Kind.DATA,
+        like.op,
+        name,
+        round_,
+        like.stage,
+        flags=like.flags & COMMON,
+        digest=like.digest,
+        scale=like.scale,
+        dtype=like.dtype,
+        shape=shape,
+        payload=Payload(data, data.numel()),
+        where=Where.INLINE,
+        nbytes=data.numel() * data.element_size(),
+    )
+    if part_of is not None:
+        found.part_of, found.token, found.flags = part_of, like.token, like.flags
+    return found
