@@ -27,6 +27,7 @@ from shoal.transport.doors import listen_privately
 from shoal.transport.handshake import HELLO_SIZE, Accepting
 from shoal.transport.sockets import GREETING_SECONDS
 from shoal.world.agent import current
+from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
 from support.flooders import NOBODY, may_become_others
 from support.leftovers import wait_until
@@ -91,7 +92,7 @@ def test_each_agent_says_in_what_it_waits_for_whom_and_what_ended_last(environme
         )
         for rank, other in ((0, 1), (1, 2)):
             (waits,) = found[rank]["waiting"]
-            assert (waits["call"], waits["ranks"]) == ("pair_gossip round 0", [other])
+            assert (waits["call"], waits["ranks"]) == (f"pair_gossip of ranks {rank} and {other} round 0", [other])
             assert found[rank]["stands_still"] and 0.0 <= waits["seconds"] < 10.0 < waits["gives_up"]
         assert found[2]["waiting"] == [] and not found[2]["stands_still"]
         for rank, agent in found.items():
@@ -99,7 +100,7 @@ def test_each_agent_says_in_what_it_waits_for_whom_and_what_ended_last(environme
             assert (agent["rank"], agent["size"], agent["pid"]) == (rank, 3, pids(world)[rank])
             assert agent["host"] == socket.gethostname() and abs(time.time() - agent["since"]) < 60.0
         said = words(status.look(pids(world)))
-        assert "in pair_gossip round 0 for rank 1 " in said and "runs its script" in said
+        assert "in pair_gossip of ranks 0 and 1 round 0 for rank 1 " in said and "runs its script" in said
         assert all(not one.outcome().error for one in pending)
 
 
@@ -169,6 +170,52 @@ def test_a_call_on_a_window_that_waits_is_told_as_well(environment: dict[str, st
         first = found[1]["waiting"][0]
         assert first["call"].startswith("win_") and first["ranks"] == [0] and found[1]["stands_still"]
         assert all(not one.outcome().error for one in pending)
+
+
+def sum_all() -> None:
+    shoal.allreduce(torch.ones(3), name="all")
+
+
+@pytest.mark.transport(PROCESS_GROUP)
+def test_agents_over_process_groups_name_who_has_not_come_to_what_they_wait_in() -> None:
+    with World(3, environment={"SHOAL_TRANSPORT": PROCESS_GROUP}) as world:
+        world.results(train, 3)
+        pending = [world.run_on(rank, sum_all) for rank in range(2)]
+        found = until(
+            lambda: agents_of(status.look(pids(world))),
+            lambda agents: all([2] in [one["ranks"] for one in agents[rank]["waiting"]] for rank in (0, 1)),
+        )
+        for rank in (0, 1):
+            (waits,) = found[rank]["waiting"]  # the rounds of coordination are nobody's call
+            assert waits["call"] == "allreduce (average) 'all' round 0" and found[rank]["stands_still"]
+            assert list(found[rank]["steps"].values()) == [3] and found[rank]["bytes_sent"] > 0
+        assert found[2]["waiting"] == []
+        said = words(status.look(pids(world)))
+        assert said.count("in allreduce (average) 'all' round 0 for rank 2 ") == 2 and "runs its script" in said
+        world.results(sum_all, on=[2])
+        assert all(not one.outcome().error for one in pending)
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, PROCESS_GROUP])
+def test_the_agents_of_a_fleet_are_found_over_any_transport(transport: str) -> None:
+    go_on = threading.Event()
+
+    def run() -> None:
+        shoal.allreduce(torch.ones(3), name="all")
+        go_on.wait(30)
+
+    running = threading.Thread(target=shoal.Fleet(3, transport=transport).run, args=(run,))
+    running.start()
+    try:
+        found = until(
+            lambda: agents_of(status.look([os.getpid()])),
+            lambda agents: len(agents) == 3 and all("allreduce" in one["ended"] for one in agents.values()),
+        )
+        assert all(one["ended"] == "allreduce (average) 'all' round 0" for one in found.values())
+        assert all(one["waiting"] == [] and not one["stands_still"] for one in found.values())
+    finally:
+        go_on.set()
+        running.join()
 
 
 def test_a_world_of_one_is_found() -> None:
@@ -269,6 +316,33 @@ except OSError as error:
         ]
         assert said[0] == "PermissionError" and said[1] in ("heard 0", "ConnectionResetError", "BrokenPipeError")
         world.results(shoal.barrier)
+
+
+@pytest.mark.skipif(not may_become_others(), reason="becoming another user needs root")
+def test_a_socket_of_another_user_is_asked_nothing() -> None:
+    """Whoever has put it in the place of an agent's."""
+    listen = """
+import os, socket, sys
+os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.bind(sys.argv[1].replace("@", "\\0"))
+sock.listen()
+print("listens", flush=True)
+connection, _ = sock.accept()
+try:
+    connection.send(bytes(int(sys.argv[3])))
+    print("heard", len(connection.recv(1000)))
+except OSError:
+    print("heard 0")
+"""
+    name = f"@shoal-test-{os.getpid()}"
+    with subprocess.Popen(
+        [sys.executable, "-I", "-c", listen, name, str(NOBODY), str(HELLO_SIZE)], stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "listens\n"
+        [found] = agents_here.ask({os.getpid(): [name.replace("@", "\0")]})
+        assert "another user" in found.silent
+        assert other.stdout.readline() == "heard 0\n"
 
 
 def test_over_a_network_the_question_is_no_answer_to_a_greeting() -> None:

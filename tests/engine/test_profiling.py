@@ -19,9 +19,10 @@ from support.world import World
 Fleets = Callable[..., shoal.Fleet]
 
 
-def spans_of(work: Callable[[], object]) -> dict[str, int]:
-    """The spans of Shoal's that a profiler has recorded of this thread, and how many of each."""
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+def spans_of(work: Callable[[], object], *, all_threads: bool = False) -> dict[str, int]:
+    """The spans of Shoal's that a profiler has recorded, of this thread or of all, and how many of each."""
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=all_threads)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as recorded:
         work()
     return Counter(one.name for one in recorded.events() if one.name.startswith("shoal "))
 
@@ -47,16 +48,17 @@ def average() -> None:
 
 def profiled() -> dict[str, int]:
     shoal.barrier()
-    return spans_of(average)
+    return spans_of(average, all_threads=True)  # the progress thread may be the first to find that all is there
 
 
 @over_both
 def test_operations_are_there_by_name(environment: dict[str, str]) -> None:
     for found in results(2, profiled, environment=environment):
-        for what in ("submit", "sum", "wait"):
+        for what in ("submit", "wait"):
             assert found[f"shoal neighbor_allreduce layer1: {what}"] == 1
         assert found["shoal neighbor_allreduce: submit"] == 6
-        assert found["shoal neighbor_allreduce x 5: sum"] == 1
+        for name in ("layer1", "x 5"):  # in several goes, where a tensor comes in pieces
+            assert found[f"shoal neighbor_allreduce {name}: sum"] >= 1
 
 
 def windows() -> dict[str, int]:

@@ -6,18 +6,31 @@ import logging
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import shoal
-from shoal.engine import doing
+from shoal.engine import doing, stalls
+from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
+from support.leftovers import nothing_is_left
 from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]
 AFTER = 0.8
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.transport(name)) for name in (*TRANSPORTS, PROCESS_GROUP)])
+def anywhere(request: pytest.FixtureRequest) -> Iterator[Fleets]:
+    """Makes fleets over each of the four transports."""
+    with nothing_is_left():
+        yield partial(shoal.Fleet, transport=request.param, timeout=20.0)
 
 
 def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -25,7 +38,7 @@ def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_it_is_said_for_whom_and_what_those_do(
-    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    anywhere: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 2 computes, rank 1 waits for it, and rank 0 waits for rank 1."""
     monkeypatch.setenv("SHOAL_STALL_SECONDS", str(AFTER))
@@ -42,13 +55,18 @@ def test_it_is_said_for_whom_and_what_those_do(
             shoal.pair_gossip(torch.ones(1), 1 - rank)
         shoal.barrier()
 
-    fleet(3).run(run)
+    anywhere(3).run(run)
     found = heard(caplog)
     waits = [
-        one for one in found if re.match(r"pair_gossip round 0 on rank 0 has waited [\d.]+ s for ranks \[1\]", one)
+        one
+        for one in found
+        if re.match(r"pair_gossip of ranks 0 and 1 round 0 on rank 0 has waited [\d.]+ s for ranks \[1\]", one)
     ]
     assert len(waits) == 1 and waits[0].endswith("; it gives up after 20 s"), found
-    says = r"rank 1, for which rank 0 waits: it waits in pair_gossip round 0 for ranks \[2\], since [\d.]+ s; "
+    says = (
+        r"rank 1, for which rank 0 waits: it waits in pair_gossip of ranks 1 and 2 round 0 for ranks \[2\], "
+        r"since [\d.]+ s; "
+    )
     assert any(re.match(says, one) for one in found), found
     says = (
         r"rank 2, for which rank 1 waits: it waits in no call of Shoal's, so its script does something else; "
@@ -56,6 +74,70 @@ def test_it_is_said_for_whom_and_what_those_do(
     )
     assert any(re.match(says, one) for one in found), found
     assert not any("does not answer" in one for one in found)
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_in_an_operation_of_all_those_are_named_that_have_not_come(
+    anywhere: Fleets, late: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever way it goes, and also where the others wait for each other meanwhile."""
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", "2.5")
+    caplog.set_level(logging.WARNING, "shoal")
+
+    def run() -> None:
+        shoal.barrier()
+        if shoal.rank() == late:
+            time.sleep(5.0)
+        shoal.allreduce(torch.ones(1000), name="all")
+
+    anywhere(4).run(run)
+    found = [one for one in heard(caplog) if "has waited" in one]
+    assert len(found) == 3, found
+    for one in found:
+        assert one.startswith("allreduce (average) 'all' round 0 on rank ") and f" for ranks [{late}];" in one, found
+
+
+def test_a_call_on_a_window_is_reported_as_well_and_once(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", str(AFTER))
+    caplog.set_level(logging.WARNING, "shoal")
+
+    def run() -> None:
+        shoal.win_create(torch.ones(3), "weights")
+        if shoal.rank() == 0:
+            with shoal.win_mutex("weights", for_self=True):
+                shoal.barrier()
+                time.sleep(4 * AFTER)
+        else:
+            shoal.barrier()
+            shoal.win_put(torch.ones(3), "weights", require_mutex=True)
+        shoal.barrier()
+        shoal.win_free("weights")
+
+    fleet(2).run(run)
+    found = [one for one in heard(caplog) if "on rank 1 has waited" in one]
+    says = r"win_\w+ 'weights'( round 0)? on rank 1 has waited [\d.]+ s for ranks \[0\]"
+    assert len(found) == 1 and re.match(says, found[0]), found
+    assert any("rank 0, for which rank 1 waits: it waits in no call" in one for one in heard(caplog))
+
+
+def test_a_call_on_a_window_is_looked_at_in_time_and_told_once_whatever_else_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = [("win_put 'a'", [1], 0.0)]
+    looks: list[float] = []
+    nobody: Any = SimpleNamespace(in_flight=list, view=SimpleNamespace(alive=()))
+    services: Any = SimpleNamespace(all=lambda: [SimpleNamespace(calls_that_wait=lambda: list(calls))])
+    progress: Any = SimpleNamespace(lock=nullcontext(), check_by=looks.append)
+    found = stalls.Stalls(0, nobody, nobody, nobody, nobody, services, progress)
+    found.begins_to_wait(0.0)
+    assert looks == [30.0] and found.check(29.0) == 30.0 and heard(caplog) == []
+    assert found.check(30.0) == float("inf")
+    calls.append(("win_get 'b'", [1], 10.0))
+    found.begins_to_wait(10.0)
+    assert looks == [30.0, 40.0] and found.check(40.0) == float("inf")
+    assert [one.split(" on rank")[0] for one in heard(caplog)] == ["win_put 'a'", "win_get 'b'"]
 
 
 def test_many_that_wait_are_one_report_and_each_is_reported_once(

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 import shoal
 from shoal.monitor import breakdown, flows, traces
 from shoal.monitor.breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER, Share
+from shoal.monitor.run_report import RunReport
 from shoal.monitor.trace_writer import FUSED
+from support import PROCESS_GROUP, TRANSPORTS
+from support.world import World
 from support.written_traces import MS, Written, exchange
 
 
@@ -213,6 +216,69 @@ def test_a_call_that_failed_waited_for_others(tmp_path: Path) -> None:
     assert into(shares_of(tmp_path, [agent])[0]) == {COMPUTING: 1.0, OTHERS: 5.0}
 
 
+def test_what_a_process_group_moves_waits_for_who_has_not_asked_then_for_its_turn_and_is_transferred(
+    tmp_path: Path,
+) -> None:
+    """Headers are exchanged until 2; agent 1 asks at 3 and agent 2 at 6, its turn is at 8, and it is moved at 12."""
+    agents = [Written(rank, 3) for rank in range(3)]
+    exchange(agents, 1, 0, 1.0, 2.0)
+    for agent, asked in zip(agents, (2.0, 3.0, 6.0), strict=True):
+        agent.call(1.0, 14.0, moves=[(asked, 8.0, 12.0)], sums=[(12.0, 14.0)])
+        agent.wait(1.0, 14.0)
+        agent.step(1, 0.0, 14.0)
+    shares = shares_of(tmp_path, agents)
+    assert into(shares[0]) == {COMPUTING: 1.0, COORDINATION: 3.0, OTHERS: 4.0, TRANSFER: 4.0, SUMS: 2.0}
+    assert blamed(shares[0]) == {2: 4.0} and blamed(shares[2]) == {}
+
+
+def test_what_is_moved_between_machines_is_told_by_one_clock(tmp_path: Path) -> None:
+    agents = [Written(0, host="node0"), Written(1, host="node1", ahead=500.0)]
+    for k in range(2):
+        exchange(agents, k, 1 - k, 1.0, 1.0)
+    for agent, asked in zip(agents, (2.0, 5.0), strict=True):
+        agent.call(1.0, 9.0, moves=[(asked, 6.0, 9.0)])
+        agent.wait(2.0, 9.0)
+        agent.step(1, 0.0, 9.0)
+    for agent in agents:
+        agent.into(tmp_path)
+    first, second = RunReport.of(tmp_path).shares
+    assert into(first) == {COMPUTING: 2.0, OTHERS: 3.0, COORDINATION: 1.0, TRANSFER: 3.0}
+    assert into(second)[TRANSFER] == 3.0 and OTHERS not in into(second)
+
+
+def test_what_comes_twice_under_one_name_came_in_the_order_in_which_it_was_sent(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    for at in (1.0, 6.0):
+        exchange(agents, 0, 1, at, at + 2.0)
+    for agent in agents:
+        agent.into(tmp_path)
+    found = flows.match(traces.read(tmp_path).traces)
+    assert [one.received.at - one.sent.at for one in found] == [2 * MS, 2 * MS]
+
+
+def test_who_takes_no_part_in_what_is_moved_is_not_waited_for(tmp_path: Path) -> None:
+    """A call of the same name between others, which ask for it at 6."""
+    agents = [Written(rank, 4) for rank in range(4)]
+    for rank, asked in enumerate((2.0, 2.0, 6.0, 6.0)):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        agents[rank].call(1.0, 9.0, moves=[(asked, 7.0, 9.0)], among=pair)
+        agents[rank].wait(2.0, 9.0)
+        agents[rank].step(1, 0.0, 9.0)
+    assert into(shares_of(tmp_path, agents)[0]) == {COMPUTING: 2.0, COORDINATION: 5.0, TRANSFER: 2.0}
+
+
+def test_what_a_round_of_coordination_computes_is_coordination(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    for agent in agents:
+        agent.call(0.0, 9.0, moves=[(1.0, 6.0, 9.0)])
+        agent.call(1.0, 6.0, "coordination", sums=[(2.0, 4.0)], operation="coordination")
+        (begins,) = [line for line in agent.lines if line.get("name") == "coordination" and line["ph"] == "B"]
+        begins["args"]["name"] = "~coordination"
+        agent.wait(1.0, 9.0)
+        agent.step(1, 0.0, 9.0)
+    assert into(shares_of(tmp_path, agents)[0]) == {COMPUTING: 1.0, COORDINATION: 5.0, TRANSFER: 3.0}
+
+
 Times = st.lists(st.floats(0.0, 100.0), min_size=4, max_size=4)
 
 
@@ -243,7 +309,7 @@ def train(steps: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("transport", ["threads", "shared_memory", "network"])
+@pytest.mark.parametrize("transport", [*TRANSPORTS, PROCESS_GROUP])
 def test_parts_of_real_steps_add_up_to_them(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path))
     shoal.Fleet(3, transport=transport).run(train, 5)
@@ -252,3 +318,26 @@ def test_parts_of_real_steps_add_up_to_them(transport: str, tmp_path: Path, monk
     assert [(one.trace, one.number) for one in shares] == [(k, step) for k in range(3) for step in range(1, 6)]
     for share in shares:
         assert sum(share.into.values()) == share.length and share.into[COMPUTING] > 0
+
+
+def reduce_all(count: int) -> None:
+    for _ in range(count):
+        shoal.allreduce(torch.ones(1000), name="all")
+        shoal.neighbor_allreduce(torch.ones(50_000), name="some")
+
+
+def test_what_process_groups_moved_in_a_real_run_is_coordination_and_transfer(tmp_path: Path) -> None:
+    with World(4, environment={"SHOAL_TRANSPORT": PROCESS_GROUP, "SHOAL_TIMELINE": str(tmp_path)}) as world:
+        world.results(reduce_all, 5)
+    report = RunReport.of(tmp_path)
+    assert len(report.traces) == 4
+    for one in report.traces:
+        for name in ("all", "some"):
+            moves = [call.moves for call in one.calls if call.name == name]
+            assert [len(several) for several in moves] == [1] * 5, name
+            for (move,) in moves:
+                assert move.ordered is not None and move.moved is not None
+                assert move.asked <= move.ordered <= move.moved
+    for share in report.shares:
+        assert share.into[COORDINATION] > 0 and share.into[TRANSFER] > 0 and not share.into[DATA]
+    assert all(flow.sent.coordinates for flow in report.flows if flow.sent.key.name.startswith("~"))

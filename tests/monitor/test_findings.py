@@ -144,6 +144,40 @@ def test_much_waiting_for_data_has_its_advice(tmp_path: Path) -> None:
     assert "overlap" in found.advice and "compression=" in found.advice and "sparser topology" in found.advice
 
 
+def test_much_coordination_of_process_groups_has_its_advice(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    for number in range(6):
+        at = 10.0 * number
+        for agent in agents:
+            agent.call(at + 5.0, at + 10.0, "x", number, moves=[(at + 5.0, at + 9.0, at + 10.0)])
+            agent.wait(at + 5.0, at + 10.0, "x", number)
+            agent.step(number + 1, at, at + 10.0)
+    for agent in agents:
+        agent.into(tmp_path)
+    found = first(RunReport.of(tmp_path))
+    assert found.what.startswith("40% of a step is coordination: agreeing on one order of operations")
+    assert "fewer operations" in found.advice and "SHOAL_TRANSPORT" in found.advice
+
+
+def test_a_run_without_steps_is_not_told_of_in_steps(tmp_path: Path) -> None:
+    agent = Written(0)
+    agent.message("from", 1, 9.0)
+    agent.call(1.0, 9.0)
+    agent.wait(1.0, 9.0)
+    agent.into(tmp_path)
+    assert "of the run is waiting for others" in first(RunReport.of(tmp_path)).what
+
+
+def test_messages_that_only_coordinate_are_not_counted_among_sizes(tmp_path: Path) -> None:
+    agents = [Written(0), Written(1)]
+    exchange(agents, 0, 1, 1.0, 2.0, nbytes=100)
+    agents[0].message("to", 1, 2.0, round_=1, nbytes=8, **{"for": "coordination"})
+    agents[1].message("from", 0, 3.0, round_=1, nbytes=8)
+    for agent in agents:
+        agent.into(tmp_path)
+    assert findings.sizes(RunReport.of(tmp_path).flows) == {256: (1, 100)}
+
+
 def test_sizes_count_messages_and_bytes(tmp_path: Path) -> None:
     report = run_of(tmp_path, lambda *_: 10.0, size=2, steps=10, nbytes=5000)
     assert findings.sizes(report.flows) == {16384: (20, 100_000)}

@@ -85,6 +85,19 @@ def test_every_agent_writes_valid_json_whose_bars_nest(traces, fleet):
         assert names["sum"] >= 3
 
 
+def test_bars_of_what_a_process_group_moves_nest_too(traces):
+    def run():
+        for _ in range(3):
+            shoal.allreduce(torch.ones(1000), name="all")
+            shoal.neighbor_allreduce(torch.ones(1000), name="some")
+
+    shoal.Fleet(3, transport="process-group").run(run)
+    for rank in range(3):
+        names = Counter((row, name) for row, name, _, _ in bars(load(traces, rank)))
+        for row in ("all", "some"):
+            assert names[f"exchange: {row}", "ordering"] == names[f"exchange: {row}", "moving"] == 3
+
+
 def test_messages_carry_the_bytes_that_were_sent(traces):
     sent = shoal.Fleet(4).run(average)
     for rank in range(4):

@@ -56,15 +56,23 @@ class Written:
         *,
         sums: list[tuple[float, float]] | None = None,
         prepare: tuple[float, float] | None = None,
+        moves: list[tuple[float, float, float]] | None = None,
+        among: list[int] | None = None,
         error: str = "",
         operation: str = "neighbor_allreduce",
     ) -> None:
-        """An operation."""
+        """An operation; ``moves``: when a process group was asked for it, gave it its turn, and was done."""
         row = self._row(f"exchange: {name}")
         self._line("B", row, ts=self._at(start), name=operation, args={"round": round_})
         for what, (begins, ends) in [("sum", one) for one in sums or []] + ([("prepare", prepare)] if prepare else []):
             length = self._at(ends) - self._at(begins)
             self._line("X", row, ts=self._at(begins), name=what, dur=length, args={"round": round_})
+        for stage, (asked, ordered, moved) in enumerate(moves or []):
+            said = {"round": round_, "stage": stage}
+            self._line("i", row, ts=self._at(asked), name="asked", s="t", args=said | {"among": among or []})
+            for what, begins, ends in (("ordering", asked, ordered), ("moving", ordered, moved)):
+                length = self._at(ends) - self._at(begins)
+                self._line("X", row, ts=self._at(begins), name=what, dur=length, args=said)
         if error:
             self._line(
                 "i", row, ts=self._at(end or start), name="failed", s="t", args={"error": error, "round": round_}

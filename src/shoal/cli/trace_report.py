@@ -126,6 +126,9 @@ def _steps(report: RunReport) -> Table:
 def _tell_messages(report: RunReport, console: Console) -> None:
     by_size = sizes(report.flows)
     count, nbytes = (sum(one[k] for one in by_size.values()) for k in (0, 1))
+    control = [flow.sent.nbytes for flow in report.flows if flow.sent.coordinates]
+    if control:
+        console.print(f"{len(control)} messages that only coordinate, {_bytes(sum(control))}", markup=False)
     if not count:
         return
     told = ", ".join(

@@ -172,7 +172,8 @@ class Order(MinimalService):
         stage.asked = False
         self._changed = True
         engine.progress.check_by(stage.started)
-        self._emit("asked", operation)
+        within = among if among is not None else peers
+        self._emit("asked", operation, stage, " ".join(map(str, within or ())))
 
     def begin_anew(self) -> None:
         """See :meth:`~shoal.engine.carrier.Carrier.begin_anew`."""
@@ -397,7 +398,7 @@ class Order(MinimalService):
         self._take_out(asked)
         asked.movement.members = members
         asked.stage.absent, asked.stage.moved_with = set(), asked.movement.others - {self._engine.rank}
-        self._emit("ordered", asked.operation)
+        self._emit("ordered", asked.operation, asked.stage)
         self._moving[asked.movement] = asked
         return is_collective, asked.movement
 
@@ -422,10 +423,11 @@ class Order(MinimalService):
         self._engine.lifecycle.fail(asked.operation, error)
         self._drop(asked)
 
-    def _emit(self, what: str, operation: Operation) -> None:
+    def _emit(self, what: str, operation: Operation, stage: Stage, among: str = "") -> None:
         events = self._engine.events
         if events.active:
-            events.emit(what, operation.op, operation.name, operation.round)
+            of = operation.op, operation.name, operation.round
+            events.emit(what, *of, detail=among, stage=stage.number)
 
     # What was asked for
 
@@ -456,7 +458,7 @@ class Order(MinimalService):
                 asked = self._moving.pop(movement, None)
                 if asked is not None:
                     self.counts.moved += 1
-                    self._emit("moved", asked.operation)
+                    self._emit("moved", asked.operation, asked.stage)
                     asked.release()
                     engine.lifecycle.moved(asked.operation, asked.stage)
             engine.poller.wake()

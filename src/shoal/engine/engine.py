@@ -145,7 +145,7 @@ class Engine:
         self.about = about = AboutItself(
             rank, router, matcher, outbox, membership, progress, agreement, lifecycle.gate, services, steps
         )
-        self.stalls = stalls = Stalls(rank, matcher, membership, outbox, about)
+        self.stalls = stalls = Stalls(rank, matcher, membership, outbox, about, services, progress)
         router.describe_by(self._describe)
         self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, watchdog, stalls, services, events)
         router.deliver_to(self.dispatch)

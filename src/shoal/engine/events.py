@@ -39,7 +39,8 @@ class Event(NamedTuple):
     - ``arrived``: the last byte of one that came in pieces, as between machines;
     - ``summed``: what came was computed on, from ``start`` to ``end``;
     - ``waited``: a thread, whose name is the ``detail``, stood still for it;
-    - ``asked``, ``ordered``, ``moved``: a process group was to move its tensors; all agreed on when; it has;
+    - ``asked``, ``ordered``, ``moved``: a process group was to move its tensors (among the ranks that the ``detail``
+      names, if not all); all agreed on when; it has;
     - ``fused``, ``parted``: several calls began to travel as one, and do so no more;
     - ``stepped``: an optimizer of that ``name`` ended its step number ``round``, and at ``start`` the one before;
     - ``lost``: an agent ``died`` or ``left`` (``operation``).

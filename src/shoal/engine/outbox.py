@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from time import perf_counter_ns
 from typing import NamedTuple
 
 import torch
@@ -120,6 +121,7 @@ class Outbox:
                 return
             if exchange.carried is not None and exchange.carried.confirm and stage.to_move:
                 stage.expect_confirmation(send.destination)
+            posted = perf_counter_ns() if self._events.active else 0  # its receiver may have it before the next line
             if carried:
                 link.post(message)
             else:
@@ -129,8 +131,8 @@ class Outbox:
                 self.bytes_sent += nbytes
             if self._events.active:
                 about = operation.op, operation.name, operation.round
-                why = COORDINATION if exchange.coordinates else ""
-                self._events.emit("sent", *about, 0, send.destination, nbytes, why, stage.number)
+                why = COORDINATION if exchange.coordinates or operation.background else ""
+                self._events.emit("sent", *about, 0, send.destination, nbytes, why, stage.number, posted)
         stage.posted = True
 
     def keep_what_is_carried(self) -> None:

@@ -7,13 +7,16 @@ another, says that; one that is stopped, hung or cut off says nothing, and that 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..transport.wire import Kind, Message
 from .doing import AboutItself, seconds
 from .matching import Matcher
 from .membership import Membership
-from .operation import Operation
 from .outbox import Outbox
+from .progress import Progress
+from .services import Services
 
 log = logging.getLogger("shoal")
 
@@ -29,6 +32,15 @@ _LONGEST = 400
 """Characters of an answer that are shown."""
 
 
+class _Stalled(NamedTuple):
+    """A call that has waited for long; None where it is not known when it gives up."""
+
+    call: str
+    ranks: Sequence[int]
+    since: float
+    gives_up: float | None
+
+
 class Stalls:
     """The reports of one agent. Used under the engine's lock.
 
@@ -36,16 +48,35 @@ class Stalls:
         after: Seconds for which an operation waits before it is reported.
     """
 
-    def __init__(self, rank: int, matcher: Matcher, membership: Membership, outbox: Outbox, about: AboutItself) -> None:
+    def __init__(
+        self,
+        rank: int,
+        matcher: Matcher,
+        membership: Membership,
+        outbox: Outbox,
+        about: AboutItself,
+        services: Services,
+        progress: Progress,
+    ) -> None:
         self.after = STALL_AFTER
         self._about = about
         self._rank, self._matcher, self._membership, self._outbox = rank, matcher, membership, outbox
+        self._services, self._progress = services, progress
         self._asked: dict[int, float] = {}  # what they do, when
         self._not_before = 0.0
+        self._look_at_services = float("inf")
+        self._told: set[tuple[str, float]] = set()  # of their calls, which have been reported
+
+    def begins_to_wait(self, since: float) -> None:
+        """A thread may come to wait in a call that no operation does. From any thread; not under the lock."""
+        if since + self.after < self._look_at_services:
+            with self._progress.lock:
+                self._look_at_services = min(self._look_at_services, since + self.after)
+                self._progress.check_by(self._look_at_services)
 
     def check(self, now: float) -> float:
         """Look at all operations. Returns when to come back, as ``time.monotonic()``."""
-        following, stalled = float("inf"), list[Operation]()
+        following, stalled = float("inf"), list[_Stalled]()
         for operation in self._matcher.in_flight():
             if operation.stalled or operation.background:
                 continue
@@ -54,7 +85,11 @@ class Stalls:
                 following = min(following, due)
             else:
                 operation.stalled = True
-                stalled.append(operation)
+                waited_for = self._about.waited_for(operation)
+                stalled.append(_Stalled(str(operation), waited_for, operation.started, operation.timeout))
+        if now >= self._look_at_services:
+            stalled += self._of_services(now)
+        following = min(following, self._look_at_services)
         if stalled:
             self._not_before = now + BETWEEN_REPORTS
             self._report(stalled, now)
@@ -67,19 +102,36 @@ class Stalls:
                 log.warning("rank %d does not answer rank %d: it is stopped, hung, or cut off", rank, self._rank)
         return following
 
-    def _report(self, stalled: list[Operation], now: float) -> None:
+    def _of_services(self, now: float) -> list[_Stalled]:
+        """Calls that no operation does, as on windows, and that have waited for so long."""
+        self._look_at_services = float("inf")  # before looking: who comes meanwhile sets it anew
+        calls = [one for service in self._services.all() for one in service.calls_that_wait()]
+        self._told &= {(call, since) for call, _, since in calls}
+        stalled = []
+        for call, ranks, since in calls:
+            due = max(since + self.after, self._not_before)
+            if (call, since) in self._told:
+                continue
+            if now >= due:
+                self._told.add((call, since))
+                stalled.append(_Stalled(call, ranks, since, None))
+            else:
+                self._look_at_services = min(self._look_at_services, due)
+        return stalled
+
+    def _report(self, stalled: list[_Stalled], now: float) -> None:
         """One report of all that have waited for so long now; whoever they wait for is asked what it does."""
-        first = min(stalled, key=lambda one: one.started)
+        first = min(stalled, key=lambda one: one.since)
         others = f" and {len(stalled) - 1} more" if len(stalled) > 1 else ""
-        ranks = sorted({rank for one in stalled for rank in self._about.waited_for(one)})
+        ranks = sorted({rank for one in stalled for rank in one.ranks})
         log.warning(
-            "%s%s on rank %d has waited %s for ranks %s; it gives up after %s",
-            first,
+            "%s%s on rank %d has waited %s for ranks %s%s",
+            first.call,
             others,
             self._rank,
-            seconds(now - first.started),
+            seconds(now - first.since),
             ranks,
-            seconds(first.timeout),
+            "" if first.gives_up is None else f"; it gives up after {seconds(first.gives_up)}",
         )
         for rank in ranks:
             if rank in self._membership.view.alive and rank not in self._asked and rank != self._rank:

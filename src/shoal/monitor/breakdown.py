@@ -10,6 +10,9 @@ moment of a wait, and of what the operation waits for then:
 - all is there, or what is under way moves no tensor: **coordination**, as when others have still to confirm that they
   expected a tensor, or have read it.
 
+Where a process group moves tensors, messages only announce them. It waits for others until all have come so far; what
+is left of the time until its turn is coordination, and from then on it is transfer.
+
 It takes the traces of both sides of an edge: the receiver knows when something came, the sender when it went.
 """
 
@@ -23,7 +26,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .flows import Flow, members
-from .traces import Key, Message, Trace, Wait
+from .traces import Key, Message, Move, Trace, Wait
 
 COMPUTING, SUMS, COORDINATION, DATA, OTHERS, TRANSFER = KINDS = (
     "computing",
@@ -34,9 +37,11 @@ COMPUTING, SUMS, COORDINATION, DATA, OTHERS, TRANSFER = KINDS = (
     "transfer",
 )
 """What time goes into, in the order in which it is drawn."""
-PREPARE, WINDOW = "prepare", "~window"
+PREPARE, WINDOW, ROUND = "prepare", "~window", "~coordination"
 Span = tuple[int, int]
 Members = dict[Key, tuple[tuple[str, int, int], ...]]
+Asked = dict[tuple[str, int, int], dict[int, int]]
+"""When each agent asked a process group to move something: by name, round and stage."""
 
 
 @dataclass
@@ -87,7 +92,12 @@ def break_down(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Share]:
     """The shares of all agents and steps; of agents that have no steps, of the whole run. All on one clock."""
     coming = _coming(traces, flows)
     begins = {(one.rank, call.name, call.round): call.start for one in traces for call in one.calls}
-    agents = [_Agent(number, trace, coming[number], begins) for number, trace in enumerate(traces)]
+    asked: Asked = defaultdict(dict)
+    for trace in traces:
+        for call in trace.calls:
+            for move in call.moves:
+                asked[call.name, call.round, move.stage][trace.rank] = move.asked
+    agents = [_Agent(number, trace, coming[number], begins, asked) for number, trace in enumerate(traces)]
     shares = [share for agent in agents for share in agent.shares()]
     pieces = {agent.rank: agent.pieces for agent in agents}  # the last of each rank
     for agent in agents:
@@ -165,16 +175,19 @@ class _Agent:
         trace: Trace,
         coming: dict[tuple[str, int], list[Coming]],
         begins: dict[tuple[int, str, int], int],
+        asked: Asked,
     ) -> None:
         self.rank = trace.rank
         self.pieces: list[Piece] = []
         self.by_share: list[tuple[Share, list[Piece]]] = []
         self._number, self._trace, self._coming, self._begins = number, trace, coming, begins
+        self._asked = asked
+        self._moves = {(call.name, call.round): call.moves for call in trace.calls if call.moves}
         self._failed = {(one.name, one.round) for one in trace.calls if one.error}
         self._to: dict[tuple[str, int], list[Message]] = defaultdict(list)
         for message in trace.sent:
             self._to[message.key.name, message.key.round].append(message)
-        inside = [one for call in trace.calls for one in call.inside]
+        inside = [one for call in trace.calls if call.name != ROUND for one in call.inside]
         self._sums = union((start, end) for _, start, end in inside)
         self._prepares = union((start, end) for what, start, end in inside if what == PREPARE)
 
@@ -219,6 +232,8 @@ class _Agent:
         sent = self._to.get((wait.name, wait.round), [])
         peers = [self._begins.get((one.peer, wait.name, wait.round)) for one in sent]
         times = [at for one in messages for at in (one.sent, one.came, one.whole)] + [one.at for one in sent] + peers
+        for move in self._moves.get((wait.name, wait.round), ()):
+            times += [move.asked, move.ordered, move.moved, *self._others_asked(wait, move).values()]
         points = {start, end, *(at for at in times if at is not None and start < at < end)}
         for span in within(self._sums, start, end):
             points.update(span)
@@ -231,6 +246,10 @@ class _Agent:
     def _kind(self, at: int, messages: Sequence[Coming], wait: Wait) -> tuple[str, int | None]:
         if next(within(self._sums, at, at + 1), None) is not None:
             return SUMS, None
+        moves = self._moves.get((wait.name, wait.round), [])
+        for move in moves:
+            if move.asked <= at < (at + 1 if move.moved is None else move.moved):
+                return self._being_moved(at, wait, move)
         missing = [one for one in messages if one.whole > at]
         if not missing:
             return self._without_messages(at, wait)
@@ -240,9 +259,21 @@ class _Agent:
         if unsent:
             last = max(unsent, key=lambda one: one.came if one.sent is None else one.sent)
             return OTHERS, last.source
-        if all(one.coordinates for one in missing):
+        if moves or all(one.coordinates for one in missing):
             return COORDINATION, None
         return (DATA if any(one.came > at for one in missing) else TRANSFER), None
+
+    def _others_asked(self, wait: Wait, move: Move) -> dict[int, int]:
+        """When those asked for the same with which this agent moves something."""
+        all_of_them = self._asked.get((wait.name, wait.round, move.stage), {})
+        return {rank: at for rank, at in all_of_them.items() if not move.among or rank in move.among}
+
+    def _being_moved(self, at: int, wait: Wait, move: Move) -> tuple[str, int | None]:
+        if move.ordered is not None and at >= move.ordered:
+            return TRANSFER, None
+        others = self._others_asked(wait, move)
+        last = max(others, key=lambda rank: others[rank], default=-1)
+        return (OTHERS, last) if others.get(last, 0) > at else (COORDINATION, None)
 
     def _without_messages(self, at: int, wait: Wait) -> tuple[str, int | None]:
         """Nothing is missing, or nothing ever came: others have not read what is sent to them, or what was before."""

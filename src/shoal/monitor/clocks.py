@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from .flows import Flow
-from .traces import Trace
+from .traces import Move, Trace
 
 STRETCH_SECONDS = 5.0
 """Clocks are compared in stretches of so long, where they drift."""
@@ -144,6 +144,7 @@ def on_one_clock(trace: Trace, clock: Clock) -> Trace:
             start=to(one.start),
             end=None if one.end is None else to(one.end),
             inside=[(what, to(start), to(end)) for what, start, end in one.inside],
+            moves=[_corrected(move, clock) for move in one.moves],
         )
         for one in trace.calls
     ]
@@ -158,3 +159,8 @@ def on_one_clock(trace: Trace, clock: Clock) -> Trace:
         start=to(trace.start),
         end=to(trace.end),
     )
+
+
+def _corrected(move: Move, clock: Clock) -> Move:
+    ordered, moved = (None if at is None else clock.corrected(at) for at in (move.ordered, move.moved))
+    return move._replace(asked=clock.corrected(move.asked), ordered=ordered, moved=moved)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, median, quantiles
 
 from .breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER, Share
@@ -131,10 +131,12 @@ def links(traces: Sequence[Trace], flows: Iterable[Flow]) -> list[Link]:
 
 
 def sizes(flows: Iterable[Flow]) -> dict[int, tuple[int, int]]:
-    """How many messages there were and how many bytes in them, by size: below 4, 16, 64 bytes and so on."""
+    """How many messages of tensors there were and how many bytes in them, by size: below 4, 16, 64 bytes and so on."""
     found: dict[int, tuple[int, int]] = {}
     for flow in flows:
         nbytes = flow.sent.nbytes
+        if flow.sent.coordinates:
+            continue
         limit = 4 ** ((nbytes.bit_length() + 1) // 2)
         count, total = found.get(limit, (0, 0))
         found[limit] = count + 1, total + nbytes
@@ -156,9 +158,19 @@ def findings(
     if not typicals:
         return []
     found = [*_stragglers(typicals), *_rare(traces, shares, typicals), *_slow_links(typicals, edges)]
-    found += _waits(typicals, bool(edges), any(one.gain >= WORTH for one in found))
+    in_order = any(call.moves for one in traces for call in one.calls)
+    found += _waits(typicals, bool(edges), in_order, any(one.gain >= WORTH for one in found))
     found.sort(key=lambda one: -one.gain)
-    return found or [_all_is_well(typicals)]
+    found = found or [_all_is_well(typicals)]
+    return found if any(one.number for one in shares) else [_of_the_run(one) for one in found]
+
+
+def _of_the_run(finding: Finding) -> Finding:
+    """The same, where no steps are known."""
+    what = finding.what
+    for of_a_step in ("of a step", "of each step", "in a step"):
+        what = what.replace(of_a_step, of_a_step[:3] + "the run")
+    return replace(finding, what=what)
 
 
 def _mean(typicals: Iterable[Typical], kind: str) -> float:
@@ -268,7 +280,7 @@ def _of_all(slow: Sequence[Link], edges: Sequence[Link]) -> str:
     return ""
 
 
-def _waits(typicals: Sequence[Typical], network: bool, explained: bool) -> list[Finding]:
+def _waits(typicals: Sequence[Typical], network: bool, in_order: bool, explained: bool) -> list[Finding]:
     """What agents wait for, whoever is to blame."""
     found = []
     parts = {kind: _mean(typicals, kind) for kind in KINDS}
@@ -302,17 +314,24 @@ def _waits(typicals: Sequence[Typical], network: bool, explained: bool) -> list[
                 parts[SUMS],
             )
         )
-    if parts[COORDINATION] > MUCH:
+    if parts[COORDINATION] > MUCH and (in_order or not explained):
+        what, advice = _IN_ORDER if in_order else _WITHOUT_ORDER
         found.append(
-            Finding(
-                f"{parts[COORDINATION]:.0%} of a step is coordination: telling who sends to whom, or waiting until "
-                "others have read",
-                "give a schedule (topology=), of which all agents know every round; in pure push and pull, "
-                "enable_topo_check=False where edges stay within the static topology",
-                parts[COORDINATION],
-            )
+            Finding(f"{parts[COORDINATION]:.0%} of a step is coordination: {what}", advice, parts[COORDINATION])
         )
     return found
+
+
+_WITHOUT_ORDER = (
+    "telling who sends to whom, or waiting until others have read",
+    "give a schedule (topology=), of which all agents know every round; in pure push and pull, enable_topo_check=False "
+    "where edges stay within the static topology",
+)
+_IN_ORDER = (
+    "agreeing on one order of operations, which a process group needs",
+    "ask for fewer operations at a time (larger bucket_bytes, the grouped_ operations), or leave SHOAL_TRANSPORT out: "
+    "Shoal's own transports need no order",
+)
 
 
 def _all_is_well(typicals: Sequence[Typical]) -> Finding:

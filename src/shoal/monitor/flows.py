@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .traces import Key, Message, Trace, is_fused
+from .traces import Call, Key, Message, Trace, is_fused
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,12 @@ def match(traces: Sequence[Trace]) -> list[Flow]:
 
 def members(trace: Trace) -> dict[Key, tuple[tuple[str, int, int], ...]]:
     """Of the messages of an agent that are of several small calls: which calls those are."""
-    found = {}
-    for call in trace.calls:
-        if is_fused(call) and call.of:
-            name, first, _ = call.of[0]
-            found[Key(name, first, 0, sum(count for _, _, count in call.of))] = call.of
-    return found
+    return {key_of(call): call.of for call in trace.calls if is_fused(call) and call.of}
+
+
+def key_of(call: Call) -> Key:
+    """What the messages of its first stage are told by."""
+    if not call.of:
+        return Key(call.name, call.round, 0, 1)
+    name, first, _ = call.of[0]
+    return Key(name, first, 0, sum(count for _, _, count in call.of))

@@ -1,7 +1,8 @@
 """One Chrome trace of a whole run: the traces of its agents on one clock, and an arrow for each message.
 
 An arrow begins in the bar of the operation at the sender, where the message was posted, and ends in that at the
-receiver, where it came; a viewer shows it when either is selected.
+receiver, where it came, or where that bar begins, if the message was there before. A viewer shows it when either is
+selected. What belongs to no bar, as the words of process groups that meet, or what came too late, has no arrow.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from .clocks import Clock
-from .flows import Flow
+from .flows import Flow, key_of
 from .own_files import open_own
-from .traces import Key, Trace, lines_of
+from .traces import Key, Message, Trace, lines_of
 
 _ID_BYTES = 6
 """Viewers count with numbers of 53 bits."""
+_Bars = dict[Key, tuple[int, int, int]]
+"""Of one agent's calls: the row, the beginning and the end of their bars."""
+_NONE = (0, 0, 0)
 
 
 def merge(traces: Sequence[Trace], clocks: Sequence[Clock], flows: Sequence[Flow], path: Path) -> int:
@@ -41,13 +45,17 @@ def merge(traces: Sequence[Trace], clocks: Sequence[Clock], flows: Sequence[Flow
             for event in lines_of(trace.path):
                 if event is not None:
                     file.write(_line(_moved(event, number, trace, clock, begins)))
+        arrows = 0
+        bars = [_bars_of(trace, clock) for trace, clock in zip(traces, clocks, strict=True)]
         for flow in flows:
-            for event in _arrow(flow, traces, begins):
+            ends = _arrow(flow, traces, bars, begins)
+            arrows += bool(ends)
+            for event in ends:
                 file.write(_line(event))
         # The last line has no comma, so it is one that says nothing.
         file.write(json.dumps({"name": "shoal", "ph": "M", "pid": 0, "tid": 0, "args": {"agents": len(traces)}}))
         file.write("\n]\n")
-    return len(flows)
+    return arrows
 
 
 def _line(event: dict[str, Any]) -> str:
@@ -68,9 +76,32 @@ def _moved(event: dict[str, Any], number: int, trace: Trace, clock: Clock, begin
     return event
 
 
-def _arrow(flow: Flow, traces: Sequence[Trace], begins: int) -> list[dict[str, Any]]:
+def _bars_of(trace: Trace, clock: Clock) -> _Bars:
+    found = {}
+    for call in trace.calls:
+        end = trace.end if call.end is None else call.end
+        found[key_of(call)] = call.row, clock.corrected(call.start), clock.corrected(end)
+    return found
+
+
+def _in_bar(message: Message, bars: _Bars) -> tuple[int, int] | None:
+    """The row of a message's own bar, and when it is there; just before the end at the latest, since a viewer ends a
+    bar before it begins or ends an arrow."""
+    whole = message.key._replace(stage=0)
+    for key in (whole, whole._replace(calls=1)):  # who has not joined the same calls has a bar for the first of them
+        row, start, end = bars.get(key, _NONE)
+        if message.at <= end:  # else it came when that had failed
+            return row, max(start, min(message.at, end - 1))
+    return None
+
+
+def _arrow(flow: Flow, traces: Sequence[Trace], bars: Sequence[_Bars], begins: int) -> list[dict[str, Any]]:
+    """Its two ends; none where one of them would be in no bar."""
+    sent, received = _in_bar(flow.sent, bars[flow.source]), _in_bar(flow.received, bars[flow.destination])
+    if sent is None or received is None:
+        return []
     name = ident(traces[flow.source].rank, traces[flow.destination].rank, flow.key)
-    ends = (("s", flow.source, flow.sent), ("f", flow.destination, flow.received))
+    ends = (("s", flow.source, sent), ("f", flow.destination, received))
     found: list[dict[str, Any]] = [
         {
             "ph": phase,
@@ -78,10 +109,10 @@ def _arrow(flow: Flow, traces: Sequence[Trace], begins: int) -> list[dict[str, A
             "name": "message",
             "id": name,
             "pid": number,
-            "tid": message.row,
-            "ts": (message.at - begins) / 1000,
+            "tid": row,
+            "ts": (at - begins) / 1000,
         }
-        for phase, number, message in ends
+        for phase, number, (row, at) in ends
     ]
     found[1]["bp"] = "e"  # in the bar that is there at that time
     return found

@@ -31,6 +31,8 @@ STEPS, WAITS, ACTIVITIES, EXCHANGE = KINDS = ("steps", "waits", "activities", "e
 """What rows are of, from the top."""
 _WAYS = {"sent": "to", "received": "from", "arrived": "all from"}
 FUSED, OTHERS = "small calls that travel together", "other names"
+ASKED, ORDERING, MOVING = "asked", "ordering", "moving"
+"""What a process group did with a stage of an operation: it was asked for it, gave it its turn, moved it."""
 
 
 class Activity(NamedTuple):
@@ -82,6 +84,7 @@ class TraceWriter:
         self._number = 0  # of rows
         self._names: Counter[str] = Counter()  # that have rows, by kind
         self._in_flight: dict[tuple[str, int], tuple[str, _Rows, int]] = {}
+        self._since: dict[tuple[str, int], int] = {}  # the last word of a process group, of what is in flight
         self._quoted: dict[str, str] = {}
         self._lines: list[str] = []
         self._line_of: dict[str, Callable[[Fields], None]] = {
@@ -94,6 +97,9 @@ class TraceWriter:
             "received": self._message,
             "arrived": self._message,
             "waited": self._waited,
+            "asked": self._asked,
+            "ordered": self._carried,
+            "moved": self._carried,
             "fused": self._fused,
             "parted": self._parted,
             "stepped": self._stepped,
@@ -166,6 +172,7 @@ class TraceWriter:
         if found is not None:  # else it was submitted before the timeline began
             at, rows, row = found
             rows.taken.discard(row)
+            self._since.pop((name, round_), None)
             self._lines.append(f'{{"ph":"E",{at}{_us(end)}}}')
 
     def _failed(self, fields: Fields) -> None:
@@ -187,6 +194,25 @@ class TraceWriter:
             found = self._in_flight.get(one)
             if found is not None:  # else it failed meanwhile, and the bar would stick out
                 self._lines.append(f'{{"ph":"X",{found[0]}{times}{{"round":{one[1]}}}}}')
+
+    def _asked(self, fields: Fields) -> None:
+        _, _, name, round_, _, end, _, _, among, stage = fields
+        found = self._in_flight.get((name, round_))
+        if found is not None:
+            self._since[name, round_] = end
+            arguments = json.dumps({"round": round_, "stage": stage, "among": [int(one) for one in among.split()]})
+            self._lines.append(f'{{"ph":"i",{found[0]}{_us(end)},"name":"{ASKED}","s":"t","args":{arguments}}}')
+
+    def _carried(self, fields: Fields) -> None:
+        kind, _, name, round_, _, end, _, _, _, stage = fields
+        since = self._since.get((name, round_))
+        if since is not None:
+            self._since[name, round_] = end + 1  # the next bar is beside this one, also when times are rounded
+            self._lines.append(
+                f'{{"ph":"X",{self._in_flight[name, round_][0]}{_us(since)},'
+                f'"name":"{ORDERING if kind == "ordered" else MOVING}","dur":{_us(max(0, end - since))},'
+                f'"args":{{"round":{round_},"stage":{stage}}}}}'
+            )
 
     def _message(self, fields: Fields) -> None:
         kind, _, name, round_, _, end, peer, nbytes, why, stage = fields

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .trace_writer import FUSED
+from .trace_writer import ASKED, FUSED, MOVING, ORDERING
 
 PATTERN = "shoal-rank*.json"
 _TO, _FROM, _ALL = "to ", "from ", "all from "
@@ -56,6 +56,23 @@ class Message(NamedTuple):
     coordinates: bool = False
 
 
+class Move(NamedTuple):
+    """What a process group moved for one stage of an operation.
+
+    Attributes:
+        stage: Which.
+        among: The ranks that took part; empty where all did.
+        asked: When this agent had come so far.
+        ordered, moved: When all had agreed on its turn, and when it was over; None where that never came.
+    """
+
+    stage: int
+    among: tuple[int, ...]
+    asked: int
+    ordered: int | None = None
+    moved: int | None = None
+
+
 @dataclass
 class Call:
     """One operation, from its submission to its end; None where it has none.
@@ -64,8 +81,10 @@ class Call:
         operation, name, round: Which.
         start, end: When.
         inside: When this agent computed on it: copied its tensor, or summed.
+        moves: What a process group moved of it, if one did.
         error: Why it failed; empty where it did not.
         of: Where it is of several small calls, which: names, first rounds, and how many rounds.
+        row: The row of the trace that it is on.
     """
 
     operation: str
@@ -74,8 +93,10 @@ class Call:
     start: int
     end: int | None = None
     inside: list[tuple[str, int, int]] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
     error: str = ""
     of: tuple[tuple[str, int, int], ...] = ()
+    row: int = 0
 
 
 class Wait(NamedTuple):
@@ -307,7 +328,7 @@ class _Reader:
         if phase == "B":
             said = event["args"]
             of = tuple((one[0], one[1], one[2]) for one in said.get("of", ()))
-            call = Call(event["name"], said.get("name", name), said.get("round", 0), at, of=of)
+            call = Call(event["name"], said.get("name", name), said.get("round", 0), at, of=of, row=row)
             self._open[row] = call
             self.trace.calls.append(call)
         elif phase == "E":
@@ -315,7 +336,11 @@ class _Reader:
                 self._open.pop(row).end = at
         elif phase == "X":
             if row in self._open:
-                self._open[row].inside.append((event["name"], at, end))
+                self._take_inside(self._open[row], event["name"], at, end)
+        elif event["name"] == ASKED:
+            if row in self._open:
+                said = event["args"]
+                self._open[row].moves.append(Move(said["stage"], tuple(said["among"]), at))
         elif event["name"] == "failed":
             if row in self._open:
                 self._open[row].error = event["args"]["error"]
@@ -324,6 +349,15 @@ class _Reader:
         elif "cause" in event["args"]:
             how = event["name"].rpartition(" ")[2]
             self.trace.losses.append(Loss(event["args"]["rank"], how, event["args"]["cause"], at))
+
+    @staticmethod
+    def _take_inside(call: Call, what: str, start: int, end: int) -> None:
+        if what == ORDERING:
+            call.moves[-1] = call.moves[-1]._replace(ordered=end)
+        elif what == MOVING:
+            call.moves[-1] = call.moves[-1]._replace(moved=end)
+        else:
+            call.inside.append((what, start, end))
 
     def _take_message(self, row: int, name: str, at: int, what: str, said: dict[str, Any]) -> None:
         key = Key(said.get("name", name), said["round"], said.get("stage", 0), said.get("calls", 1))

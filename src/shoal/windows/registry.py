@@ -248,7 +248,10 @@ class Windows:
         """The calling thread may have to wait for these; in which call, if no operation of the engine's does it."""
         me = threading.get_ident()
         before = self._waiting.get(me)
-        self._waiting[me] = _Wait(ranks, call, time.monotonic())
+        since = time.monotonic()
+        self._waiting[me] = _Wait(ranks, call, since)
+        if call:
+            self.engine.stalls.begins_to_wait(since)
         try:
             yield
         finally:

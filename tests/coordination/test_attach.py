@@ -1,0 +1,128 @@
+"""Who moves tensors: a group that the script has, those that Shoal makes beside it, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.cli import certificates
+from shoal.coordination.attach import check_backend
+from shoal.engine.operation import Carried, Exchange
+from shoal.transport.wire import Kind, Message, ProtocolError, Where
+from shoal.world.agent import current
+from support import PROCESS_GROUP
+from support.namespaces import network_namespaces
+from support.world import World, plain_environment
+
+pytestmark = pytest.mark.transport(PROCESS_GROUP)
+SIZE = 3
+BY_GROUPS = {"SHOAL_TRANSPORT": PROCESS_GROUP}
+
+
+def by_script(script: str) -> list[str]:
+    """What each of three processes prints that a launcher has told who they are."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    about = {
+        "WORLD_SIZE": f"{SIZE}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+        "SHOAL_TIMEOUT": "20",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            env=plain_environment() | BY_GROUPS | about | {"RANK": str(rank), "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    said = [one.communicate(timeout=50) for one in processes]
+    assert [one.returncode for one in processes] == [0] * SIZE, said
+    return [out.strip() for out, _ in said]
+
+
+def test_a_group_of_the_scripts_own_moves_tensors_and_stays_the_scripts() -> None:
+    said = by_script(
+        """
+        import torch, torch.distributed as dist, shoal
+        dist.init_process_group("gloo")
+        shoal.init(shoal.RingGraph, process_group=dist.new_group())
+        x = torch.full((50_000,), float(shoal.rank()))
+        found = [shoal.neighbor_allreduce(x)[0].item(), shoal.allreduce(x)[0].item()]
+        if shoal.rank() < 2:  # of these two Shoal makes one
+            found.append(shoal.allreduce(x, False, group=[0, 1])[0].item())
+        shoal.shutdown()
+        y = torch.ones(2)
+        dist.all_reduce(y)
+        print(*found, y[0].item())
+        dist.destroy_process_group()
+        """
+    )
+    assert said == ["1.0 1.0 1.0 3.0", "1.0 1.0 1.0 3.0", "1.0 1.0 3.0"]
+
+
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (3, 1)])
+def test_a_group_that_is_not_of_all_in_their_order_is_refused(size: int, rank: int) -> None:
+    class Given:
+        def size(self) -> int:
+            return size
+
+        def rank(self) -> int:
+            return rank
+
+    with pytest.raises(ValueError, match=f"this is rank {rank} of {size} in that group, and rank 0 of 3 agents"):
+        check_backend("gloo", Given(), 3, 0)
+
+
+def begin() -> str:
+    try:
+        shoal.init()
+    except ValueError as error:
+        return str(error)
+    return "it began"
+
+
+def test_between_machines_it_is_refused_together_with_tls(tmp_path: Path) -> None:
+    certificates.make(tmp_path / "made", 2)
+    secured = {"SHOAL_TLS": "on", "SHOAL_CERTIFICATES": str(tmp_path / "made")}
+    with (
+        network_namespaces(2) as machines,
+        World(2, environment=BY_GROUPS | secured, namespaces=machines, init=False) as world,
+    ):
+        first, second = world.run(begin)
+    assert "what a process group of gloo sends to ranks [1] is not encrypted; leave one of the two out" in first.value
+    assert second.value != "it began"  # and may hear of it by the end of the first
+
+
+def test_what_nothing_would_move_is_no_message_of_ours() -> None:
+    def run() -> None:
+        message = Message(Kind.DATA, "neighbor_allreduce", "x", where=Where.CARRIED, nbytes=8)
+        with pytest.raises(ProtocolError, match="travels over an engine that there is not"):
+            current().engine.lifecycle.check_carried(message)
+
+    shoal.Fleet(2).run(run)
+
+
+def test_nor_is_a_tensor_larger_than_this_machines_memory() -> None:
+    def run() -> None:
+        message = Message(Kind.DATA, "neighbor_allreduce", "x", where=Where.CARRIED, nbytes=1 << 50)
+        with pytest.raises(ProtocolError, match="more than this machine has"):
+            current().engine.lifecycle.check_carried(message)
+
+    shoal.Fleet(2, transport=PROCESS_GROUP).run(run)
+
+
+def test_an_exchange_that_is_not_said_to_be_carried_goes_by_links() -> None:
+    assert Exchange((), ()).carried is None
+    assert Carried().among == ()
