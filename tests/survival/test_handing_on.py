@@ -47,13 +47,13 @@ def die_in_post(number: int, only: int) -> None:
     engine.outbox.post = last  # type: ignore[method-assign]
 
 
-def lose_one(kind: str, victim: int, number: int, strided: bool) -> tuple[list[float], int, tuple[int, ...]]:
+def lose_one(kind: str, victim: int, number: int, only: int, strided: bool) -> tuple[list[float], int, tuple[int, ...]]:
     """The result of an operation in which the victim dies, how often this agent handed it on, and who is there then."""
     engine, handed_on = current().engine, []
     send = engine.handing_on.send
     engine.handing_on.send = lambda *what: (handed_on.append(what), send(*what))[1]  # type: ignore[method-assign]
     if shoal.rank() == victim:
-        die_in_post(number, only=0)
+        die_in_post(number, only)
     numel = 25_000 if kind in ("large", "into a tensor", "half") else 5
     x = torch.full((numel,), 2.0 ** shoal.rank())
     out = torch.zeros(numel, 2)[:, 1] if strided else torch.zeros(numel)
@@ -74,12 +74,14 @@ def test_who_lacks_what_died_with_an_agent_is_handed_the_result(environment: dic
     with World(SIZE, environment=environment | CONTINUE) as world:
         left = list(range(SIZE))
         for kind in kinds:
-            victim = left[-1]
-            number = 2 if kind in ("large", "into a tensor", "half", "barrier") else 1
-            before, left = left, left[:-1]
-            pending = [world.run_on(rank, lose_one, kind, victim, number, SIZE % 2 == 1) for rank in before]
+            # The first agent owns numbers of a sum, and dies when it has sent them to one; else it is the last.
+            owned = kind not in ("gathered", "barrier")
+            victim, only = (left[0], left[1]) if owned else (left[-1], left[0])
+            number = 1 if kind == "gathered" else 2
+            before, left = left, [rank for rank in left if rank != victim]
+            pending = [world.run_on(rank, lose_one, kind, victim, number, only, SIZE % 2 == 1) for rank in before]
             outcomes = [one.outcome() for one in pending]
-            assert outcomes.pop().error == "Died"
+            assert outcomes.pop(before.index(victim)).error == "Died"
             assert not [f"{one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
             total = 0.0 if kind == "barrier" else float(sum(2**rank for rank in before))
             assert [one.value[0] for one in outcomes] == [[total]] * len(left)
