@@ -94,7 +94,7 @@ def arm(point: Point, act: Callable[[], object] = die) -> None:
     if point.kind == "Block":
         _before(arithmetic, "_weigh", reached)
     elif point.kind == "Chunk in":
-        _before(NetworkIncoming, "_read_chunk", reached)
+        _before(NetworkIncoming, "_advance", reached)
     elif point.kind == "Chunk out":
         _before(NetworkLink, "_fill", reached)
     elif point.kind == "Agreeing":  # on a loss that this agent has just heard of
