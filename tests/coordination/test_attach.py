@@ -85,6 +85,15 @@ def test_a_group_that_is_not_of_all_in_their_order_is_refused(size: int, rank: i
         check_backend("gloo", Given(), 3, 0)
 
 
+@pytest.mark.parametrize("said", ["processgroup", "process_group", "gloo"])
+def test_what_is_no_transport_is_refused_with_all_that_there_are(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_TRANSPORT", said)
+    with pytest.raises(ValueError, match=f"={said!r}; it may be one of threads, shared_memory, network, process-group"):
+        shoal.init()
+    with pytest.raises(ValueError, match=f"={said!r}; it may be one of threads, shared_memory, network, process-group"):
+        shoal.Fleet(2, transport=said)
+
+
 def begin() -> str:
     try:
         shoal.init()
@@ -109,7 +118,7 @@ def test_what_nothing_would_move_is_no_message_of_ours() -> None:
     def run() -> None:
         message = Message(Kind.DATA, "neighbor_allreduce", "x", where=Where.CARRIED, nbytes=8)
         with pytest.raises(ProtocolError, match="travels over an engine that there is not"):
-            current().engine.lifecycle.check_carried(message)
+            current().engine.lifecycle.carrying.check(message)
 
     shoal.Fleet(2).run(run)
 
@@ -118,7 +127,7 @@ def test_nor_is_a_tensor_larger_than_this_machines_memory() -> None:
     def run() -> None:
         message = Message(Kind.DATA, "neighbor_allreduce", "x", where=Where.CARRIED, nbytes=1 << 50)
         with pytest.raises(ProtocolError, match="more than this machine has"):
-            current().engine.lifecycle.check_carried(message)
+            current().engine.lifecycle.carrying.check(message)
 
     shoal.Fleet(2, transport=PROCESS_GROUP).run(run)
 

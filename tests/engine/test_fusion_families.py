@@ -421,6 +421,27 @@ def test_those_that_are_left_go_on_with_what_was_fused(fleet: Fleets, monkeypatc
             assert found[rank] == pytest.approx([total, (total + 10.0**rank) / 4] * 5), (gone, rank)
 
 
+@pytest.mark.parametrize("on_loss", ["raise", "continue"])
+def test_what_would_begin_anew_after_a_loss_goes_alone(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, on_loss: str
+) -> None:
+    monkeypatch.setenv("SHOAL_ON_LOSS", on_loss)
+
+    def run() -> set[str]:
+        x, other, fused = torch.ones(2), 1 - shoal.rank(), set()
+        stop = shoal.events().subscribe(lambda event: fused.add(event.operation) if event.kind == "fused" else None)
+        with current().engine.lock:
+            handles = [shoal.allreduce_nonblocking(x) for _ in range(3)]
+            handles += [shoal.neighbor_allreduce_nonblocking(x, 0.5, {other: 0.5}) for _ in range(3)]
+            handles += [shoal.neighbor_allreduce_nonblocking(x, 0.5, {other: 0.5}, {other: 1}) for _ in range(3)]
+        assert all(torch.equal(handle.wait(), x) for handle in handles)
+        stop()
+        return fused
+
+    averages = {"neighbor_allreduce"}
+    assert fleet(2).run(run) == [averages if on_loss == "continue" else averages | {"allreduce (average)"}] * 2
+
+
 class Alike:
     """A family of which all are equal."""
 
@@ -434,23 +455,22 @@ class Alike:
         yield
 
 
-def unbegun(plans: list[Plan], on_loss: OnLoss) -> deque[Operation]:
+def unbegun(plans: list[Plan]) -> deque[Operation]:
     """Calls that were submitted while others were lost, or entered: each with whom it is planned for."""
     found: deque[Operation] = deque()
     for round_, plan in enumerate(plans):
         one = Operation("op", "x", round_, 1.0)
         one.handle = cast("Handle", object())
         one.fusible = Fusible(torch.zeros(1), (1,), None, lambda _: iter(()), Alike())  # type: ignore[arg-type,return-value]
-        one.recovery = Recovery(one.fusible.alone, on_loss, plan)
+        one.recovery = Recovery(one.fusible.alone, OnLoss.GO_ON, plan)
         found.append(one)
     return found
 
 
-@pytest.mark.parametrize("on_loss", [OnLoss.GO_ON, OnLoss.RESTART])
-def test_calls_that_are_planned_without_some_go_alone(on_loss: OnLoss) -> None:
+def test_calls_that_are_planned_without_some_go_alone() -> None:
     lost, entered = Plan((3,)), Plan((), 1)
-    waiting = unbegun([lost, lost, Plan(), entered, Plan()], on_loss)
+    waiting = unbegun([lost, lost, Plan(), entered, Plan()])
     taken = []
     while waiting:
         taken.append([one.round for one in take(waiting)[1]])
-    assert taken == ([[0], [1], [2, 3, 4]] if on_loss is OnLoss.GO_ON else [[0], [1], [2, 4], [3]])
+    assert taken == [[0], [1], [2, 3, 4]]

@@ -28,10 +28,9 @@ from typing import IO, TypeVar, cast
 
 from .._version import __version__
 from ..bench.machine import cpu_name
-from ..coordination.attach import PROCESS_GROUP, check_backend
+from ..coordination.attach import PROCESS_GROUP, check_backend, check_transport
 from ..transport.addresses import address_towards, interface_address, is_loopback
 from ..transport.process_group import MADE_HERE, available
-from ..transport.router import TRANSPORTS
 from ..transport.tls import certificates_of
 from ..world.bootstrap import default_timeout
 from ..world.launch import LOOPBACK, Launch, detect, join_address
@@ -216,12 +215,11 @@ def _agents(launch: Launch) -> str:
 
 
 def _transport(environ: Mapping[str, str], launch: Launch) -> str:
-    forced = environ.get("SHOAL_TRANSPORT")
+    forced = environ.get("SHOAL_TRANSPORT", "")
+    check_transport(forced, "SHOAL_TRANSPORT")
     if forced == PROCESS_GROUP:
         backend = check_backend(environ.get("SHOAL_PROCESS_GROUP", "gloo"), None, launch.size, launch.rank)
         return f"tensors by {backend} (SHOAL_TRANSPORT), all else by shared memory and TCP"
-    if forced and forced not in TRANSPORTS:
-        raise ValueError(f"SHOAL_TRANSPORT={forced!r}; it may be one of {', '.join([*TRANSPORTS, PROCESS_GROUP])}")
     if forced:
         return f"{forced} between all agents (SHOAL_TRANSPORT)"
     return "shared memory between agents of one machine, TCP between machines"

@@ -9,6 +9,7 @@ from typing import Any
 from ..engine.engine import Engine
 from ..transport.addresses import LOOPBACK
 from ..transport.process_group import BACKENDS, MADE_HERE, ProcessGroups, available
+from ..transport.router import TRANSPORTS
 from .group_store import WORD, GroupStores
 from .order import CALL, Order
 
@@ -35,6 +36,12 @@ class Wanted:
         """What must be the same on all agents."""
         group = "of the script's" if self.given is not None else "of Shoal's"
         return {"SHOAL_PROCESS_GROUP": f"{self.backend}, {group}", "SHOAL_CACHE_CAPACITY": self.capacity}
+
+
+def check_transport(said: str, where: str) -> None:
+    """ValueError for what is no transport; none is one."""
+    if said and said not in (*TRANSPORTS, PROCESS_GROUP):
+        raise ValueError(f"{where}={said!r}; it may be one of {', '.join((*TRANSPORTS, PROCESS_GROUP))}")
 
 
 def check_backend(backend: str, given: Any, size: int, rank: int) -> str:
@@ -95,4 +102,4 @@ def carry(engine: Engine, wanted: Wanted) -> None:
         engine.outbox.keep_what_is_carried()
     engine.services.add(CALL, order)
     engine.services.add(WORD, stores)
-    engine.carry_with(order)
+    engine.lifecycle.carrying.carry_with(order)

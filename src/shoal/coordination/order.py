@@ -227,11 +227,7 @@ class Order(MinimalService):
         self._leaving = True
         if not self._others:
             self.left = True
-
-    @property
-    def idle(self) -> bool:
-        """Nothing is being moved."""
-        return not self._moving
+        self._engine.poller.wake()
 
     def stop(self) -> None:
         """See :meth:`~shoal.engine.carrier.Carrier.stop`."""
@@ -343,7 +339,7 @@ class Order(MinimalService):
             asked.committed = False
             if asked.withdrawn:
                 self._drop(asked)
-                self._engine.lifecycle.say_withdrawn(asked.operation, asked.stage)
+                self._engine.lifecycle.carrying.say_withdrawn(asked.operation, asked.stage)
         if steps:
             self._groups.move(outcome.group, steps)
         if outcome.leaving:
@@ -460,7 +456,7 @@ class Order(MinimalService):
                     self.counts.moved += 1
                     self._emit("moved", asked.operation, asked.stage)
                     asked.release()
-                    engine.lifecycle.moved(asked.operation, asked.stage)
+                    engine.lifecycle.carrying.moved(asked.operation, asked.stage)
             engine.poller.wake()
 
     def failed(self, groups: ProcessGroups, error: BaseException) -> None:

@@ -173,7 +173,7 @@ class Agreement(MinimalService):
         """Agree on losses, instead of ending all operations; or, where those that are out of reach may be more than
         those that are left, end them all the same."""
         self.active, self._stops_as_smaller_part = True, stops_as_smaller_part
-        self._lifecycle.survive(self.missed)
+        self._lifecycle.missed.survive(self.missed)
 
     @property
     def gone(self) -> Ranks:

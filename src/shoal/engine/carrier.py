@@ -20,7 +20,7 @@ class Carrier(Protocol):
 
     def ask(self, operation: Operation, stage: Stage) -> None:
         """All that a stage has to say is said, and what it heard agrees: move its tensors, as soon as all that take
-        part have come so far. :meth:`~.lifecycle.Lifecycle.moved` is called when that is done."""
+        part have come so far. :meth:`~.carrying.Carrying.moved` is called when that is done."""
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
         """A stage has failed here, asked for or not. False where its tensors move all the same, since all have come;
@@ -41,6 +41,3 @@ class Carrier(Protocol):
 
     def stop(self) -> None:
         """Nothing moves any more, whatever was under way. Not under the lock."""
-
-    def descriptors(self) -> list[int]:
-        """What a forked child must close."""

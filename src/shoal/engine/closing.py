@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from ..interrupts import held
+from .carrier import Carrier
 from .lifecycle import Lifecycle
+from .matching import Matcher
 from .progress import Progress
 
 HANG_UP_SECONDS = 1.0
@@ -41,3 +44,17 @@ class Drain:
                 held.checkpoint()
             except BaseException as error:
                 self.interrupt = error
+
+    def leave(self, carrier: Carrier, matcher: Matcher, deadline: float) -> None:
+        """Take leave of those whose tensors a carrier moves: they must not wait for this agent, which takes what they
+        have sent before."""
+
+        def nothing_to_move() -> bool:  # for which others may still come
+            stages = [operation.stage for operation in matcher.in_flight()]
+            return not any(stage is not None and stage.to_move and stage.exchange.sends for stage in stages)
+
+        now = time.monotonic()
+        self(nothing_to_move, now + (deadline - now) / 2)
+        with self._progress.lock:
+            carrier.leave()
+        self(lambda: carrier.left, deadline)

@@ -9,8 +9,7 @@ that power of two in it (Bruck's all-to-all, with only the notices that exist). 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -85,16 +84,16 @@ def submit_to_all(
     Args:
         engine, op, name, steps, timeout, alone, background, among: As there.
         take: Makes the result from that of another agent: a tensor, or of no numbers where there is nothing to hand on.
-            Only where nobody ends before all have begun; and there a result is that tensor, or None. What may be fused
-            has one.
+            Only where nobody ends before all have begun; and there a result is that tensor, or None.
     """
-    begin: Callable[[Operation], Steps[Any]] = steps.alone if isinstance(steps, Fusible) else steps
+    if isinstance(steps, Fusible):  # only where no loss is survived
+        return engine.submit(op, name, steps, timeout, alone, background=background, among=among)
 
-    def held_by_all(operation: Operation) -> Steps[Any]:
+    def held_by_all(operation: Operation) -> Steps[T]:
         recovery = operation.recovery
         assert recovery is not None
         recovery.take = take
-        result = yield from begin(operation)
+        result = yield from steps(operation)
         recovery.copy = copy_to_keep(result, engine.pool) if take is not None else None
         if recovery.copy is not None:
             return result
@@ -102,16 +101,5 @@ def submit_to_all(
         yield from discover(engine, operation, (), _ALL_HAVE_IT)
         return result
 
-    begins: Callable[[Operation], Steps[T]] | Fusible = steps
-    if engine.agreement.active:
-        handed_on: Any = take
-        begins = replace(steps, alone=held_by_all, take=handed_on) if isinstance(steps, Fusible) else held_by_all
+    begins = held_by_all if engine.agreement.active else steps
     return engine.submit(op, name, begins, timeout, alone, on_loss=OnLoss.RESTART, background=background, among=among)
-
-
-def keep_results(engine: Engine, operation: Operation, results: Sequence[object]) -> None:
-    """Keep those of calls that end together, as :func:`submit_to_all` keeps that of one by itself."""
-    for one, result in zip(operation.parts, results, strict=True):
-        recovery = one.recovery
-        if recovery is not None:
-            recovery.copy = copy_to_keep(result, engine.pool)

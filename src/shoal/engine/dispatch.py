@@ -105,7 +105,7 @@ class Dispatch:
             self._fusion.came(source, message)
             return
         if message.where is Where.CARRIED:
-            self._lifecycle.check_carried(message)
+            self._lifecycle.carrying.check(message)
         service = self._services.of(message)
         if service is not None and message.stage == 0:
             service.serve(source, message)
@@ -174,7 +174,7 @@ class Dispatch:
             if waiting_for:
                 self._outbox.put_off(source, message, waiting_for)
         elif result is MatchResult.NOW and operation is not None and operation.stage is not None:
-            self._lifecycle.answer(source, operation, operation.stage, bool(message.flags & HERE))
+            self._outbox.answer(source, operation, operation.stage, bool(message.flags & HERE))
         elif operation is None or operation.stage is None or not operation.stage.will_send(source, message.stage):
             # If it was sent all the same, it arrives before this denial, which is then void.
             self._outbox.deny(source, message, message.stage, self._matcher.failure_of(message))

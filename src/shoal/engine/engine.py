@@ -152,7 +152,6 @@ class Engine:
         self.reunion = Reunion(
             rank, size, progress, membership, router, outbox, lifecycle.gate, agreement, self.entry, send
         )
-        self.carrier: Carrier | None = None
         self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # this is a forked child's copy
         self.compresses_locally = False  # messages of compressors travel encoded within this machine, too
@@ -160,10 +159,10 @@ class Engine:
     def start(self) -> None:
         self.progress.start()
 
-    def carry_with(self, carrier: Carrier) -> None:
-        """Have tensors moved by something else than links. Before the exchange starts."""
-        self.carrier = carrier
-        self.lifecycle.carry_with(carrier)
+    @property
+    def carrier(self) -> Carrier | None:
+        """What moves tensors in the place of links, where something does."""
+        return self.lifecycle.carrying.carrier
 
     def _describe(self, within: float) -> dict[str, Any]:
         """What this agent does, for another shell. From any thread of this process, which may have another's lock."""
@@ -183,6 +182,12 @@ class Engine:
         """Operations that begin now may be fused: all travel over links, and are with all agents. After a loss the
         rounds under way may be planned for different ones."""
         return self.carrier is None and not self.lifecycle.gate.gone
+
+    @property
+    def may_fuse_in_stages(self) -> bool:
+        """So may those that would have to begin anew after a loss, since none is survived: agents that fuse and agents
+        that do not would come to another stage each."""
+        return self.may_fuse and not self.agreement.active
 
     @property
     def bytes_sent(self) -> int:
@@ -288,27 +293,6 @@ class Engine:
         """These have not come yet, and may join. Before the exchange starts."""
         self.membership.begin_without(dict.fromkeys(ranks, NOT_YET))
         self.agreement.begin_without(ranks)
-
-    def await_entry(self, seconds: float) -> None:
-        """Ask the others to let this agent in, and wait until they have.
-
-        Raises:
-            PeerLost: They have ended.
-            DeadlineExceeded: They have not, for so many seconds.
-        """
-        entry, progress, limit = self.entry, self.progress, time.monotonic() + seconds
-        with held, self.lock:
-            entry.ask()
-            self.poller.wake()
-        while not progress.drive_until(lambda: not entry.waits, min(limit, time.monotonic() + self.stalls.after)):
-            held.checkpoint()
-            if progress.stopped:
-                raise NotInitialized("this agent has shut down; call shoal.init() first")
-            if time.monotonic() >= limit:
-                raise entry.not_let_in(seconds)
-            log.warning("rank %d waits to be let in: at the others' next Checkpoint.save", self.rank)
-        if entry.outside:
-            raise entry.nobody_left()
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
         """Keep the promise of something that a thread of this agent did by itself."""
@@ -434,9 +418,11 @@ class Engine:
                 last.callback(give_back)
             last.callback(self.after)
             last.callback(self.progress.stop)
-            if self.carrier is not None:
-                self._leave_the_order(drain, self.carrier, deadline, died)
-                last.callback(self.carrier.stop)
+            carrier = self.carrier
+            if carrier is not None:
+                if not died and self.ended is None and not self.lifecycle.gate.closing:
+                    drain.leave(carrier, self.matcher, deadline)
+                last.callback(carrier.stop)
             if not self._fail_what_is_in_flight(deadline, died):
                 last.pop_all()  # another thread is at it
                 return
@@ -456,21 +442,6 @@ class Engine:
                 self.lifecycle.fail_all(_gone())
         if drain.interrupt is not None:
             raise drain.interrupt
-
-    def _leave_the_order(self, drain: Drain, carrier: Carrier, deadline: float, died: bool) -> None:
-        """The others must not wait for this agent, which takes what they have sent before."""
-        if not died and self.ended is None and not self.lifecycle.gate.closing:
-            now = time.monotonic()
-            drain(lambda: not self._has_to_move(), now + (deadline - now) / 2)
-            with self.lock:
-                carrier.leave()
-                self.poller.wake()
-            drain(lambda: carrier.left, deadline)
-
-    def _has_to_move(self) -> bool:
-        """Others may still come for what this agent has to send."""
-        stages = [operation.stage for operation in self.matcher.in_flight()]
-        return any(stage is not None and stage.to_move and bool(stage.exchange.sends) for stage in stages)
 
     def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
         """Begin the end: nothing is submitted any more, and what waits for others ends. False where that has been

@@ -11,6 +11,8 @@ agent as any other, and its death a loss as any other.
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from functools import partial
@@ -18,7 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..errors import DeadlineExceeded, PeerLost, ShoalError
+from ..errors import DeadlineExceeded, NotInitialized, PeerLost, ShoalError
+from ..interrupts import held
 from ..transport.lobby import ENTRY
 from ..transport.outside import Sign
 from ..transport.place import Endpoint, Place
@@ -34,6 +37,7 @@ from .outbox import Outbox
 from .progress import Progress
 from .services import NONSENSE, MinimalService, as_tensor, once_whole
 
+log = logging.getLogger("shoal")
 T = TypeVar("T")
 
 
@@ -180,6 +184,33 @@ class Entry(MinimalService):
                 continue
             link.post(message)
             link.flush()
+
+    def wait(self, seconds: float, says_so: float) -> None:
+        """Ask the others to let this agent in, and wait until they have, saying so in the log now and then.
+
+        Takes the lock itself.
+
+        Args:
+            seconds: For how long.
+            says_so: After how many seconds, again and again.
+
+        Raises:
+            PeerLost: They have ended.
+            DeadlineExceeded: They have not, for so many seconds.
+        """
+        progress, limit = self._progress, time.monotonic() + seconds
+        with held, progress.lock:
+            self.ask()
+            self._router.poller.wake()
+        while not progress.drive_until(lambda: not self.waits, min(limit, time.monotonic() + says_so)):
+            held.checkpoint()
+            if progress.stopped:
+                raise NotInitialized("this agent has shut down; call shoal.init() first")
+            if time.monotonic() >= limit:
+                raise self.not_let_in(seconds)
+            log.warning("rank %d waits to be let in: at the others' next Checkpoint.save", self._rank)
+        if self.outside:
+            raise self.nobody_left()
 
     def check_inside(self, what: str) -> None:
         """ShoalError where this agent waits to be let in."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from ..errors import ShoalError
+from ..errors import PeerLost, ShoalError
 from ..transport.router import Router
 from ..transport.wire import CERTAIN, DIED, SILENT, Message
 from .agreement import Agreement
@@ -255,9 +255,9 @@ class Failures:
             if rank not in operation.waiting_for and (stage.posted or not stage.sends_to(rank)):
                 continue
             if self._agreement.active and not operation.one_sided:
-                self._lifecycle.tell_of(operation, [rank])  # what becomes of it is agreed on
+                self._lifecycle.missed.tell_of(operation, [rank])  # what becomes of it is agreed on
             else:
-                self._lifecycle.fail(operation, self._lifecycle.miss(operation, [rank]))
+                self._lifecycle.fail(operation, self._lifecycle.missed.error(operation, [rank]))
         if died:
             self._fusion.forget(rank)
             self._matcher.forget(rank)
@@ -278,7 +278,11 @@ class Failures:
         return f"rank {rank} was lost ({cause}, as rank {told_by} says)", rank
 
     def _lose(self, what: str, *ranks: int) -> None:
-        ended = self._lifecycle.lose(what, ranks)
+        """Without these agents nothing goes on that needs all: end such operations, now and from now on."""
+        gate, lifecycle = self._lifecycle.gate, self._lifecycle
+        ended = gate.end(PeerLost(f"{what}; the agents that are left can shut down and start again", ranks))
+        for operation in [one for one in self._matcher.in_flight() if not one.one_sided]:
+            lifecycle.fail(operation, PeerLost(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
         self._fusion.give_up(ended)
 
     def break_off(self, why: str) -> None:
@@ -288,5 +292,6 @@ class Failures:
 
     def abort(self, error: ShoalError) -> None:
         """End all operations, now and from now on, with ``error``. The others are not told."""
-        self._lifecycle.abort(error)
+        self._lifecycle.gate.abort(error)
+        self._lifecycle.fail_all(error)
         self._fusion.give_up(error)

@@ -106,8 +106,8 @@ def fusible(operation: Operation) -> Fusible:
 
 def _go_together(first: Operation, other: Operation) -> bool:
     """Also where agents were lost, or have entered, between their submissions or just before these."""
-    planned = not (first.gone or other.gone or (first.restarts and (first.plan.attempt or other.plan.attempt)))
-    return planned and first.op == other.op and fusible(first).may_go_with(fusible(other))
+    planned_alike = not (first.gone or other.gone)
+    return planned_alike and first.op == other.op and fusible(first).may_go_with(fusible(other))
 
 
 def take(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:

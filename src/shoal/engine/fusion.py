@@ -118,9 +118,7 @@ class Fusion:
         """Do what a fused operation asked for when it stopped computing."""
         if fused.error is not None:  # it was split, or failed, meanwhile
             self._lifecycle.close_generator(fused)
-            self._lifecycle.release(fused)
-        elif self._lifecycle.gate.frozen and any(one.restarts for one in fused.members):
-            self._split(fused)  # what becomes of each is about to be agreed on
+            fused.release()
         elif item is MORE:
             fused.waiting_more = True
         elif isinstance(item, Exchange):
@@ -190,7 +188,7 @@ class Fusion:
         for source, message in (*fused.had, *arrived):
             self._outbox.acknowledge(source, message)
         fused.had = []
-        self._lifecycle.release(fused)
+        fused.release()
         for operation in fused.members:
             operation.fused = None
 

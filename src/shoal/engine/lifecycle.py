@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import Mismatch, PeerLost, ShoalError
-from ..transport.budgets import MACHINE_BYTES
-from ..transport.wire import Message, ProtocolError, Where
+from ..errors import Mismatch, ShoalError
+from ..transport.wire import Message, Where
 from .callbacks import Callbacks
-from .carrier import Carrier
+from .carrying import Carrying
 from .events import LONG_NS, Events
 from .gate import Gate, cannot_go_on
 from .keeping import Keeping
 from .matching import Channel, Matcher, disagreement, unexpected
-from .membership import WHOLE, Departure, Membership, Plan
+from .membership import WHOLE, Membership, Plan
+from .missed import Missed
 from .operation import (
     MORE,
     Arrived,
@@ -64,6 +64,8 @@ class Lifecycle:
         unbegun: What may be fused, and begins when somebody drives. Fusion takes it from here.
         gate: What may begin.
         callbacks: Whom to call back, for whoever drives.
+        missed: Who has left, and is needed all the same.
+        carrying: Of stages whose tensors do not travel over links.
     """
 
     def __init__(
@@ -85,7 +87,6 @@ class Lifecycle:
         self.gate = Gate(progress.notify)
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self.callbacks = callbacks
-        self._on_missed: Callable[[int], None] | None = None
         self._rank = rank
         self._progress = progress
         self._lock = progress.lock
@@ -97,7 +98,8 @@ class Lifecycle:
         self._prepare = prepare
         self._planned = planned
         self._keeping = keeping
-        self._carrier: Carrier | None = None
+        self.missed = Missed(rank, self.gate, outbox, membership)
+        self.carrying = Carrying(rank, self.gate, progress, matcher, outbox, membership, self.go_on)
 
     # Beginning
 
@@ -131,8 +133,7 @@ class Lifecycle:
             if on_loss is not OnLoss.FAIL:
                 begins = steps.alone if isinstance(steps, Fusible) else steps
                 plan = self._planned(name, operation.round, on_loss) if gate.plan != WHOLE else WHOLE
-                take = steps.take if isinstance(steps, Fusible) else None
-                operation.recovery = recovery = Recovery(begins, on_loss, plan, take=take)
+                operation.recovery = recovery = Recovery(begins, on_loss, plan)
                 if recovery.first_stage:
                     self.forget_before(operation, recovery.first_stage)
             handle: Handle[T] = Handle(driver, operation)
@@ -241,7 +242,7 @@ class Lifecycle:
         """Do what an operation asked for when it stopped computing."""
         if operation.error is not None:  # it was failed meanwhile
             self.close_generator(operation)
-            self.release(operation)
+            operation.release()
         elif self.gate.frozen and error is None and operation.restarts:
             pass  # what becomes of it is about to be agreed on
         elif item is MORE:
@@ -270,7 +271,7 @@ class Lifecycle:
         number = operation.next_stage
         if exchange.stage is not None:
             number = exchange.stage + (operation.recovery.first_stage if operation.recovery is not None else 0)
-        stage = Stage(number, exchange, set(exchange.sources), {}, to_move=self._carries(operation, exchange))
+        stage = Stage(number, exchange, set(exchange.sources), {}, to_move=self.carrying.carries(operation, exchange))
         self._prepare(operation)
         operation.stage = stage
         operation.next_stage = number + 1
@@ -285,16 +286,16 @@ class Lifecycle:
             ended = self.gate.reason_against(operation.one_sided)
             if ended is not None:
                 self.fail(operation, type(ended)(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
-            elif gone and (operation.one_sided or self._on_missed is None):
-                self.fail(operation, self.miss(operation, gone))
+            elif gone and (operation.one_sided or not self.missed.survived):
+                self.fail(operation, self.missed.error(operation, gone))
             elif gone:
-                self.tell_of(operation, gone)
+                self.missed.tell_of(operation, gone)
                 if operation.recovery is not None and operation.recovery.on_loss is OnLoss.GO_ON:
                     stage.missing.difference_update(gone)
         if operation.error is not None:
             return
         for source, only_if_here in self._matcher.asked_early(operation, stage):
-            self.answer(source, operation, stage, only_if_here)
+            self._outbox.answer(source, operation, stage, only_if_here)
         channel = self._matcher.channel(operation)
         if sent:
             stage.posted = True
@@ -310,31 +311,15 @@ class Lifecycle:
         """Something of a stage has come, or was sent: where that was the last, it goes on."""
         if stage.complete:
             self.make_ready(operation)
-        elif stage.to_move and not stage.asked_for and self._agreed(stage):
-            assert self._carrier is not None
-            stage.asked_for = True
-            self._carrier.ask(operation, stage)
-
-    @staticmethod
-    def _agreed(stage: Stage) -> bool:
-        """All that has to be said and heard before tensors are moved has been."""
-        return stage.posted and not stage.missing and not stage.unconfirmed
-
-    def answer(self, source: int, operation: Operation, stage: Stage, only_if_here: bool) -> None:
-        """A peer asks for something of a stage in which this agent is, or only if it is."""
-        if only_if_here:
-            self._outbox.say_here(source, operation, stage.number)
-        elif not stage.will_send(source, stage.number):
-            self._outbox.deny(source, operation, stage.number)
+        else:
+            self.carrying.ask_if_agreed(operation, stage)
 
     def leave_stage(self, operation: Operation) -> None:
         """The operation is done with the messages of its stage: their senders may have their memory back."""
         stage = operation.stage
         if stage is None:
             return
-        withdrawn = stage.to_move and self._carrier is not None and self._carrier.withdraw(operation, stage)
-        if withdrawn and operation.error is not None:
-            self.say_withdrawn(operation, stage)
+        self.carrying.leave(operation, stage)
         for source, message in stage.arrived.items():
             self._outbox.acknowledge(source, message)
         stage.arrived = {}
@@ -348,58 +333,11 @@ class Lifecycle:
                 self.go_on(operation, stage)
         self._matcher.tidy(channel)
 
-    # Carried by others
-
-    def carry_with(self, carrier: Carrier) -> None:
-        """What moves the tensors of those exchanges that may travel by other ways than links."""
-        self._carrier = carrier
-
-    def _carries(self, operation: Operation, exchange: Exchange) -> bool:
-        """The tensors of an exchange do not travel over links: nobody was lost since it was planned."""
-        known = operation.plan.attempt == self.gate.plan.attempt
-        return self._carrier is not None and exchange.carried is not None and known
-
     def move_by_links(self) -> None:
-        """An agent was lost. What is under way between those that are left goes by links, as far as it has not been
-        moved on all of them; what begins anew is carried again."""
-        if self._carrier is None:
-            return
-        self._carrier.begin_anew()
-        for operation in self._matcher.in_flight():
-            stage = operation.stage
-            if stage is not None and stage.to_move and not operation.restarts:
-                stage.goes_by_links()
-                if stage.complete and operation not in self.ready:
-                    self.make_ready(operation)
-        self._outbox.send_by_links()
-
-    def check_carried(self, message: Message) -> None:
-        """Raise :class:`~.wire.ProtocolError` for one that announces what cannot come."""
-        if self._carrier is None:
-            raise ProtocolError("a tensor that travels over an engine that there is not")
-        if message.nbytes > MACHINE_BYTES:
-            raise ProtocolError(f"a tensor of {message.nbytes:,} bytes, more than this machine has")
-
-    def moved(self, operation: Operation, stage: Stage) -> None:
-        """The tensors of a stage are where they belong."""
-        stage.to_move, stage.moved_with = False, set()
-        for message in stage.arrived.values():
-            if message.payload is not None:
-                message.payload.is_whole()
-        if operation.error is None and operation.stage is stage:
-            self.go_on(operation, stage)
-            self._progress.notify()
-
-    def say_withdrawn(self, operation: Operation, stage: Stage) -> None:
-        """A stage will not be completed here, and its tensors do not move: tell those that would wait for that."""
-        if self.gate.ended is not None or isinstance(operation.error, PeerLost):
-            return  # of which they hear anyway
-        carried, alive = stage.exchange.carried, self._membership.view.alive
-        assert carried is not None
-        ranks = stage.needs | stage.arrived.keys() if carried.among is None else set(carried.among or alive)
-        failure = self._matcher.failure_of(operation)
-        for rank in sorted(ranks - {self._rank}):
-            self._outbox.deny(rank, operation, stage.number, failure)
+        """An agent was lost: tensors that a carrier was to move go by links."""
+        for operation in self.carrying.go_by_links():
+            if operation not in self.ready:
+                self.make_ready(operation)
 
     # What others say
 
@@ -477,7 +415,7 @@ class Lifecycle:
         if operation.restarts:
             assert operation.recovery is not None
             self._keeping.ended(operation, operation.recovery.copy if ended_well else None)
-        self.release(operation)
+        operation.release()
         if operation.on_end is not None and ended_well:
             operation.on_end(result)
         for source, message in late:
@@ -509,53 +447,12 @@ class Lifecycle:
             self.close_generator(operation)
 
     @staticmethod
-    def release(operation: Operation) -> None:
-        """Give back the memory that it published in; what others still read there has leases of its own."""
-        for lease in operation.leases:
-            lease.release()
-        operation.leases = []
-        operation.recovery = None  # it holds what it began with, and perhaps the result
-
-    @staticmethod
     def close_generator(operation: Operation) -> None:
         try:
             if operation.generator is not None:
                 operation.generator.close()
         except ValueError:
             pass  # it is running; whoever runs it sees the error next
-
-    def miss(self, operation: Operation, ranks: list[int]) -> PeerLost:
-        """An operation needs agents that have left. To be missed makes that a loss, of which the others must hear;
-        but not where nobody else takes part."""
-        what = "; ".join(self._membership.describe(one) for one in ranks)
-        error = PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
-        if operation.one_sided:
-            return error
-        self.tell_of(operation, ranks)
-        self.gate.end(PeerLost(f"{what}, and was needed; shut down and start again", ranks))
-        return error
-
-    def tell_of(self, operation: Operation, ranks: list[int]) -> None:
-        """Agents that have left are missed: all others must hear of it."""
-        survives, left = self._on_missed is not None, self._membership.view.left
-        missed = [rank for rank in ranks if rank in left and rank not in self.gate.gone] if survives else ranks[:1]
-        for rank in missed:
-            cause = f"it left while rank {self._rank} needed it for {operation}"
-            self._outbox.pass_on(Departure(rank, cause, True, self._rank, certain=True))
-            if self._on_missed is not None:
-                self._on_missed(rank)
-
-    def lose(self, what: str, ranks: tuple[int, ...]) -> ShoalError:
-        """Without these agents nothing goes on that needs all: end such operations, now and from now on."""
-        ended = self.gate.end(PeerLost(f"{what}; the agents that are left can shut down and start again", ranks))
-        for operation in [one for one in self._matcher.in_flight() if not one.one_sided]:
-            self.fail(operation, PeerLost(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
-        return ended
-
-    def abort(self, error: ShoalError) -> None:
-        """End all operations, now and from now on, with ``error``."""
-        self.gate.abort(error)
-        self.fail_all(error)
 
     def fail_all(self, error: BaseException) -> None:
         """End all operations that are in flight."""
@@ -582,10 +479,6 @@ class Lifecycle:
         self._progress.notify()
 
     # After a loss that the others outlive
-
-    def survive(self, on_missed: Callable[[int], None]) -> None:
-        """A loss does not end what needs everybody; ``on_missed`` is told when somebody is missed who has left."""
-        self._on_missed = on_missed
 
     def forget_before(self, operation: Operation, stage: int) -> None:
         """Begin with a stage: what was sent for those before it, for another attempt, is of no use."""

@@ -180,7 +180,6 @@ class Fusible:
         out: Where its result goes.
         alone: Its steps, by itself.
         family: What it may go together with.
-        take: As of :class:`Recovery`.
     """
 
     flat: torch.Tensor
@@ -188,7 +187,6 @@ class Fusible:
     out: torch.Tensor | None
     alone: Callable[[Operation], Steps[torch.Tensor]]
     family: Family
-    take: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def may_go_with(self, other: Fusible) -> bool:
         """They may be joined to one tensor, and what is done with it is what is done with each."""
@@ -314,6 +312,13 @@ class Operation:
     def proceed(self, mover: Mover, item: Exchange | str | None, result: Any, error: BaseException | None) -> None:
         """Do what its generator asked for when it stopped computing."""
         mover.proceed(self, item, result, error)
+
+    def release(self) -> None:
+        """Give back the memory that it published in; what others still read there has leases of its own."""
+        for lease in self.leases:
+            lease.release()
+        self.leases = []
+        self.recovery = None  # it holds what it began with, and perhaps the result
 
     def fail(self, mover: Mover, error: BaseException) -> None:
         """End it from outside."""

@@ -209,6 +209,13 @@ class Outbox:
         shape = tuple(waiting_for[:MAX_DIMENSIONS])
         self.say(peer, Message(Kind.WAITS, what.op, what.name, what.round, what.stage, shape=shape))
 
+    def answer(self, peer: int, operation: Operation, stage: Stage, only_if_here: bool) -> None:
+        """A peer asks for something of a stage in which this agent is, or only whether it is."""
+        if only_if_here:
+            self.say_here(peer, operation, stage.number)
+        elif not stage.will_send(peer, stage.number):
+            self.deny(peer, operation, stage.number)
+
     def say_here(self, peer: int, what: Operation | Message, stage: int) -> None:
         """Tell a peer that asks that this agent has come to a stage, too, of which nothing comes by a link."""
         self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=HERE))

@@ -12,7 +12,6 @@ import torch
 
 from ..arithmetic import REDUCTIONS, complete
 from ..engine.discovery import discover, submit_to_all
-from ..engine.membership import WHOLE
 from ..engine.operation import Carried, Exchange, Fusible, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..topology._validate import check_rank
@@ -131,11 +130,7 @@ def submit_allreduce(
     tensor = check_tensor(f"allreduce with op {how}", tensor, reducible(how))
     check_out("allreduce", out, tensor.shape, tensor.dtype)
     engine = agent.engine
-    # What is handed on after a loss has to be the same for all.
-    same_for_all = among is None and members is ALL
-    before_any_loss = not engine.agreement.active or (same_for_all and engine.agreement.now == WHOLE)
-    may_fuse = engine.may_fuse and before_any_loss  # what begins anew has other stages
-    goes_with_others = fusible and may_fuse and not layout and is_small(tensor)
+    goes_with_others = fusible and engine.may_fuse_in_stages and not layout and is_small(tensor)
     if goes_with_others:
         tensor = copied(tensor)
 
@@ -151,7 +146,7 @@ def submit_allreduce(
     kind = f"{op} ({how}{'' if among is None else ', within the machine'})"
     channel, named = members.channel(op, name), name is not None
     # Of some only there are several results, and who has ended need not have the one that another lacks.
-    taken = take if same_for_all else None
+    taken = take if among is None and members is ALL else None
     begins: Callable[[Operation], Steps[torch.Tensor]] | Fusible = steps
     if goes_with_others:
         whole = tuple(members.ranks or range(agent.size) if among is None else among)

@@ -144,7 +144,7 @@ def submit(
 
     engine = agent.engine
     small = is_small(tensor) and compressor is None and engine.carrier is None
-    goes_with_others = fusible and small and engine.may_fuse and not engine.agreement.active
+    goes_with_others = fusible and small and engine.may_fuse_in_stages
     if goes_with_others:
         tensor = copied(tensor)
     by_first = BetweenMachines(agent, known, static.digest if static else 0, checked and static is None)

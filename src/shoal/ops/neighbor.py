@@ -243,9 +243,9 @@ def submit(
         _check_within(agent, known, form)
         form += " within"
     plain = robust is None and encoded is None and speaks is None and not layout
-    of_all = form == "static" or (form in ("push", "pull") and not agent.engine.agreement.active)
-    together = form == "push-pull" or (of_all and members is ALL)
-    goes_with_others = fusible and plain and together and agent.engine.may_fuse and is_small(tensor)
+    may_fuse = agent.engine.may_fuse_in_stages if form in ("push", "pull") else agent.engine.may_fuse
+    together = form == "push-pull" or (form in ("static", "push", "pull") and members is ALL)
+    goes_with_others = fusible and plain and together and may_fuse and is_small(tensor)
     if goes_with_others:
         tensor = copied(tensor)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..arithmetic import complete, reduce, weighted_sum
-from ..engine.discovery import discover, keep_results
+from ..engine.discovery import discover
 from ..engine.operation import Exchange, Fusible, Operation, Send, Steps
 from ..engine.publishing import PUBLISH_BYTES
 from ..topology import Mixing
@@ -127,9 +127,7 @@ class OverAll:
             joined = torch.empty_like(published.data)
             theirs = [payload(arrived, rank) for rank in others]
             yield from reduce(joined, self.how, published.data, group.index(agent.rank), theirs)
-        results = apart(joined, parts)
-        keep_results(agent.engine, operation, results)
-        return results
+        return apart(joined, parts)
 
 
 _TERMS, _BETWEEN, _RESULT = 0, 1, 2

@@ -153,7 +153,7 @@ class Checkpoint:
         """Go on where the others save next, with the state of one of them."""
         agent = current("Checkpoint.load")
         entry = agent.engine.entry
-        agent.engine.await_entry(entry.patience if timeout is None else timeout)
+        entry.wait(entry.patience if timeout is None else timeout, agent.engine.stalls.after)
         state = hand_over(agent, None, timeout)
         parts = {name: part for name, part in self._parts.items() if not isinstance(part, _RandomState)}
         if parts.keys() != state["parts"].keys():

@@ -74,13 +74,8 @@ class Unauthenticated:
         return True
 
     @property
-    def some(self) -> bool:
-        """There are any."""
-        return bool(self._origins)
-
-    @property
     def oldest(self) -> float:
-        """When the one came that has waited for longest."""
+        """When the one came that has waited for longest; infinity if there are none."""
         return next((connection.since for connection in self._origins), float("inf"))
 
     def forget(self, before: float) -> None:

@@ -97,8 +97,6 @@ class Router:
 
     def choose(self, places: list[Place], forced: str = "") -> list[str]:
         """The transport to each rank. ``forced`` (``SHOAL_TRANSPORT``) is used for all, or refused with the reason."""
-        if forced and forced not in TRANSPORTS:
-            raise ValueError(f"SHOAL_TRANSPORT={forced!r}; it may be one of {', '.join(TRANSPORTS)}")
         mine = self.place
         kinds = []
         for place in places:
@@ -401,8 +399,7 @@ class Router:
     @property
     def next_check(self) -> float:
         """When something is due."""
-        when = self._unauthenticated.oldest + GREETING_SECONDS if self._unauthenticated.some else float("inf")
-        when = min(when, self._doors.next_check)
+        when = min(self._unauthenticated.oldest + GREETING_SECONDS, self._doors.next_check)
         return min(when, *self._again.values()) if self._again else when
 
     def say_goodbye(self, lost: int = -1, cause: str = "") -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import networkx as nx
 
-from ..coordination.attach import PROCESS_GROUP, Wanted, carry, check_backend
+from ..coordination.attach import PROCESS_GROUP, Wanted, carry, check_backend, check_transport
 from ..coordination.order import CAPACITY
 from ..engine.engine import Engine
 from ..engine.operation import Operation, Steps
@@ -217,6 +217,7 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     launch = mine.launch or current()
     timeout = mine.timeout if mine.timeout is not None else default_timeout()
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
+    check_transport(forced, "SHOAL_TRANSPORT")
     per_machine = _agents_per_machine(mine)
     deadline = time.monotonic() + timeout
     on_partition = _one_of("SHOAL_ON_PARTITION", CONTINUE, STOP)
@@ -279,7 +280,7 @@ def _process_group(mine: AgentContext, launch: Launch, forced: str) -> Wanted | 
     if (forced != PROCESS_GROUP and given is None) or launch.size == 1:
         return None
     text = os.environ.get("SHOAL_CACHE_CAPACITY", "") or str(CAPACITY)
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ValueError(f"SHOAL_CACHE_CAPACITY={text!r}: it must be a number of entries, or 0 for no cache")
     backend = check_backend(os.environ.get("SHOAL_PROCESS_GROUP", "") or "gloo", given, launch.size, launch.rank)
     return Wanted(backend, int(text), given)

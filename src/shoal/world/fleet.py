@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..coordination.attach import PROCESS_GROUP
+from ..coordination.attach import check_transport
 from ..engine.seconds import as_seconds
 from ..errors import PeerLost
 from ..interrupts import held
 from ..topology._validate import check_size
-from ..transport.router import TRANSPORTS
 from .agent import AgentContext, enter_context
 from .bootstrap import init, leave
 from .launch import Launch
@@ -62,8 +61,7 @@ class Fleet:
             agents_per_machine = None if agents_per_machine is None else check_size(agents_per_machine)
         except (TypeError, ValueError):
             raise ValueError(f"agents_per_machine={agents_per_machine!r}: it must be a positive integer") from None
-        if transport and transport not in (*TRANSPORTS, PROCESS_GROUP):
-            raise ValueError(f"transport={transport!r}; it may be one of {', '.join((*TRANSPORTS, PROCESS_GROUP))}")
+        check_transport(transport, "transport")
         self.size = size
         self._per_machine = agents_per_machine
         self._timeout = None if timeout is None else as_seconds(timeout, 0.0)
