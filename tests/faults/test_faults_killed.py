@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from support.agent_main import Outcome
 from support.fault_points import (
     Point,
     average_until_it_fails,
@@ -24,11 +23,11 @@ from support.fault_points import (
     until_killed_pushes,
     wait_for_no_orphans,
 )
+from support.learnt import SECONDS, assert_all_learnt_it
 from support.namespaces import network_namespaces
 from support.world import World
 
 SIZE, VICTIM = 5, 2
-SECONDS = 1.0
 SMALL, LARGE, HUGE = 16, 100_000, 16_000_000
 NETWORK = {"SHOAL_TRANSPORT": "network"}
 
@@ -46,24 +45,12 @@ OVER = [
 ]
 
 
-def assert_all_learnt_it(outcomes: list[Outcome], victim: int = VICTIM, seconds: float = SECONDS) -> None:
-    dead = outcomes[victim]
-    assert (dead.error, dead.message) == ("Died", "exit code -9")
-    for one in outcomes:
-        if one.rank == victim:
-            continue
-        assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}"
-        assert one.ranks == (victim,), one.message
-        assert f"rank {victim}" in one.message
-        assert one.ended - dead.ended < seconds, f"rank {one.rank} learnt it after {one.ended - dead.ended:.2f} s"
-
-
 @swept(SWEPT, (SMALL, LARGE))
 def test_all_survivors_learn_within_a_second_who_was_killed(
     environment: dict[str, str], numel: int, point: Point
 ) -> None:
     with World(SIZE, environment=environment) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, numel, VICTIM, point))
+        assert_all_learnt_it(world.run(average_until_it_fails, numel, VICTIM, point), VICTIM)
 
 
 def seconds_with_large_sums(world: World) -> float:
@@ -78,7 +65,7 @@ def test_an_agent_killed_in_the_middle_of_a_large_sum_is_named(environment: dict
     with World(3, environment=environment) as world:
         seconds = seconds_with_large_sums(world)
         outcomes = world.run(average_until_it_fails, HUGE, VICTIM, Point("Block", block))
-        assert_all_learnt_it(outcomes, seconds=seconds)
+        assert_all_learnt_it(outcomes, VICTIM, seconds)
 
 
 @pytest.mark.transport("shared_memory")
@@ -86,7 +73,7 @@ def test_memory_of_an_agent_that_is_killed_while_others_read_it_stays_readable()
     with World(3) as world:
         seconds = seconds_with_large_sums(world)
         world.results(kill_when, Point("Block", 100), world.members[VICTIM].pid, on=[0])
-        assert_all_learnt_it(world.run(average_until_it_fails, HUGE), seconds=seconds)
+        assert_all_learnt_it(world.run(average_until_it_fails, HUGE), VICTIM, seconds)
 
 
 @pytest.mark.transport("network")
@@ -94,7 +81,7 @@ def test_memory_of_an_agent_that_is_killed_while_others_read_it_stays_readable()
 @pytest.mark.parametrize("count", [1, 20, 150])
 def test_an_agent_killed_in_the_middle_of_a_transfer_is_named(kind: str, count: int) -> None:
     with World(SIZE, environment=NETWORK) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, HUGE // 8, VICTIM, Point(kind, count)))
+        assert_all_learnt_it(world.run(average_until_it_fails, HUGE // 8, VICTIM, Point(kind, count)), VICTIM)
 
 
 @pytest.mark.transport("network")
@@ -103,7 +90,7 @@ def test_an_agent_killed_in_the_middle_of_a_transfer_is_named(kind: str, count: 
 @pytest.mark.parametrize("point", [Point("sent", 3), Point("received", 2), Point("summed", 5)], ids=str)
 def test_agents_on_another_machine_learn_within_a_second_who_was_killed(point: Point) -> None:
     with network_namespaces(3) as machines, World(6, namespaces=machines) as world:
-        assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, point))
+        assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, point), VICTIM)
 
 
 @pytest.mark.transport("shared_memory")
@@ -111,7 +98,7 @@ def test_an_agent_killed_with_a_forked_child_alive_is_named() -> None:
     with World(SIZE) as world:
         child = world.results(fork_a_sleeper, on=[VICTIM])[0]
         try:
-            assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)))
+            assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)), VICTIM)
             assert Path(f"/proc/{child}").exists(), "the child ended before its parent, so this showed nothing"
         finally:
             os.kill(child, signal.SIGKILL)
@@ -125,7 +112,7 @@ def test_an_agent_killed_with_a_forked_child_alive_is_named_on_other_machines() 
     with network_namespaces(3) as machines, World(6, namespaces=machines) as world:
         child = world.results(fork_a_sleeper, on=[VICTIM])[0]
         try:
-            assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)))
+            assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)), VICTIM)
         finally:
             os.kill(child, signal.SIGKILL)
             wait_for_no_orphans()
@@ -135,7 +122,7 @@ def test_an_agent_killed_with_a_forked_child_alive_is_named_on_other_machines() 
 def test_an_agent_killed_with_a_data_loader_worker_alive_is_named() -> None:
     with World(SIZE) as world:
         world.results(start_a_data_loader, on=[VICTIM])
-        assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)))
+        assert_all_learnt_it(world.run(average_until_it_fails, LARGE, VICTIM, Point("received", 3)), VICTIM)
         wait_for_no_orphans()
 
 
@@ -168,4 +155,4 @@ def test_a_death_ends_every_kind_of_operation(
     environment: dict[str, str], operation: Callable[[int, Point], None], count: int
 ) -> None:
     with World(SIZE, environment=environment) as world:
-        assert_all_learnt_it(world.run(operation, VICTIM, Point("received", count)))
+        assert_all_learnt_it(world.run(operation, VICTIM, Point("received", count)), VICTIM)

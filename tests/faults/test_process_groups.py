@@ -14,7 +14,6 @@ import torch
 import shoal
 from shoal.world.agent import current
 from support import PROCESS_GROUP
-from support.agent_main import Outcome
 from support.fault_points import (
     Point,
     arm,
@@ -22,12 +21,13 @@ from support.fault_points import (
     until_killed_allreduces,
     until_killed_pushes,
 )
+from support.learnt import assert_all_learnt_it
 from support.leftovers import wait_until
 from support.namespaces import network_namespaces
 from support.world import World
 
 pytestmark = pytest.mark.transport(PROCESS_GROUP)
-SIZE, SECONDS = 4, 1.0
+SIZE = 4
 SMALL, LARGE = 16, 300_000
 BY_GROUPS = {"SHOAL_TRANSPORT": PROCESS_GROUP}
 
@@ -39,17 +39,6 @@ POINTS = [
     *(Point("Moving", k) for k in (1, 7)),
     *(Point("moved", k) for k in (1, 5)),
 ]
-
-
-def assert_all_learnt_it(outcomes: list[Outcome], victim: int, seconds: float = SECONDS) -> None:
-    dead = outcomes[victim]
-    assert (dead.error, dead.message) == ("Died", "exit code -9")
-    for one in outcomes:
-        if one.rank == victim:
-            continue
-        assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}"
-        assert one.ranks == (victim,), one.message
-        assert one.ended - dead.ended < seconds, f"rank {one.rank} learnt it after {one.ended - dead.ended:.2f} s"
 
 
 def in_turn() -> list[object]:

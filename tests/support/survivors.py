@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 import shoal
 from shoal import topology_util
 from shoal.topology import Static, Without
+from support.agent_main import Outcome
 from support.fault_points import Point, arm
 
 Vector = NDArray[np.float64]
@@ -105,6 +107,16 @@ def sums_through(rounds: int, victims: dict[int, Point]) -> list[list[float]]:
             assert float(handle.wait()) <= max(2.0**one for one in (rank, *ring))
     shoal.barrier()
     return seen
+
+
+def survivors(outcomes: list[Outcome], victims: set[int]) -> dict[int, Any]:
+    """What those came to that are left, of whom none may have failed; the victims have been killed."""
+    for rank in victims:
+        assert (outcomes[rank].error, outcomes[rank].message) == ("Died", "exit code -9")
+    left = [one for one in outcomes if one.rank not in victims]
+    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in left if one.error]
+    assert not failed, "\n".join(failed)
+    return {one.rank: one.value for one in left}
 
 
 def check_all_alike(diaries: dict[int, Diary], size: int) -> None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 import pytest
 
 from support import PROCESS_GROUP
-from support.agent_main import Outcome
 from support.fault_points import Point
-from support.survivors import CONTINUE, burst_through, check_all_alike, check_averages, live_through
+from support.survivors import CONTINUE, burst_through, check_all_alike, check_averages, live_through, survivors
 from support.world import World
 
 pytestmark = pytest.mark.transport(PROCESS_GROUP)
@@ -27,15 +26,6 @@ POINTS = [
     Point("sent", 9),
     Point("Meeting", 1),
 ]
-
-
-def survivors(outcomes: list[Outcome], victims: set[int]) -> dict[int, object]:
-    for rank in victims:
-        assert (outcomes[rank].error, outcomes[rank].message) == ("Died", "exit code -9")
-    left = [one for one in outcomes if one.rank not in victims]
-    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in left if one.error]
-    assert not failed, "\n".join(failed)
-    return {one.rank: one.value for one in left}
 
 
 def in_turn() -> list[object]:

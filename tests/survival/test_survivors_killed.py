@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
 
 import shoal
-from support.agent_main import Outcome
 from support.fault_points import Point, over_both, swept
 from support.survivors import (
     CONTINUE,
@@ -18,6 +16,7 @@ from support.survivors import (
     check_averages,
     live_through,
     sums_through,
+    survivors,
 )
 from support.world import World
 
@@ -50,15 +49,6 @@ def rounds_until_it_is_gone(victim: int) -> float:
         shoal.neighbor_allreduce(torch.ones(3))
         there = shoal.allgather(torch.tensor([shoal.rank()])).tolist()
     return time.monotonic()
-
-
-def survivors(outcomes: list[Outcome], victims: set[int]) -> dict[int, Any]:
-    for rank in victims:
-        assert (outcomes[rank].error, outcomes[rank].message) == ("Died", "exit code -9")
-    left = [one for one in outcomes if one.rank not in victims]
-    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in left if one.error]
-    assert not failed, "\n".join(failed)
-    return {one.rank: one.value for one in left}
 
 
 @swept(SWEPT[::2], (SMALL, LARGE))

@@ -1,0 +1,22 @@
+"""What every agent must have learnt when one was killed: which, and soon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from support.agent_main import Outcome
+
+SECONDS = 1.0
+
+
+def assert_all_learnt_it(outcomes: Sequence[Outcome], victim: int, seconds: float = SECONDS) -> None:
+    """All but the victim have an error that is about it alone, and had it within some seconds of its death."""
+    dead = outcomes[victim]
+    assert (dead.error, dead.message) == ("Died", "exit code -9")
+    for one in outcomes:
+        if one.rank == victim:
+            continue
+        assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}"
+        assert one.ranks == (victim,), one.message
+        assert f"rank {victim}" in one.message
+        assert one.ended - dead.ended < seconds, f"rank {one.rank} learnt it after {one.ended - dead.ended:.2f} s"
