@@ -224,6 +224,20 @@ def test_a_door_takes_its_share_of_the_time_and_no_more() -> None:
     poller.close()
 
 
+def test_a_door_is_not_shut_for_time_in_which_its_process_did_nothing() -> None:
+    """As one that was stopped while it let somebody in: it would answer nobody for 33 times as long."""
+    poller = Poller()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        door = Door(listener, poller, lambda sock, _: (sock.close(), time.sleep(0.3)))
+        with socket.create_connection(listener.getsockname()):
+            for callback, events in poller.poll(5.0):
+                callback(events)
+        assert door.opens == float("inf")
+        door.close()
+    poller.close()
+
+
 # Who has to make room
 
 

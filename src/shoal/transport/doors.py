@@ -62,9 +62,10 @@ class Door:
     def _on_event(self, _events: int) -> None:
         began = time.monotonic()
         self._credit = min(AT_ONCE_SECONDS, self._credit + SHARE * (began - self._counted))
+        computed = time.thread_time()  # a process that is stopped meanwhile, for minutes maybe, has spent no time on it
         pause = 0.0 if self._take_turn() else PAUSE_SECONDS
+        self._credit -= time.thread_time() - computed
         self._counted = time.monotonic()
-        self._credit -= self._counted - began
         if self._credit < 0.0:
             pause = max(pause, -self._credit / SHARE)
         if pause:
