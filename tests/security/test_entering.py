@@ -18,7 +18,7 @@ from shoal.transport.wire import Kind, Message, ProtocolError
 from shoal.world.introductions import Introduced, _came, _proof, add_to_directory, directory
 from shoal.world.launch import Launch
 from shoal.world.meeting import DIRECTORY
-from shoal.world.rendezvous import ThreadStore
+from shoal.world.store import ThreadStore
 
 SECRET = "a secret that nobody writes down"
 SIZE = 3

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import shoal
-from shoal.world.rendezvous import ThreadStore
+from shoal.world.store import ThreadStore
 from support.world import World, reserved_port
 
 Fleets = Callable[..., shoal.Fleet]

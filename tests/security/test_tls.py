@@ -27,7 +27,7 @@ from shoal.transport.handshake import HELLO_SIZE, REFUSED, Connecting
 from shoal.transport.tls import Certificates
 from shoal.transport.wire import ProtocolError
 from shoal.world.agent import current
-from shoal.world.rendezvous import ThreadStore
+from shoal.world.store import ThreadStore
 from support.leftovers import wait_until
 from support.relay import Change, in_the_middle
 from support.relay_attacks import attack, cuts

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from shoal.errors import DeadlineExceeded, PeerLost
 from shoal.world.launch import Launch, current
-from shoal.world.rendezvous import Store, ThreadStore, listen, open_store
+from shoal.world.rendezvous import listen, open_store
+from shoal.world.store import Store, ThreadStore
 
 EVERY_BYTE = bytes(range(256))
 

@@ -22,7 +22,7 @@ from ..errors import NotInitialized
 from ..topology import ExponentialTwoGraph, Mixing, Static, Without, classify, mixing_matrix, with_uniform_weights
 from ..topology._validate import as_weight
 from .launch import Launch
-from .rendezvous import Store
+from .store import Store
 
 log = logging.getLogger("shoal")
 P = ParamSpec("P")

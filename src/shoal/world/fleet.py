@@ -20,7 +20,7 @@ from ..topology._validate import check_size
 from .agent import AgentContext, enter_context
 from .bootstrap import init, leave
 from .launch import Launch
-from .rendezvous import ThreadStore
+from .store import ThreadStore
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")

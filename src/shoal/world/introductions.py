@@ -22,7 +22,7 @@ from ..errors import DeadlineExceeded, Mismatch
 from ..transport.place import Endpoint, Place, nowhere
 from .launch import Launch
 from .meeting import DIRECTORY, LOST, Meeting, ended_before
-from .rendezvous import Store
+from .store import Store
 
 ENDPOINT = "endpoint"
 

@@ -25,7 +25,8 @@ from typing import Any
 from ..errors import ShoalError
 from ..transport.addresses import text_of
 from .launch import join_address
-from .rendezvous import CLAIMED, PREFIX, ROOM, TcpStore, client
+from .rendezvous import CLAIMED, PREFIX, ROOM, client
+from .store import TcpStore
 
 JOIN_SECONDS = 20.0
 """How long a run may take to answer."""

@@ -25,7 +25,8 @@ from typing import Any
 from ..errors import DeadlineExceeded, Mismatch, PeerLost, ShoalError
 from ..interrupts import pause
 from .launch import Launch, join_address
-from .rendezvous import REPORT_AFTER, Store, open_store
+from .rendezvous import REPORT_AFTER, open_store
+from .store import Store
 
 log = logging.getLogger("shoal")
 

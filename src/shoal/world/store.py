@@ -1,0 +1,243 @@
+"""The stores in which agents meet: a few keys and values that all agents of a job see, used by ``init`` alone.
+
+Agents that are threads share one object, agents that are processes a store of ``torch.distributed``. Which one a launch
+has, ``rendezvous.py`` finds.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from ..errors import DeadlineExceeded, PeerLost, ShoalError
+from ..interrupts import SLICE, held, pause, slices
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as NativeStore
+
+T = TypeVar("T")
+
+LEAST_SECONDS = 5.0
+"""A message to a live server gets so long, also where the deadline of opening it is over."""
+_FIRST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.02
+
+
+class Store(Protocol):
+    """Keys and values that all agents of a job see. Every wait ends at its deadline and gives way to Ctrl-C."""
+
+    address: str
+    """Where this agent has reached it; empty where it was not reached over a network."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Make ``value`` what every later ``get`` of ``key`` returns."""
+
+    def get(self, key: str, deadline: float) -> bytes:
+        """Wait until somebody has set ``key``, at most until ``time.monotonic()`` is ``deadline``.
+
+        Raises:
+            DeadlineExceeded: nobody had; the message names the key.
+        """
+
+    def first(self, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
+        """Wait until somebody has set one of ``keys``; the first of them that is set, and its value. As :meth:`get`."""
+
+    def has(self, key: str) -> bool:
+        """Whether somebody has set ``key``."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add ``amount`` to the counter ``key``, which starts at zero, and return its new value."""
+
+    def delete(self, key: str) -> None:
+        """Forget ``key``, which nobody will ask for any more."""
+
+    def close(self) -> None:
+        """Let go of the store; a second call does nothing. If this agent hosts it, its port is free afterwards."""
+
+
+class ThreadStore:
+    """The store of agents that are threads of one process, who share one object. ``close`` does nothing."""
+
+    address = ""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._over: ShoalError | None = None
+
+    def abort(self, error: ShoalError) -> None:
+        """End all waits, now and from now on, with an error."""
+        with self._changed:
+            self._over = self._over or error
+            self._changed.notify_all()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, deadline: float) -> bytes:
+        return self.first([key], deadline)[1]
+
+    def first(self, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
+        with self._changed:
+            while True:
+                for key in keys:
+                    if key in self._values:
+                        return key, self._values[key]
+                if self._over is not None:
+                    raise type(self._over)(str(self._over), self._over.ranks)
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in time")
+                held.checkpoint()
+                self._changed.wait(min(remaining, SLICE if held.here else threading.TIMEOUT_MAX))
+
+    def has(self, key: str) -> bool:
+        with self._changed:
+            return key in self._values
+
+    def add(self, key: str, amount: int) -> int:
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+            self._changed.notify_all()
+            return total
+
+    def delete(self, key: str) -> None:
+        with self._changed:
+            self._values.pop(key, None)
+
+    def close(self) -> None:
+        """Other threads may still use the store."""
+
+
+class TcpStore:
+    """The store of agents that are processes: a store of ``torch.distributed``, our keys behind a prefix.
+
+    torch's calls neither give way to Ctrl-C nor end in time when a server accepts and never answers (measured on torch
+    2.13: the constructor of ``TCPStore`` then hangs for good, whatever its timeout). So one thread of our own makes
+    them, and the caller waits for it with a deadline. A key is polled with ``check``, because ``wait`` writes warnings
+    to stderr each time it times out.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], NativeStore],
+        *,
+        prefix: str,
+        name: str,
+        server_ranks: tuple[int, ...],
+        deadline: float,
+        address: str = "",
+    ) -> None:
+        self.address = address
+        self._prefix = prefix
+        self._name = name
+        self._server_ranks = server_ranks
+        self._deadline = deadline
+        self._native: NativeStore | None = None
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve_calls, name="shoal-rendezvous", daemon=True)
+        self._thread.start()
+        try:
+            self._call(lambda: self._adopt(connect()), f"connect to {name}", deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def set(self, key: str, value: bytes) -> None:
+        self._call(lambda: self._store.set(self._prefix + key, cast(str, value)), f"set {key!r} in {self._name}")
+
+    def get(self, key: str, deadline: float) -> bytes:
+        return self.first([key], deadline)[1]
+
+    def first(self, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
+        seconds = _FIRST_PAUSE
+        what = f"get {keys[0]!r} from {self._name}"
+        while True:
+            for key in keys:
+                if self._call(partial(self._check, key), what, deadline):
+                    return key, self._call(partial(self._get, key), what, deadline)
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in {self._name} in time")
+            pause(min(seconds, remaining))
+            seconds = min(2 * seconds, _LONGEST_PAUSE)
+
+    def has(self, key: str) -> bool:
+        return self._call(partial(self._check, key), f"look for {key!r} in {self._name}")
+
+    def _check(self, key: str) -> bool:
+        return bool(self._store.check([self._prefix + key]))
+
+    def _get(self, key: str) -> bytes:
+        return self._store.get(self._prefix + key)
+
+    def add(self, key: str, amount: int) -> int:
+        what = f"add to {key!r} in {self._name}"
+        return self._call(lambda: int(self._store.add(self._prefix + key, amount)), what)
+
+    def swap(self, key: str, old: bytes, new: bytes) -> bytes:
+        """Make ``new`` the value of ``key`` where it is ``old``; returns what it is then."""
+        both = cast(str, old), cast(str, new)
+        return self._call(lambda: self._store.compare_set(self._prefix + key, *both), f"set {key!r} in {self._name}")
+
+    def delete(self, key: str) -> None:
+        self._call(lambda: self._store.delete_key(self._prefix + key), f"delete {key!r} in {self._name}")
+
+    def close(self) -> None:
+        self._calls.put(None)
+        # Longer only if the server has stopped answering; then the thread is beyond help, and it is a daemon.
+        self._thread.join(1.0)
+
+    @property
+    def _store(self) -> NativeStore:
+        if self._native is None:
+            raise RuntimeError(f"{self._name} is closed")
+        return self._native
+
+    def _adopt(self, native: NativeStore) -> None:
+        self._native = native
+
+    def _call(self, function: Callable[[], T], what: str, deadline: float | None = None) -> T:
+        if not self._thread.is_alive():
+            raise RuntimeError(f"cannot {what}: it is closed")
+        if deadline is None:
+            deadline = max(self._deadline, time.monotonic() + LEAST_SECONDS)
+        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._calls.put((function, answer))
+        for slice_ in slices(max(deadline, time.monotonic() + 0.1)):
+            try:
+                result, error = answer.get(timeout=slice_)
+            except queue.Empty:
+                continue
+            if error is not None:
+                raise self._explained(error, what) from error
+            return cast(T, result)
+        raise DeadlineExceeded(f"could not {what} in time: no answer", self._server_ranks)
+
+    def _explained(self, error: BaseException, what: str) -> BaseException:
+        import torch.distributed
+
+        if isinstance(error, torch.distributed.DistNetworkError):
+            return PeerLost(f"could not {what}: its server is gone ({error})", self._server_ranks)
+        return RuntimeError(f"could not {what}: {error}")
+
+    def _serve_calls(self) -> None:
+        while True:
+            call = self._calls.get()
+            if call is None:
+                # The only reference: torch's server ends, and frees its port, when its object does.
+                self._native = None
+                return
+            function, answer = call
+            try:
+                answer.put((function(), None))
+            except BaseException as error:
+                # A traceback would keep the frames alive, and with them the store whose port must become free.
+                answer.put((None, error.with_traceback(None)))
