@@ -262,6 +262,25 @@ def test_what_was_submitted_reaches_the_neighbours_of_an_agent_that_leaves(fleet
     assert fleet(2).run(run) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
+def test_what_was_submitted_reaches_neighbours_that_make_their_calls_later(fleet: Fleets) -> None:
+    """Who left has sent its part, and so needs nothing of them; in the next call it is missed."""
+
+    def run() -> list[float]:
+        if shoal.rank() == 0:
+            handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(i)])) for i in range(5)]
+            shoal.shutdown()
+            return []
+        wait_until(lambda: current().engine.membership.view.left == (0,))
+        handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(i)])) for i in range(5)]
+        found = [handle.wait().item() for handle in handles]
+        with pytest.raises(shoal.PeerLost, match="rank 0 has left") as caught:
+            shoal.neighbor_allreduce(torch.ones(1))
+        assert caught.value.ranks == (0,)
+        return found
+
+    assert fleet(2).run(run) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
+
+
 def test_a_fused_operation_that_makes_no_sense_is_refused_and_harms_nobody(fleet: Fleets) -> None:
     nonsense = [
         "",

@@ -418,6 +418,10 @@ class Engine:
                 last.callback(give_back)
             last.callback(self.after)
             last.callback(self.progress.stop)
+            if not died and self.ended is None:
+                self.fusion.begin()
+                # What another thread has just taken to begin it has still to be sent.
+                drain(lambda: all(one.has_entered for one in self.matcher.in_flight()), deadline)
             carrier = self.carrier
             if carrier is not None:
                 if not died and self.ended is None and not self.lifecycle.gate.closing:
@@ -446,8 +450,6 @@ class Engine:
     def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
         """Begin the end: nothing is submitted any more, and what waits for others ends. False where that has been
         done."""
-        if not died and self.ended is None:
-            self.fusion.begin()
         now = time.monotonic()
         for service in self.services.all():  # the other half is for what the others still need
             service.close(now if died else now + (deadline - now) / 2)

@@ -281,7 +281,9 @@ class Lifecycle:
         view = self._membership.view
         sent = number in operation.sent
         needs = stage.missing if sent else stage.needs
-        gone = sorted(rank for rank in needs if rank not in view.alive) if view.epoch else []
+        # Who has left in good order after it sent its part of this stage wants nothing of it any more.
+        through = {rank for rank in view.left if stage.has_all_of(rank)} if view.left else ()
+        gone = sorted(rank for rank in needs if rank not in view.alive and rank not in through) if view.epoch else []
         if gone or self.gate.ended is not None:
             ended = self.gate.reason_against(operation.one_sided)
             if ended is not None:

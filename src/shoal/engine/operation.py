@@ -155,6 +155,11 @@ class Stage:
     def complete(self) -> bool:
         return self.posted and not self.missing and not self.to_move
 
+    def has_all_of(self, source: int) -> bool:
+        """Nothing can still come from a source."""
+        message = self.arrived.get(source)
+        return message is not None and (message.payload is None or message.payload.complete)
+
     def take(self, source: int, message: Message) -> None:
         """Its message from a source has come, if not yet all of its payload."""
         self.missing.discard(source)
@@ -383,6 +388,12 @@ class Operation:
         behind = part.stage.behind if part.stage is not None else {}
         waiting = self.waiting_for
         return sorted({rank for one in waiting for rank in behind.get(one, (one,))}) if behind else waiting
+
+    @property
+    def has_entered(self) -> bool:
+        """It has come to a stage, by itself or with others."""
+        part: Operation = self.fused or self
+        return part.next_stage > 0
 
     @property
     def begun(self) -> bool:
