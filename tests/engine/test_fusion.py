@@ -15,6 +15,7 @@ import torch
 import shoal
 from shoal.engine.fused_name import MOST_OPERATIONS, PREFIX
 from shoal.engine.fused_operation import MOST_BYTES
+from shoal.engine.lifecycle import Lifecycle
 from shoal.transport.wire import Kind, Message, Payload
 from shoal.world.agent import current
 from support.leftovers import wait_until
@@ -262,23 +263,43 @@ def test_what_was_submitted_reaches_the_neighbours_of_an_agent_that_leaves(fleet
     assert fleet(2).run(run) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
+def test_so_does_what_another_thread_is_about_to_send(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    resume = Lifecycle.resume
+
+    def slowly(self: Lifecycle, operation: Any, arrived: Any) -> None:
+        if operation.stage is None and self._rank == 0:
+            time.sleep(0.2)
+        resume(self, operation, arrived)
+
+    def run() -> list[float]:
+        handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(i)])) for i in range(5)]
+        if shoal.rank() == 0:
+            assert wait_until(lambda: not current().engine.lifecycle.unbegun)  # the progress thread has them
+            shoal.shutdown()
+            return []
+        return [handle.wait().item() for handle in handles]
+
+    monkeypatch.setattr(Lifecycle, "resume", slowly)
+    assert fleet(2).run(run) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
+
+
 def test_what_was_submitted_reaches_neighbours_that_make_their_calls_later(fleet: Fleets) -> None:
     """Who left has sent its part, and so needs nothing of them; in the next call it is missed."""
 
-    def run() -> list[float]:
+    def run() -> float | None:
+        shoal.neighbor_allreduce(torch.ones(1))
         if shoal.rank() == 0:
-            handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(i)])) for i in range(5)]
+            shoal.neighbor_allreduce_nonblocking(torch.tensor([4.0]))
             shoal.shutdown()
-            return []
-        wait_until(lambda: current().engine.membership.view.left == (0,))
-        handles = [shoal.neighbor_allreduce_nonblocking(torch.tensor([float(i)])) for i in range(5)]
-        found = [handle.wait().item() for handle in handles]
+            return None
+        assert wait_until(lambda: current().engine.membership.view.left == (0,))
+        found = shoal.neighbor_allreduce(torch.tensor([2.0])).item()
         with pytest.raises(shoal.PeerLost, match="rank 0 has left") as caught:
             shoal.neighbor_allreduce(torch.ones(1))
         assert caught.value.ranks == (0,)
         return found
 
-    assert fleet(2).run(run) == [[], [0.0, 1.0, 2.0, 3.0, 4.0]]
+    assert fleet(2).run(run) == [None, 3.0]
 
 
 def test_a_fused_operation_that_makes_no_sense_is_refused_and_harms_nobody(fleet: Fleets) -> None:
