@@ -224,7 +224,7 @@ def test_at_any_pace_agents_come_near_each_other_and_the_one_optimum(
         optimizers = [torch.optim.SGD([one], lr=0.02) for one in model]
         model.with_bagua(optimizers, AsyncModelAverageAlgorithm(compression=compression))
         algorithm: Any = model.bagua_algorithm
-        for step in range(600):
+        for step in range(300):
             if shoal.rank() == 0 and step % 10 == 0:
                 time.sleep(0.002)
             for optimizer in optimizers:

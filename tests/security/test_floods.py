@@ -201,11 +201,11 @@ def test_a_door_takes_its_share_of_the_time_and_no_more() -> None:
     poller, let_in = Poller(), list[float]()
 
     def slowly(sock: socket.socket, _: Any) -> None:
-        began = time.monotonic()
+        began = time.thread_time()
         sock.close()
-        while time.monotonic() < began + 0.001:
+        while time.thread_time() < began + 0.001:
             pass
-        let_in.append(time.monotonic() - began)
+        let_in.append(time.thread_time() - began)
 
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as listener:
         listener.setblocking(False)

@@ -114,7 +114,7 @@ def share_of(
 def put_together(
     agent: Agent, share: torch.Tensor | None, arrived: Arrived, owners: Sequence[int], out: torch.Tensor
 ) -> Steps[None]:
-    """Copy the shares of all owners to their places in ``out`` (flat), whichever comes first."""
+    """Copy the shares of all owners to their places in ``out`` (flat), as they come."""
     if len(owners) == 1 and share is None:
         parts = [(out, payload(arrived, owners[0]))]
     else:
@@ -124,12 +124,14 @@ def put_together(
                 parts.append((out[start:stop], payload(arrived, owner)))
             elif share is not None:
                 out[start:stop].copy_(share)
+    copied = [0] * len(parts)
     while True:
-        for place, source in parts:
-            if source.complete:
-                place.copy_(source.data)
-        parts = [(place, source) for place, source in parts if not source.complete]
-        if not parts:
+        for number, (place, source) in enumerate(parts):
+            at, here = copied[number], source.available
+            if here > at:
+                place[at:here].copy_(source.data[at:here])
+                copied[number] = here
+        if all(at == place.numel() for at, (place, _) in zip(copied, parts, strict=True)):
             return
         yield MORE
 
