@@ -21,10 +21,7 @@ BURST = "32kb"
 QUEUE = "16mb"
 LARGE_PACKET = 30000
 """Below ``BURST``, above which the kernel would cut a packet up again."""
-_TCP = {"tcp_congestion_control": "reno"}
-_SMALL_BUFFERS = {"tcp_rmem": "4096 131072 262144", "tcp_wmem": "4096 131072 262144"}
-_USUAL_BUFFERS = {"tcp_rmem": "4096 131072 6291456", "tcp_wmem": "4096 16384 4194304"}
-"""What Linux sets on a machine of a few gigabytes or more."""
+_TCP = {"tcp_congestion_control": "reno", "tcp_rmem": "4096 131072 262144", "tcp_wmem": "4096 131072 262144"}
 
 
 def obstacle() -> str:
@@ -36,16 +33,12 @@ def obstacle() -> str:
 
 
 @contextmanager
-def machines(
-    count: int, rate: float, large_packets: bool = False, usual_buffers: bool = False
-) -> Iterator[list[list[str]]]:
+def machines(count: int, rate: float, large_packets: bool = False) -> Iterator[list[list[str]]]:
     """Network namespaces 10.78.0.1, 10.78.0.2, ... on one bridge, each NIC held to `rate` bytes a second each way.
 
     Args:
         large_packets: The kernel handles up to 30 KB at once, as where a NIC cuts packets up by itself, and not 1500
             bytes, each of which takes the core from who computes on it.
-        usual_buffers: Sockets have room for as much as Linux lets them have, and not for 256 KiB at most, which a NIC
-            of 1 Gbit/s sends in 2 ms: whoever does not come back to it in time leaves the wire idle.
 
     Yields:
         For each, the command that another command is put behind to run there.
@@ -66,7 +59,7 @@ def machines(
             if large_packets:
                 wire._run(*enter, "ip", "link", "set", DEVICE, "gso_max_size", str(LARGE_PACKET))
             wire._run(*enter, "ip", "link", "set", DEVICE, "up")
-            for name, value in (_TCP | (_USUAL_BUFFERS if usual_buffers else _SMALL_BUFFERS)).items():
+            for name, value in _TCP.items():
                 wire._run(*enter, "sysctl", "-q", "-w", f"net.ipv4.{name}={value}")
             wire._run(*enter, "tc", "qdisc", "add", "dev", DEVICE, *limit)
             wire._run(*at_switch, "tc", "qdisc", "add", "dev", port, *limit)
@@ -74,16 +67,10 @@ def machines(
 
 
 def run_on_machines(
-    count: int,
-    rate: float,
-    per_machine: int,
-    script: Sequence[str],
-    progress: Progress,
-    large_packets: bool = False,
-    usual_buffers: bool = False,
+    count: int, rate: float, per_machine: int, script: Sequence[str], progress: Progress, large_packets: bool = False
 ) -> list[Figures]:
     """A job whose agents run a script, `per_machine` of them on each machine; what rank 0 measured."""
-    with machines(count, rate, large_packets, usual_buffers) as entered:
+    with machines(count, rate, large_packets) as entered:
         commands = [
             [
                 *(*enter, sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(per_machine)),

@@ -7,8 +7,8 @@
     python benchmarks/allreduce.py --read out/*.json --markdown     # tables of what has been measured
 
 Both are called in the same processes, in turn, on float32; the figure is the median of the slowest agent's time. Gloo
-works in place, Shoal into ``out=``. Hosts are network namespaces with a NIC of 1 Gbit/s each way and socket buffers as Linux
-sets them, with one agent each, or with four (``shared``), which needs root, ip and tc. Where there are more agents than cores a call takes what all
+works in place, Shoal into ``out=``. Hosts are network namespaces with a NIC of 1 Gbit/s each way, with one agent each,
+or with four (``shared``), which needs root, ip and tc. Where there are more agents than cores a call takes what all
 agents compute, so that is counted, too: processor time of all agents, and messages of one. The exit status is 1 where
 Shoal is slower than Gloo.
 """
@@ -181,7 +181,7 @@ def measure(where: Sequence[str], agents: Sequence[int], sizes: Sequence[int], q
 
 def run(place: str, count: int, per_host: int, script: Sequence[str]) -> list[Figures]:
     if place != "machine":
-        return run_on_machines(count // per_host, RATE, per_host, script, tell, large_packets=True, usual_buffers=True)
+        return run_on_machines(count // per_host, RATE, per_host, script, tell, large_packets=True)
     return run_job([[sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(count), *script]], {}, tell)
 
 

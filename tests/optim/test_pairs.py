@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK
+from shoal.compression import QSGD, Cast, Compressor, Sign, TopK
 from shoal.optim.pair_flight import PairFlight
 from support.fault_points import over_both
 from support.optimizers import LR, MODEL, SIZE, batch, flat
