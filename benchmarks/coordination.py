@@ -1,6 +1,6 @@
 """One order for 160 all-reduces: what it costs to agree on it, in time, messages and bytes.
 
-    python benchmarks/coordination.py                          # times, 2, 4 and 8 agents, five minutes; and messages
+    python benchmarks/coordination.py                          # times, 2, 4 and 8 agents, half an hour; messages
     python benchmarks/coordination.py --only messages model    # counted, 2 to 64 agents; and carried on to 27,600
     python benchmarks/coordination.py --picture out/coordination.png
 
@@ -159,14 +159,16 @@ def check(tensors: list[torch.Tensor]) -> None:
         assert torch.allclose(theirs / shoal.size(), mean, atol=1e-5), "a mean is wrong"
 
 
-def times(console: Console, agents: Sequence[int], repetitions: int) -> dict[str, dict[int, dict[str, float]]]:
+def times(
+    console: Console, agents: Sequence[int], repetitions: int, sizes: Sequence[str]
+) -> dict[str, dict[int, dict[str, float]]]:
     """Milliseconds of each way, by size and number of agents; the floor is that of the same processes."""
-    found: dict[str, dict[int, dict[str, float]]] = {size: {} for size in SIZES}
+    found: dict[str, dict[int, dict[str, float]]] = {size: {} for size in sizes}
 
     def progress(doing: str, done: int, total: int) -> None:
         print(f"{doing}: {done} of {total}", file=sys.stderr)
 
-    for size in SIZES:
+    for size in sizes:
         table = Table(
             "way", *(f"{count} agents, ms" for count in agents), *(f"of the floor, {count}" for count in agents)
         )
@@ -254,6 +256,7 @@ def main() -> None:
         "--only", choices=["times", "messages", "model"], nargs="+", default=["times", "messages", "model"]
     )
     parser.add_argument("--agents", type=int, nargs="+", default=list(AGENTS))
+    parser.add_argument("--sizes", choices=SIZES, nargs="+", default=list(SIZES))
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument("--picture", type=Path, help="where to draw it (matplotlib)")
     parser.add_argument("--quick", action="store_true", help="to see that everything works")
@@ -264,7 +267,8 @@ def main() -> None:
         return
     console, watch = Console(width=160), LoadWatch()
     repetitions = 2 if args.quick else args.repetitions
-    found = times(console, args.agents[:1] if args.quick else args.agents, repetitions) if "times" in args.only else {}
+    agents = args.agents[:1] if args.quick else args.agents
+    found = times(console, agents, repetitions, args.sizes) if "times" in args.only else {}
     control = messages(console, COUNTED[:2] if args.quick else COUNTED) if "messages" in args.only else {}
     if "model" in args.only:
         model(console)
