@@ -385,7 +385,7 @@ def test_a_name_of_one_kind_is_refused_while_it_is_in_flight(fleet: Fleets) -> N
 
 def test_a_name_that_is_used_once_costs_its_count(fleet: Fleets) -> None:
     """Also after the others have read what was sent under it; it once cost 1.3 KB, and a look at each time."""
-    count = 3000
+    count = 1000
 
     def run() -> tuple[float, int]:
         def use(first: int) -> None:
