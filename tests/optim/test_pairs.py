@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.compression import QSGD, Cast, Compressor, Sign, TopK
+from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK
 from shoal.optim.pair_flight import PairFlight
 from support.fault_points import over_both
 from support.optimizers import LR, MODEL, SIZE, batch, flat
@@ -20,7 +20,7 @@ from support.survivors import CONTINUE
 from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]
-COMPRESSORS = [None, Cast(torch.bfloat16), QSGD(63)]
+COMPRESSORS = [None, MinMaxUInt8(), Cast(torch.bfloat16), QSGD(63)]
 
 
 def make(model: torch.nn.Module, lr: float, **options: Any) -> shoal.DecentralizedOptimizer:
