@@ -151,38 +151,64 @@ def _weigh(
         out.copy_(total)
 
 
-def reduce(out: torch.Tensor, how: str, own: torch.Tensor, position: int, payloads: Sequence[Payload]) -> Waiting:
+def reduce(
+    out: torch.Tensor,
+    how: str,
+    own: torch.Tensor,
+    position: int,
+    payloads: Sequence[Payload],
+    parts: Sequence[Sequence[int]] = (),
+) -> Waiting:
     """``out`` becomes the sum, average, minimum, maximum or product over all agents in rank order.
 
     ``own`` is this agent's tensor and comes after the first ``position`` payloads. 16-bit sums, averages and products
-    are taken in float32. Yields like :func:`weighted_sum`.
+    are taken in float32. Where ``parts`` says which places in that order belong together, each part is reduced by
+    itself first. Yields like :func:`weighted_sum`.
     """
     if how in ("sum", "average"):
         out, own = real(out), real(own)
-    combine = partial(_combine, how, position)
+    combine = partial(_combine, how, position, parts)
     if out.numel() * out.element_size() <= BLOCK_BYTES and all(payload.complete for payload in payloads):
         combine(out, own, [payload.data if out.is_complex() else real(payload.data) for payload in payloads])
         return
     yield from _in_blocks(out, own, payloads, combine)
 
 
-def _combine(how: str, position: int, out: torch.Tensor, own: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
+def _combine(
+    how: str,
+    position: int,
+    parts: Sequence[Sequence[int]],
+    out: torch.Tensor,
+    own: torch.Tensor,
+    blocks: Sequence[torch.Tensor],
+) -> None:
     """One block: all agents', in rank order."""
     inputs, step = [*blocks[:position], own, *blocks[position:]], _REDUCE[how]
     wide = out.dtype in HALF
-    if wide:
-        total, rest = inputs[0].float(), inputs[1:]
-    elif len(inputs) > 1:
-        step(inputs[0], inputs[1], out)
-        total, rest = out, inputs[2:]
-    else:
-        total, rest = out.copy_(inputs[0]), []
-    for term in rest:
-        step(total, term.float() if wide else term, total)
+    total = torch.empty_like(out, dtype=torch.float32) if wide else out
+    for number, part in enumerate(parts or [range(len(inputs))]):
+        reduction = torch.empty_like(total) if number else total
+        _fold([inputs[place] for place in part], step, reduction)
+        if number:
+            step(total, reduction, total)
     if how == "average":
         total.div_(len(inputs))
     if wide:
         out.copy_(total)
+
+
+def _fold(
+    terms: Sequence[torch.Tensor], step: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], out: torch.Tensor
+) -> None:
+    wide = terms[0].dtype != out.dtype
+    if wide or len(terms) == 1:
+        out.copy_(terms[0])
+        rest = terms[1:]
+    else:
+        step(terms[0], terms[1], out)
+        rest = terms[2:]
+    for term in rest:
+        step(out, term.float() if wide else term, out)
 
 
 def _in_blocks(

@@ -140,3 +140,77 @@ def test_who_never_comes_is_named_by_all_and_nobody_else_is(fleet: Fleets, numel
         return caught.value.ranks
 
     assert fleet(4).run(run) == [(2,)] * 4
+
+
+def by_machine(how: str, inputs: Sequence[torch.Tensor], machines: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Each machine's reduction, and the reduction of those; the sum of an average is divided once."""
+    folded = "sum" if how == "average" else how
+    whole = reduced(folded, [reduced(folded, [inputs[rank] for rank in ranks]) for ranks in machines])
+    return whole / len(inputs) if how == "average" else whole
+
+
+@pytest.mark.links("an engine sums in an order of its own")
+@pytest.mark.parametrize(("machines", "per_machine"), [(2, 2), (3, 2), (2, 3), (4, 2)])
+def test_large_tensors_go_machine_by_machine(fleet: Fleets, machines: int, per_machine: int) -> None:
+    """And small ones at once, with the same bits: alone, in a group, or with whatever is in flight."""
+    size, numel = machines * per_machine, allreduce.BY_MACHINES_BYTES // 4 + 1
+    kinds, cuts = ("sum", "average", "min", "max"), [5, 4000, 40_000, numel - 44_005]
+
+    def run() -> list[torch.Tensor]:
+        x = sample(shoal.rank(), (numel,))
+        given, found = x.clone(), []
+        for how in kinds:
+            pieces = torch.split(x, cuts)
+            found += [shoal.allreduce(x, op=how), *(shoal.allreduce(piece, op=how) for piece in pieces)]
+            handles = [shoal.allreduce_nonblocking(piece, op=how) for piece in pieces]
+            found += [handle.wait() for handle in handles] + shoal.grouped_allreduce(list(pieces), op=how)
+        assert same_bits(x, given)
+        return found
+
+    grouping = [range(machine * per_machine, (machine + 1) * per_machine) for machine in range(machines)]
+    x, expected = samples(size, (numel,)), []
+    for how in kinds:
+        whole = by_machine(how, x, grouping)
+        expected += [whole, *3 * torch.split(whole, cuts)]
+    assert not same_bits(expected[0], reduced("sum", x))  # so the order can be told
+    for found in fleet(size, agents_per_machine=per_machine).run(run):
+        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.links("an engine sums in an order of its own")
+def test_a_group_goes_by_machines_where_it_has_as_many_agents_on_each(fleet: Fleets) -> None:
+    shape = (allreduce.BY_MACHINES_BYTES // 8, 2)
+    uneven, even = [0, 2, 3, 4, 5, 6, 7], [0, 1, 6, 7]
+
+    def run() -> list[torch.Tensor]:
+        rank = shoal.rank()
+        found = [shoal.allreduce(sample(rank, shape), False, group=group) for group in (uneven, even) if rank in group]
+        half = sample(rank, shape, torch.bfloat16)
+        return [*found, shoal.allreduce(torch.cat([half, half]), False)]
+
+    x, half = samples(8, shape), samples(8, shape, torch.bfloat16)
+    of_seven, of_four = reduced("sum", [x[rank] for rank in uneven]), by_machine("sum", x, [(0, 1), (6, 7)])
+    of_half = reduced("sum", [torch.cat([one, one]) for one in half])  # it would be rounded once more
+    for rank, found in enumerate(fleet(8, agents_per_machine=2).run(run)):
+        expected = [one for one, group in ((of_seven, uneven), (of_four, even)) if rank in group] + [of_half]
+        assert [same_bits(*pair) for pair in zip(found, expected, strict=True)] == [True] * len(expected), rank
+
+
+@pytest.mark.parametrize("other", [1, 2], ids=["beside it", "on another machine"])
+def test_a_shape_that_differs_on_one_machine_is_a_mismatch_and_the_next_call_works(fleet: Fleets, other: int) -> None:
+    numel = allreduce.BY_MACHINES_BYTES // 4
+
+    def run() -> str:
+        differs = shoal.rank() >= other if other == 2 else shoal.rank() == other
+        try:
+            shoal.allreduce(torch.ones((2, numel // 2) if differs else (4, numel // 4)), name="differs")
+        except shoal.Mismatch as error:
+            said = str(error)
+        else:
+            said = ""
+        shoal.barrier()
+        assert shoal.allreduce(torch.ones(numel)).eq(1.0).all()
+        return said
+
+    for said in fleet(4, agents_per_machine=2).run(run):
+        assert "'differs'" in said and ("shape" in said or "list of tensors" in said), said

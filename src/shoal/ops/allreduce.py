@@ -2,7 +2,8 @@
 
 Two agents send each other the whole tensor: one hop, and no more bytes than any other way takes. More have owners of
 its numbers (``owners.py``), few where a message costs more than its bytes and as many as there are agents where it
-costs less: c messages' time is that of their bytes with the square root of the bytes over what a message costs.
+costs less: c messages' time is that of their bytes with the square root of the bytes over what a message costs. Where
+several agents of each of several machines share its NIC, large tensors go machine by machine.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ from ..transport.link import Published
 from ..world.agent import Agent
 from .arguments import LAYOUT, Result, payload
 from .by_engine import is_for_engine, members, reduced_by_engine
-from .owners import put_together, reduced_by_owners
+from .order import machines_among
+from .owners import put_together, reduced_by_machines, reduced_by_owners
 
 MESSAGE_BYTES, FAR_MESSAGE_BYTES = 1 << 19, 1 << 13
 """What a message costs, in bytes that are summed in its time, on one machine and over a network of 1 Gbit/s. Measured
 with ``benchmarks/allreduce.py`` on a machine of two cores; either may be wrong by a factor of four and cost little."""
+
+
+BY_MACHINES_BYTES = 1 << 18
+"""From which size on tensors go machine by machine, in four hops."""
 
 
 def owners_of(agent: Agent, group: Sequence[int], nbytes: int) -> Sequence[int]:
@@ -49,7 +55,7 @@ def reduced(
     layout: int = 0,
     owned: bool = False,
 ) -> Steps[torch.Tensor]:
-    """The reduction of the tensors of a group, on each of it, in rank order.
+    """The reduction of the tensors of a group, on each of it.
 
     Args:
         zero_copy: Others read ``tensor`` where it lies, where they can.
@@ -63,6 +69,14 @@ def reduced(
     if len(group) <= 2:
         published = publish(operation, tensor, zero_copy=zero_copy)
         return (yield from _with_each_other(agent, operation, published, tensor, how, group, out, layout))
+    machines = machines_among(agent, group, tensor.dtype) if tensor.nbytes >= BY_MACHINES_BYTES else ()
+    if machines:
+        here = next(ranks for ranks in machines if agent.rank in ranks)
+        alike = [ranks[here.index(agent.rank)] for ranks in machines]
+        published = publish(operation, tensor, zero_copy=zero_copy, pieces=len(here))
+        result = Result(agent, out, tensor, shape)
+        yield from reduced_by_machines(agent, operation, published, shape, how, here, alike, result.flat, layout)
+        return result.finish()
     owners = owners_of(agent, group, tensor.numel() * tensor.element_size())
     published = publish(operation, tensor, zero_copy=zero_copy, pieces=len(owners))
     share, arrived = yield from reduced_by_owners(agent, operation, published, shape, how, group, owners, layout)

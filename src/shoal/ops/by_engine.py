@@ -1,7 +1,7 @@
 """Collectives of an engine that carries tensors, in the place of exchanges that each edge would have to agree on.
 
-Small tensors are gathered, and reduced here in rank order as ever: with the same bits as by links. A large sum is the
-engine's own, which takes it in an order of its own, the same on all agents; that is what such an engine is good at.
+Small tensors are gathered, and reduced here in the same order as ever: with the same bits as by links. A large sum is
+the engine's own, which takes it in an order of its own, the same on all agents; that is what such an engine is good at.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..transport.process_group import REDUCED
 from ..transport.wire import Payload
 from ..world.agent import Agent
 from .arguments import LAYOUT, Result
+from .order import places_by_machine
 
 GATHERED_BYTES = 1 << 16
 """What an agent receives at most where all get all tensors."""
@@ -61,7 +62,8 @@ def reduced_by_engine(
         into = {rank: pool.empty((data.numel(),), data.dtype) for rank in others}
         yield Exchange((), (), carried=Carried(among, Collective("gather", data, group, into=into), what))
         payloads = [Payload(into[rank], data.numel()) for rank in others]
-        yield from reduce(result.flat, how, data, group.index(agent.rank), payloads)
+        parts = places_by_machine(agent, group, tensor.dtype)
+        yield from reduce(result.flat, how, data, group.index(agent.rank), payloads, parts)
         return result.finish()
     # The engine works in place; not where the caller would see a part of it, should that be all that comes.
     data = result.flat if out is None else pool.empty((result.flat.numel(),), tensor.dtype)

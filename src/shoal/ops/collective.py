@@ -1,7 +1,7 @@
 """Operations over all agents, or all of a machine, built on the same exchange and matched by name in any order.
 
-Which way an all-reduce takes depends on its size (``allreduce.py``); the order of the sum does not, so every agent has
-the same bits.
+Which way an all-reduce takes depends on its size (``allreduce.py``); the order of the sum does not (``order.py``), so
+every agent has the same bits.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def allreduce(
     timeout: float | None = None,
 ) -> torch.Tensor:
     """The sum, average, minimum, maximum or product over all agents, in rank order; the same bits on every agent.
+
+    Over several machines with as many agents each, numbers of more than 16 bits are reduced on each machine and then
+    between them: each NIC then carries large tensors once, and not once for each agent.
 
     Args:
         tensor: Any supported dtype for sum, min, max and product (min and max not complex); floating or complex for

@@ -206,7 +206,8 @@ def _hierarchical(
     shape = tuple(tensor.shape)
     published = engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     position = group.index(agent.rank)
-    mean = yield from reduce_scatter(agent, operation, published, shape, "average", group)
+    share = yield from reduce_scatter(agent, operation, published, shape, "average", group)
+    mean = share.data
 
     counterparts = [machine * len(group) + position for machine in range(agent.machines.count)]
     digest = shape_digest(shape) ^ (static.digest if static else 0)
@@ -222,7 +223,7 @@ def _hierarchical(
         checked=checked and static is None,
     )
     result = Result(agent, out, tensor, shape)
-    yield from allgather_shares(agent, operation, mixed, result.flat, group)
+    yield from allgather_shares(agent, operation, engine.publisher.publish(operation, mixed), result.flat, group)
     return result.finish()
 
 

@@ -3,7 +3,7 @@
 With one owner a tensor takes 2 (n - 1) messages, which is the least that there can be, and two hops. With as many
 owners as agents each sends and receives 2 (n - 1) / n of a tensor, which is the least that there can be as well, in
 2 n (n - 1) messages: a reduce-scatter and an all-gather. ``allreduce.py`` says how many there are. Owners take the
-terms of a sum in rank order, so the bits do not depend on who they are.
+terms of a sum in one order (``order.py``), so the bits do not depend on who they are.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..arithmetic import reduce
+from ..arithmetic import real, reduce
 from ..engine.operation import MORE, Arrived, Carried, Exchange, Operation, Send, Steps
 from ..transport.link import Published
 from ..world.agent import Agent
 from .arguments import LAYOUT, payload, rotated
 from .by_engine import members
+from .order import places_by_machine
 
 _TERMS, _RESULTS = 0, 1
 """The stages."""
@@ -107,7 +108,8 @@ def share_of(
     """The reduction of what has come and this agent's ``own``, where others can read it."""
     share = agent.engine.publisher.room(operation, own.numel(), own.dtype)
     payloads = [payload(arrived, rank) for rank in group if rank != agent.rank]
-    yield from reduce(share.data, how, own, group.index(agent.rank), payloads)
+    parts = places_by_machine(agent, group, own.dtype)
+    yield from reduce(share.data, how, own, group.index(agent.rank), payloads, parts)
     return share
 
 
@@ -136,9 +138,48 @@ def put_together(
         yield MORE
 
 
+def reduced_by_machines(
+    agent: Agent,
+    operation: Operation,
+    published: Published,
+    shape: tuple[int, ...],
+    how: str,
+    here: Sequence[int],
+    alike: Sequence[int],
+    out: torch.Tensor,
+    layout: int,
+) -> Steps[None]:
+    """Fill ``out`` (flat) with the reduction of what the agents of several machines published, machine by machine.
+
+    Within its machine each agent reduces a share, and then a share of that with those that stand where it does on the
+    other M machines: through the NIC of a machine pass 2 (M - 1) / M of a tensor each way, however many agents are
+    behind it. With an owner for each agent it would be as many times that.
+
+    Args:
+        shape: Of the whole tensor.
+        here: The ranks on this machine.
+        alike: Those that stand where this one does on each machine, in the order of machines.
+        layout: Of the tensors that are joined in it, where it is of several.
+    """
+    folded = "sum" if how == "average" else how
+    share = yield from reduce_scatter(agent, operation, published, shape, folded, here, layout)
+    part = yield from reduce_scatter(agent, operation, share, shape, folded, alike, layout)
+    if how == "average":
+        real(part.data).div_(len(here) * len(alike))
+    whole = agent.engine.publisher.room(operation, share.data.numel(), share.data.dtype)
+    yield from allgather_shares(agent, operation, part, whole.data, alike)
+    yield from allgather_shares(agent, operation, whole, out, here)
+
+
 def reduce_scatter(
-    agent: Agent, operation: Operation, published: Published, shape: tuple[int, ...], how: str, group: Sequence[int]
-) -> Steps[torch.Tensor]:
+    agent: Agent,
+    operation: Operation,
+    published: Published,
+    shape: tuple[int, ...],
+    how: str,
+    group: Sequence[int],
+    layout: int = 0,
+) -> Steps[Published]:
     """This agent's share of the reduction of what each agent of ``group`` published, where all are owners."""
     start, stop = shares(published.data.numel(), len(group))[group.index(agent.rank)]
     arrived = yield Exchange(
@@ -146,21 +187,20 @@ def reduce_scatter(
         [rank for rank in group if rank != agent.rank],
         published.data.dtype,
         (stop - start,) if len(group) > 1 else None,
-        digest=shape_digest(shape),
-        digest_of="shape",
+        digest=layout or shape_digest(shape),
+        digest_of=LAYOUT if layout else "shape",
         carried=Carried(members(agent, operation, group)),
     )
-    share = yield from share_of(agent, operation, published.data[start:stop], how, group, arrived)
-    return share.data
+    return (yield from share_of(agent, operation, published.data[start:stop], how, group, arrived))
 
 
 def allgather_shares(
-    agent: Agent, operation: Operation, mine: torch.Tensor, out: torch.Tensor, group: Sequence[int]
+    agent: Agent, operation: Operation, mine: Published, out: torch.Tensor, group: Sequence[int]
 ) -> Steps[None]:
     """Fill ``out`` (flat) with the shares of all agents of ``group``, where all are owners."""
-    published = agent.engine.publisher.publish(operation, mine)
+    length = mine.data.numel()
     others = [rank for rank in group if rank != agent.rank]
-    sends = [Send(rank, published, 0, mine.numel(), (mine.numel(),)) for rank in others]
+    sends = [Send(rank, mine, 0, length, (length,)) for rank in others]
     carried = Carried(members(agent, operation, group))
-    arrived = yield Exchange(rotated(sends, agent), others, mine.dtype, carried=carried)
-    yield from put_together(agent, mine, arrived, group, out)
+    arrived = yield Exchange(rotated(sends, agent), others, mine.data.dtype, carried=carried)
+    yield from put_together(agent, mine.data, arrived, group, out)

@@ -11,7 +11,7 @@ import logging
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 import networkx as nx
@@ -27,6 +27,15 @@ from .store import Store
 log = logging.getLogger("shoal")
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@lru_cache
+def _equal_parts(machine_of: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    parts: dict[int, list[int]] = {}
+    for rank in ranks:
+        parts.setdefault(machine_of[rank], []).append(rank)
+    sizes = {len(part) for part in parts.values()}
+    return tuple(map(tuple, parts.values())) if len(parts) > 1 and len(sizes) == 1 and 1 not in sizes else ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,10 @@ class Machines:
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(self.of.count(machine) for machine in range(self.count))
+
+    def equal_parts(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Some ranks by machine, if these are several with equally many of them, and with more than one; else none."""
+        return _equal_parts(self.of, tuple(ranks)) if self.count > 1 else ()
 
     @property
     def homogeneous(self) -> bool:
