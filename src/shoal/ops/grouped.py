@@ -18,6 +18,7 @@ from ..compression import Compressor
 from ..engine.discovery import submit_to_all
 from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch
+from ..transport.memory import ResultPool
 from ..transport.wire import DTYPES
 from ..world.agent import current
 from .arguments import WEIGHABLE, check_gatherable, check_out, check_tensor, put, split_name
@@ -84,7 +85,7 @@ def grouped_allreduce_nonblocking(
                 layout=bundle.digest,
                 owned=True,
             )
-            for number, flat in enumerate(bundle.joined())
+            for number, flat in enumerate(bundle.joined(agent.engine.pool))
         ]
     )
 
@@ -144,7 +145,7 @@ def grouped_neighbor_allreduce_nonblocking(
     self_weight, name = split_name(called, self_weight, name)
     mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
     bundle = _Bundle(called, tensors, out, WEIGHABLE)
-    joined = bundle.joined()
+    joined = bundle.joined(agent.engine.pool)
     encoded = [
         None if compression is None else encoded_by_call(called, flat, compression, agent.rank) for flat in joined
     ]
@@ -301,14 +302,14 @@ class _Bundle:
         more = len(self.tensors) - len(shown)
         return f"{len(self.tensors)}: {', '.join(shown)}" + (f" and {more} more" if more else "")
 
-    def joined(self) -> list[torch.Tensor]:
+    def joined(self, pool: ResultPool) -> list[torch.Tensor]:
         """Copies, ``[numel]``: one for each dtype."""
-        return [
-            torch.cat([one.detach().reshape(-1).cpu() for one in self.tensors if one.dtype == dtype])
-            if self.tensors
-            else torch.empty(0)
-            for dtype in self._dtypes
-        ]
+        found = []
+        for dtype in self._dtypes:
+            parts = [one.detach().reshape(-1).cpu() for one in self.tensors if one.dtype == dtype]
+            flat = pool.empty((sum(map(torch.numel, parts)),), dtype)
+            found.append(torch.cat(parts, out=flat) if parts else flat)
+        return found
 
     def of_joined(self, handles: list[Handle[torch.Tensor]]) -> Handle[list[torch.Tensor]]:
         """The results, of those of :meth:`joined`."""
