@@ -184,6 +184,24 @@ def _path(directory: Path, agent: Agent) -> Path:
     return directory / (f"{stem}-{count}.json" if count > 1 else f"{stem}.json")
 
 
+def start(agent: Agent, path: Path) -> None:
+    """Begin a trace of an agent in the midst of its run.
+
+    Raises:
+        ValueError: There is one already.
+        OSError: It cannot be written there.
+    """
+    there = _timelines.get(agent.engine)
+    if there is not None:
+        raise ValueError(f"a timeline of rank {agent.rank} is being written already, to {there.path}")
+    _timelines[agent.engine] = Timeline(agent, path)
+
+
+def stop(agent: Agent) -> None:
+    """End the trace of an agent, if there is one."""
+    _detach(agent)
+
+
 def _detach(agent: Agent) -> None:
     timeline = _timelines.pop(agent.engine, None)
     if timeline is not None:

@@ -1,16 +1,22 @@
-"""A tensor of its own for each neighbour."""
+"""A tensor of its own for each neighbour, and for each of all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import prod
 
 import torch
 
 from ..arithmetic import complete
 from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..errors import PeerLost
+from ..topology._validate import as_int
+from ..transport.wire import Kind, Message, Payload
 from ..world.agent import Agent, current
-from .arguments import Result, as_ranks, channel_name, check_gatherable, payload
+from .arguments import Result, as_ranks, channel_name, check_gatherable, joined, payload, rotated
+from .by_engine import members as members_of
+from .groups import Group, within
 
 OP = "neighbor_alltoall"
 
@@ -81,3 +87,77 @@ def submit(
         return result.finish()
 
     return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
+
+
+def alltoall_nonblocking(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    *,
+    group: Group | None = None,
+    timeout: float | None = None,
+) -> Handle[tuple[torch.Tensor, list[int]]]:
+    """Send every agent rows of its own, and receive rows from each, all at once.
+
+    Args:
+        tensor: Any dtype, at least one dimension; all but the first are equal on all agents.
+        splits: How many rows go to each agent, in the order of ranks; equally many, if not given.
+        name: What calls are matched by; unnamed calls match by their order.
+        group: Among these ranks only; as for :func:`~shoal.allreduce`.
+        timeout: Seconds until the deadline.
+
+    Returns:
+        A handle of the rows of all, in the order of ranks, and how many have come from each.
+
+    Raises:
+        ValueError: The splits do not say of every row where it goes.
+        Mismatch: Agents' tensors differ in more than their first dimension.
+    """
+    op, agent = "alltoall", current("alltoall")
+    members = within(op, group, agent)
+    ranks = members.ranks or tuple(range(agent.size))
+    tensor = check_gatherable(op, tensor)
+    ends = [0, *accumulate(_rows(op, agent.rank, len(tensor), len(ranks), splits))]
+    rest = tuple(tensor.shape[1:])
+    parts = {rank: (low, high) for rank, (low, high) in zip(ranks, pairwise(ends), strict=True)}
+
+    def steps(operation: Operation) -> Steps[tuple[torch.Tensor, list[int]]]:
+        published, row = agent.engine.publisher.publish(operation, tensor), prod(rest)
+        others = [rank for rank in operation.callers(agent.size) if rank != agent.rank]
+        sends = [
+            Send(rank, published, low * row, high * row, (high - low, *rest))
+            for rank, (low, high) in parts.items()
+            if rank in others
+        ]
+        carried = Carried(members_of(agent, operation, ranks))
+        arrived = yield Exchange(rotated(sends, agent), others, tensor.dtype, carried=carried)
+        low, high = parts[agent.rank]
+        mine = Payload(published.data[low * row : high * row], (high - low) * row)
+        own = Message(Kind.DATA, dtype=tensor.dtype, shape=(high - low, *rest), payload=mine)
+        came = [(rank, own if rank == agent.rank else arrived[rank]) for rank in ranks if rank not in operation.gone]
+        whole = yield from joined(agent, op, tensor, came)
+        return whole, [message.shape[0] for _, message in came]
+
+    channel, named = members.channel(op, name), name is not None
+    return agent.engine.submit(op, channel, steps, timeout, named, on_loss=OnLoss.FAIL, among=members.ranks)
+
+
+def _rows(op: str, rank: int, rows: int, count: int, splits: object) -> list[int]:
+    """How many rows go to each."""
+    if splits is None:
+        if rows % count:
+            raise ValueError(
+                f"{op} on rank {rank}: {rows} rows are not equally many for each of {count} agents; give splits"
+            )
+        return [rows // count] * count
+    if isinstance(splits, torch.Tensor):
+        splits = splits.tolist()
+    if not isinstance(splits, Sequence) or isinstance(splits, (str, bytes)):
+        raise TypeError(f"{op}: splits must be a list of whole numbers, or a tensor of them, not {splits!r}")
+    found = [as_int(one, "splits") for one in splits]
+    if len(found) != count or min(found) < 0 or sum(found) != rows:
+        raise ValueError(
+            f"{op} on rank {rank}: splits={found}: it takes {count} numbers, one for each agent, none negative, whose "
+            f"sum is the number of rows, {rows}"
+        )
+    return found

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..engine.engine import Engine
 from ..errors import Mismatch
 from ..ops.collective import gather_by_rank
+from ..ops.groups import Group
 from ..world.agent import current
 
 _owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
@@ -116,8 +117,11 @@ def only(optimizer: torch.optim.Optimizer, params: Iterable[torch.nn.Parameter])
             group["params"] = all_of_it
 
 
-def check_that_models_agree(params: dict[torch.nn.Parameter, str], name: str, beside: str = "") -> None:
-    """Compare names, shapes, dtypes, the order in memory, and what travels beside each parameter with all agents.
+def check_that_models_agree(
+    params: dict[torch.nn.Parameter, str], name: str, beside: str = "", *, group: Group | None = None
+) -> None:
+    """Compare names, shapes, dtypes, the order in memory, and what travels beside each parameter with all agents, or
+    with those of a group.
 
     Raises:
         Mismatch: Two agents' models differ; it names the first parameter that does.
@@ -130,7 +134,7 @@ def check_that_models_agree(params: dict[torch.nn.Parameter, str], name: str, be
     ]
     mine = torch.tensor(list("\n".join(lines).encode() or b" "), dtype=torch.uint8)
     here = current("optim").rank
-    for rank, text in gather_by_rank(mine, f"{name}.parameters").items():
+    for rank, text in gather_by_rank(mine, f"{name}.parameters", group=group).items():
         theirs = bytes(text.tolist()).decode().split("\n")
         if theirs == (lines or [" "]):
             continue

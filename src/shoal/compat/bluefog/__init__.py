@@ -1,0 +1,7 @@
+"""BlueFog's package, so that only the word before its dots changes in a script.
+
+    import shoal.compat.bluefog.torch as bf  # was: import bluefog.torch as bf
+    from shoal.compat.bluefog.common import topology_util  # was: from bluefog.common import topology_util
+
+The names are those of :mod:`shoal.bluefog`; docs/bluefog.md has the list.
+"""

@@ -1,0 +1,3 @@
+"""What BlueFog has beside its front ends."""
+
+from . import topology_util as topology_util

@@ -1,0 +1,96 @@
+"""Who is there, and what moves their tensors, in Horovod's words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ...world import bootstrap
+from ...world.agent import current
+from .joining import attach
+from .process_sets import ProcessSet, add_process_set
+
+
+def init(comm: None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Become an agent, as :func:`shoal.init` does.
+
+    Args:
+        comm: All agents; there is no other.
+        process_sets: Those that are in use from the beginning. Others may be added, with ``"dynamic"`` or without.
+    """
+    if comm is not None:
+        raise ValueError("init: there is no communicator but that of all agents; leave comm out, and see process_sets")
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise ValueError(f"init: process_sets={process_sets!r}; it is a list of process sets, or 'dynamic'")
+    bootstrap.init()
+    attach()
+    for one in process_sets or () if not isinstance(process_sets, str) else ():
+        add_process_set(one)
+
+
+def cross_size() -> int:
+    """How many machines have an agent of this one's :func:`shoal.local_rank`."""
+    return len(_alike())
+
+
+def cross_rank() -> int:
+    """The place of this agent's machine among those."""
+    return _alike().index(current("cross_rank").machine_rank)
+
+
+def _alike() -> list[int]:
+    agent: Any = current("cross_rank")
+    place = agent.local_ranks.index(agent.rank)
+    return [machine for machine, size in enumerate(agent.machines.sizes) if size > place]
+
+
+def mpi_threads_supported() -> bool:
+    """There is no MPI."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """There is no MPI."""
+    return False
+
+
+def mpi_built() -> bool:
+    """There is no MPI."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Whether this agent's tensors are moved by Gloo (``SHOAL_TRANSPORT=process-group``)."""
+    return current("gloo_enabled").engine.carrier is not None
+
+
+def gloo_built() -> bool:
+    """Whether they could be."""
+    return dist.is_available() and dist.is_gloo_available()
+
+
+def nccl_built() -> int:
+    """There is no NCCL: tensors travel from and to the processor's memory."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """There is no DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """There is no oneCCL."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Nothing is built for CUDA."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Nothing is built for ROCm."""
+    return False

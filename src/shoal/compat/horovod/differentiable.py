@@ -1,0 +1,300 @@
+"""Horovod's operations that wait, which gradients go through.
+
+The gradient of an operation is one of all agents, too: where this agent's tensor requires a gradient, so must the
+others', or it would wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...ops.collective import barrier as _barrier
+from ...ops.collective import gather_by_rank
+from ...world.agent import bind, current
+from .begun import (
+    Tensors,
+    allgather_async,
+    allreduce_async_,
+    broadcast_async,
+    broadcast_async_,
+    exchange,
+    grouped_allgather_async,
+    grouped_allreduce_async_,
+    reduce_many,
+    reduce_one,
+    share_of,
+)
+from .process_sets import ProcessSet, global_process_set, group_of
+from .reductions import Average, Compression, How, Sum, compressed, meant
+
+ManyToMany = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+class _ThereAndBack(torch.autograd.Function):
+    """What is done with some tensors, and with the gradients of what came of them."""
+
+    @staticmethod
+    def forward(ctx: Any, there: ManyToMany, back: ManyToMany, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.back = back
+        return tuple(there(list(tensors)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *ctx.back(list(gradients)))
+
+
+def _through(tensors: Tensors, there: ManyToMany, back: ManyToMany) -> list[torch.Tensor]:
+    """Do it, with a way back for gradients where there are any."""
+    if not torch.is_grad_enabled() or not any(one.requires_grad for one in tensors):
+        return there(list(tensors))
+    apply: Any = _ThereAndBack.apply
+    return list(apply(there, bind(back), *tensors))
+
+
+def _back_name(name: str | None) -> str | None:
+    return None if name is None else f"{name}.gradient"
+
+
+def _linear(called: str, how: How) -> None:
+    if how.op not in (Average, Sum):
+        raise ValueError(
+            f"{called}: gradients go through hvd.Average and hvd.Sum, and not through {how.word}; give tensor.detach()"
+        )
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The average of all agents' tensors, or what ``op`` says; a new tensor.
+
+    Args:
+        tensor: The same shape and dtype on all. An average of integers loses what is behind its point.
+        average: The sum where it is False; ``op`` says the same and more.
+        name: What calls are matched by; unnamed calls match by their order.
+        compression: In what form it travels.
+        op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor, postscale_factor: What tensors are multiplied by before, and the result after.
+        process_set: Over these agents, which call it.
+
+    The gradient is the all-reduce of the gradients with the same ``op`` and factors, of an average or a sum.
+    """
+    how = meant("allreduce", average, op, prescale_factor, postscale_factor)
+
+    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [reduce_one("allreduce", tensors[0], how, name, process_set).wait()]
+
+    def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        _linear("allreduce", how)
+        return [reduce_one("allreduce", gradients[0], how, _back_name(name), process_set).wait()]
+
+    (sent,), (ctx,) = compressed(compression, [tensor])
+    found: torch.Tensor = compression.decompress(_through([sent], there, back)[0], ctx)
+    return found
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """:func:`allreduce` in place, without gradients."""
+    return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """:func:`allreduce` of several tensors at once: those of a dtype are one message."""
+    called = "grouped_allreduce"
+    how = meant(called, average, op, prescale_factor, postscale_factor)
+
+    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return reduce_many(called, tensors, how, name, process_set).wait()
+
+    def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        _linear(called, how)
+        return reduce_many(called, gradients, how, _back_name(name), process_set).wait()
+
+    sent, contexts = compressed(compression, tensors)
+    found = _through(sent, there, back)
+    return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """:func:`grouped_allreduce` in place, without gradients."""
+    return grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set).wait()
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The tensors of all agents, joined along dimension 0 in rank order; how many rows each has may differ.
+
+    The gradient is this agent's part of the sum of the gradients.
+    """
+
+    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [allgather_async(tensors[0], name, process_set).wait()]
+
+    return _through([tensor], there, lambda found: _own_parts("allgather", found, [tensor], name, process_set))[0]
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """:func:`allgather` of several tensors at once."""
+    called = "grouped_allgather"
+
+    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return grouped_allgather_async(tensors, name, process_set).wait()
+
+    return _through(tensors, there, lambda found: _own_parts(called, found, tensors, name, process_set))
+
+
+def _own_parts(
+    called: str, gradients: list[torch.Tensor], tensors: Tensors, name: str | None, process_set: ProcessSet
+) -> list[torch.Tensor]:
+    """Of the sums of some gradients those of this agent's rows, which it has put in."""
+    rows = torch.tensor([len(one) for one in tensors])
+    group, here = group_of(called, process_set), current(called).rank
+    each = gather_by_rank(rows, f"{_back_name(name) or f'{called}.gradient'} (rows)", group=group)
+    before = torch.stack([torch.zeros_like(rows), *(each[rank] for rank in each if rank < here)]).sum(0)
+    sums = reduce_many(called, gradients, How(Sum), _back_name(name), process_set).wait()
+    return [one.narrow(0, int(first), int(count)) for one, first, count in zip(sums, before, rows, strict=True)]
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The tensor of ``root_rank``, a rank of all agents', on every agent; a new tensor.
+
+    The gradient is the sum of the gradients at the root, and zero elsewhere.
+    """
+
+    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [broadcast_async(tensors[0], root_rank, name, process_set).wait()]
+
+    def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        total = reduce_one("broadcast", gradients[0], How(Sum), _back_name(name), process_set).wait()
+        return [total if current("broadcast").rank == root_rank else torch.zeros_like(total)]
+
+    return _through([tensor], there, back)[0]
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """:func:`broadcast` in place, without gradients."""
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Sequence[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send rows to each agent, and have what all have sent this one, in rank order.
+
+    Args:
+        tensor: Its rows go to the agents in the order of ranks.
+        splits: How many go to each; equally many if not given.
+        name, process_set: As of :func:`allreduce`.
+
+    Returns:
+        The rows that came; where ``splits`` are given with a tensor of how many from each.
+
+    The gradient of each row goes back to who has sent it.
+    """
+    came: list[int] = []
+
+    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        found, rows = exchange(tensors[0], splits, name, process_set).wait()
+        came.extend(rows)
+        return [found]
+
+    def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [exchange(gradients[0], came, _back_name(name), process_set).wait()[0]]
+
+    (found,) = _through([tensor], there, back)
+    return found if splits is None else (found, torch.tensor(came, dtype=torch.int32))
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """This agent's rows of what :func:`allreduce` gives: equally many for each, the first have one more if need be.
+
+    The gradient is the gradients of all agents' rows, with the factors.
+    """
+    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """:func:`reducescatter` of several tensors at once."""
+    called = "reducescatter"
+    how = meant(called, None, op, prescale_factor, postscale_factor)
+    if any(not one.dim() for one in tensors):
+        raise ValueError(f"{called}: rows are scattered, and a 0-dimensional tensor has none; use tensor.view(1)")
+
+    def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [share_of(one, process_set) for one in reduce_many(called, tensors, how, name, process_set).wait()]
+
+    def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        _linear(called, how)
+        factor = how.before * how.after / (process_set.size() if how.op is Average else 1)
+        return [one * factor for one in grouped_allgather_async(gradients, _back_name(name), process_set).wait()]
+
+    sent, contexts = compressed(compression, tensors)
+    found = _through(sent, there, back)
+    return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when all agents have called it, or all of ``process_set``."""
+    _barrier(group=group_of("barrier", process_set))

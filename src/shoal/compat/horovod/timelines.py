@@ -1,0 +1,30 @@
+"""A trace of each agent, from one moment to another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...monitor import timeline
+from ...world.agent import current
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write what this agent does to a file from now on: rank 0 to ``file_path``, rank r to ``name.rank<r>.json`` beside
+    it.
+
+    Args:
+        file_path: ``name.json``; the folder must be there.
+        mark_cycles: Ignored: there are no cycles.
+
+    Raises:
+        ValueError: A trace is being written already.
+    """
+    agent, path = current("start_timeline"), Path(file_path)
+    if agent.rank:
+        path = path.with_name(f"{path.stem}.rank{agent.rank}{path.suffix}")
+    timeline.start(agent, path)
+
+
+def stop_timeline() -> None:
+    """End the trace; the file is complete then."""
+    timeline.stop(current("stop_timeline"))
