@@ -38,15 +38,16 @@ class SyncBatchNorm(_BatchNorm):
         shape = [1, -1] + [1] * (input.dim() - 2)
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         rows = torch.full((1,), float(input.numel() // input.size(1)), dtype=wide.dtype, device=input.device)
-        total, count = grouped_allreduce([wide.sum(dims), rows], op=Sum)
-        if count.item() <= 1:
+        total, rows = grouped_allreduce([wide.sum(dims), rows], op=Sum)
+        count = rows.detach().item()
+        if count <= 1:
             raise ValueError(
                 f"SyncBatchNorm: more than one value for each channel is wanted, over all {agent.size} agents"
             )
         mean = total / count
         apart = wide - mean.view(shape)
         variance = allreduce(apart.square().sum(dims), op=Sum) / count
-        self._keep(mean.detach(), variance.detach(), float(count))
+        self._keep(mean.detach(), variance.detach(), count)
         found = (apart * torch.rsqrt(variance + self.eps).view(shape)).to(input.dtype)
         if self.affine:
             found = found * self.weight.view(shape) + self.bias.view(shape)

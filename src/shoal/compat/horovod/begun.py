@@ -18,7 +18,7 @@ from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonb
 from ...ops.handles import HandleOfMany, wait
 from .joining import note
 from .process_sets import ProcessSet, global_process_set, group_of
-from .reductions import Average, How, meant, scaled
+from .reductions import Average, How, listed, meant, scaled
 
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
@@ -67,8 +67,7 @@ def reduce_many(
     outs: Tensors | None = None,
 ) -> Handle[list[torch.Tensor]]:
     """Begin an all-reduce of several tensors at once; into ``outs``, if they are given."""
-    if isinstance(tensors, torch.Tensor):
-        raise TypeError(f"{called}: a list of tensors is wanted, not one")
+    tensors = listed(called, tensors)
     for one in tensors:
         check_tensor(called, one)
     group, (op, finish) = group_of(called, process_set), _as_shoals(how, tensors, process_set)
@@ -159,7 +158,7 @@ def grouped_allreduce_async_(
     """:func:`grouped_allreduce_async` in place."""
     called = "grouped_allreduce_async_"
     how = meant(called, average, op, prescale_factor, postscale_factor)
-    outs = [check_tensor(called, one).detach() for one in tensors]
+    outs = [check_tensor(called, one).detach() for one in listed(called, tensors)]
     return then(reduce_many(called, tensors, how, name, process_set, outs), lambda _: list(tensors), "several tensors")
 
 
@@ -176,7 +175,8 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[list[torch.Tensor]]:
     """``grouped_allgather`` without waiting, and without gradients."""
-    group, tensors = group_of("grouped_allgather_async", process_set), [one.detach() for one in tensors]
+    called = "grouped_allgather_async"
+    group, tensors = group_of(called, process_set), [one.detach() for one in listed(called, tensors)]
     made = grouped_allgather_nonblocking(tensors, name, group=group)
     return noted("grouped_allgather", "", name, tensors, process_set, made)
 
@@ -245,7 +245,7 @@ def grouped_reducescatter_async(
 ) -> Handle[list[torch.Tensor]]:
     """``grouped_reducescatter`` without waiting, and without gradients."""
     how = meant("grouped_reducescatter_async", None, op, prescale_factor, postscale_factor)
-    for one in tensors:
+    for one in listed("grouped_reducescatter_async", tensors):
         check_gatherable("grouped_reducescatter_async", one)
     made = reduce_many("grouped_reducescatter_async", tensors, how, name, process_set)
     return then(made, lambda found: [share_of(one, process_set) for one in found], "several tensors")

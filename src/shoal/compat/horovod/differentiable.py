@@ -29,7 +29,7 @@ from .begun import (
     share_of,
 )
 from .process_sets import ProcessSet, global_process_set, group_of
-from .reductions import Average, Compression, How, Sum, compressed, meant
+from .reductions import Average, Compression, How, Sum, compressed, listed, meant
 
 ManyToMany = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -138,7 +138,7 @@ def grouped_allreduce(
         _linear(called, how)
         return reduce_many(called, gradients, how, _back_name(name), process_set).wait()
 
-    sent, contexts = compressed(compression, tensors)
+    sent, contexts = compressed(compression, listed(called, tensors))
     found = _through(sent, there, back)
     return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
 
@@ -175,6 +175,7 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """:func:`allgather` of several tensors at once."""
     called = "grouped_allgather"
+    tensors = listed(called, tensors)
 
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return grouped_allgather_async(tensors, name, process_set).wait()
@@ -279,7 +280,7 @@ def grouped_reducescatter(
     """:func:`reducescatter` of several tensors at once."""
     called = "reducescatter"
     how = meant(called, None, op, prescale_factor, postscale_factor)
-    if any(not one.dim() for one in tensors):
+    if any(not one.dim() for one in listed(called, tensors)):
         raise ValueError(f"{called}: rows are scattered, and a 0-dimensional tensor has none; use tensor.view(1)")
 
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -290,7 +291,7 @@ def grouped_reducescatter(
         factor = how.before * how.after / (process_set.size() if how.op is Average else 1)
         return [one * factor for one in grouped_allgather_async(gradients, _back_name(name), process_set).wait()]
 
-    sent, contexts = compressed(compression, tensors)
+    sent, contexts = compressed(compression, listed(called, tensors))
     found = _through(sent, there, back)
     return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
 

@@ -82,7 +82,7 @@ class Joining(MinimalService):
         self._joined: dict[int, State] = {}  # what the others have said last
         self._told: dict[int, int] = {}
         self._heard: dict[int, int] = {}
-        self._calls = 0  # of all agents, by this one's script
+        self._calls = 0  # that its script has made since the last join
         self._own = self._ended = 0  # joins that it has begun, and that are over
         self._since = 0.0
         self._news: queue.SimpleQueue[Call | PeerLost | None] = queue.SimpleQueue()
@@ -193,7 +193,7 @@ class Joining(MinimalService):
         mine = torch.tensor([own_calls, joined_at], dtype=torch.float64)
         found = gather_by_rank(mine, Internal("horovod.join"))
         with held, engine.lock:
-            self._ended = self._own
+            self._ended, self._calls = self._own, 0
         return max(found, key=lambda rank: (*found[rank].tolist(), rank))
 
     def _follow(self) -> None:

@@ -98,6 +98,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     agent, ranks = current("add_process_set"), tuple(made.ranks)
+    _agree("add_process_set", ranks)  # first of all: what is wrong with them is so for all then
     beyond = [rank for rank in ranks if not 0 <= rank < agent.size]
     if beyond:
         raise ValueError(f"add_process_set: there are no ranks {beyond}; there are {agent.size} agents")
@@ -109,7 +110,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             raise ValueError(
                 f"add_process_set: process set {number} has the ranks {list(ranks)} already; take that one"
             )
-    _agree("add_process_set", ranks)
     number = 1 + max(there, default=0)
     there[number] = ranks
     made.process_set_id = number

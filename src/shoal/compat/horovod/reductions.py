@@ -54,13 +54,13 @@ def meant(called: str, average: bool | None, op: int | None, before: float = 1.0
     Raises:
         ValueError: They say two things, or what there is not.
     """
-    if average is not None and op is not None:
-        raise ValueError(f"{called}: average={average!r} and op={op!r} say the same; leave average out")
     given = op if op is not None else (Average if average is None or average else Sum)
     try:
         found = ReduceOp(given)
     except ValueError:
         raise ValueError(f"{called}: op={op!r}; it may be hvd.Average, Sum, Min, Max or Product") from None
+    if average is not None and op is not None:
+        raise ValueError(f"{called}: average={average!r} and op={found.name.title()} are both given; leave average out")
     refuse_adasum(called, found)
     return How(found, as_weight(before, "prescale_factor"), as_weight(after, "postscale_factor"))
 
@@ -122,6 +122,13 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
+
+
+def listed(called: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a call of several."""
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError(f"{called}: a list of tensors is wanted, not one tensor")
+    return list(tensors)
 
 
 def compressed(compression: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:

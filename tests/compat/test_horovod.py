@@ -1,0 +1,447 @@
+"""Horovod's operations on Shoal: what each gives, in place and without waiting, and the way back of gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+import shoal.compat.horovod as hvd
+
+Fleets = Callable[..., shoal.Fleet]
+SIZE = 3
+
+
+def x_of(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.rand(shape or (4,), generator=generator, dtype=torch.float64) * 8 - 3).to(dtype)
+
+
+ALL = torch.stack([x_of(rank) for rank in range(SIZE)])
+REDUCED = {
+    "AVERAGE": ALL.mean(0),
+    "SUM": ALL.sum(0),
+    "MIN": ALL.min(0)[0],
+    "MAX": ALL.max(0)[0],
+    "PRODUCT": ALL.prod(0),
+}
+
+
+def test_reductions_in_all_forms(fleet: Fleets) -> None:
+    def run() -> dict[str, list[Tensor]]:
+        hvd.init()
+        x, found = x_of(hvd.rank()), {}
+        for name in REDUCED:
+            op = hvd.ReduceOp[name]
+            inplace, later, grouped = x.clone(), x.clone(), [x.clone(), x.clone()]
+            hvd.allreduce_(inplace, op=op)
+            handle = hvd.allreduce_async_(later, op=op, name=f"{name} in place")
+            assert hvd.synchronize(handle) is later
+            assert hvd.poll(handle)
+            assert hvd.grouped_allreduce_(grouped, op=op)[1] is grouped[1]
+            found[name] = [
+                hvd.allreduce(x, op=op),
+                hvd.synchronize(hvd.allreduce_async(x, op=op)),
+                inplace,
+                later,
+                grouped[1],
+                hvd.grouped_allreduce([x, x], op=op)[0],
+                hvd.synchronize(hvd.grouped_allreduce_async([x], op=op))[0],
+            ]
+            handle = hvd.grouped_allreduce_async_(grouped, op=hvd.Max)
+            assert hvd.synchronize(handle)[0] is grouped[0]
+            assert torch.equal(x, x_of(hvd.rank()))
+        return found
+
+    for found in fleet(SIZE).run(run):
+        for name, expected in REDUCED.items():
+            for one in found[name]:
+                assert torch.allclose(one, expected, rtol=0, atol=1e-14)
+
+
+def test_the_two_ways_to_ask_for_a_sum_and_factors() -> None:
+    def run() -> list[Tensor]:
+        hvd.init()
+        x, whole = x_of(hvd.rank()), torch.tensor([hvd.rank() + 2, -hvd.rank() - 2])
+        inplace = x.clone()
+        hvd.allreduce_(inplace, prescale_factor=0.5, postscale_factor=3.0)
+        return [
+            hvd.allreduce(x, average=False),
+            hvd.allreduce(x, average=True),
+            hvd.allreduce(x, op=hvd.Max, prescale_factor=-2.0, postscale_factor=0.25),
+            inplace,
+            hvd.grouped_allreduce([x], op=hvd.Sum, prescale_factor=2.0)[0],
+            hvd.allreduce(whole).double(),  # 9 / 3, and behind the point nothing: see below
+            hvd.allreduce(torch.tensor([4, -4]) if hvd.rank() else torch.tensor([3, -3])).double(),
+            hvd.allreduce(torch.tensor([5, 5]), op=hvd.Sum, prescale_factor=0.5).double(),
+        ]
+
+    expected = [
+        ALL.sum(0),
+        ALL.mean(0),
+        (-2 * ALL).max(0)[0] / 4,
+        ALL.mean(0) * 1.5,
+        2 * ALL.sum(0),
+        torch.tensor([3.0, -3.0]),
+        torch.tensor([3.0, -3.0]),  # 11 / 3
+        torch.tensor([6.0, 6.0]),  # 2 + 2 + 2
+    ]
+    for found in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        for one, right in zip(found, expected, strict=True):
+            assert torch.allclose(one, right.double(), rtol=0, atol=1e-14)
+
+
+def test_sixteen_bits_travel() -> None:
+    def run() -> tuple[Tensor, Tensor, int]:
+        hvd.init()
+        x = x_of(hvd.rank(), 3000, dtype=torch.float32)
+        before = shoal.bytes_sent()
+        found = hvd.allreduce(x, compression=hvd.Compression.fp16, name="x")
+        sent = shoal.bytes_sent() - before
+        assert hvd.allreduce(torch.tensor([hvd.rank()]), compression=hvd.Compression.fp16, op=hvd.Sum).tolist() == [3]
+        return found, hvd.allreduce(x, name="x"), sent
+
+    results = shoal.Fleet(SIZE, timeout=20.0).run(run)
+    for found, exact, _ in results:
+        assert found.dtype == torch.float32
+        assert 0 < (found - exact).abs().max() < 5e-3
+    assert sum(sent for *_, sent in results) == 2 * 2 * 2 * 3000  # to the first, and back
+
+
+def test_gathers_broadcasts_and_exchanges(fleet: Fleets) -> None:
+    def run() -> list[Any]:
+        hvd.init()
+        rank = hvd.rank()
+        x = torch.full((rank + 1, 2), float(rank))
+        inplace, later = x_of(rank), x_of(rank)
+        assert hvd.broadcast_(inplace, 2) is inplace
+        handle = hvd.broadcast_async_(later, 1, name="later")
+        assert hvd.synchronize(handle) is later
+        rows = torch.arange(6) + 10 * rank
+        gathered, received = hvd.alltoall(rows, splits=torch.tensor([1, 2, 3]))
+        with pytest.raises(ValueError, match="4 rows are not equally many for each of 3 agents; give splits"):
+            hvd.alltoall(torch.arange(4))
+        with pytest.raises(ValueError, match=r"splits=\[1, 2\]: it takes 3 numbers"):
+            hvd.alltoall(torch.arange(3), splits=[1, 2])
+        assert received.dtype == torch.int32
+        return [
+            hvd.allgather(x)[:, 0].tolist(),
+            hvd.synchronize(hvd.allgather_async(x, name="x"))[:, 1].tolist(),
+            [one.view(-1).tolist() for one in hvd.grouped_allgather([x[:1], torch.tensor([rank])])],
+            hvd.synchronize(hvd.grouped_allgather_async([torch.tensor([rank])]))[0].tolist(),
+            torch.equal(inplace, x_of(2)) and torch.equal(later, x_of(1)),
+            torch.equal(hvd.broadcast(x_of(rank), 0), x_of(0)),
+            torch.equal(hvd.synchronize(hvd.broadcast_async(x_of(rank), 0)), x_of(0)),
+            gathered.tolist(),
+            received.tolist(),
+            hvd.alltoall(rows).tolist(),
+            hvd.synchronize(hvd.alltoall_async(rows, name="y")).tolist(),
+            hvd.synchronize(hvd.alltoall_async(rows, [1, 2, 3], name="z"))[1].tolist(),
+            hvd.reducescatter(torch.arange(5.0) + rank).tolist(),
+            hvd.synchronize(hvd.reducescatter_async(torch.arange(5.0), op=hvd.Sum)).tolist(),
+            [one.tolist() for one in hvd.grouped_reducescatter([torch.arange(3.0)], op=hvd.Max)],
+            hvd.synchronize(hvd.grouped_reducescatter_async([torch.arange(3.0)]))[0].tolist(),
+        ]
+
+    begins, ends = [0, 1, 3], [1, 3, 6]
+    for rank, found in enumerate(fleet(SIZE).run(run)):
+        share = [[0.0, 1.0], [2.0, 3.0], [4.0]][rank]
+        assert found == [
+            [0.0, 1.0, 1.0, 2.0, 2.0, 2.0],
+            [0.0, 1.0, 1.0, 2.0, 2.0, 2.0],
+            [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0], [0, 1, 2]],
+            [0, 1, 2],
+            True,
+            True,
+            True,
+            [10 * other + at for other in range(SIZE) for at in range(begins[rank], ends[rank])],
+            [rank + 1] * SIZE,
+            [10 * other + at for other in range(SIZE) for at in (2 * rank, 2 * rank + 1)],
+            [10 * other + at for other in range(SIZE) for at in (2 * rank, 2 * rank + 1)],
+            [rank + 1] * SIZE,
+            [one + 1.0 for one in share],
+            [3 * one for one in share],
+            [[float(rank)]],
+            [float(rank)],
+        ]
+
+
+def by_one_process(what: str, xs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+    """The gradients of the sum of all agents' losses, each a product with its weights."""
+    mean = torch.stack(xs).mean(0) if what in ("allreduce", "grouped_allreduce", "reducescatter") else None
+    loss = torch.zeros((), dtype=torch.float64)
+    for rank, weight in enumerate(weights):
+        if what in ("allreduce", "grouped_allreduce"):
+            assert mean is not None
+            loss = loss + (1.5 * mean * weight).sum()
+        elif what == "reducescatter":
+            assert mean is not None
+            loss = loss + (2.0 * mean.tensor_split(SIZE)[rank] * weight).sum()
+        elif what in ("allgather", "grouped_allgather"):
+            loss = loss + (torch.cat(xs) * weight).sum()
+        elif what == "broadcast":
+            loss = loss + (xs[1] * weight).sum()
+        else:
+            loss = loss + (torch.cat([x.tensor_split([1, 2])[rank] for x in xs]) * weight).sum()
+    loss.backward()
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in xs]
+
+
+def by_all(what: str) -> tuple[Tensor, Tensor]:
+    """What an agent's gradient is, and what its loss has been weighed by."""
+    hvd.init()
+    rank = hvd.rank()
+    x = x_of(rank, rank + 2 if what.endswith("allgather") else 5).requires_grad_()
+    found: Any = {
+        "allreduce": lambda: hvd.allreduce(x, prescale_factor=0.5, postscale_factor=3.0),
+        "grouped_allreduce": lambda: hvd.grouped_allreduce([x], prescale_factor=1.5, name="g")[0],
+        "reducescatter": lambda: hvd.reducescatter(x, postscale_factor=2.0),
+        "allgather": lambda: hvd.allgather(x, name="some"),
+        "grouped_allgather": lambda: hvd.grouped_allgather([x])[0],
+        "broadcast": lambda: hvd.broadcast(x, 1),
+        "alltoall": lambda: hvd.alltoall(x, splits=[1, 1, 3])[0],
+    }[what]()
+    weight = x_of(100 + rank, *found.shape)
+    (found * weight).sum().backward()
+    assert x.grad is not None
+    return x.grad, weight
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["allreduce", "grouped_allreduce", "allgather", "grouped_allgather", "broadcast", "alltoall", "reducescatter"],
+)
+def test_gradients_are_those_of_the_sum_of_all_losses(what: str) -> None:
+    found = shoal.Fleet(SIZE, timeout=20.0).run(by_all, what)
+    sizes = [rank + 2 if what.endswith("allgather") else 5 for rank in range(SIZE)]
+    xs = [x_of(rank, size).requires_grad_() for rank, size in enumerate(sizes)]
+    for (gradient, _), expected in zip(found, by_one_process(what, xs, [weight for _, weight in found]), strict=True):
+        assert torch.allclose(gradient, expected, rtol=0, atol=1e-14)
+
+
+def test_a_gradient_does_not_go_through_what_is_not_linear() -> None:
+    def run() -> None:
+        hvd.init()
+        found = hvd.allreduce(torch.ones(2, requires_grad=True), op=hvd.Max)
+        with pytest.raises(ValueError, match=r"through hvd.Average and hvd.Sum, and not through max"):
+            found.sum().backward()
+
+    shoal.Fleet(2, timeout=20.0).run(run)
+
+
+def test_what_is_asked_for_wrongly_is_refused() -> None:
+    hvd.init()
+    try:
+        with pytest.raises(ValueError, match="average=True and op=Sum are both given"):
+            hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum)
+        with pytest.raises(ValueError, match="op=9; it may be hvd.Average"):
+            hvd.allreduce(torch.ones(2), op=9)
+        with pytest.raises(ValueError, match="op=Adasum weighs gradients by the angles"):
+            hvd.allreduce(torch.ones(2), op=hvd.Adasum)
+        with pytest.raises(TypeError, match="process_set must be a ProcessSet, not 1"):
+            hvd.allreduce(torch.ones(2), process_set=1)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a list of tensors is wanted"):
+            hvd.grouped_allreduce(torch.ones(2))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="a 0-dimensional tensor has none"):
+            hvd.reducescatter(torch.tensor(1.0))
+        with pytest.raises(ValueError, match="leave comm out"):
+            hvd.init(comm=[0])  # type: ignore[arg-type]
+        assert hvd.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
+        assert hvd.join() == 0
+    finally:
+        hvd.shutdown()
+    with pytest.raises(shoal.NotInitialized, match="hvd.init"):
+        shoal.Fleet(1).run(hvd.join)
+
+
+def test_who_is_there_and_what_is_built() -> None:
+    def run() -> list[object]:
+        assert hvd.is_initialized()
+        hvd.init()
+        return [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
+
+    found = shoal.Fleet(5, agents_per_machine=2).run(run)
+    assert found == [[0, 5, 0, 2, 0, 3], [1, 5, 1, 2, 0, 2], [2, 5, 0, 2, 1, 3], [3, 5, 1, 2, 1, 2], [4, 5, 0, 1, 2, 3]]
+    assert shoal.Fleet(2).run(lambda: (hvd.is_homogeneous(), hvd.gloo_enabled())) == [(True, False)] * 2
+    assert hvd.gloo_built()
+    built = (hvd.mpi_built, hvd.mpi_enabled, hvd.mpi_threads_supported, hvd.nccl_built, hvd.ddl_built, hvd.ccl_built)
+    assert not any(one() for one in (*built, hvd.cuda_built, hvd.rocm_built))
+    assert not hvd.is_initialized()
+
+
+def test_process_sets() -> None:
+    def run() -> list[Any]:
+        odd = hvd.ProcessSet([3, 1])
+        hvd.init(process_sets=[odd])
+        even, rank = hvd.add_process_set([0, 2]), hvd.rank()
+        mine = odd if rank % 2 else even
+        assert repr(odd) == "ProcessSet(1: ranks [1, 3])"
+        assert even.process_set_id == 2
+        assert (odd.included(), mine.rank(), odd.rank() if not rank % 2 else -1) == (rank % 2 == 1, rank // 2, -1)
+        x = torch.full((2,), float(rank), requires_grad=True)
+        total = hvd.allreduce(x, op=hvd.Sum, process_set=mine)
+        (total * (rank + 1)).sum().backward()
+        assert x.grad is not None
+        found = [
+            total.tolist(),
+            x.grad.tolist(),
+            hvd.allgather(torch.tensor([rank]), process_set=mine).tolist(),
+            hvd.broadcast(torch.tensor([rank]), 2 + rank % 2, process_set=mine).tolist(),  # a rank of all agents'
+            hvd.alltoall(torch.tensor([rank, 10 + rank]), process_set=mine).tolist(),
+            hvd.reducescatter(torch.full((2,), float(rank)), process_set=mine).tolist(),
+            hvd.broadcast_object({"from": rank}, rank % 2, process_set=mine),
+            hvd.allgather_object((rank, "x"), process_set=mine),
+        ]
+        hvd.barrier(process_set=mine)
+        with pytest.raises(ValueError, match="this agent, which is none of them"):
+            hvd.allreduce(torch.ones(1), process_set=even if rank % 2 else odd)
+        with pytest.raises(ValueError, match=r"process set 1 has the ranks \[1, 3\] already"):
+            hvd.add_process_set([1, 3])
+        with pytest.raises(ValueError, match=r"are all agents; take hvd.global_process_set"):
+            hvd.add_process_set(range(4))
+        with pytest.raises(ValueError, match=r"there are no ranks \[4\]; there are 4 agents"):
+            hvd.add_process_set([0, 4])
+        assert hvd.remove_process_set(odd)
+        assert not hvd.remove_process_set(odd)
+        assert not hvd.remove_process_set(hvd.global_process_set)
+        with pytest.raises(ValueError, match=r"ranks \[1, 3\]\) is not in use"):
+            hvd.allreduce(torch.ones(1), process_set=odd)
+        with pytest.raises(shoal.Mismatch, match=r"rank . names the ranks \[0, .\], and rank . \[0, .\]"):
+            hvd.add_process_set([0, 1 + rank % 2])
+        assert hvd.global_process_set.ranks == [0, 1, 2, 3]
+        return found
+
+    for rank, found in enumerate(shoal.Fleet(4, timeout=20.0).run(run)):
+        first, second = rank % 2, rank % 2 + 2
+        assert found == [
+            [float(first + second)] * 2,
+            [float(first + second + 2)] * 2,
+            [first, second],
+            [second],
+            [10 * (rank // 2) + first, 10 * (rank // 2) + second],
+            [(first + second) / 2],
+            {"from": first},
+            [(first, "x"), (second, "x")],
+        ]
+
+
+def test_parameters_optimizers_and_objects() -> None:
+    def run() -> list[Any]:
+        hvd.init()
+        rank = hvd.rank()
+        torch.manual_seed(rank)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+        if rank == 1:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+        hvd.broadcast_parameters(model.named_parameters(), root_rank=1)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        with pytest.raises(TypeError, match="plain data and tensors, and value is a"):
+            hvd.allgather_object(object())  # type: ignore[type-var]
+        moment = optimizer.state[model.weight]["exp_avg"].tolist()
+        return [model.weight.tolist(), optimizer.param_groups[0]["lr"], moment, hvd.allgather_object([rank] * rank)]
+
+    found = shoal.Fleet(3, timeout=20.0).run(run)
+    assert found[0] == found[1] == found[2]
+    assert found[0][1] == 0.2
+    assert found[0][3] == [[], [1], [2, 2]]
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (2, 3, 4, 5)], ids=["1d", "of sequences", "of pictures"])
+def test_batch_norm_is_that_of_the_joined_batch(shape: tuple[int, ...]) -> None:
+    """With batches of different sizes, two steps, and then an evaluation."""
+
+    def batch(rank: int, step: int) -> Tensor:
+        return x_of(10 * step + rank, shape[0] + rank, *shape[1:])
+
+    def run() -> list[Tensor]:
+        hvd.init()
+        norm = hvd.SyncBatchNorm(3, momentum=0.3).double()
+        torch.nn.init.constant_(norm.weight, 1.5)
+        found = []
+        for step in range(2):
+            x = batch(hvd.rank(), step).requires_grad_()
+            y = norm(x)
+            (y**3).sum().backward()
+            assert x.grad is not None
+            found += [y.detach(), x.grad]
+        assert norm.weight.grad is not None
+        assert norm.bias.grad is not None
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        sums = hvd.grouped_allreduce([norm.weight.grad, norm.bias.grad], op=hvd.Sum)
+        norm.eval()
+        return [*found, *sums, norm.running_mean, norm.running_var, norm(batch(0, 5)).detach()]
+
+    kinds = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d}
+    norm = kinds[len(shape)](3, momentum=0.3).double()
+    torch.nn.init.constant_(norm.weight, 1.5)
+    whole = []
+    for step in range(2):
+        x = torch.cat([batch(rank, step) for rank in range(SIZE)]).requires_grad_()
+        y = norm(x)
+        (y**3).sum().backward()
+        whole += [y.detach(), x.grad]
+    norm.eval()
+    same = [norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var, norm(batch(0, 5)).detach()]
+    results = shoal.Fleet(SIZE, timeout=20.0).run(run)
+    for number, expected in enumerate(whole):
+        found = torch.cat([result[number] for result in results])
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-10)  # type: ignore[arg-type]
+    for result in results:
+        for one, right in zip(result[len(whole) :], same, strict=True):
+            assert torch.allclose(one, right, rtol=1e-9, atol=1e-10)  # type: ignore[arg-type]
+
+
+def test_batch_norm_of_one_and_with_a_mean_of_all_batches() -> None:
+    x = x_of(0, 5, 2)
+    mine, theirs = hvd.SyncBatchNorm(2, momentum=None).double(), torch.nn.BatchNorm1d(2, momentum=None).double()
+    for step in range(3):
+        assert torch.equal(mine(x + step), theirs(x + step))
+    assert torch.equal(mine.running_var, theirs.running_var)  # type: ignore[arg-type]
+
+    def run() -> tuple[Tensor, Any]:
+        hvd.init()
+        norm = hvd.SyncBatchNorm(2, momentum=None, affine=False).double()
+        for step in range(3):
+            norm(x[2 * hvd.rank() : 2 * hvd.rank() + 2 + hvd.rank()] + step)
+        with pytest.raises(ValueError, match="an input of 2 dimensions or more is wanted, not 1"):
+            norm(x[0])
+        assert norm.running_var is not None
+        return norm.running_var, norm.num_batches_tracked
+
+    for variance, count in shoal.Fleet(2, timeout=20.0).run(run):
+        assert count == 3
+        assert torch.allclose(variance, theirs.running_var, rtol=0, atol=1e-14)  # type: ignore[arg-type]
+
+
+def traced(folder: str) -> None:
+    hvd.init()
+    hvd.allreduce(torch.ones(2), name="before")
+    later = hvd.allreduce_async(torch.ones(50_000), name="in flight")
+    hvd.start_timeline(f"{folder}/trace.json")
+    with pytest.raises(ValueError, match="is being written already"):
+        hvd.start_timeline(f"{folder}/other.json")
+    hvd.synchronize(later)
+    hvd.allreduce(torch.ones(2), name="inside")
+    hvd.stop_timeline()
+    hvd.stop_timeline()
+    hvd.allreduce(torch.ones(2), name="after")
+
+
+def test_a_timeline_from_one_moment_to_another(tmp_path: Path) -> None:
+    shoal.Fleet(2, timeout=20.0).run(traced, str(tmp_path))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["trace.json", "trace.rank1.json"]
+    for path in tmp_path.iterdir():
+        written = json.dumps(json.loads(path.read_text()))
+        assert "inside" in written
+        assert "before" not in written
+        assert "after" not in written
