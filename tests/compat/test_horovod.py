@@ -240,7 +240,7 @@ def test_what_is_asked_for_wrongly_is_refused() -> None:
     try:
         with pytest.raises(ValueError, match="average=True and op=Sum are both given"):
             hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum)
-        with pytest.raises(ValueError, match="op=9; it may be hvd.Average"):
+        with pytest.raises(ValueError, match=r"op=9; it may be hvd.Average"):
             hvd.allreduce(torch.ones(2), op=9)
         with pytest.raises(ValueError, match="op=Adasum weighs gradients by the angles"):
             hvd.allreduce(torch.ones(2), op=hvd.Adasum)
@@ -256,7 +256,7 @@ def test_what_is_asked_for_wrongly_is_refused() -> None:
         assert hvd.join() == 0
     finally:
         hvd.shutdown()
-    with pytest.raises(shoal.NotInitialized, match="hvd.init"):
+    with pytest.raises(shoal.NotInitialized, match=r"hvd\.init"):
         shoal.Fleet(1).run(hvd.join)
 
 

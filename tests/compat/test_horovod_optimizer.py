@@ -1,0 +1,357 @@
+"""Horovod's optimizer on Shoal: equal to one process that steps with the mean of all gradients, in the user's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+import shoal.compat.horovod as hvd
+from support.optimizers import LR, MODEL, MOMENTUM, batch, flat, gradient
+
+Fleets = Callable[..., shoal.Fleet]
+SIZE, STEPS = 3, 4
+TABLE = torch.nn.Embedding(6, 2, sparse=True)
+
+
+def made(model: torch.nn.Module, **options: Any) -> Any:
+    sgd = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    return hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters(), **options)
+
+
+def loss_of(model: torch.nn.Module, step: int, rank: int | None = None) -> Tensor:
+    loss: Tensor = model(batch(hvd.rank() if rank is None else rank, step)).square().mean()
+    return loss
+
+
+def train(options: Callable[[torch.nn.Module], dict[str, Any]] = lambda _: {}, passes: int = 1) -> Tensor:
+    hvd.init()
+    model = deepcopy(MODEL)
+    optimizer = made(model, **options(model))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for one in range(passes):
+            loss_of(model, step * passes + one).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def by_one(passes: int = 1, factor: float = 1.0, change: Callable[[Tensor], Tensor] = lambda g: g) -> Tensor:
+    model, x = deepcopy(MODEL), flat(MODEL)
+    momentum = torch.zeros_like(x)
+    for step in range(STEPS):
+        each = [gradient(model, x, rank, step * passes + one) for rank in range(SIZE) for one in range(passes)]
+        momentum = MOMENTUM * momentum + change(factor * torch.stack(each).sum(0) / SIZE)
+        x = x - LR * momentum
+    return x
+
+
+def in_fleet(*args: Any) -> Tensor:
+    found = torch.stack(shoal.Fleet(SIZE, timeout=20.0).run(train, *args))
+    assert torch.equal(found, found[0].expand_as(found))
+    return found[0]
+
+
+def test_a_step_takes_the_mean_of_all_gradients(fleet: Fleets) -> None:
+    for found in fleet(SIZE).run(train):
+        assert torch.allclose(found, by_one(), rtol=0, atol=1e-12)
+
+
+OPTIONS: dict[str, Callable[[torch.nn.Module], dict[str, Any]]] = {
+    "predivided": lambda _: {"gradient_predivide_factor": 3.0},
+    "predivided, in groups": lambda _: {"gradient_predivide_factor": 3.0, "num_groups": 2},
+    "as many groups as parameters": lambda _: {"groups": 100},
+    "lists": lambda model: {"groups": [list(model.parameters())[1:3]]},
+    "no groups": lambda _: {"num_groups": 0},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_same_whatever_travels_together(options: Any) -> None:
+    assert torch.allclose(in_fleet(options), by_one(), rtol=0, atol=1e-12)
+
+
+def test_sums_more_passes_and_sixteen_bits() -> None:
+    assert torch.allclose(in_fleet(lambda _: {"op": hvd.Sum}), by_one(factor=SIZE), rtol=0, atol=1e-12)
+    two = in_fleet(lambda _: {"backward_passes_per_step": 2, "num_groups": 2}, 2)
+    assert torch.allclose(two, by_one(passes=2), rtol=0, atol=1e-12)
+    rough, exact = in_fleet(lambda _: {"compression": hvd.Compression.fp16}), by_one()
+    assert 1e-9 < (rough - exact).abs().max() < 1e-2
+
+
+def test_groups_leave_during_the_backward_pass() -> None:
+    """The last layer's gradient has left when the first layer's is about to be computed."""
+
+    def run() -> list[str]:
+        hvd.init()
+        model = deepcopy(MODEL)
+        made(model, num_groups=2)
+        begun: list[str] = []
+        shoal.events().subscribe(lambda event: begun.append(event.name) if event.kind == "submitted" else None)
+        seen: list[str] = []
+        model[0].weight.register_hook(lambda _: seen.extend(begun))
+        loss_of(model, 0).backward()
+        return seen
+
+    for seen in shoal.Fleet(2, timeout=20.0).run(run):
+        assert [name for name in seen if name.startswith("horovod")] == ["horovod.optimizer.0"]
+
+
+def clipped(mean: Tensor) -> Tensor:
+    return mean * min(1.0, 0.05 / (mean.norm().item() + 1e-6))
+
+
+@pytest.mark.parametrize("skips", [True, False], ids=["with skip_synchronize", "without"])
+def test_gradients_are_clipped_between_synchronize_and_step(skips: bool) -> None:
+    def run() -> Tensor:
+        hvd.init()
+        model = deepcopy(MODEL)
+        optimizer = made(model)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            if skips:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return flat(model)
+
+    assert not torch.allclose(by_one(), by_one(change=clipped), rtol=0, atol=1e-3)
+    for found in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        assert torch.allclose(found, by_one(change=clipped), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["synchronize, unscale_, skip_synchronize", "step alone"])
+def test_a_grad_scaler_leaves_out_a_step_on_all_where_one_overflows(by_hand: bool) -> None:
+    def run() -> tuple[Tensor, float]:
+        hvd.init()
+        model = deepcopy(MODEL)
+        optimizer, scaler = made(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(STEPS + 1):
+            optimizer.zero_grad()
+            loss = loss_of(model, max(0, step - 1))
+            scaler.scale(loss * float("inf") if (step, hvd.rank()) == (0, 1) else loss).backward()
+            if by_hand:
+                optimizer.synchronize()
+                scaler.unscale_(optimizer)
+                with optimizer.skip_synchronize():
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+            scaler.update()
+        return flat(model), scaler.get_scale()
+
+    for found, scale in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        assert scale == 512.0
+        assert torch.allclose(found, by_one(), rtol=0, atol=1e-12)
+
+
+def test_a_closure_and_a_scheduler() -> None:
+    """A scheduler that was made before, and one that was made after."""
+
+    def run() -> tuple[Tensor, list[float]]:
+        hvd.init()
+        model = deepcopy(MODEL)
+        inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+        before = torch.optim.lr_scheduler.StepLR(inner, step_size=100)
+        optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+        after = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        losses = []
+        for step in range(STEPS):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+            before.step()
+            after.step()
+        return flat(model), losses
+
+    for rank, (found, losses) in enumerate(shoal.Fleet(SIZE, timeout=20.0).run(run)):
+        assert losses[0] == pytest.approx(loss_of(deepcopy(MODEL), 0, rank).item(), abs=1e-12)
+        assert torch.allclose(found, by_one(), rtol=0, atol=1e-12)
+
+
+def test_it_is_the_users_optimizer() -> None:
+    def run() -> None:
+        hvd.init()
+        model = deepcopy(MODEL)
+        inner = torch.optim.AdamW(model.parameters(), lr=LR)
+        loss_of(model, 0, 0).backward()
+        inner.step()
+        inner.zero_grad()
+        optimizer = hvd.DistributedOptimizer(inner)
+        assert optimizer is inner
+        assert isinstance(optimizer, torch.optim.AdamW)
+        assert type(optimizer).__name__ == "AdamW"
+        loss_of(model, 1).backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        assert all(one["step"] == 2 for one in state["state"].values())  # what was there before, too
+        plain = torch.optim.AdamW(deepcopy(MODEL).parameters())
+        plain.load_state_dict(state)
+        optimizer.load_state_dict(plain.state_dict())
+        optimizer.set_backward_passes_per_step(2)
+        optimizer.zero_grad()
+        for step in (2, 3):
+            loss_of(model, step).backward()
+        optimizer.step()
+        every = hvd.allgather(flat(model)[None])
+        assert torch.equal(every, every[0].expand_as(every))
+
+    shoal.Fleet(2, timeout=20.0).run(run)
+
+
+def test_who_has_no_gradient_counts_as_zero() -> None:
+    """One agent has none for a part of the model, one none at all; one parameter is nobody's, and one is frozen."""
+
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+            self.never, self.frozen = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1), False)
+
+    def run() -> list[list[float]]:
+        hvd.init()
+        model, rank = Parts(), hvd.rank()
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), num_groups=2)
+        if rank:
+            (rank * model.first + (rank - 1) * model.second).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.frozen.requires_grad_(True)  # it is learnt from now on
+        (model.frozen * rank).sum().backward()
+        optimizer.step()
+        assert model.never.grad is not None
+        return [model.first.tolist(), model.second.tolist(), model.never.tolist(), model.frozen.tolist()]
+
+    for found in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        assert found == [[0.0, 0.0], pytest.approx([2 / 3] * 2), [1.0], [0.0]]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_groups": 1}, {"gradient_predivide_factor": 2.0}], ids=str)
+@pytest.mark.parametrize("dense", [True, False])
+def test_sparse_gradients(dense: bool, options: dict[str, Any]) -> None:
+    def run() -> tuple[Tensor, bool]:
+        hvd.init()
+        table, rank = deepcopy(TABLE), hvd.rank()
+        inner: Any = torch.optim.SGD if dense else torch.optim.SparseAdam
+        optimizer = hvd.DistributedOptimizer(
+            inner(table.parameters(), lr=0.5), table.named_parameters(), sparse_as_dense=dense, **options
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            table(torch.tensor([rank, rank, 3])).square().sum().backward()
+            optimizer.synchronize()
+            sparse = table.weight.grad is not None and table.weight.grad.is_sparse
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        return table.weight.detach(), sparse
+
+    table = deepcopy(TABLE)
+    inner: Any = torch.optim.SGD if dense else torch.optim.SparseAdam
+    optimizer = inner(table.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = sum(table(torch.tensor([rank, rank, 3])).square().sum() for rank in range(SIZE)) / SIZE
+        loss.backward()  # type: ignore[union-attr]
+        assert table.weight.grad is not None
+        table.weight.grad = table.weight.grad.coalesce()
+        optimizer.step()
+    for weight, sparse in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        assert sparse is not dense
+        assert torch.allclose(weight, table.weight, rtol=0, atol=1e-6)
+
+
+def test_who_is_not_in_its_process_set_steps_alone() -> None:
+    def run() -> Tensor:
+        pair = hvd.ProcessSet([0, 2])
+        hvd.init(process_sets=[pair])
+        model = deepcopy(MODEL)
+        optimizer = made(model, process_set=pair)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        return (flat(MODEL) - flat(model)) / LR
+
+    own = [gradient(deepcopy(MODEL), flat(MODEL), rank, 0) for rank in range(SIZE)]
+    expected = [(own[0] + own[2]) / 2, own[1], (own[0] + own[2]) / 2]
+    for found, right in zip(shoal.Fleet(SIZE, timeout=20.0).run(run), expected, strict=True):
+        assert torch.allclose(found, right, rtol=0, atol=1e-12)
+
+
+def test_what_would_lose_gradients_is_an_error() -> None:
+    def run() -> None:
+        hvd.init()
+        model = deepcopy(MODEL)
+        optimizer = made(model)
+        loss_of(model, 0).backward()
+        with pytest.raises(RuntimeError, match=r"zero_grad\(\) between backward\(\) and step\(\)"):
+            optimizer.zero_grad()
+        with (
+            pytest.raises(RuntimeError, match=r"step\(\) inside skip_synchronize\(\): the gradients are on their way"),
+            optimizer.skip_synchronize(),
+        ):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="call it between step"):
+            optimizer.set_backward_passes_per_step(3)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        loss_of(model, 1).backward()
+        with pytest.raises(RuntimeError, match="got a gradient from 2 backward passes before step"):
+            optimizer.step()
+        optimizer.step()
+
+    shoal.Fleet(2, timeout=20.0).run(run)
+
+
+def test_other_models_are_found_when_it_is_made() -> None:
+    def run() -> None:
+        hvd.init()
+        made(torch.nn.Linear(2, 1 + hvd.rank()))
+
+    with pytest.raises(shoal.Mismatch, match=r"the models differ: rank . has the parameter weight"):
+        shoal.Fleet(2, timeout=20.0).run(run)
+
+
+def test_what_is_asked_for_wrongly_is_refused() -> None:
+    hvd.init()
+    try:
+        model = torch.nn.Linear(2, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        for message, options in {
+            "op=Adasum weighs gradients": {"op": hvd.Adasum},
+            "op=MAX; gradients are averaged or added up": {"op": hvd.Max},
+            "gradient_predivide_factor=2.0; it is a positive number": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+            "lacks 1 that the optimizer has, first parameter 1": {"named_parameters": [("w", model.weight)]},
+            "has 'w' twice": {"named_parameters": [("w", model.weight), ("w", model.bias)]},
+            "are pairs of a name and a parameter": {"named_parameters": [model.weight, model.bias]},
+            "leave num_groups out": {"num_groups": 1, "groups": 2},
+            "groups=-1; it is a number of groups": {"groups": -1},
+        }.items():
+            with pytest.raises(ValueError, match=message):
+                hvd.DistributedOptimizer(sgd, **options)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="LBFGS searches along a line"):
+            hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
+        with pytest.raises(TypeError, match="an optimizer of torch is wanted"):
+            hvd.DistributedOptimizer(model)  # type: ignore[arg-type]
+        assert type(sgd) is torch.optim.SGD
+        hvd.DistributedOptimizer(sgd)
+        with pytest.raises(ValueError, match="is distributed already"):
+            hvd.DistributedOptimizer(sgd)
+        model(torch.ones(1, 2)).sum().backward()
+        sgd.step()  # of one agent: as ever
+    finally:
+        hvd.shutdown()
