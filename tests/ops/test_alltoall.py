@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.ops.alltoall import alltoall_nonblocking
 from support.reference import same_bits
 from support.samples import ALL_DTYPES, sample, shapes
 
@@ -290,3 +291,57 @@ def test_what_is_no_tensor_of_rows_is_refused(fleet: Fleets) -> None:
             shoal.neighbor_alltoall([[1.0]], [1 - shoal.rank()])  # type: ignore[arg-type]
 
     fleet(2).run(run)
+
+
+# Of all agents, with as many rows as each is to have
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_each_gets_the_rows_that_the_splits_say(fleet: Fleets, dtype: torch.dtype) -> None:
+    size = 3
+    splits = [[0, 2, 1], [3, 0, 0], [0, 0, 4]]  # by sender
+
+    def run() -> tuple[torch.Tensor, list[int], torch.Tensor]:
+        rank = shoal.rank()
+        x = sample(rank, (sum(splits[rank]), 2), dtype)
+        handle = alltoall_nonblocking(x, torch.tensor(splits[rank]), "x")
+        equal, _ = alltoall_nonblocking(sample(rank, (6, 2), dtype)).wait()
+        x.zero_()
+        return *handle.wait(), equal
+
+    for rank, (found, came, equal) in enumerate(fleet(size).run(run)):
+        parts = [sample(one, (sum(splits[one]), 2), dtype).split(splits[one])[rank] for one in range(size)]
+        assert same_bits(found, torch.cat(parts))
+        assert came == [splits[one][rank] for one in range(size)]
+        assert same_bits(equal, torch.cat([sample(one, (6, 2), dtype)[2 * rank : 2 * rank + 2] for one in range(size)]))
+
+
+@pytest.mark.parametrize("rows", [1, 50_000])
+def test_two_groups_exchange_at_once(fleet: Fleets, rows: int) -> None:
+    def run() -> list[float]:
+        group = [0, 2] if shoal.rank() in (0, 2) else [1, 3]
+        x = torch.cat([torch.full((rows,), 10.0 * shoal.rank() + place) for place in range(2)])
+        return alltoall_nonblocking(x, group=group).wait()[0][::rows].tolist()
+
+    assert fleet(4).run(run) == [[0.0, 20.0], [10.0, 30.0], [1.0, 21.0], [11.0, 31.0]]
+
+
+def test_tensors_that_do_not_fit_are_a_mismatch(fleet: Fleets) -> None:
+    def run() -> None:
+        with pytest.raises(shoal.Mismatch, match="only the first dimension may differ"):
+            alltoall_nonblocking(torch.ones(2, 1 + shoal.rank())).wait()
+
+    fleet(2).run(run)
+
+
+def test_splits_that_are_none_are_refused() -> None:
+    def run() -> None:
+        for splits in ([1], [2, 2], [-1, 4]):
+            with pytest.raises(ValueError, match="it takes 2 numbers, one for each agent, none negative, whose sum"):
+                alltoall_nonblocking(torch.ones(3), splits)
+        with pytest.raises(TypeError, match="splits must be a list of whole numbers"):
+            alltoall_nonblocking(torch.ones(3), 3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="splits must be an int"):
+            alltoall_nonblocking(torch.ones(3), [1.0, 2.0])  # type: ignore[list-item]
+
+    shoal.Fleet(2).run(run)

@@ -25,7 +25,7 @@ from ...engine.engine import Engine
 from ...engine.operation import Handle
 from ...engine.outbox import send_alone
 from ...engine.services import NONSENSE, MinimalService, as_tensor, once_whole
-from ...errors import DeadlineExceeded, NotInitialized, PeerLost
+from ...errors import DeadlineExceeded, NotInitialized
 from ...interrupts import held
 from ...ops.arguments import Internal
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, barrier, gather_by_rank
@@ -85,7 +85,7 @@ class Joining(MinimalService):
         self._calls = 0  # that its script has made since the last join
         self._own = self._ended = 0  # joins that it has begun, and that are over
         self._since = 0.0
-        self._news: queue.SimpleQueue[Call | PeerLost | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
 
     # What this agent calls
 
@@ -154,9 +154,6 @@ class Joining(MinimalService):
         self._news.put(None)
 
     def on_gone(self, rank: int, because: int | None) -> None:
-        engine = self._engine
-        if self._own > self._ended and rank in self._missing() and not engine.agreement.active:
-            self._news.put(PeerLost(f"join on rank {engine.rank}: rank {rank} is gone, and has not joined", (rank,)))
         self._news.put(None)
 
     def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
@@ -212,8 +209,9 @@ class Joining(MinimalService):
                     "have not joined; all agents call join()",
                     missing,
                 ) from None
-            if isinstance(news, PeerLost):
-                raise news
+            over = engine.reason_against(False)
+            if over is not None:
+                raise over
             if news is not None and engine.matcher.begun(news.channel) <= news.round:
                 handles.append(self._take_part(news))
             while handles and handles[0].poll():
@@ -298,7 +296,7 @@ def join(device: int = -1) -> int:
 
     Raises:
         ValueError: Others call what an agent that has joined takes no part in.
-        PeerLost: An agent is gone that had not joined.
+        PeerLost: An agent is gone.
         DeadlineExceeded: Nothing was heard of those that have not joined.
     """
     joining = _of.get(current("join").engine)

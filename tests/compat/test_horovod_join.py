@@ -1,0 +1,143 @@
+"""hvd.join(): agents with different numbers of batches, over all transports."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal
+import shoal.compat.horovod as hvd
+from support.optimizers import LR, MODEL, batch, flat, gradient
+
+Fleets = Callable[..., shoal.Fleet]
+SIZE = 3
+
+
+def test_who_has_joined_has_zeros_and_averages_are_over_all(fleet: Fleets) -> None:
+    """In two joins one after the other, with another agent as the last; by name, without one, and several at once."""
+
+    def run() -> list[Any]:
+        hvd.init()
+        found: list[Any] = []
+        for order in ([1, 3, 2], [4, 0, 1]):
+            mine = []
+            for _ in range(order[hvd.rank()]):
+                handles = [hvd.allreduce_async(torch.full((2,), 3.0)) for _ in range(2)]
+                large = hvd.allreduce_async(torch.full((60_000,), 3.0), name="large", op=hvd.Sum)
+                first, second = hvd.grouped_allreduce([torch.ones(2), torch.ones(1, dtype=torch.int64)], op=hvd.Sum)
+                extremes = [
+                    hvd.allreduce(torch.tensor([-2.0, 5.0]), op=op).tolist() for op in (hvd.Min, hvd.Max, hvd.Product)
+                ]
+                whole = hvd.allreduce(torch.tensor([-2]), op=hvd.Min).item()
+                rows = hvd.allgather(torch.ones(2, 3)).shape[0], len(hvd.grouped_allgather([torch.ones(1)])[0])
+                means = [hvd.synchronize(one)[1].item() for one in handles]
+                mine.append([*means, hvd.synchronize(large)[-1].item(), first[0].item(), second.item(), *rows])
+                product = [(-2.0) ** rows[1], 5.0 ** rows[1]]
+                assert extremes == [[-2.0, 5.0], [-2.0, 5.0], product]
+                assert whole == -2
+            found.append((mine, hvd.join()))
+        return [*found, hvd.allreduce(torch.tensor([float(hvd.rank())])).item()]
+
+    def expected(order: list[int], rank: int) -> list[list[float]]:
+        there = [sum(count > step for count in order) for step in range(order[rank])]
+        return [[n, n, 3.0 * n, n, n, 2 * n, n] for n in there]
+
+    for rank, found in enumerate(fleet(SIZE).run(run)):
+        assert found == [(expected([1, 3, 2], rank), 1), (expected([4, 0, 1], rank), 0), 1.0]
+
+
+def test_training_goes_on_without_those_that_have_joined() -> None:
+    """And all end with the model of who joined last."""
+    batches = [1, 4, 2]
+
+    def run() -> Tensor:
+        hvd.init()
+        model = deepcopy(MODEL)
+        sgd = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), num_groups=2)
+        for step in range(batches[hvd.rank()]):
+            optimizer.zero_grad()
+            model(batch(hvd.rank(), step)).square().mean().backward()
+            optimizer.step()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.join())
+        return flat(model)
+
+    x = flat(MODEL)
+    for step in range(max(batches)):
+        have = [rank for rank in range(SIZE) if step < batches[rank]]
+        x = x - LR * torch.stack([gradient(deepcopy(MODEL), x, rank, step) for rank in have]).sum(0) / SIZE
+    for found in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        assert torch.allclose(found, x, rtol=0, atol=1e-12)
+
+
+def test_calls_of_process_sets_go_on_beside_it() -> None:
+    def run() -> float:
+        pair = hvd.ProcessSet([1, 2])
+        hvd.init(process_sets=[pair])
+        total = 0.0
+        if hvd.rank():
+            total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item()
+            total += hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        hvd.join()
+        return total
+
+    assert shoal.Fleet(SIZE, timeout=20.0).run(run) == [0.0, 4.0, 4.0]
+
+
+def test_what_nobody_can_take_part_in_ends_the_join() -> None:
+    def run() -> None:
+        hvd.init()
+        if hvd.rank():
+            hvd.broadcast(torch.ones(1), 1, name="late")
+        hvd.join()
+
+    with pytest.raises(ValueError, match="join on rank 0: others have called broadcast 'late', and an agent that has"):
+        shoal.Fleet(2, timeout=20.0).run(run)
+
+
+def test_who_waits_for_somebody_that_does_not_come_says_for_whom() -> None:
+    ended = threading.Event()
+
+    def run() -> None:
+        hvd.init()
+        if hvd.rank() == 1:
+            assert ended.wait(20.0)
+            return
+        with pytest.raises(
+            shoal.DeadlineExceeded, match=r"nothing was heard for 0.5 s of ranks \[1\], which have"
+        ) as caught:
+            hvd.join()
+        assert caught.value.ranks == (1,)
+        ended.set()
+
+    shoal.Fleet(2, timeout=0.5).run(run)
+
+
+def test_who_leaves_without_joining_ends_the_others_joins() -> None:
+    def run() -> None:
+        hvd.init()
+        if hvd.rank() != 1:
+            with pytest.raises(shoal.PeerLost, match="rank 1 has left") as caught:
+                hvd.join()
+            assert caught.value.ranks == (1,)
+
+    shoal.Fleet(3, timeout=10.0).run(run)
+
+
+def test_nothing_is_sent_for_it_while_nobody_has_joined() -> None:
+    def run() -> list[str]:
+        hvd.init()
+        names: list[str] = []
+        stop = shoal.events().subscribe(lambda event: names.append(event.name) if event.kind == "sent" else None)
+        hvd.allreduce(torch.ones(3), name="x")
+        stop()
+        return names
+
+    for names in shoal.Fleet(2, timeout=20.0).run(run):
+        assert set(names) == {"x"}
