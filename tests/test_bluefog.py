@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import time
@@ -295,13 +296,37 @@ bf.shutdown()
 """
 
 
+def ran(script: str, folder: Path) -> list[str]:
+    path = folder / "consensus.py"
+    path.write_text(script)
+    return in_processes(4, path)
+
+
 def test_a_script_runs_after_its_import_has_changed(tmp_path: Path) -> None:
     changed = SCRIPT
     removed, added = (re.findall(rf"^\{sign} (.*)$", PAGE, re.MULTILINE)[:2] for sign in "-+")
     for old, new in zip(removed, added, strict=True):
         assert old in changed
         changed = changed.replace(old, new)
-    script = tmp_path / "consensus.py"
-    script.write_text(changed)
-    assert "bluefog.torch" not in script.read_text()
-    assert in_processes(4, script) == ["1.5\n1.5\nTrue\n"] * 4
+    assert "bluefog.torch" not in changed
+    assert ran(changed, tmp_path) == ["1.5\n1.5\nTrue\n"] * 4
+
+
+def test_a_script_runs_with_a_word_before_the_names_of_its_modules(tmp_path: Path) -> None:
+    changed = re.sub(r"(?m)^(import|from) (bluefog\.)", r"\1 shoal.compat.\2", SCRIPT)
+    imports = [line for line in changed.splitlines() if "bluefog" in line]
+    assert len(imports) == 2
+    for line in imports:
+        assert line in re.findall(r"`(.*?)`", PAGE)
+    assert ran(changed, tmp_path) == ["1.5\n1.5\nTrue\n"] * 4
+
+
+def test_its_package_holds_the_same_names() -> None:
+    package = importlib.import_module("shoal.compat.bluefog.torch")
+    assert {name: getattr(package, name) for name in package.__all__} == {
+        name: getattr(bf, name) for name in bf.__all__
+    }
+    graphs = importlib.import_module("shoal.compat.bluefog.common").topology_util
+    public = [name for name in vars(shoal.topology_util) if name[0] != "_"]
+    assert len(public) > 20
+    assert [name for name in public if getattr(graphs, name) is not getattr(shoal.topology_util, name)] == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,6 +16,7 @@ from torch import Tensor
 import shoal
 import shoal.compat.horovod as hvd
 from support.optimizers import LR, MODEL, batch, flat, gradient
+from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]
 SIZE = 3
@@ -141,3 +144,35 @@ def test_nothing_is_sent_for_it_while_nobody_has_joined() -> None:
 
     for names in shoal.Fleet(2, timeout=20.0).run(run):
         assert set(names) == {"x"}
+
+
+def left_after_a_loss() -> tuple[list[float], int]:
+    """Rank 1 dies between two steps, one agent has joined by then, and two go on to train."""
+    hvd.init()
+    model, rank = torch.nn.Linear(1, 1, bias=False), hvd.rank()
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
+    seen = []
+    for step in range(1 if rank == 0 else 3):
+        if (rank, step) == (1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        (model(torch.ones(1, 1)) * 12.0).sum().backward()
+        optimizer.step()
+        seen.append(model.weight.item())
+    return seen, hvd.join()
+
+
+def test_who_is_lost_is_not_waited_for() -> None:
+    world = World(4, environment={"SHOAL_ON_LOSS": "continue"})
+    world.excused.add(1)
+    try:
+        outcomes = world.run(left_after_a_loss)
+    finally:
+        world.close()
+    assert outcomes[1].error == "Died"
+    assert [outcomes[rank].value[1] for rank in (0, 2, 3)] == [outcomes[2].value[1]] * 3
+    assert outcomes[2].value[1] in (2, 3)
+    assert outcomes[0].value[0] == [-12.0]
+    for rank in (2, 3):  # means of three, of whom one has zeros
+        assert outcomes[rank].value[0] == [-12.0, -20.0, -28.0]

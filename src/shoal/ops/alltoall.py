@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -91,7 +91,7 @@ def submit(
 
 def alltoall_nonblocking(
     tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None = None,
+    splits: Iterable[int] | torch.Tensor | None = None,
     name: str | None = None,
     *,
     group: Group | None = None,
@@ -152,7 +152,7 @@ def _rows(op: str, rank: int, rows: int, count: int, splits: object) -> list[int
         return [rows // count] * count
     if isinstance(splits, torch.Tensor):
         splits = splits.tolist()
-    if not isinstance(splits, Sequence) or isinstance(splits, (str, bytes)):
+    if not isinstance(splits, Iterable) or isinstance(splits, (str, bytes)):
         raise TypeError(f"{op}: splits must be a list of whole numbers, or a tensor of them, not {splits!r}")
     found = [as_int(one, "splits") for one in splits]
     if len(found) != count or min(found) < 0 or sum(found) != rows:

@@ -323,7 +323,9 @@ def mixing_of(
     if isinstance(dst_weights, str) or not isinstance(dst_weights, (Iterable, type(None))):
         raise TypeError(f"{OP}: dst_weights must be a dict {{rank: weight}} or a list of ranks, not {dst_weights!r}")
     form = "pull" if dst_weights is None else "push" if src_weights is None else "push-pull"
-    return Mixing(agent.rank, self_weight, src_weights or (), dst_weights or (), size=agent.size), form
+    sources = () if src_weights is None else src_weights
+    destinations = () if dst_weights is None else dst_weights  # an array of rank 0 alone is as good as none to ``or``
+    return Mixing(agent.rank, self_weight, sources, destinations, size=agent.size), form
 
 
 def _check_within(agent: Agent, mixing: Mixing, form: str) -> None:

@@ -260,7 +260,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             if value is not CommunicationType.hierarchical_neighbor_allreduce:
                 raise ValueError(f"communication_type cannot be set any more: {self._algorithm} is one of machines")
             return
-        if name not in (*BY_HAND, "communication_type", "robust") or value == getattr(_DEFAULTS, name):
+        if name not in (*BY_HAND, "communication_type", "robust") or value is getattr(_DEFAULTS, name):
             return
         by_settings = isinstance(self._algorithm, GradientDescent) and by_buckets(self._algorithm) is not None
         counting = self._counting if by_settings else ()

@@ -5,7 +5,7 @@ Each is one of Shoal's operations; around it go factors and forms of a tensor, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -201,7 +201,7 @@ def broadcast_async_(
 
 def alltoall_async(
     tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None = None,
+    splits: Iterable[int] | torch.Tensor | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
@@ -213,7 +213,7 @@ def alltoall_async(
 
 
 def exchange(
-    tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, name: str | None, process_set: ProcessSet
+    tensor: torch.Tensor, splits: Iterable[int] | torch.Tensor | None, name: str | None, process_set: ProcessSet
 ) -> Handle[tuple[torch.Tensor, list[int]]]:
     """Begin an all-to-all; its result with how many rows have come from each."""
     group, tensor = group_of("alltoall", process_set), check_gatherable("alltoall", tensor).detach()

@@ -6,7 +6,7 @@ others', or it would wait for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -222,7 +222,7 @@ def broadcast_(
 
 def alltoall(
     tensor: torch.Tensor,
-    splits: Sequence[int] | torch.Tensor | None = None,
+    splits: Iterable[int] | torch.Tensor | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:

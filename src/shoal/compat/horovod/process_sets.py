@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -30,12 +30,12 @@ class ProcessSet:
 
     process_set_id: int | None = None
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Sequence):
+    def __init__(self, ranks: Iterable[int]) -> None:
+        if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
             raise TypeError(f"ProcessSet: a list of ranks is wanted, not {ranks!r}")
         found = tuple(sorted(as_int(one, "ProcessSet") for one in ranks))
         if not found or len(set(found)) != len(found):
-            raise ValueError(f"ProcessSet: {list(ranks)}: name one rank at least, and each once")
+            raise ValueError(f"ProcessSet: {list(found)}: name one rank at least, and each once")
         self._ranks = found
 
     @property
@@ -89,7 +89,7 @@ _sets: weakref.WeakKeyDictionary[Engine, dict[int, Ranks]] = weakref.WeakKeyDict
 """The sets in use of each agent, by their numbers."""
 
 
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Have a set in use from now on. All agents call it, members or not, with the same.
 
     Raises:
