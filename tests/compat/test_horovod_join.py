@@ -20,6 +20,8 @@ from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]
 SIZE = 3
+ORDERS = [1, 4, 1], [2, 0, 1]
+"""How often each agent calls before each of two joins. Rank 1 is the last, then rank 0, with fewer calls in all."""
 
 
 def test_who_has_joined_has_zeros_and_averages_are_over_all(fleet: Fleets) -> None:
@@ -28,7 +30,7 @@ def test_who_has_joined_has_zeros_and_averages_are_over_all(fleet: Fleets) -> No
     def run() -> list[Any]:
         hvd.init()
         found: list[Any] = []
-        for order in ([1, 3, 2], [4, 0, 1]):
+        for order in ORDERS:
             mine = []
             for _ in range(order[hvd.rank()]):
                 handles = [hvd.allreduce_async(torch.full((2,), 3.0)) for _ in range(2)]
@@ -52,7 +54,7 @@ def test_who_has_joined_has_zeros_and_averages_are_over_all(fleet: Fleets) -> No
         return [[n, n, 3.0 * n, n, n, 2 * n, n] for n in there]
 
     for rank, found in enumerate(fleet(SIZE).run(run)):
-        assert found == [(expected([1, 3, 2], rank), 1), (expected([4, 0, 1], rank), 0), 1.0]
+        assert found == [(expected(ORDERS[0], rank), 1), (expected(ORDERS[1], rank), 0), 1.0]
 
 
 def test_training_goes_on_without_those_that_have_joined() -> None:

@@ -106,7 +106,7 @@ class Gradients:
             return
         self._counts[param] = count = self._counts.get(param, 0) + 1
         number = self._of[param]
-        if number in self._under_way or count > self._passes:
+        if number in self._under_way:
             self._failed = RuntimeError(
                 f"a parameter of {type(self._optimizer).__name__} got a gradient from {count} backward passes before "
                 f"step(), and {self._passes} are expected: its group has left. For more passes in a step give "
