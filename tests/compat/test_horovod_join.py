@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -178,3 +180,25 @@ def test_who_is_lost_is_not_waited_for() -> None:
     assert outcomes[0].value[0] == [-12.0]
     for rank in (2, 3):  # means of three, of whom one has zeros
         assert outcomes[rank].value[0] == [-12.0, -20.0, -28.0]
+
+
+def test_who_waits_in_join_says_for_whom(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", "0.4")
+    caplog.set_level(logging.WARNING, "shoal")
+
+    def reports() -> list[str]:
+        return sorted(one.getMessage() for one in caplog.records if "has waited" in one.getMessage())
+
+    def run() -> None:
+        hvd.init()
+        limit = time.monotonic() + 10
+        while hvd.rank() == 1 and len(reports()) < 2 and time.monotonic() < limit:
+            time.sleep(0.01)
+        hvd.join()
+
+    fleet(SIZE).run(run)
+    said = reports()
+    assert [one.split(" has waited ")[0] for one in said] == ["join on rank 0", "join on rank 2"], said
+    assert all("for ranks [1]" in one for one in said)

@@ -177,7 +177,7 @@ class Joining(MinimalService):
     def join(self) -> int:
         """Take part until all agents have joined; the rank that joined last."""
         engine = self._engine
-        joined_at = self._since = time.time()
+        joined_at, self._since = time.time(), time.monotonic()
         with held, engine.lock:
             self._own += 1
             self._heard.clear()
@@ -185,6 +185,7 @@ class Joining(MinimalService):
                 if rank != engine.rank:
                     self._tell_state(rank)
             engine.poller.wake()
+        engine.stalls.begins_to_wait(self._since)
         own_calls = self._calls
         self._follow()
         mine = torch.tensor([own_calls, joined_at], dtype=torch.float64)
