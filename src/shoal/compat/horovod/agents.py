@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -26,7 +25,7 @@ def init(comm: None = None, process_sets: Sequence[ProcessSet] | str | None = No
         raise ValueError(f"init: process_sets={process_sets!r}; it is a list of process sets, or 'dynamic'")
     bootstrap.init()
     attach()
-    for one in process_sets or () if not isinstance(process_sets, str) else ():
+    for one in () if isinstance(process_sets, str) else process_sets or ():
         add_process_set(one)
 
 
@@ -41,7 +40,7 @@ def cross_rank() -> int:
 
 
 def _alike() -> list[int]:
-    agent: Any = current("cross_rank")
+    agent = current("cross_rank")
     place = agent.local_ranks.index(agent.rank)
     return [machine for machine, size in enumerate(agent.machines.sizes) if size > place]
 

@@ -56,6 +56,13 @@ def _through(tensors: Tensors, there: ManyToMany, back: ManyToMany) -> list[torc
     return list(apply(there, bind(back), *tensors))
 
 
+def _through_compressed(tensors: Tensors, compression: Any, there: ManyToMany, back: ManyToMany) -> list[torch.Tensor]:
+    """The same of tensors that travel in another form."""
+    sent, contexts = compressed(compression, tensors)
+    found = _through(sent, there, back)
+    return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
+
+
 def _back_name(name: str | None) -> str | None:
     return None if name is None else f"{name}.gradient"
 
@@ -99,9 +106,7 @@ def allreduce(
         _linear("allreduce", how)
         return [reduce_one("allreduce", gradients[0], how, _back_name(name), process_set).wait()]
 
-    (sent,), (ctx,) = compressed(compression, [tensor])
-    found: torch.Tensor = compression.decompress(_through([sent], there, back)[0], ctx)
-    return found
+    return _through_compressed([tensor], compression, there, back)[0]
 
 
 def allreduce_(
@@ -138,9 +143,7 @@ def grouped_allreduce(
         _linear(called, how)
         return reduce_many(called, gradients, how, _back_name(name), process_set).wait()
 
-    sent, contexts = compressed(compression, listed(called, tensors))
-    found = _through(sent, there, back)
-    return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
+    return _through_compressed(listed(called, tensors), compression, there, back)
 
 
 def grouped_allreduce_(
@@ -291,9 +294,7 @@ def grouped_reducescatter(
         factor = how.before * how.after / (process_set.size() if how.op is Average else 1)
         return [one * factor for one in grouped_allgather_async(gradients, _back_name(name), process_set).wait()]
 
-    sent, contexts = compressed(compression, listed(called, tensors))
-    found = _through(sent, there, back)
-    return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
+    return _through_compressed(listed(called, tensors), compression, there, back)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
