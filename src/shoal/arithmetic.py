@@ -186,11 +186,12 @@ def _combine(
     inputs, step = [*blocks[:position], own, *blocks[position:]], _REDUCE[how]
     wide = out.dtype in HALF
     total = torch.empty_like(out, dtype=torch.float32) if wide else out
-    for number, part in enumerate(parts or [range(len(inputs))]):
-        reduction = torch.empty_like(total) if number else total
-        _fold([inputs[place] for place in part], step, reduction)
-        if number:
-            step(total, reduction, total)
+    first, *others = [[inputs[place] for place in part] for part in parts] or [inputs]
+    _fold(first, step, total)
+    for part in others:
+        reduction = torch.empty_like(total)
+        _fold(part, step, reduction)
+        step(total, reduction, total)
     if how == "average":
         total.div_(len(inputs))
     if wide:
@@ -200,6 +201,7 @@ def _combine(
 def _fold(
     terms: Sequence[torch.Tensor], step: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], out: torch.Tensor
 ) -> None:
+    """``out`` becomes the reduction of ``terms``, in their order; it is wider than they are, or like them."""
     wide = terms[0].dtype != out.dtype
     if wide or len(terms) == 1:
         out.copy_(terms[0])

@@ -74,7 +74,7 @@ every_topology = pytest.mark.parametrize("topology", [ring(16), OnePeerExponenti
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 @every_topology
 def test_the_clock_says_what_playing_every_step_says(topology: Schedule, network: Network, compute: Any) -> None:
-    steps = 50
+    steps = 100
     played = simulate(network, rounds_of(topology, NBYTES, steps), compute).ended.max(axis=1)
     found = ends(clock(topology, network, steps, compute=compute))
     assert np.abs(found / played - 1)[:3].max() < 1e-9

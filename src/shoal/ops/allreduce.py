@@ -25,8 +25,6 @@ from .owners import put_together, reduced_by_machines, reduced_by_owners
 MESSAGE_BYTES, FAR_MESSAGE_BYTES = 1 << 19, 1 << 13
 """What a message costs, in bytes that are summed in its time, on one machine and over a network of 1 Gbit/s. Measured
 with ``benchmarks/allreduce.py`` on a machine of two cores; either may be wrong by a factor of four and cost little."""
-
-
 BY_MACHINES_BYTES = 1 << 18
 """From which size on tensors go machine by machine, in four hops."""
 

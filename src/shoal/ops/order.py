@@ -24,5 +24,4 @@ def machines_among(agent: Agent, group: Sequence[int], dtype: torch.dtype) -> Se
 
 def places_by_machine(agent: Agent, group: Sequence[int], dtype: torch.dtype) -> Sequence[Sequence[int]]:
     """The same as places in the group."""
-    place = {rank: number for number, rank in enumerate(group)}
-    return [[place[rank] for rank in ranks] for ranks in machines_among(agent, group, dtype)]
+    return [[group.index(rank) for rank in ranks] for ranks in machines_among(agent, group, dtype)]
