@@ -112,7 +112,7 @@ shoal.shutdown()
 def test_agents_that_the_launcher_starts_again_are_in_the_record(tmp_path: Path) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "record"
     script.write_text(SCRIPT)
-    launch = [sys.executable, "-m", "shoal", "run", "-n", "3", "--no-prefix", "--on-failure", "restart"]
+    launch = [sys.executable, "-m", "shoal", "run", "-n", "3", "--on-failure", "restart"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "SHOAL_RECORD": str(folder)}
     job = subprocess.run([*launch, str(script)], env=environment, capture_output=True, text=True, timeout=60)
     assert job.returncode == 0, job.stderr
