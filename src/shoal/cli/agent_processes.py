@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from ..transport.outside import shows
+from ..watch.live import Watch
 from ..world.launch import INCARNATION
 from .agent_output import STDERR, STDOUT, AgentOutput
 from .launcher_signals import Signals
@@ -95,6 +96,7 @@ class AgentProcesses:
         restarts: how often each agent that fails is started again, while none has finished, and others are there.
         elsewhere: whether agents of other launchers belong to the run. Asked when none is left here, and what it says
             then must stay true.
+        watch: is told of agents that start and end, and served.
         grace: seconds between asking an agent to end and the next, harder step.
     """
 
@@ -106,6 +108,7 @@ class AgentProcesses:
         survive: bool,
         restarts: int = 0,
         elsewhere: Callable[[], bool] = lambda: False,
+        watch: Watch | None = None,
         grace: float,
     ) -> None:
         self._output = output
@@ -113,6 +116,7 @@ class AgentProcesses:
         self._survive = survive
         self._restarts = restarts
         self._elsewhere = elsewhere
+        self._watch = watch
         self._grace = grace
         self._living: list[_Agent] = []
         self._outcomes: dict[int, Outcome] = {}  # the last of each agent
@@ -133,6 +137,8 @@ class AgentProcesses:
 
     def __enter__(self) -> AgentProcesses:
         self._selector.register(self._signals, selectors.EVENT_READ, self._read_signals)
+        if self._watch is not None:
+            self._selector.register(self._watch, selectors.EVENT_READ, self._watch.serve)
         return self
 
     def __exit__(
@@ -167,6 +173,8 @@ class AgentProcesses:
         stdin = None if keeps_stdin else subprocess.DEVNULL
         process = _start(command, env=environ, stdin=stdin, stdout=pipe, stderr=pipe)
         self._living.append(_Agent(rank, process, time.monotonic()))
+        if self._watch is not None:
+            self._watch.started(rank, process.pid)
         for stream, file in ((STDOUT, process.stdout), (STDERR, process.stderr)):
             if file is None:
                 continue
@@ -196,6 +204,8 @@ class AgentProcesses:
             self._start_again()
             if self._output is not None:
                 self._output.redraw()
+            if self._watch is not None and time.monotonic() >= self._watch.due:
+                self._watch.serve()
         return self._ending()
 
     def say(self, text: str) -> None:
@@ -227,6 +237,8 @@ class AgentProcesses:
         redraw = self._output.next_redraw() if self._output is not None else None
         if redraw is not None:
             due.append(redraw)
+        if self._watch is not None:
+            due.append(self._watch.due)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _read_signals(self) -> None:
@@ -296,6 +308,8 @@ class AgentProcesses:
         # Of those seen in one glance, one that was killed did not fail because of another one's failure.
         for outcome in sorted(outcomes, key=lambda one: (one.code >= 0, one.rank)):
             self._outcomes[outcome.rank] = outcome
+            if self._watch is not None:
+                self._watch.ended(outcome.rank, str(outcome), outcome.code == 0)
             if outcome.code != 0 and self._steps is None:
                 self._take_failure(outcome)
         for name, process in self._helpers:

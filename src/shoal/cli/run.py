@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..watch.live import Shown, Watch
 from ..world.joining import Room, keep_secret
-from ..world.launch import BEGIN_WITH, INCARNATION, LOOPBACK, join_address, parse_address
+from ..world.launch import BEGIN_WITH, INCARNATION, LOOPBACK, WATCH, join_address, parse_address
 from ..world.meeting import LOST
 from ..world.rendezvous import listen
 from .agent_output import AgentOutput
@@ -63,6 +64,8 @@ class Job:
     """How often the job has been begun again."""
     attempts: int = 0
     """How often it may be."""
+    watch: str = ""
+    """Where its agents say what they do; empty: nowhere."""
 
     @property
     def size(self) -> int:
@@ -94,6 +97,9 @@ class Job:
         found.pop("SHOAL_RENDEZVOUS", None)
         found.pop(INCARNATION, None)
         found.pop(BEGIN_WITH, None)
+        found.pop(WATCH, None)
+        if self.watch:
+            found[WATCH] = self.watch
         if self.room is not None:
             found[BEGIN_WITH] = str(self.room.begins)
         if self.joins_at is not None:
@@ -153,6 +159,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long agents may take to end after SIGINT or SIGTERM before the next, harder signal (10)",
     )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="show the run on a page on 127.0.0.1 while it goes on; its address, which nobody can guess, is printed",
+    )
+    parser.add_argument("--watch-port", type=int, default=0, metavar="PORT", help="the port of that page (any)")
     parser.add_argument("--no-prefix", action="store_true", help="pass output through, without [rank] before each line")
     parser.add_argument("-m", action="store_true", dest="is_module", help="the script is a module, as in python -m")
     parser.add_argument("script", help="the Python script, or with -m the module, that every agent runs")
@@ -173,20 +185,47 @@ def _begin(args: argparse.Namespace, host: str, port: int) -> int:
     """Run agents that begin together; and all of them anew where none is left, as often as that is to be."""
     # Whether agents are left on other machines, no launcher knows.
     attempts = args.max_restarts if args.on_failure == "restart" and args.nnodes == 1 else 0
-    with Signals() as signals:
-        ending = _begin_once(args, host, port, 0, attempts, signals)
+    with contextlib.ExitStack() as last:
+        signals = last.enter_context(Signals())
+        watch = None
+        if args.watch:
+            try:
+                watch = last.enter_context(_watch(args, host, port))
+            except OSError as error:
+                return _refused(f"--watch: {error.strerror or error}", 1)
+        ending = _begin_once(args, host, port, 0, attempts, signals, watch)
         for attempt in range(1, attempts + 1):
             if not ending.all_gone:
                 break
-            stopped = _pause_before(attempt, attempts, signals)
+            stopped = _pause_before(attempt, attempts, signals, watch)
             if stopped is not None:
                 return 128 + stopped
-            ending = _begin_once(args, host, port, attempt, attempts, signals)
+            if watch is not None:
+                watch.begin_again(attempt)
+            ending = _begin_once(args, host, port, attempt, attempts, signals, watch)
+        if watch is not None:
+            watch.end(f"the run has ended, with status {ending.status}")
     return ending.status
 
 
+def _watch(args: argparse.Namespace, host: str, port: int) -> Watch:
+    """What shows the run, or tells the launcher that does.
+
+    Raises:
+        OSError: A port that it needs is taken.
+    """
+    size = args.max_agents or args.agents * args.nnodes
+    return Shown(size, args.agents, f"{size} agents of {Path(args.script).name}", args.watch_port)
+
+
 def _begin_once(
-    args: argparse.Namespace, host: str, port: int, attempt: int, attempts: int, signals: Signals
+    args: argparse.Namespace,
+    host: str,
+    port: int,
+    attempt: int,
+    attempts: int,
+    signals: Signals,
+    watch: Watch | None,
 ) -> Ending:
     """One run, in which nothing is of the one before it: it has its own store, name and secret."""
     with contextlib.ExitStack() as last:
@@ -208,12 +247,13 @@ def _begin_once(
             room = Room(name, args.max_agents, args.agents * args.nnodes, os.getpid(), kept, attempt)
             text, how = room.written(secret), _how_to_join(args, room, host, port)
         nodes = args.agents, args.nnodes, args.node_rank
-        job = Job(*nodes, host, port, name, secret, room, attempt=attempt, attempts=attempts)
+        path = watch.path if watch is not None else ""
+        job = Job(*nodes, host, port, name, secret, room, attempt=attempt, attempts=attempts, watch=path)
         elsewhere = _beyond if args.nnodes > 1 else _have_joined(room, host, port)
-        return _mind(args, job, signals, elsewhere, listener, text, how if listener is not None else "")
+        return _mind(args, job, signals, elsewhere, watch, listener, text, how if listener is not None else "")
 
 
-def _pause_before(attempt: int, attempts: int, signals: Signals) -> signal.Signals | None:
+def _pause_before(attempt: int, attempts: int, signals: Signals, watch: Watch | None) -> signal.Signals | None:
     """Say that the job begins again, and wait: not the first time, then 1 s, 2 s, 4 s ..., as what ended it may need
     time to pass, and a job that ends at once shall not use up many attempts in a moment. The signal that forbids it."""
     seconds = min(2.0 ** (attempt - 2), LONGEST_PAUSE) if attempt > 1 else 0.0
@@ -231,7 +271,9 @@ def _pause_before(attempt: int, attempts: int, signals: Signals) -> signal.Signa
             os.kill(os.getpid(), signal.SIGSTOP)
         if time.monotonic() >= limit:
             return None
-        told = signals.wait(limit - time.monotonic())
+        if watch is not None:
+            watch.serve()
+        told = signals.wait(min(limit, watch.due if watch is not None else limit) - time.monotonic())
 
 
 def _stopping(told: list[signal.Signals]) -> signal.Signals | None:
@@ -273,7 +315,7 @@ def _join(args: argparse.Namespace, host: str, port: int) -> int:
     job = Job(args.agents, 1, 0, host, port, room.name, claimed.secret, room, claimed.first, room.attempt)
     with Signals() as signals:
         says = f"joining the run at {args.join} as {ranks} of {room.size}"
-        return _mind(args, job, signals, _beyond, says=says).status
+        return _mind(args, job, signals, _beyond, None, says=says).status
 
 
 def _mind(
@@ -281,6 +323,7 @@ def _mind(
     job: Job,
     signals: Signals,
     elsewhere: Callable[[], bool],
+    watch: Watch | None,
     listener: socket.socket | None = None,
     room: str = "",
     says: str = "",
@@ -291,12 +334,14 @@ def _mind(
     command = [sys.executable, "-u", *(["-m"] if args.is_module else []), args.script, *args.arguments]
     survive, restarts = args.on_failure != "stop", args.max_restarts if args.on_failure == "restart" else 0
     with AgentProcesses(
-        output, signals, survive=survive, restarts=restarts, elsewhere=elsewhere, grace=args.grace
+        output, signals, survive=survive, restarts=restarts, elsewhere=elsewhere, watch=watch, grace=args.grace
     ) as agents:
         if "OMP_NUM_THREADS" not in os.environ and args.agents > 1 and not job.attempt:
             agents.say("OMP_NUM_THREADS is not set: each agent gets 1 thread")
         if says:
             agents.say(says)
+        if watch is not None and watch.address and not job.attempt:
+            agents.say(f"watch the run at {watch.address}")
         defaults = {"SHOAL_ON_LOSS": "continue"} if survive else {}
         for local_rank in range(args.agents):
             environ = job.environment(local_rank, {**defaults, **os.environ})
@@ -366,6 +411,10 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
             f"{later} with --nnodes: set SHOAL_SECRET to the same for all machines; who comes later proves with it "
             "that it belongs to the job"
         )
+    if not 0 <= args.watch_port < 1 << 16:
+        raise ValueError(f"--watch-port {args.watch_port}: a port, or 0 for any that is free")
+    if args.watch and args.join is not None:
+        raise ValueError("--join with --watch: that is for the run to show that is joined")
     if not args.grace >= 0:
         raise ValueError(f"--grace {args.grace}: seconds, zero or more")
     if not args.is_module and not Path(args.script).exists():

@@ -16,6 +16,7 @@ from ..transport.router import Router
 from .agreement import Agreement
 from .gate import Gate
 from .matching import Matcher
+from .measured import Measured
 from .membership import NOT_YET, Membership
 from .operation import Operation, describe
 from .outbox import Outbox
@@ -95,11 +96,12 @@ class AboutItself:
         gate: Gate,
         services: Services,
         steps: Steps,
+        measured: Measured,
     ) -> None:
         self._began = time.time()
         self._rank, self._router, self._matcher, self._outbox = rank, router, matcher, outbox
         self._membership, self._progress, self._agreement = membership, progress, agreement
-        self._gate, self._services, self._steps = gate, services, steps
+        self._gate, self._services, self._steps, self._measured = gate, services, steps, measured
 
     def waited_for(self, operation: Operation) -> list[int]:
         """The ranks that keep an operation from going on; those, too, that have not read what it sent before."""
@@ -162,6 +164,7 @@ class AboutItself:
             "over": "" if self._gate.ended is None else str(self._gate.ended)[: 2 * _LONGEST],
             "steps": self._steps.counts,
             "stepped_ago": self._steps.seconds_ago,
+            "measured": {name: one.as_json() for name, one in self._measured.values.items()},
             "here": [(one.rank, one.pid) for one in self._router.places if one.machine == self._router.place.machine],
             "calls": self._matcher.calls,
             "bytes_sent": self._outbox.bytes_sent,

@@ -49,6 +49,7 @@ from .handing_on import RESULT, HandingOn
 from .keeping import HAD, Keeping
 from .lifecycle import Lifecycle
 from .matching import Matcher
+from .measured import Measured
 from .membership import NOT_YET, WHOLE, Membership, Plan
 from .operation import Fusible, Handle, OnLoss, Operation
 from .operation import Steps as Generating
@@ -142,8 +143,9 @@ class Engine:
         self.entry = Entry(rank, size, progress, matcher, membership, router, outbox, agreement, failures, send)
         self.watchdog = watchdog = Watchdog(rank, lifecycle, matcher, membership, outbox, failures, agreement)
         self.steps = steps = Steps(events)
+        self.measured = measured = Measured(events)
         self.about = about = AboutItself(
-            rank, router, matcher, outbox, membership, progress, agreement, lifecycle.gate, services, steps
+            rank, router, matcher, outbox, membership, progress, agreement, lifecycle.gate, services, steps, measured
         )
         self.stalls = stalls = Stalls(rank, matcher, membership, outbox, about, services, progress)
         router.describe_by(self._describe)

@@ -43,6 +43,8 @@ class Event(NamedTuple):
       names, if not all); all agreed on when; it has;
     - ``fused``, ``parted``: several calls began to travel as one, and do so no more;
     - ``stepped``: an optimizer of that ``name`` ended its step number ``round``, and at ``start`` the one before;
+    - ``measured``: the script measured what the ``name`` says, the ``round``-th time; what it is here, and on the mean,
+      the ``detail`` says in JSON;
     - ``lost``: an agent ``died`` or ``left`` (``operation``).
     """
     operation: str

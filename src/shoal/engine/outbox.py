@@ -33,6 +33,7 @@ from .matching import NO_FAILURE, SMALL_WINDOW, Channel, Failure
 from .membership import Departure, Membership
 from .operation import Exchange, Operation, Send, Stage
 from .publishing import Publisher
+from .traffic import Traffic
 
 
 class _Unacknowledged(NamedTuple):
@@ -60,6 +61,7 @@ class Outbox:
         self.bytes_sent = 0
         self.keeps_what_is_carried = False  # until its receivers have it; else it is not asked for twice
         self.said_goodbye = False
+        self.traffic = Traffic()
         self._rank = rank
         self._router = router
         self._membership = membership
@@ -129,6 +131,8 @@ class Outbox:
             last, tail = send, message.tail
             if not operation.background:
                 self.bytes_sent += nbytes
+                if self.traffic.counts and not exchange.coordinates:
+                    self.traffic.sent(operation.op, operation.name, operation.round, send.destination, nbytes)
             if self._events.active:
                 about = operation.op, operation.name, operation.round
                 why = COORDINATION if exchange.coordinates or operation.background else ""

@@ -9,6 +9,10 @@ import torch
 
 from ..ops.arguments import Internal
 from ..ops.collective import allreduce, allreduce_nonblocking
+from ..world.agent import current
+
+DISTANCE = "consensus distance"
+"""What whoever looks on is told it is."""
 
 
 def _averaged(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -64,7 +68,10 @@ def consensus_distance(model: torch.nn.Module, *, timeout: float | None = None) 
     """``sqrt(mean over agents of |x_i - mean x|^2)`` over all parameters, the same on every agent. All call it."""
     flat = torch.cat([_reals(one.detach()).reshape(-1).double() for one in model.parameters()])
     mean = allreduce(flat, name=Internal("consensus_distance.mean"), timeout=timeout)
-    return allreduce((flat - mean).square().sum(), name=Internal("consensus_distance"), timeout=timeout).sqrt().item()
+    square = (flat - mean).square().sum()
+    found = allreduce(square, name=Internal("consensus_distance"), timeout=timeout).sqrt().item()
+    current("consensus_distance").engine.measured.note(DISTANCE, square.sqrt().item(), found, found)
+    return found
 
 
 def _reals(tensor: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,10 @@ def metrics(
             )
     weights = {rank: one.weight for rank, one in said.items()}
     columns = {name: {rank: one.numbers[k] for rank, one in said.items()} for k, name in enumerate(sorted(values))}
-    return Metrics({name: _metric(agent.size, columns[name], weights, ways[name] is max) for name in values})
+    found = Metrics({name: _metric(agent.size, columns[name], weights, ways[name] is max) for name in values})
+    for name, one in found.items():
+        agent.engine.measured.note(name, one.values[agent.rank], one.mean, one.worst, one.worst_rank)
+    return found
 
 
 def _metric(size: int, of: dict[int, float], weights: dict[int, float], largest: bool) -> Metric:

@@ -18,6 +18,8 @@ from pathlib import Path
 LOOPBACK = "127.0.0.1"
 INCARNATION = "SHOAL_INCARNATION"
 BEGIN_WITH = "SHOAL_BEGIN_WITH"
+WATCH = "SHOAL_WATCH"
+"""Where a launcher listens that shows what its agents do: a path, for processes of its user."""
 
 # Below the range from which Linux takes the ports of outgoing connections (32768 to 60999), so that no client of
 # this machine sits on a derived port by accident.

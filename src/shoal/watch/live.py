@@ -1,0 +1,183 @@
+"""What a launcher does for those who look on: hears its agents, sees their processes, and shows it all, or hands it on
+to the launcher that does. Part of the launcher's own loop, without a thread or a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from .inbox import Inbox
+from .run_state import RunState
+from .server import PageServer
+
+LOOK_SECONDS = 0.5
+"""Between two looks at the processes of agents."""
+
+
+class Part(Protocol):
+    """What has a descriptor that can be read when it is to be called."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Sink(Protocol):
+    """Where it goes: the state of the run, or another launcher."""
+
+    def take(self, summary: dict[str, Any]) -> None:
+        """What an agent says."""
+
+    def process(self, rank: int, pid: int, host: str, state: str) -> None:
+        """What the kernel says that its process does."""
+
+    def ended(self, rank: int, how: str, well: bool) -> None:
+        """How it ended."""
+
+
+class Watch:
+    """One launcher's, as a context: on leaving it nothing is left open.
+
+    Args:
+        sink: Where what is seen goes.
+        agents: How many there are on this machine.
+
+    Raises:
+        OSError: There can be no socket on which agents are heard.
+    """
+
+    def __init__(self, sink: Sink, agents: int) -> None:
+        self._sink = sink
+        self._host = socket.gethostname()
+        self._pids: dict[int, int] = {}
+        self._looked = 0.0
+        self._selector = selectors.EpollSelector()
+        self._last = contextlib.ExitStack()
+        self._last.callback(self._selector.close)
+        try:
+            inbox = Inbox(self._heard, 2 * agents + 16)
+        except BaseException:
+            self._last.close()
+            raise
+        self._add(inbox, inbox.read)
+        self.path = inbox.path
+
+    def _add(self, part: Part, serve: Callable[[], None]) -> None:
+        self._last.callback(part.close)
+        self._selector.register(part.fileno(), selectors.EVENT_READ, serve)
+
+    def _heard(self, summary: dict[str, Any]) -> None:
+        self._sink.take(summary)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Something is to be shown."""
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._last.close()
+
+    # For the launcher's loop
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    @property
+    def due(self) -> float:
+        """When to call :meth:`serve` at the latest, as ``time.monotonic()``."""
+        return self._looked + LOOK_SECONDS
+
+    def serve(self) -> None:
+        """Do what can be done now, without waiting."""
+        for key, _ in self._selector.select(0):
+            key.data()
+        if time.monotonic() >= self._looked + LOOK_SECONDS:
+            self._looked = time.monotonic()
+            self._look()
+
+    def _look(self) -> None:
+        for rank, pid in self._pids.items():
+            with contextlib.suppress(OSError, IndexError):
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                self._sink.process(rank, pid, self._host, state)
+        self._changed()
+
+    # What the launcher knows
+
+    def started(self, rank: int, pid: int) -> None:
+        """It has started an agent."""
+        self._pids[rank] = pid
+        self._sink.process(rank, pid, self._host, "S")
+        self._changed()
+
+    def ended(self, rank: int, how: str, well: bool) -> None:
+        """An agent has ended."""
+        self._pids.pop(rank, None)
+        self._sink.ended(rank, how, well)
+        self._changed()
+
+    def begin_again(self, attempt: int) -> None:
+        """All of them are started once more."""
+
+    def end(self, how: str) -> None:
+        """The run is over."""
+
+    @property
+    def address(self) -> str:
+        """Of the page; empty where another launcher shows it."""
+        return ""
+
+
+class Shown(Watch):
+    """That of the launcher that shows the run.
+
+    Args:
+        size: How many agents there may be, on all machines.
+        agents: How many of them on this one.
+        title: What is shown above all.
+        port: Of the page; 0 takes a free one.
+
+    Raises:
+        OSError: The port is taken.
+    """
+
+    def __init__(self, size: int, agents: int, title: str, port: int = 0) -> None:
+        self.state = RunState(size, title)
+        super().__init__(self.state, agents)
+        try:
+            self._server = PageServer(self.state.as_json, port)
+        except BaseException:
+            self._last.close()
+            raise
+        self._add(self._server, self._server.serve)
+
+    def _changed(self) -> None:
+        self._server.tell()
+
+    @property
+    def due(self) -> float:
+        return min(super().due, self._server.due)
+
+    def serve(self) -> None:
+        super().serve()
+        self.state.draw()
+        self._server.serve()
+
+    def begin_again(self, attempt: int) -> None:
+        self.state.begin_again(attempt)
+        self._server.tell()
+
+    def end(self, how: str) -> None:
+        self.state.end(how)
+        self._server.tell()
+
+    @property
+    def address(self) -> str:
+        return self._server.address

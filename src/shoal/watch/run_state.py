@@ -1,0 +1,252 @@
+"""What is known of a run, from what its agents say of themselves and their launchers see of their processes; and what
+a page is to show of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from .said import NONSENSE, Number, Said
+from .series import BYTES, STEP_TIME, History
+
+SILENT_SECONDS = 2.0
+"""After which an agent that says nothing is said to be silent."""
+HISTORY_SECONDS = 1.0
+"""Between two points of what is no measurement of the script's."""
+MOST_EVENTS = 200
+MOST_EDGES = 2048
+STARTING, COMPUTING, WAITING, STOPPED, SILENT = "starting", "computing", "waiting", "stopped", "silent"
+LOST, LEFT, FAILED, FINISHED, ABSENT = "lost", "left", "failed", "finished", "not there"
+GONE = (LOST, FAILED, FINISHED, ABSENT)
+_PROCESS_STOPPED = ("T", "t")
+
+
+@dataclass
+class _Agent:
+    """What is known of one.
+
+    Attributes:
+        incarnation: How often it has been started again.
+        heard: When it spoke last, as ``time.monotonic()``; 0 where it never has.
+        said: Its last word, and its last of what it does.
+        process: The state of its process, the letter that the kernel gives it; empty where nobody sees it.
+        ended: How its process ended; and whether well.
+        rates: Bytes per second, by destination.
+    """
+
+    incarnation: int = -1
+    heard: float = 0.0
+    said: Said | None = None
+    known: Said | None = None
+    process: str = ""
+    pid: int = 0
+    host: str = ""
+    ended: str = ""
+    ended_well: bool = False
+    rates: dict[int, float] = field(default_factory=dict)
+
+
+class RunState:
+    """Of one run.
+
+    Args:
+        size: How many agents there may be.
+        title: What it is.
+    """
+
+    def __init__(self, size: int, title: str) -> None:
+        self._size, self._title = size, title
+        self._began = time.monotonic()
+        self._attempt = 0
+        self._agents = {rank: _Agent() for rank in range(size)}
+        self._lost: set[int] = set()
+        self._events: deque[tuple[float, str, str]] = deque(maxlen=MOST_EVENTS)
+        self._history = History()
+        self._ending: str | None = None
+        self._drawn = 0.0
+
+    # What is told
+
+    def take(self, summary: dict[str, Any]) -> None:
+        """An agent has said something. What is no summary is passed over."""
+        try:
+            said = Said.of(summary, self._size)
+        except NONSENSE:
+            return
+        agent = self._agents[said.rank]
+        if said.attempt != self._attempt or said.incarnation < agent.incarnation:
+            return  # what is left of one that has ended
+        now = time.monotonic()
+        if said.incarnation > agent.incarnation:
+            if said.incarnation > 0:
+                self.note(f"rank {said.rank} is there, started for the {_nth(said.incarnation + 1)} time", "good")
+            agent.incarnation, agent.known, agent.rates = said.incarnation, None, {}
+            self._lost.discard(said.rank)
+        if said.work is not None:
+            self._take_work(agent, said, now)
+        if said.leaves and not (agent.said is not None and agent.said.leaves):
+            self.note(f"rank {said.rank} has left", "")
+        agent.said, agent.heard, agent.pid, agent.host = said, now, said.pid, said.host
+
+    def _take_work(self, agent: _Agent, said: Said, now: float) -> None:
+        work, before = said.work, agent.known
+        assert work is not None
+        if before is not None and before.work is not None:
+            passed = max(1e-3, now - agent.heard)
+            sent = before.work.sent
+            agent.rates = {peer: max(0, nbytes - sent.get(peer, 0)) / passed for peer, nbytes in work.sent.items()}
+        for rank in set(work.lost) - self._lost:
+            self._lost.add(rank)
+            self.note(f"rank {rank} is lost, as rank {said.rank} knows", "bad")
+        for name, one in work.measured.items():
+            self._history.add_measured(name, one.times, (self._seconds, one.mean, one.worst))
+        agent.known = said
+
+    def process(self, rank: int, pid: int, host: str, state: str) -> None:
+        """Its launcher sees the process of an agent: the letter that the kernel has for what it does."""
+        agent = self._agents.get(rank)
+        if agent is not None:
+            if pid != agent.pid and agent.ended:  # another has taken its place
+                self._agents[rank] = agent = _Agent()
+            agent.pid, agent.host, agent.process = pid, host, state
+
+    def ended(self, rank: int, how: str, well: bool) -> None:
+        """Its launcher has seen how a process ended. For the first time, or once more."""
+        agent = self._agents.get(rank)
+        if agent is not None and not agent.ended:
+            agent.ended, agent.ended_well, agent.process = how, well, ""
+            self.note(how, "" if well else "bad")
+
+    def note(self, text: str, kind: str) -> None:
+        """Something happened: ``"bad"``, ``"good"``, or neither."""
+        self._events.append((round(self._seconds, 1), text, kind))
+
+    def begin_again(self, attempt: int) -> None:
+        """All agents are started anew."""
+        self._attempt = attempt
+        self._agents = {rank: _Agent() for rank in range(self._size)}
+        self._lost.clear()
+        self._history.begin_again()
+        self.note(f"all agents begin again, for the {_nth(attempt + 1)} time", "bad")
+
+    def end(self, how: str) -> None:
+        """The run is over."""
+        self._ending = how
+        self.note(how, "")
+
+    def draw(self) -> None:
+        """Note what is shown over time, when it is due."""
+        now = time.monotonic()
+        if now < self._drawn + HISTORY_SECONDS:
+            return
+        self._drawn = now
+        there = [one.known.work for one in self._agents.values() if one.known is not None and not one.ended]
+        steps = [one.step_seconds for one in there if one is not None and one.step_seconds is not None]
+        if steps:
+            self._history.add(STEP_TIME, (self._seconds, fmean(steps), max(steps)))
+        rates = [sum(one.rates.values()) for one in self._agents.values() if one.known is not None]
+        if rates:
+            self._history.add(BYTES, (self._seconds, sum(rates), max(rates)))
+
+    @property
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._began, 2)
+
+    # What is shown
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for a page. ``None`` where nobody knows."""
+        now = time.monotonic()
+        received: dict[int, float] = dict.fromkeys(self._agents, 0.0)
+        total: dict[int, int] = dict.fromkeys(self._agents, 0)
+        edges = []
+        for rank, agent in self._agents.items():
+            work = agent.known.work if agent.known is not None else None
+            if work is None:
+                continue
+            quiet = agent.ended or now - agent.heard > SILENT_SECONDS
+            for peer in {*work.sent, *work.edges}:
+                rate = 0.0 if quiet else agent.rates.get(peer, 0.0)
+                nbytes = work.sent.get(peer, 0)
+                received[peer] += rate
+                total[peer] += nbytes
+                edges.append((rank, peer, nbytes, round(rate), peer in work.edges and not agent.ended))
+        edges.sort(key=lambda one: (-one[2], one[0], one[1]))
+        return {
+            "title": self._title,
+            "over": self._ending,
+            "seconds": self._seconds,
+            "agents": [
+                self._agent(rank, agent, received[rank], total[rank], now) for rank, agent in self._agents.items()
+            ],
+            "edges": edges[:MOST_EDGES],
+            "series": self._history.as_json(),
+            "events": list(self._events),
+        }
+
+    def _agent(self, rank: int, agent: _Agent, received: float, total: int, now: float) -> dict[str, Any]:
+        work = agent.known.work if agent.known is not None else None
+        state, words = self._state(rank, agent, now)
+        speaks = work is not None and not agent.ended
+        return {
+            "rank": rank,
+            "pid": agent.pid or None,
+            "host": agent.host or None,
+            "again": max(0, agent.incarnation),
+            "state": state,
+            "words": words,
+            "waits_for": list(work.waits_for) if work is not None and state == WAITING else [],
+            "step": work.step if work is not None else None,
+            "step_seconds": work.step_seconds if work is not None else None,
+            "loss": _loss(work.measured) if work is not None else None,
+            "out": round(sum(agent.rates.values())) if speaks else None,
+            "in": round(received) if speaks else None,
+            "sent": work.nbytes if work is not None else None,
+            "received": total if work is not None else None,
+        }
+
+    def _state(self, rank: int, agent: _Agent, now: float) -> tuple[str, str]:
+        """In one word, and in a few more."""
+        if agent.ended:
+            return (FINISHED if agent.ended_well else LOST), agent.ended
+        if agent.process in _PROCESS_STOPPED:
+            return STOPPED, f"stopped: continue it with kill -CONT {agent.pid}"
+        said, known = agent.said, agent.known
+        if rank in self._lost:
+            return (LOST, "lost, as the others know") if agent.heard or agent.process else (ABSENT, "it has not come")
+        if said is None:
+            return (STARTING, "starts") if agent.process else (ABSENT, "nobody has heard of it")
+        if said.leaves:
+            return LEFT, "has left, and its process goes on"
+        if now - agent.heard > SILENT_SECONDS:
+            return SILENT, f"has said nothing for {now - agent.heard:.0f} s"
+        work = known.work if known is not None else None
+        if work is None:
+            return COMPUTING, "handles messages"
+        if work.over:
+            return FAILED, work.over
+        if work.waits_in and work.stands_still:
+            ranks = ", ".join(map(str, work.waits_for)) or "nobody in particular"
+            return WAITING, f"waits for {ranks}, since {_duration(work.waits_seconds)}, in {work.waits_in}"
+        return COMPUTING, "waits, and not for others" if work.stands_still else "runs its script"
+
+
+def _loss(measured: dict[str, Any]) -> Number | None:
+    """This agent's own: what is called so, else the first that is measured of it alone."""
+    for name, one in measured.items():
+        if "loss" in name.lower():
+            own: Number = one.own
+            return own
+    return None
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 100 else f"{math.floor(seconds)} s"
+
+
+def _nth(count: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(count, f"{count}th")

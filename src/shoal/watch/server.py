@@ -1,0 +1,289 @@
+"""Serves the page to a browser on this machine, and tells it what is new: in one thread, and never waiting for anybody.
+
+It listens on 127.0.0.1, which every user of the machine reaches, and so does every page that a browser has open. So
+nothing is said to who does not know the token, which is a part of the address: a request without it ends like one that
+makes no sense, by the end of the connection and without a word. The name of the host must be one of this machine's own,
+or a page of somebody else's whose name has come to mean 127.0.0.1 could read along. Nothing that is sent here changes
+anything. How many connections there are, how long they take to ask, and what lies ready for them is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+HOST = "127.0.0.1"
+OWN_NAMES = ("127.0.0.1", "localhost")
+"""What the host of a request may be called; at any port, as behind ``ssh -L``."""
+MOST_ASKING, MOST_LOOKING = 16, 16
+"""Connections that have not asked yet, of which the oldest makes room; and pages that are open."""
+ASKING_SECONDS = 5.0
+"""How long a request may take, or who does not read an answer."""
+MOST_REQUEST = 1 << 13
+"""Bytes of a request."""
+MOST_WAITING = 1 << 20
+"""Bytes that may lie ready for a page that does not read: then it has the next that there is room for."""
+UPDATE_SECONDS = 0.4
+"""Between two updates of a page."""
+SIGN_SECONDS = 5.0
+"""Between two signs of life, where nothing is new."""
+LAST_SECONDS = 0.5
+"""For which pages that are open may take what is said last."""
+A_TURN = 16
+"""Connections that are taken before others have their turn."""
+ASSETS = {
+    "": ("index.html", "text/html; charset=utf-8"),
+    "watch.css": ("watch.css", "text/css; charset=utf-8"),
+    "watch.js": ("watch.js", "text/javascript; charset=utf-8"),
+    "picture.js": ("picture.js", "text/javascript; charset=utf-8"),
+}
+NEWS = "news"
+"""Where what is new is told."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEAD = (
+    "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n{more}Content-Security-Policy: {policy}\r\n"
+    "Cache-Control: no-store\r\n"
+    "X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nCross-Origin-Resource-Policy: same-origin\r\n"
+    "Cross-Origin-Opener-Policy: same-origin\r\nConnection: close\r\n\r\n"
+)
+
+
+def path_of(request: bytes, token: str) -> str | None:
+    """What a request asks for, behind the token; None where it is none that is answered.
+
+    Args:
+        request: Its head, to the empty line at least.
+        token: What it must know.
+    """
+    try:
+        head, _, _ = request.partition(b"\r\n\r\n")
+        first, *lines = head.decode("ascii").split("\r\n")
+        method, target, version = first.split(" ")
+    except ValueError:
+        return None
+    hosts = [value.strip() for name, _, value in (line.partition(":") for line in lines) if name.lower() == "host"]
+    name = hosts[0].rpartition(":")[0] or hosts[0] if len(hosts) == 1 else ""
+    said, slash, path = target.removeprefix("/").partition("/")
+    knows = hmac.compare_digest(said.encode(), token.encode())
+    fits = method == "GET" and version in ("HTTP/1.0", "HTTP/1.1") and name.lower() in OWN_NAMES
+    return path if knows and slash and fits else None
+
+
+class PageServer:
+    """The server, for whoever has a loop: call :meth:`serve` when :meth:`fileno` can be read, and when it is due.
+
+    Args:
+        said: What a page is to show now, as JSON has it.
+        port: 0 takes a free one.
+
+    Raises:
+        OSError: The port is taken.
+    """
+
+    def __init__(self, said: Callable[[], dict[str, Any]], port: int = 0) -> None:
+        self._said = said
+        self._token = secrets.token_urlsafe(24)
+        self._listener = socket.create_server((HOST, port), backlog=64)
+        self._listener.setblocking(False)
+        self._selector = selectors.EpollSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._connections: list[_Connection] = []
+        self._news = False
+        self._told = 0.0
+
+    @property
+    def address(self) -> str:
+        """Of the page; whoever knows it can look."""
+        return f"http://{HOST}:{self._listener.getsockname()[1]}/{self._token}/"
+
+    @property
+    def is_looked_at(self) -> bool:
+        """A page is open."""
+        return any(one.looks for one in self._connections)
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    def tell(self) -> None:
+        """There is something new."""
+        self._news = True
+
+    @property
+    def due(self) -> float:
+        """When to call :meth:`serve` at the latest, as ``time.monotonic()``."""
+        asking = (one.limit for one in self._connections)
+        update = self._told + (UPDATE_SECONDS if self._news else SIGN_SECONDS) if self.is_looked_at else float("inf")
+        return min(update, *asking, float("inf"))
+
+    def serve(self) -> None:
+        """Do what can be done now."""
+        for key, events in self._selector.select(0):
+            if key.data is None:
+                self._accept()
+            elif key.data in self._connections:
+                self._attend(key.data, events)
+        now = time.monotonic()
+        for one in [one for one in self._connections if now >= one.limit]:
+            self._end(one)
+        if self.is_looked_at and now >= self._told + (UPDATE_SECONDS if self._news else SIGN_SECONDS):
+            self._update()
+
+    def _accept(self) -> None:
+        for _ in range(A_TURN):
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # there is none, or no descriptor is left
+                return
+            asking = [one for one in self._connections if not one.looks]
+            if len(asking) >= MOST_ASKING:
+                self._end(asking[0])
+            sock.setblocking(False)
+            connection = _Connection(sock)
+            self._connections.append(connection)
+            self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _attend(self, one: _Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ and not one.hear():
+                self._end(one)
+                return
+            if not one.answered and one.is_whole:
+                self._answer(one)
+            elif events & selectors.EVENT_WRITE:
+                self._write(one)
+        except OSError:
+            self._end(one)
+
+    def _answer(self, one: _Connection) -> None:
+        path = path_of(one.request, self._token)
+        one.answered = True
+        if path is None:
+            self._end(one)
+        elif path == NEWS and sum(other.looks for other in self._connections) < MOST_LOOKING:
+            one.looks = True
+            one.out += _head("200 OK", "text/event-stream; charset=utf-8")
+            one.out += self._event()
+            self._write(one)
+        elif path in ASSETS:
+            name, kind = ASSETS[path]
+            one.out += _asset(name, kind)
+            self._write(one)
+        else:
+            one.out += _head("503 Too many" if path == NEWS else "404 Not found", "text/plain", "Content-Length: 0\r\n")
+            self._write(one)
+
+    def _event(self) -> bytes:
+        return f"data: {json.dumps(self._said(), separators=(',', ':'), allow_nan=False)}\n\n".encode()
+
+    def _update(self) -> None:
+        event = self._event() if self._news else b": still here\n\n"
+        for one in [one for one in self._connections if one.looks]:
+            if len(one.out) + len(event) <= max(MOST_WAITING, len(event)):
+                one.out += event
+                self._write(one)
+        self._told, self._news = time.monotonic(), False
+
+    def _write(self, one: _Connection) -> None:
+        try:
+            one.write()
+        except OSError:
+            self._end(one)
+            return
+        if not one.out and not one.looks:
+            self._end(one)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if one.out else 0)
+        if self._selector.get_key(one.sock).events != wanted:
+            self._selector.modify(one.sock, wanted, one)
+
+    def _end(self, one: _Connection) -> None:
+        if one in self._connections:
+            self._connections.remove(one)
+            self._selector.unregister(one.sock)
+            with contextlib.suppress(OSError):  # what is not read would make the end a reset
+                one.sock.recv(MOST_REQUEST)
+            one.sock.close()
+
+    def close(self) -> None:
+        """Tell the pages that are open how it ended, for a moment, and end."""
+        if self.is_looked_at:
+            self._news = True
+            self._update()
+        limit = time.monotonic() + LAST_SECONDS
+        while any(one.out for one in self._connections) and time.monotonic() < limit:
+            for key, events in self._selector.select(limit - time.monotonic()):
+                if key.data is not None and key.data in self._connections:
+                    self._attend(key.data, events)
+                elif key.data is None:
+                    self._selector.unregister(self._listener)
+        for one in list(self._connections):
+            self._end(one)
+        self._selector.close()
+        self._listener.close()
+
+
+class _Connection:
+    """One connection.
+
+    Attributes:
+        out: What is to be written.
+        answered: It has asked.
+        looks: It is told what is new.
+        limit: When it ends.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.request = b""
+        self.out = bytearray()
+        self.answered = self.looks = False
+        self.limit = time.monotonic() + ASKING_SECONDS
+
+    @property
+    def is_whole(self) -> bool:
+        """All of the request is here."""
+        return b"\r\n\r\n" in self.request
+
+    def hear(self) -> bool:
+        """Take what came; False where the connection is over."""
+        try:
+            data = self.sock.recv(MOST_REQUEST)
+        except BlockingIOError:
+            return True
+        if not self.answered:
+            self.request += data
+        return bool(data) and len(self.request) <= MOST_REQUEST
+
+    def write(self) -> None:
+        """As much as there is room for."""
+        while self.out:
+            try:
+                del self.out[: self.sock.send(self.out)]
+            except BlockingIOError:
+                break
+        # A page that does not read has as long as who asks; one that does, for ever.
+        waiting = bool(self.out) or not self.looks
+        self.limit = min(self.limit, time.monotonic() + ASKING_SECONDS) if waiting else float("inf")
+
+
+def _head(status: str, kind: str, more: str = "") -> bytes:
+    return _HEAD.format(status=status, kind=kind, more=more, policy=POLICY).encode()
+
+
+@functools.cache
+def _asset(name: str, kind: str) -> bytes:
+    """One of the page's files, as it is sent."""
+    data = files(__package__).joinpath("assets").joinpath(name).read_bytes()
+    return _head("200 OK", kind, f"Content-Length: {len(data)}\r\n") + data
