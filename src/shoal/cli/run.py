@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..watch.live import Shown, Watch
+from ..watch.between_machines import Teller
+from ..watch.live import Others, Shown, Told, Watch
 from ..world.joining import Room, keep_secret
 from ..world.launch import BEGIN_WITH, INCARNATION, LOOPBACK, WATCH, join_address, parse_address
 from ..world.meeting import LOST
@@ -42,6 +43,7 @@ TELL = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
     "from shoal.world.rendezvous import tell_of_the_end; tell_of_the_end(*sys.argv[1:])"
 )
+LAST_PORT = 65535
 LONGEST_PAUSE = 30.0
 """Seconds before all agents are begun with again, at most."""
 
@@ -193,6 +195,8 @@ def _begin(args: argparse.Namespace, host: str, port: int) -> int:
                 watch = last.enter_context(_watch(args, host, port))
             except OSError as error:
                 return _refused(f"--watch: {error.strerror or error}", 1)
+            except ValueError as error:
+                return _refused(f"--watch: {error}", 2)
         ending = _begin_once(args, host, port, 0, attempts, signals, watch)
         for attempt in range(1, attempts + 1):
             if not ending.all_gone:
@@ -214,8 +218,24 @@ def _watch(args: argparse.Namespace, host: str, port: int) -> Watch:
     Raises:
         OSError: A port that it needs is taken.
     """
-    size = args.max_agents or args.agents * args.nnodes
-    return Shown(size, args.agents, f"{size} agents of {Path(args.script).name}", args.watch_port)
+    size, secret = args.max_agents or args.agents * args.nnodes, os.environ.get("SHOAL_SECRET", "")
+    title = f"{size} agents of {Path(args.script).name}"
+    if args.nnodes == 1:
+        return Shown(size, args.agents, title, args.watch_port)
+    if port == LAST_PORT:
+        raise ValueError(f"launchers meet at the port after that of --rendezvous, and there is none after {port}")
+    where = join_address(host, port + 1)
+    if args.node_rank > 0:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port + 1, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise OSError(error.errno, f"where is {where}, the first launcher's? {error.strerror}") from None
+        return Told(Teller(family, address, secret), args.agents)
+    try:
+        listener = listen(host, port + 1, os.environ.get("SHOAL_INTERFACE", ""))
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {where}, for other launchers: {error.strerror}") from None
+    return Shown(size, args.agents, title, args.watch_port, Others(listener, secret, args.nnodes - 1))
 
 
 def _begin_once(
@@ -361,6 +381,19 @@ def _mind(
         return ending
 
 
+def _check_watch_between_machines() -> None:
+    if not os.environ.get("SHOAL_SECRET"):
+        raise ValueError(
+            "--watch with --nnodes: set SHOAL_SECRET to the same for all machines; launchers prove with it that they are "
+            "of the job"
+        )
+    if os.environ.get("SHOAL_TLS", "") == "on":
+        raise ValueError(
+            "--watch with --nnodes and SHOAL_TLS=on: what launchers tell each other is sealed and not encrypted; watch "
+            "without TLS, or look at each machine with shoal status"
+        )
+
+
 def _how_to_join(args: argparse.Namespace, room: Room, host: str, port: int) -> str:
     """What to tell the user of a run that has room."""
     more = room.size - room.begins
@@ -413,6 +446,8 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
         )
     if not 0 <= args.watch_port < 1 << 16:
         raise ValueError(f"--watch-port {args.watch_port}: a port, or 0 for any that is free")
+    if args.watch and args.nnodes > 1:
+        _check_watch_between_machines()
     if args.watch and args.join is not None:
         raise ValueError("--join with --watch: that is for the run to show that is joined")
     if not args.grace >= 0:

@@ -8,9 +8,11 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from .between_machines import Gatherer, Teller
 from .inbox import Inbox
 from .run_state import RunState
 from .server import PageServer
@@ -38,6 +40,21 @@ class Sink(Protocol):
 
     def ended(self, rank: int, how: str, well: bool) -> None:
         """How it ended."""
+
+
+@dataclass(frozen=True)
+class Others:
+    """The launchers of other machines, for the first one.
+
+    Attributes:
+        listener: Where they come.
+        secret: Of the job.
+        launchers: How many there are.
+    """
+
+    listener: socket.socket
+    secret: str
+    launchers: int
 
 
 class Watch:
@@ -143,15 +160,27 @@ class Shown(Watch):
         agents: How many of them on this one.
         title: What is shown above all.
         port: Of the page; 0 takes a free one.
+        others: The launchers of other machines, if there are any.
 
     Raises:
         OSError: The port is taken.
     """
 
-    def __init__(self, size: int, agents: int, title: str, port: int = 0) -> None:
+    def __init__(
+        self,
+        size: int,
+        agents: int,
+        title: str,
+        port: int = 0,
+        others: Others | None = None,
+    ) -> None:
         self.state = RunState(size, title)
         super().__init__(self.state, agents)
+        self._gatherer: Gatherer | None = None
         try:
+            if others is not None:
+                self._gatherer = Gatherer(others.listener, others.secret, self.state, others.launchers + 4)
+                self._add(self._gatherer, self._gatherer.serve)
             self._server = PageServer(self.state.as_json, port)
         except BaseException:
             self._last.close()
@@ -167,6 +196,8 @@ class Shown(Watch):
 
     def serve(self) -> None:
         super().serve()
+        if self._gatherer is not None:
+            self._gatherer.serve()
         self.state.draw()
         self._server.serve()
 
@@ -181,3 +212,25 @@ class Shown(Watch):
     @property
     def address(self) -> str:
         return self._server.address
+
+
+class Told(Watch):
+    """That of a launcher that tells the first one.
+
+    Args:
+        teller: Does.
+        agents: How many there are on this machine.
+    """
+
+    def __init__(self, teller: Teller, agents: int) -> None:
+        super().__init__(teller, agents)
+        self._teller = teller
+        self._add(teller, teller.serve)
+
+    @property
+    def due(self) -> float:
+        return min(super().due, self._teller.due)
+
+    def serve(self) -> None:
+        super().serve()
+        self._teller.serve()

@@ -214,25 +214,25 @@ class RunState:
         if agent.ended:
             return (FINISHED if agent.ended_well else LOST), agent.ended
         if agent.process in _PROCESS_STOPPED:
-            return STOPPED, f"stopped: continue it with kill -CONT {agent.pid}"
+            return STOPPED, f"(continue it with kill -CONT {agent.pid})"
         said, known = agent.said, agent.known
         if rank in self._lost:
-            return (LOST, "lost, as the others know") if agent.heard or agent.process else (ABSENT, "it has not come")
+            return LOST, "as the others know"
         if said is None:
-            return (STARTING, "starts") if agent.process else (ABSENT, "nobody has heard of it")
+            return (STARTING, "") if agent.process else (ABSENT, "")
         if said.leaves:
-            return LEFT, "has left, and its process goes on"
+            return LEFT, "and its process goes on"
         if now - agent.heard > SILENT_SECONDS:
-            return SILENT, f"has said nothing for {now - agent.heard:.0f} s"
+            return SILENT, f"for {now - agent.heard:.0f} s"
         work = known.work if known is not None else None
         if work is None:
-            return COMPUTING, "handles messages"
+            return COMPUTING, ""
         if work.over:
             return FAILED, work.over
         if work.waits_in and work.stands_still:
             ranks = ", ".join(map(str, work.waits_for)) or "nobody in particular"
-            return WAITING, f"waits for {ranks}, since {_duration(work.waits_seconds)}, in {work.waits_in}"
-        return COMPUTING, "waits, and not for others" if work.stands_still else "runs its script"
+            return WAITING, f"for {ranks}, since {_duration(work.waits_seconds)}, in {work.waits_in}"
+        return COMPUTING, ""
 
 
 def _loss(measured: dict[str, Any]) -> Number | None:

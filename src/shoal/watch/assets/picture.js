@@ -9,12 +9,13 @@ export function make(name, attributes = {}, text = null) {
   return element;
 }
 
-/** Where each of so many agents is, on a circle. */
-function places(count) {
-  const far = count < 3 ? 120 : 190;
+const [MIDDLE, FAR] = [240, 175];
+
+/** Where each of so many agents is, on a circle; or what is so much further out. */
+function places(count, out = 0) {
   return Array.from({ length: count }, (_, k) => {
     const angle = (2 * Math.PI * k) / count - Math.PI / 2;
-    return [240 + far * Math.cos(angle), 240 + far * Math.sin(angle)];
+    return [MIDDLE + (FAR + out) * Math.cos(angle), MIDDLE + (FAR + out) * Math.sin(angle)];
   });
 }
 
@@ -48,9 +49,10 @@ function arrow({ begin, control, end, tip }, kind, width, title) {
 
 /** The agents, the edges that were used, and who waits for whom. */
 export function graph(agents, edges, bytes) {
-  const svg = make("svg", { viewBox: "0 0 480 480", role: "img", "aria-label": "The agents and the edges between them" });
+  const svg = make("svg", { viewBox: "-60 20 600 440", role: "img", "aria-label": "The agents and the edges between them" });
   const at = places(agents.length);
   const radius = Math.max(5, Math.min(22, 320 / Math.max(8, agents.length)));
+  const labels = places(agents.length, radius + 8);
   const most = Math.max(1, ...edges.map((edge) => edge[3]));
   const drawn = [...edges].sort((a, b) => a[4] - b[4]);
   for (const [from, to, total, rate, now] of drawn) {
@@ -76,15 +78,17 @@ export function graph(agents, edges, bytes) {
     const group = make("g", { class: agent.state.replace(/ /g, "-") });
     const full = agent.state === "computing" ? " full" : "";
     group.append(make("circle", { class: `node${full}`, cx: x.toFixed(1), cy: y.toFixed(1), r: radius }));
-    group.append(make("title", {}, `rank ${agent.rank}: ${agent.words}`));
+    group.append(make("title", {}, `rank ${agent.rank}: ${agent.state} ${agent.words}`));
     if (radius > 8) {
       const text = make("text", { x, y: y + 4, "text-anchor": "middle" }, String(agent.rank));
       if (full) text.setAttribute("class", "inside");
       group.append(text);
     }
     if (agents.length <= 16) {
-      const below = y + radius + 15 > 470 ? y - radius - 6 : y + radius + 15;
-      group.append(make("text", { x, y: below, "text-anchor": "middle", class: "soft" }, agent.state));
+      const [to, down] = labels[agent.rank];
+      const side = Math.abs(to - MIDDLE) < 20 ? "middle" : to > MIDDLE ? "start" : "end";
+      const lower = side !== "middle" ? 4 : down > MIDDLE ? 10 : 0;
+      group.append(make("text", { x: to.toFixed(1), y: (down + lower).toFixed(1), "text-anchor": side, class: "soft" }, agent.state));
     }
     svg.append(group);
   }

@@ -79,7 +79,7 @@ function agents(run) {
       const where = [one.host, one.pid].filter((part) => part !== null).join(", ") || DASH;
       const made = row([
         [one.again ? `${one.rank} (start ${one.again + 1})` : String(one.rank), ""],
-        [one.words === one.state ? one.state : `${one.state}: ${one.words}`, `words ${kind}`],
+        [`${one.state} ${one.words}`.trim(), `words ${kind}`],
         [number(one.step), "number"],
         [seconds(one.step_seconds), "number"],
         [number(one.loss), "number"],
@@ -87,6 +87,7 @@ function agents(run) {
         [perSecond(one.in), "number"],
         [where, ""],
       ]);
+      made.cells[1].title = made.cells[1].textContent;
       made.dataset.rank = one.rank;
       made.dataset.state = one.state;
       return made;
@@ -103,14 +104,17 @@ function edges(run) {
 }
 
 function series(run) {
-  const drawn = run.series.filter((one) => one.points.length);
+  const order = (one) => (one.name.toLowerCase().includes("loss") ? 0 : one.unit ? 2 : 1);
+  const drawn = run.series.filter((one) => one.points.length).sort((a, b) => order(a) - order(b));
   by("series").replaceChildren(
     ...drawn.map((one) => {
       const last = one.points[one.points.length - 1];
       const made = element("div", "", "chart");
       made.dataset.series = one.name;
       const head = element("p", "");
-      head.append(element("b", one.name), element("span", `${inUnit(last[1], one.unit)}, worst ${inUnit(last[2], one.unit)}`));
+      const most = one.unit === "B/s" ? "one agent" : "worst";
+      const more = last[1] === last[2] ? "" : `, ${most} ${inUnit(last[2], one.unit)}`;
+      head.append(element("b", one.name), element("span", `${inUnit(last[1], one.unit)}${more}`));
       made.append(head, chart(one.points));
       return made;
     }),
