@@ -19,6 +19,7 @@ COMMANDS = {
         "shoal.cli.report",
         "say and draw who was slow in a run, and why; and who was there when",
     ),
+    "watch": ("shoal.cli.watch", "show a run that is over on a page, from its traces and records"),
     "status": ("shoal.cli.status", "say what the agents that run on this machine do"),
     "topology": ("shoal.cli.topology", "list, show, draw and compare topologies, and say which one to take"),
     "notebook": ("shoal.cli.notebook", "start and stop agents behind a notebook, through ipyparallel"),

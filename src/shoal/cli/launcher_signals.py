@@ -11,10 +11,17 @@ import os
 import select
 import signal
 from types import FrameType, TracebackType
+from typing import Protocol
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _CAUGHT = (*FORWARDED, signal.SIGCHLD, signal.SIGTSTP)
 _MOST = 4096
+_LONGEST = 3600.0
+"""Seconds of one wait."""
+
+
+class _Readable(Protocol):
+    def fileno(self) -> int: ...
 
 
 class Signals:
@@ -59,6 +66,12 @@ class Signals:
     def wait(self, seconds: float) -> list[signal.Signals]:
         """The same, after so long a time, or as soon as one has come."""
         select.select([self._receiver], [], [], max(0.0, seconds))
+        return self.read()
+
+    def wait_with(self, other: _Readable, seconds: float) -> list[signal.Signals]:
+        """The same, or as soon as ``other`` can be read."""
+        either: list[int | _Readable] = [self._receiver, other]
+        select.select(either, [], [], max(0.0, min(seconds, _LONGEST)))
         return self.read()
 
 

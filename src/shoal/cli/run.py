@@ -384,8 +384,8 @@ def _mind(
 def _check_watch_between_machines() -> None:
     if not os.environ.get("SHOAL_SECRET"):
         raise ValueError(
-            "--watch with --nnodes: set SHOAL_SECRET to the same for all machines; launchers prove with it that they are "
-            "of the job"
+            "--watch with --nnodes: set SHOAL_SECRET to the same for all machines; launchers prove with it that they "
+            "are of the job"
         )
     if os.environ.get("SHOAL_TLS", "") == "on":
         raise ValueError(

@@ -153,6 +153,7 @@ def on_one_clock(trace: Trace, clock: Clock) -> Trace:
         calls=calls,
         waits=[one._replace(start=to(one.start), end=to(one.end)) for one in trace.waits],
         steps=[one._replace(start=to(one.start), end=to(one.end)) for one in trace.steps],
+        measured=[one._replace(at=to(one.at)) for one in trace.measured],
         sent=[one._replace(at=to(one.at)) for one in trace.sent],
         received=[one._replace(at=to(one.at), arrived=to(one.arrived) if one.arrived else 0) for one in trace.received],
         losses=[one._replace(at=to(one.at)) for one in trace.losses],

@@ -27,7 +27,7 @@ log = logging.getLogger("shoal")
 
 ROW_LIMIT = 1000
 """Rows of one kind; later names share one, since a script that invents a name a step would fill memory with rows."""
-STEPS, WAITS, ACTIVITIES, EXCHANGE = KINDS = ("steps", "waits", "activities", "exchange")
+STEPS, MEASURED, WAITS, ACTIVITIES, EXCHANGE = KINDS = ("steps", "measured", "waits", "activities", "exchange")
 """What rows are of, from the top."""
 _WAYS = {"sent": "to", "received": "from", "arrived": "all from"}
 FUSED, OTHERS = "small calls that travel together", "other names"
@@ -103,6 +103,7 @@ class TraceWriter:
             "fused": self._fused,
             "parted": self._parted,
             "stepped": self._stepped,
+            "measured": self._measured,
             "lost": self._lost,
         }
         host = socket.gethostname()
@@ -270,6 +271,12 @@ class TraceWriter:
             f'{{"ph":"X",{self._at(self._of(STEPS, name), 0)}{_us(start)},"name":"step {round_}",'
             f'"dur":{_us(end - start)},"args":{{"step":{round_}}}}}'
         )
+
+    def _measured(self, fields: Fields) -> None:
+        event = Event(*fields)
+        at, name = self._at(self._of(MEASURED, event.name), 0), json.dumps(event.name)
+        if event.detail != "{}":  # a graph has no place for what is no number
+            self._lines.append(f'{{"ph":"C",{at}{_us(event.end)},"name":{name},"args":{event.detail}}}')
 
     def _lost(self, fields: Fields) -> None:
         event = Event(*fields)

@@ -118,6 +118,15 @@ class Step(NamedTuple):
     end: int
 
 
+class Measure(NamedTuple):
+    """A number that the script has measured: this agent's, and the mean of all; None where it was not finite."""
+
+    name: str
+    own: float | None
+    mean: float | None
+    at: int
+
+
 class Loss(NamedTuple):
     """An agent that was lost, or left."""
 
@@ -139,7 +148,7 @@ class Trace:
         run: What all agents of a run have in common; empty in a trace that does not say.
         incarnation: How often the agent had been started again.
         shift: What has been added to the times of the file, which count from the boot of the machine.
-        calls, waits, steps, sent, received, losses: What happened, each in the order in which it ended.
+        calls, waits, steps, measured, sent, received, losses: What happened, each in the order in which it ended.
         torn: The file ends in the middle: the agent was killed, or still runs.
         start, end: Of all that is in it.
     """
@@ -155,6 +164,7 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    measured: list[Measure] = field(default_factory=list)
     sent: list[Message] = field(default_factory=list)
     received: list[Message] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
@@ -313,6 +323,8 @@ class _Reader:
             trace.waits.append(Wait(name, of, arguments["round"], at, end))
         elif kind == "steps" and phase == "X":
             trace.steps.append(Step(name, event["args"]["step"], at, end))
+        elif kind == "measured" and phase == "C":
+            trace.measured.append(Measure(name, event["args"].get("own"), event["args"].get("mean"), at))
 
     def _take_head(self, what: str, row: int, said: dict[str, Any]) -> None:
         if what == "thread_name":

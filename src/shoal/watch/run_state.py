@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -202,7 +203,7 @@ class RunState:
             "waits_for": list(work.waits_for) if work is not None and state == WAITING else [],
             "step": work.step if work is not None else None,
             "step_seconds": work.step_seconds if work is not None else None,
-            "loss": _loss(work.measured) if work is not None else None,
+            "loss": loss_of({name: one.own for name, one in work.measured.items()}) if work is not None else None,
             "out": round(sum(agent.rates.values())) if speaks else None,
             "in": round(received) if speaks else None,
             "sent": work.nbytes if work is not None else None,
@@ -235,13 +236,9 @@ class RunState:
         return COMPUTING, ""
 
 
-def _loss(measured: dict[str, Any]) -> Number | None:
-    """This agent's own: what is called so, else the first that is measured of it alone."""
-    for name, one in measured.items():
-        if "loss" in name.lower():
-            own: Number = one.own
-            return own
-    return None
+def loss_of(measured: Mapping[str, Number]) -> Number | None:
+    """An agent's own loss: the first number that is called so, if there is one."""
+    return next((own for name, own in measured.items() if "loss" in name.lower()), None)
 
 
 def _duration(seconds: float) -> str:
