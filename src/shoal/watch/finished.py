@@ -125,9 +125,12 @@ class _Traced:
             state = LOST
         else:
             wait = agent.waits_at(at)
-            if wait is not None:
-                state, waits_for = WAITING, agent.missing(wait, at)
-                words = f"for {', '.join(map(str, waits_for)) or 'nobody in particular'}, in {wait.name}"
+            missing = agent.missing(wait, at) if wait is not None else []
+            if wait is not None and missing is None:
+                state, words = WAITING, f"in {wait.name}"
+            elif wait is not None and missing:
+                state, waits_for = WAITING, missing
+                words = f"for {', '.join(map(str, missing))}, in {wait.name}"
         step = agent.step_at(at)
         measured = {name: own for name, own in agent.measured_at(at).items() if own is not None}
         going = state in (COMPUTING, WAITING)
@@ -228,9 +231,10 @@ class _Agent:
                 return one
         return None
 
-    def missing(self, wait: traces.Wait, at: int) -> list[int]:
-        """Whose messages came later."""
-        return sorted({peer for peer, came in self._coming.get((wait.name, wait.round), ()) if came > at})
+    def missing(self, wait: traces.Wait, at: int) -> list[int] | None:
+        """Whose messages came later; None where none came that the trace has."""
+        coming = self._coming.get((wait.name, wait.round))
+        return None if coming is None else sorted({peer for peer, came in coming if came > at})
 
     def step_at(self, at: int) -> _Step | None:
         """The last that had ended."""

@@ -188,12 +188,12 @@ class PageServer:
         return f"data: {json.dumps(self._said(), separators=(',', ':'), allow_nan=False)}\n\n".encode()
 
     def _update(self) -> None:
-        event = self._event() if self._news else b": still here\n\n"
+        news, self._news, self._told = self._news, False, time.monotonic()
+        event = self._event() if news else b": still here\n\n"
         for one in [one for one in self._connections if one.looks]:
             if len(one.out) + len(event) <= max(MOST_WAITING, len(event)):
                 one.out += event
                 self._write(one)
-        self._told, self._news = time.monotonic(), False
 
     def _write(self, one: _Connection) -> None:
         try:

@@ -44,7 +44,8 @@ function element(name, text, kind = "") {
 function figures(run) {
   const last = (name) => {
     const found = run.series.find((one) => one.name.toLowerCase().includes(name));
-    return found && found.points.length ? inUnit(found.points[found.points.length - 1][1], found.unit) : DASH;
+    const points = found ? found.points.filter((one) => run.at === undefined || one[0] <= run.at) : [];
+    return points.length ? inUnit(points[points.length - 1][1], found.unit) : DASH;
   };
   const going = run.agents.filter((one) => !["lost", "failed", "finished", "left", "not there"].includes(one.state));
   const steps = run.agents.map((one) => one.step).filter((one) => one !== null);
@@ -141,7 +142,7 @@ function status(text, bad = false) {
 function show() {
   const run = shown.whole;
   const frame = run.frames ? run.frames[shown.frame ?? run.frames.length - 1] : run;
-  const now = { ...run, agents: frame.agents, edges: frame.edges };
+  const now = { ...run, at: frame.at, agents: frame.agents, edges: frame.edges };
   by("title").textContent = run.title;
   document.title = run.title;
   status(run.over ?? `runs since ${seconds(run.seconds)}`);
