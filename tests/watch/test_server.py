@@ -20,7 +20,9 @@ from support.leftovers import nothing_is_left, wait_until
 TOKEN = "its-token"
 
 
-def head(target: str = f"/{TOKEN}/", host: str = "127.0.0.1:80", method: str = "GET", version: str = "HTTP/1.1") -> bytes:
+def head(
+    target: str = f"/{TOKEN}/", host: str = "127.0.0.1:80", method: str = "GET", version: str = "HTTP/1.1"
+) -> bytes:
     return f"{method} {target} {version}\r\nHost: {host}\r\nAccept: */*\r\n\r\n".encode()
 
 
@@ -126,7 +128,9 @@ def test_the_page_and_its_parts_come_with_what_keeps_a_browser_from_asking_other
         assert lines[0] == "HTTP/1.1 200 OK" and f"Content-Length: {len(body)}" in lines and body, name
         (policy,) = [line for line in lines if line.startswith("Content-Security-Policy: ")]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
-        assert {"X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "Cache-Control: no-store"} <= {*lines}
+        assert {"X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "Cache-Control: no-store"} <= {
+            *lines
+        }
 
 
 def test_without_the_token_nothing_is_said_whatever_is_asked(served: Served) -> None:
