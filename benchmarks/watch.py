@@ -1,4 +1,4 @@
-"""What ``shoal run --watch`` costs: the same steps while agents tell their launcher what they do, and while they do not.
+"""What ``shoal run --watch`` costs: the same steps while agents tell their launcher what they do, and while not.
 
     shoal run --watch --no-prefix -n 4 benchmarks/watch.py
     shoal run --watch --no-prefix -n 2 benchmarks/watch.py --only small --seconds 20
@@ -6,8 +6,7 @@
 Blocks of two seconds take turns, with summaries and without, so that both have the same machine; and in the same turns
 pairs without either, which say what a ratio of equals comes to here (A/A). Of each pair the ratio is taken, of the time
 and of the processor time of all agents together. Printed are the medians, and between which two values the median lies
-with a confidence of 95%; and what the launcher, which runs beside them, took of a core. The last with the page closed:
-open it, and the launcher writes to it twice a second.
+with a confidence of 95%; and what the launcher, which runs beside them, took of a core, with the page closed.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ CASES: dict[str, Callable[[], Callable[[], None]]] = {
 
 def of_the_launcher() -> float:
     """Seconds of a processor that it has used."""
-    fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return int(Path(f"/proc/{os.getppid()}/schedstat").read_text().split()[0]) / 1e9
 
 
 def block(work: Callable[[], None], repetitions: int, told: bool) -> Block:

@@ -156,9 +156,8 @@ def test_strangers_who_only_connect_keep_no_launcher_out() -> None:
 
 @pytest.mark.parametrize("said", [b"\xff\xff\xff\xff", b"\0\0\0\x01x", b"GET / HTTP/1.1\r\n\r\n"])
 def test_nonsense_is_hung_up_on(said: bytes) -> None:
-    with both() as one:
-        with socket.create_connection(one.address) as sock:
-            one.until(lambda: one.gatherer._guests)
-            guest = one.gatherer._guests[0]
-            sock.sendall(said)
-            one.until(lambda: guest not in one.gatherer._guests)
+    with both() as one, socket.create_connection(one.address) as sock:
+        one.until(lambda: one.gatherer._guests)
+        guest = one.gatherer._guests[0]
+        sock.sendall(said)
+        one.until(lambda: guest not in one.gatherer._guests)

@@ -142,9 +142,8 @@ def test_without_the_token_nothing_is_said_whatever_is_asked(served: Served) -> 
 
 
 def test_it_listens_on_the_loopback_interface_only(served: Served) -> None:
-    with socket.socket() as elsewhere:  # another address of the same interface
-        with pytest.raises(ConnectionRefusedError):
-            elsewhere.connect(("127.0.0.2", served.port))
+    with socket.socket() as elsewhere, pytest.raises(ConnectionRefusedError):
+        elsewhere.connect(("127.0.0.2", served.port))  # another address of the same interface
 
 
 def test_an_open_page_is_told_what_is_new_and_what_is_last(served: Served) -> None:
@@ -160,10 +159,7 @@ def test_an_open_page_is_told_what_is_new_and_what_is_last(served: Served) -> No
 
 
 def until_said(stream: Any, number: Any) -> bool:
-    for line in stream:
-        if line.startswith(b"data: ") and json.loads(line[6:])["number"] == number:
-            return True
-    return False
+    return any(line.startswith(b"data: ") and json.loads(line[6:])["number"] == number for line in stream)
 
 
 def test_who_connects_and_asks_nothing_keeps_nobody_out(served: Served) -> None:

@@ -170,6 +170,7 @@ def test_the_launcher_of_another_machine_shows_its_agents_on_the_first(start: St
 
 
 ROW = "document.querySelector('#agents tbody tr[data-rank=\"{}\"]')"
+DASH = "\N{EN DASH}"
 STATES = "return [...document.querySelectorAll('#agents tbody tr')].map(row => row.dataset.state)"
 FIGURE = "return document.querySelector('[data-figure=\"{}\"] b').textContent"
 LUMINANCE = """
@@ -187,8 +188,8 @@ def test_the_page_in_a_browser_follows_a_run_to_its_end(start: Start, tmp_path: 
     with browser() as page:
         page.open(job.address)
         # It loads, and all that is known is there.
-        page.until(FIGURE.format("loss, mean"), lambda text: text != "–")
-        page.until(FIGURE.format("consensus distance"), lambda text: text != "–")
+        page.until(FIGURE.format("loss, mean"), lambda text: text != DASH)
+        page.until(FIGURE.format("consensus distance"), lambda text: text != DASH)
         page.until(FIGURE.format("a step"), lambda text: text.endswith("s"))
         assert {*page.run(STATES)} <= {"computing", "waiting"}
         drawn = "return [...document.querySelectorAll('#graph [data-edge]')].map(one => one.dataset.edge)"
