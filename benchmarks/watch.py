@@ -25,6 +25,7 @@ from torch import nn
 
 import shoal
 from shoal import topology
+from shoal.engine.traffic import Traffic
 from shoal.monitor import summaries
 from shoal.monitor.summaries import Summaries
 from shoal.world.agent import current
@@ -115,6 +116,11 @@ def each() -> None:
     if shoal.rank() == 0:
         took = statistics.median(rounds)
         print(f"a summary: {took:.0f} us of a core, twice a second: {2 * took / 1e4:.3f}% of it", flush=True)
+        traffic, messages = Traffic(), 100_000
+        began = time.thread_time_ns()
+        for round_ in range(messages):
+            traffic.sent("neighbor_allreduce", "x", round_, 1, 1000)
+        print(f"to count a message: {(time.thread_time_ns() - began) / 1e3 / messages:.2f} us", flush=True)
 
 
 def main() -> None:

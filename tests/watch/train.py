@@ -32,7 +32,7 @@ def main(stop: Path) -> None:
             time.sleep(0.06 if shoal.rank() == 1 else 0.03)  # one is slower, so that others wait
         shoal.metrics({"loss": loss.detach()})
         shoal.consensus_distance(model)
-        going = not shoal.metrics({"stop": float(stop.exists())})["stop"].worst
+        going = not shoal.allreduce(torch.tensor([float(stop.exists())])).item()
     shoal.shutdown()
 
 

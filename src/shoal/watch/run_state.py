@@ -213,7 +213,7 @@ class RunState:
     def _state(self, rank: int, agent: _Agent, now: float) -> tuple[str, str]:
         """In one word, and in a few more."""
         if agent.ended:
-            return (FINISHED if agent.ended_well else LOST), agent.ended
+            return (FINISHED if agent.ended_well else LOST), agent.ended.partition(") ")[2] or agent.ended
         if agent.process in _PROCESS_STOPPED:
             return STOPPED, f"(continue it with kill -CONT {agent.pid})"
         said, known = agent.said, agent.known
