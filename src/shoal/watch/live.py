@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,18 +75,18 @@ class Watch:
         self._pids: dict[int, int] = {}
         self._looked = 0.0
         self._selector = selectors.EpollSelector()
-        self._last = contextlib.ExitStack()
-        self._last.callback(self._selector.close)
+        self._parts = contextlib.ExitStack()
+        self._over = False  # it has failed
         try:
             inbox = Inbox(self._heard, 2 * agents + 16)
         except BaseException:
-            self._last.close()
+            self._close()
             raise
         self._add(inbox, inbox.read)
         self.path = inbox.path
 
     def _add(self, part: Part, serve: Callable[[], None]) -> None:
-        self._last.callback(part.close)
+        self._parts.callback(part.close)
         self._selector.register(part.fileno(), selectors.EVENT_READ, serve)
 
     def _heard(self, summary: dict[str, Any]) -> None:
@@ -99,7 +100,11 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._last.close()
+        self._close()
+
+    def _close(self) -> None:
+        self._parts.close()
+        self._selector.close()
 
     # For the launcher's loop
 
@@ -109,10 +114,28 @@ class Watch:
     @property
     def due(self) -> float:
         """When to call :meth:`serve` at the latest, as ``time.monotonic()``."""
-        return self._looked + LOOK_SECONDS
+        return float("inf") if self._over else self._next()
 
     def serve(self) -> None:
-        """Do what can be done now, without waiting."""
+        """Do what can be done now, without waiting. What fails in it is said, and ends no run."""
+        if self._over:
+            return
+        try:
+            self._serve()
+        except Exception as error:
+            self._over = True
+            with contextlib.suppress(Exception):
+                for key in list(self._selector.get_map().values()):
+                    self._selector.unregister(key.fileobj)
+                self._parts.close()
+            with contextlib.suppress(OSError):
+                what = f"nobody can look on any more ({type(error).__name__}: {error})"
+                print(f"shoal run: {what}", file=sys.stderr, flush=True)
+
+    def _next(self) -> float:
+        return self._looked + LOOK_SECONDS
+
+    def _serve(self) -> None:
         for key, _ in self._selector.select(0):
             key.data()
         if time.monotonic() >= self._looked + LOOK_SECONDS:
@@ -183,19 +206,18 @@ class Shown(Watch):
                 self._add(self._gatherer, self._gatherer.serve)
             self._server = PageServer(self.state.as_json, port)
         except BaseException:
-            self._last.close()
+            self._close()
             raise
         self._add(self._server, self._server.serve)
 
     def _changed(self) -> None:
         self._server.tell()
 
-    @property
-    def due(self) -> float:
-        return min(super().due, self._server.due)
+    def _next(self) -> float:
+        return min(super()._next(), self._server.due)
 
-    def serve(self) -> None:
-        super().serve()
+    def _serve(self) -> None:
+        super()._serve()
         if self._gatherer is not None:
             self._gatherer.serve()
         self.state.draw()
@@ -227,10 +249,9 @@ class Told(Watch):
         self._teller = teller
         self._add(teller, teller.serve)
 
-    @property
-    def due(self) -> float:
-        return min(super().due, self._teller.due)
+    def _next(self) -> float:
+        return min(super()._next(), self._teller.due)
 
-    def serve(self) -> None:
-        super().serve()
+    def _serve(self) -> None:
+        super()._serve()
         self._teller.serve()

@@ -220,7 +220,8 @@ class PageServer:
         """Tell the pages that are open how it ended, for a moment, and end."""
         if self.is_looked_at:
             self._news = True
-            self._update()
+            with contextlib.suppress(Exception):  # what is wrong with it was said; it must be closed all the same
+                self._update()
         limit = time.monotonic() + LAST_SECONDS
         while any(one.out for one in self._connections) and time.monotonic() < limit:
             for key, events in self._selector.select(limit - time.monotonic()):

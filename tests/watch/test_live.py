@@ -1,0 +1,50 @@
+"""A launcher's part: what fails in it ends no run, and leaves nothing open."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from shoal.watch.live import Shown
+from support.leftovers import nothing_is_left, wait_until
+from support.summaries import summary
+
+
+def test_what_an_agent_says_and_what_its_process_does_is_on_the_page() -> None:
+    with nothing_is_left(), Shown(2, 2, "two") as watch:
+        watch.started(0, os.getpid())
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
+            agent.connect(watch.path)
+            agent.send(json.dumps(summary(0, 2, step=5)).encode())
+            found: list[dict[str, Any]] = []
+            page = Thread(target=lambda: found.append(_news(watch.address)))
+            page.start()
+            assert wait_until(lambda: bool(watch.serve() or found), 10.0)
+            page.join()
+        (one, other) = found[0]["agents"]
+        assert (one["state"], one["step"], one["pid"]) == ("computing", 5, 1000)
+        assert other["state"] == "not there"
+
+
+def _news(address: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{address}news", timeout=10) as page:
+        said: dict[str, Any] = json.loads(page.readline().removeprefix(b"data: "))
+    return said
+
+
+def test_a_fault_in_it_ends_the_page_and_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with nothing_is_left(), Shown(1, 1, "one") as watch:
+        watch.state.draw = watch.state.as_json = None  # type: ignore[assignment, method-assign]
+        watch.serve()
+        assert watch.due == float("inf") and "nobody can look on any more (TypeError" in capsys.readouterr().err
+        watch.started(0, 1)
+        watch.ended(0, "rank 0 exited with code 1", False)
+        watch.serve()
+        assert watch.fileno() > 0  # the launcher's loop still has it
