@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..dtensors import local
 from .buckets import Bucket
 from .params import is_dense
 
@@ -152,7 +153,7 @@ class StateBucket(Bucket):
         self.of, self.kind = beside.params, key
         for number, own in self._own.items():
             if self._names[number] in saved:
-                own.copy_(saved[self._names[number]])
+                local(own).copy_(saved[self._names[number]])
 
     def adopt(self) -> None:
         """Take in the state that the optimizer has now. What came before it had any is added to what it begins with."""
@@ -163,14 +164,14 @@ class StateBucket(Bucket):
             own = self._own.pop(number, None)
             if state is None:
                 state = self._own[number] = _zeros(param) if own is None else own
-            elif own is not None and own.any():
+            elif own is not None and local(own).any():
                 state.add_(own)
             self.params[number] = state
         super().adopt()
 
     def of_its_own(self) -> dict[str, torch.Tensor]:
         """What there is of those parameters of which the optimizer has no state, if it is anything; by name."""
-        return {self._names[number]: own.clone() for number, own in self._own.items() if own.any()}
+        return {self._names[number]: local(own).clone() for number, own in self._own.items() if local(own).any()}
 
 
 def _zeros(param: torch.Tensor) -> torch.Tensor:
