@@ -40,7 +40,8 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
     Of a model that is sharded (``fully_shard``, ``init(mesh=)``) each agent averages its part with its counterparts'.
 
     Parameters and floating-point buffers (such as a batch norm's running statistics) are averaged; integer buffers (its
-    counter) are left as they are. Inside, the model may be converted, as by ``model.half()``, to be saved.
+    counter) are left as they are. Inside, the model may be converted, as by ``model.half()``, to be saved; not a
+    sharded one.
 
     Args:
         model: This agent's; it holds the average inside the block.
@@ -55,9 +56,12 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
     own = [one.clone() for one in tensors]
     for one, mean in zip(tensors, means, strict=True):
         one.copy_(mean)
+    sharded = [(param, param.dtype) for param in model.parameters() if is_sharded(param)]
     try:
         with _put_back(model):
             yield model
+        if any(param.dtype != dtype for param, dtype in sharded):
+            raise RuntimeError("consensus: a sharded model was converted inside; convert what you save of it instead")
     finally:
         reshard(model)
         for one, mine in zip(tensors, own, strict=True):
@@ -71,8 +75,8 @@ def consensus_distance(model: torch.nn.Module, *, timeout: float | None = None) 
     params = list(model.parameters())
     flat = torch.cat([_reals(local(one).detach()).reshape(-1).double() for one in params])
     mean = allreduce(flat, name=Internal("consensus_distance.mean"), timeout=timeout)
-    parts = (flat - mean).split([_reals(local(one).detach()).numel() for one in params])
-    square = torch.stack([summed_as(part.square(), one) for part, one in zip(parts, params, strict=True)]).sum()
+    squares = torch.split((flat - mean).square(), [_reals(local(one).detach()).numel() for one in params])
+    square = torch.stack([summed_as(part, one) for part, one in zip(squares, params, strict=True)]).sum()
     return allreduce(square, name=Internal("consensus_distance"), timeout=timeout).sqrt().item()
 
 
