@@ -87,9 +87,9 @@ def test_sharded_replicas_train_as_whole_ones_do(world: World, way: str) -> None
     found = torch.stack([unpacked(one) for one in world.results(train_sharded, way)])
     expected = unsharded(way, MODEL, of_replica)
     apart = (found - expected.repeat_interleave(SHARDS, 0)).abs().max()
-    assert apart < (1e-12 if way != "compressed" else 1e-3)  # what is quantised is a shard, not the whole
+    assert apart < (1e-12 if way != "compressed" else 5e-4)  # what is quantised is a shard, not the whole
     if way != "gradients":
-        assert (expected[0] - expected[1]).abs().max() > 3e-3, "replicas that are equal would prove little"
+        assert (expected[0] - expected[1]).abs().max() > 1e-3, "replicas that are equal would prove little"
 
 
 def train_halved(way: str) -> bytes:
@@ -217,6 +217,16 @@ def test_a_saved_model_can_be_read_over_another_number_of_shards(world: World, t
 # What is refused
 
 
+class Flat(FullyShardedDataParallel):
+    """One without what needs a GPU."""
+
+    named_parameters = nn.Module.named_parameters  # type: ignore[assignment]
+
+    def __init__(self, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._fsdp_wrapped_module = model
+
+
 def refused() -> dict[str, str]:
     """What is said of what is not sound."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns
@@ -241,9 +251,7 @@ def refused() -> dict[str, str]:
         note("pairs", lambda: wrapped(SGD, shoal.DistributedADPSGDOptimizer, model))
         note("overlap", lambda: wrapped(SGD, shoal.DistributedAdaptThenCombineOptimizer, model, overlap="backward"))
         note("tensor", lambda: shoal.neighbor_allreduce(next(model.parameters())))
-        flat = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # to be made by rights it needs a GPU
-        nn.Module.__init__(flat)
-        flat._fsdp_wrapped_module = deepcopy(MODEL)
+        flat = Flat(deepcopy(MODEL))
         note("flat", lambda: ATC(flat))
         plain = deepcopy(MODEL)
         zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, of["shard"].get_group(), lr=0.1)
