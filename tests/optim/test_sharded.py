@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -317,3 +320,39 @@ def test_counterparts_with_other_shards_hear_of_it(world: World) -> None:
     for rank, said in enumerate(world.results(other_shards)):
         assert "rank 0 has the parameter weight [2, 4] float32 of [4, 4]" in said or "weight [4, 2]" in said, said
         assert f"at {rank % SHARDS} of 2" in said
+
+
+def train_until_it_fails() -> tuple[str, float]:
+    """What this process heard, and when; rank 3 is killed in its third step."""
+    begin()
+    of = mesh()
+    shoal.init(mesh=of["replicate"])
+    model = sharded(of["shard"])
+    optimizer = ATC(model)
+    said = "nothing"
+    try:
+        for step in range(200):
+            if (dist.get_rank(), step) == (3, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            train(model, optimizer, of_process, step)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    heard = time.monotonic()
+    shoal.shutdown()
+    end()
+    return said, heard
+
+
+def test_all_processes_hear_of_one_that_is_killed() -> None:
+    """Its counterpart from Shoal; who shares its model, and who shares that of its counterpart, from torch or Shoal."""
+    made = World(REPLICAS * SHARDS, init=False)
+    try:
+        *others, killed = made.run(train_until_it_fails)
+        assert killed.error == "Died"
+        assert all(not one.error for one in others), others
+        for one in others:
+            said, heard = one.value
+            assert said != "nothing" and heard - killed.ended < 10.0
+        assert others[1].value[0].startswith("PeerLost: ") and "rank 1" in others[1].value[0]
+    finally:
+        made.destroy()
