@@ -106,6 +106,10 @@ def train_halved(way: str) -> bytes:
                 SGD, shoal.DistributedAdaptThenCombineOptimizer, halved(of["tensor"]),
                 topology=UNEVEN, compression=shoal.compression.MinMaxUInt8(),
             )  # fmt: skip
+        if way == "adapt then combine":
+            optimizer.robust = shoal.ClippedGossip()
+            with pytest.raises(ValueError, match=r"robust: several processes of a replica have a copy of '2.bias'"):
+                optimizer.step()
         return packed(whole(model))
 
 

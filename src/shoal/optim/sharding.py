@@ -88,6 +88,20 @@ def check_sharding(
         )
 
 
+def check_robust(params: Named) -> None:
+    """Refuse a rule that looks at a whole bucket where processes of a replica hold copies.
+
+    Raises:
+        ValueError: There is a copy.
+    """
+    copied = next(copies(params), None)
+    if copied is not None:
+        raise ValueError(
+            f"robust: several processes of a replica have a copy of {params[copied]!r}, and the rule sees each beside "
+            "other shards, so that the copies would differ. Leave robust out"
+        )
+
+
 def copies(params: Named) -> Iterator[torch.nn.Parameter]:
     """Those that several processes of a replica have, where others are sharded."""
     if not any(is_sharded(param) and len(processes(param)) > 1 for param in params):
