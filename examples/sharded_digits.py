@@ -3,7 +3,7 @@
     shoal run --no-prefix -n 4 examples/sharded_digits.py
     shoal run --no-prefix -n 4 examples/sharded_digits.py --checkpoint FOLDER     # again with more --steps: goes on
 
-What this adds to an FSDP script: `shoal.init(mesh=...)`, one line around the optimizer, and `with shoal.consensus(model)`
+What this adds to an FSDP script: `shoal.init(mesh=...)`, one line around the optimizer, and `shoal.consensus(model)`
 where the mean model is looked at. See docs/sharded.md.
 """
 

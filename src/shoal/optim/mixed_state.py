@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..dtensors import local
+from ..world.agent import current
 from .buckets import Bucket
 from .params import is_dense
 
@@ -46,6 +47,39 @@ def warn_of_second_moments(optimizer: torch.optim.Optimizer) -> None:
             f'data that differ"). mix_state={keys} averages what it divides by, too, and sends '
             f"{len(keys) + 1} times as much; mix_state=() leaves it as it is, and this warning out",
             stacklevel=5,
+        )
+
+
+def check_second_iterates(
+    optimizer: torch.optim.Optimizer, keys: Iterable[str] | None, what: object, can_mix: bool
+) -> None:
+    """Refuse a schedule-free optimizer of which only the parameters are averaged.
+
+    Its parameters are between two sequences of iterates (Defazio et al. 2024, arXiv:2405.15682): x, and z, which it
+    keeps and which takes the steps. Where agents' gradients differ their z go apart for good, and take the parameters
+    along.
+
+    Args:
+        optimizer: The wrapped one.
+        keys: Which state of it is averaged.
+        what: The algorithm, for the error.
+        can_mix: State of an optimizer can be averaged beside it.
+
+    Raises:
+        ValueError: It is one, and its z would stay each agent's own.
+    """
+    kind = type(optimizer).__name__
+    if current("DecentralizedOptimizer").size == 1 or not any("train_mode" in one for one in optimizer.param_groups):
+        return
+    why = f"{kind} steps z, which it keeps beside the parameters, and each agent's own would go away from the others' "
+    if not can_mix:
+        raise ValueError(
+            f"{why}for good: {what} exchanges the parameters alone. Take adapt, then combine, or adapt with combine, "
+            'in step and with mix_state=("z",), or averaged gradients'
+        )
+    if "z" not in (keys or ()):
+        raise ValueError(
+            f'{why}for good: give mix_state=("z",), and for an Adam ("z", "exp_avg_sq"); or average gradients'
         )
 
 
