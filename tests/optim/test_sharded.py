@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -48,6 +52,7 @@ from support.world import World
 
 pytestmark = pytest.mark.transport("shared_memory")
 ATC = WAYS["adapt then combine"]
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
 @pytest.fixture(scope="module")
@@ -327,6 +332,35 @@ def test_counterparts_with_other_shards_hear_of_it(world: World) -> None:
         assert f"at {rank % SHARDS} of 2" in said
 
 
+# A whole script, and its end
+
+
+def example(traces: str, *options: str) -> str:
+    """What the example prints, in processes that have a process group already."""
+    sys.path.append(EXAMPLES)
+    import sharded_digits
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(dist, "init_process_group", lambda backend: None)
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        patch.setattr(sys, "argv", ["sharded_digits.py", *options])
+        patch.setenv("SHOAL_TIMELINE", traces)
+        sharded_digits.main()
+    return printed.getvalue()
+
+
+def test_the_example_trains_and_goes_on_from_its_checkpoint(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    traces, folder = str(tmp_path / "traces"), str(tmp_path / "checkpoint")
+    whole_run = world.results(example, traces, "--steps", "20")
+    world.results(example, traces, "--steps", "10", "--checkpoint", folder)
+    assert world.results(example, traces, "--steps", "20", "--checkpoint", folder) == whole_run
+    found = re.match(r"step 20: the mean model of 2 replicas reads (\d+) of 449 images", whole_run[0])
+    assert found is not None and int(found[1]) > 150
+    written = {place.name: len(list(place.glob("*.json"))) for place in Path(traces).iterdir()}
+    assert written == {"counterparts-of-rank0": 6, "counterparts-of-rank1": 6}  # of two agents, three runs
+
+
 def train_until_it_fails() -> tuple[str, float]:
     """What this process heard, and when; rank 3 is killed in its third step."""
     begin()
@@ -353,11 +387,11 @@ def test_all_processes_hear_of_one_that_is_killed() -> None:
     made = World(REPLICAS * SHARDS, init=False)
     try:
         *others, killed = made.run(train_until_it_fails)
-        assert killed.error == "Died"
-        assert all(not one.error for one in others), others
-        for one in others:
-            said, heard = one.value
-            assert said != "nothing" and heard - killed.ended < 10.0
-        assert others[1].value[0].startswith("PeerLost: ") and "rank 1" in others[1].value[0]
     finally:
         made.destroy()
+    assert killed.error == "Died"
+    assert all(not one.error for one in others), others
+    for one in others:
+        said, heard = one.value
+        assert said != "nothing" and heard - killed.ended < 10.0
+    assert others[1].value[0].startswith("PeerLost: ") and "rank 1" in others[1].value[0]
