@@ -3,7 +3,7 @@
     python benchmarks/trainer.py
     python benchmarks/trainer.py --lr 0.003 --seeds 0 1 2
 
-A small GPT-2 from random weights on a text, by the Trainer of Transformers, with AdamW and the same batches in each way:
+A small GPT-2 from random weights on a text, by the Trainer of Transformers, with the same batches in each way:
 
 - ddp: Transformers' own Trainer, which averages gradients over Gloo
 - default: ShoalTrainer as it is; one neighbour at a time, AccumAdamW
@@ -66,7 +66,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args, console = parse(), Console(highlight=False)
     rates = args.lr
-    table = Table("learning rate", "way", "loss", f"than {args.ways[0]}", title=f"{args.agents} agents, {args.steps} steps")
+    table = Table(
+        "learning rate", "way", "loss", f"than {args.ways[0]}", title=f"{args.agents} agents, {args.steps} steps"
+    )
     for rate in rates:
         args.lr, first = rate, []
         for way in args.ways:

@@ -87,7 +87,11 @@ def main(args: argparse.Namespace) -> None:
         model = GPT2LMHeadModel.from_pretrained(final)
         torch.manual_seed(args.seed)
         written = model.generate(
-            text.test[None, :8], max_length=args.context, do_sample=True, attention_mask=torch.ones(1, 8), pad_token_id=0
+            text.test[None, :8],
+            max_length=args.context,
+            do_sample=True,
+            attention_mask=torch.ones(1, 8),
+            pad_token_id=0,
         )
         print(text.decode(written[0]))
 

@@ -71,9 +71,7 @@ def test_averaged_gradients_of_sgd_are_training_with_all_batches_together(world:
     model, rows = agents.small_model(), agents.Sequences(64)
     model.train()
     for step in range(4):
-        batch = torch.stack(
-            [rows[index]["input_ids"] for one in found for index in one.seen[4 * step : 4 * step + 4]]
-        )
+        batch = torch.stack([rows[index]["input_ids"] for one in found for index in one.seen[4 * step : 4 * step + 4]])
         model.zero_grad()
         model(input_ids=batch, labels=batch).loss.backward()
         with torch.no_grad():

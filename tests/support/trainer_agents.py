@@ -153,7 +153,9 @@ def train(folder: str, resume: bool | str | None = None, **options: Any) -> Trai
         logs=recorder.logs,
         norms=recorder.norms,
         params=params_of(made.model),
-        moments=[one.numpy().copy() for state in states for _, one in sorted(state.items()) if isinstance(one, torch.Tensor)],
+        moments=[
+            one.numpy().copy() for state in states for _, one in sorted(state.items()) if isinstance(one, torch.Tensor)
+        ],
         rounds=decentralized.rounds,
         steps=made.state.global_step,
         wrapped=type(made.model_wrapped).__name__,

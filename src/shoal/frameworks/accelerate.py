@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderShard, get_sampler
+from accelerate.data_loader import get_sampler
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DataLoaderConfiguration, recursively_apply
 from torch.nn.parallel import DistributedDataParallel
@@ -42,9 +42,7 @@ _CHECKPOINTS = "checkpoints"
 
 def one_peer_at_a_time(optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> DecentralizedOptimizer:
     """Adapt, then combine, with one neighbour of the exponential graph at a time: what is taken if nothing is said."""
-    return DistributedAdaptThenCombineOptimizer(
-        optimizer, models, topology=OnePeerExponential(size()), mix_state=()
-    )
+    return DistributedAdaptThenCombineOptimizer(optimizer, models, topology=OnePeerExponential(size()), mix_state=())
 
 
 class ShoalAccelerator(Accelerator):
@@ -70,8 +68,8 @@ class ShoalAccelerator(Accelerator):
         for name in _REFUSED:
             if options.get(name) is not None:
                 raise ValueError(
-                    f"ShoalAccelerator: {name} shares one model between processes, and Shoal's agents have a model each. "
-                    "Leave it out"
+                    f"ShoalAccelerator: {name} shares one model between processes, and Shoal's agents have a model "
+                    "each. Leave it out"
                 )
         process_state(cpu=options.get("cpu", False))
         loading = options.get("dataloader_config") or DataLoaderConfiguration(
@@ -118,7 +116,9 @@ class ShoalAccelerator(Accelerator):
     ) -> torch.nn.Module:
         """As Accelerate's, wrapped by nothing; all agents begin with rank 0's weights."""
         if isinstance(model, DistributedDataParallel):
-            raise ValueError("ShoalAccelerator: the model is in DistributedDataParallel already; give the one inside it")
+            raise ValueError(
+                "ShoalAccelerator: the model is in DistributedDataParallel already; pass the one inside it"
+            )
         is_new = not getattr(model, "_is_accelerate_prepared", False)
         if is_new and not evaluation_mode:
             broadcast_parameters(model.state_dict(), 0)
@@ -127,20 +127,15 @@ class ShoalAccelerator(Accelerator):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
         """As Accelerate's: each agent takes its part of the samples, whose order is the same on all."""
-        prepared = super().prepare_data_loader(data_loader, *args, **options)
-        sampler = get_sampler(prepared)
-        while hasattr(sampler, "sampler"):
-            sampler = sampler.sampler
-        if hasattr(sampler, "generator") and isinstance(prepared, DataLoaderShard):
-            # Each agent takes its part of one order, so what that is drawn from must be the same.
+        sampler = get_sampler(data_loader)
+        if hasattr(sampler, "generator") and not getattr(data_loader, "_is_accelerate_prepared", False):
+            # Agents take parts of one order, so all must draw it alike, whatever they were seeded with.
             if sampler.generator is None:
                 sampler.generator = torch.Generator()
                 sampler.generator.manual_seed(self._order)
             state = broadcast_object(sampler.generator.get_state(), 0, Internal("frameworks.sampler"))
             sampler.generator.set_state(state)
-            if hasattr(sampler, "initial_seed"):
-                sampler.initial_seed = self._order
-        return prepared
+        return super().prepare_data_loader(data_loader, *args, **options)
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
@@ -197,8 +192,9 @@ class ShoalAccelerator(Accelerator):
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
         """Refused: what such a hook saves would be one agent's."""
         raise ValueError(
-            "ShoalAccelerator.save_state saves each agent's own state and calls no hooks, which would save one agent's. "
-            "Call what the hook does before save_state, inside `with shoal.consensus(model):` if it saves the model"
+            "ShoalAccelerator.save_state saves each agent's own state and calls no hooks, which would save one "
+            "agent's. Call what the hook does before save_state, inside `with shoal.consensus(model):` if it saves "
+            "the model"
         )
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
@@ -219,7 +215,9 @@ class ShoalAccelerator(Accelerator):
         if settings.automatic_checkpoint_naming:
             output_dir = Path(self.project_dir) / _CHECKPOINTS / f"checkpoint_{self.save_iteration}"
         elif output_dir is None:
-            raise ValueError("save_state: give it a folder, or a ProjectConfiguration(automatic_checkpoint_naming=True)")
+            raise ValueError(
+                "save_state: give it a folder, or a ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
         folder = Path(output_dir)
         if settings.automatic_checkpoint_naming and broadcast_object(
             folder.exists(), 0, Internal("frameworks.save_state")
@@ -247,7 +245,7 @@ class ShoalAccelerator(Accelerator):
 
         Args:
             input_dir: The folder; None for the last one of automatic names.
-            start: ``"own"``, or with another number of agents ``"consensus"``: all at the mean of those that were saved.
+            start: ``"own"``, or with another number of agents ``"consensus"``: all at the mean of what was saved.
 
         Raises:
             FileNotFoundError: Nothing complete was saved there.

@@ -50,8 +50,8 @@ def process_state(cpu: bool = False) -> PartialState:
     for variable, what in _FRAMEWORKS.items():
         if os.environ.get(variable, "false").lower() == "true":
             raise ValueError(
-                f"{variable}={os.environ[variable]}: {what} shares one model between processes, and Shoal's agents have "
-                "a model each. Leave it out"
+                f"{variable}={os.environ[variable]}: {what} shares one model between processes, and Shoal's agents "
+                "have a model each. Leave it out"
             )
     there = PartialState._shared_state
     if there and there["distributed_type"] not in (DistributedType.NO, Decentralized.SHOAL):

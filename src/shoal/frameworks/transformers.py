@@ -94,19 +94,21 @@ class ShoalTrainer(Trainer):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """As the Trainer's; AdamW's moments are those of the gradients of as many steps as there are agents."""
         accumulate = self.args.adam_accumulate or (size() if self._wrapper is None else 1)
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and accumulate > 1:
+        given = self.optimizer_cls_and_kwargs
+        if self.optimizer is None and given is None and accumulate > 1:
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model if model is None else model)
             if kind is torch.optim.AdamW:
                 options.pop("fused", None)
                 self.optimizer_cls_and_kwargs = AccumAdamW, options | {"accumulate": accumulate}
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        self.optimizer_cls_and_kwargs = given
         return optimizer
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         """Refused: each agent would draw trials of its own."""
         raise ValueError(
-            "ShoalTrainer.hyperparameter_search: each agent would try other parameters than its neighbours. Start a job "
-            "for each trial"
+            "ShoalTrainer.hyperparameter_search: each agent would try other parameters than its neighbours. Start a "
+            "job for each trial"
         )
 
     # The mean over the agents
