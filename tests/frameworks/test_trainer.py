@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,12 +17,15 @@ pytest.importorskip("transformers", reason="pip install 'shoal[transformers]'")
 pytest.importorskip("accelerate", reason="pip install 'shoal[transformers]'")
 
 from support import trainer_agents as agents
+from support.scripts import printed_by
 from support.world import World
 
 if TYPE_CHECKING:
     from support.trainer_agents import Params, Trained
 
 SIZE = 4
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES))
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
@@ -129,6 +134,20 @@ def test_a_run_that_is_resumed_equals_bit_for_bit_one_that_never_stopped(world: 
         assert same(one.params, again.params)
         assert all(np.array_equal(*both) for both in zip(one.moments, again.moments, strict=True))
         assert again.drawn == one.drawn
+
+
+def test_the_example_trains_saves_and_goes_on(world: World, tmp_path: Path) -> None:
+    text = tmp_path / "sheep.txt"
+    text.write_text("".join(f"{number} sheep and {number % 7} shoals; " for number in range(400)))
+    script, folder = str(EXAMPLES / "transformers_trainer.py"), tmp_path / "out"
+    options = [f"--text={text}", f"--output={folder}", "--save-every=4", "--context=16", "--width=16", "--layers=1"]
+    losses = []
+    for steps in (["--steps=8"], ["--steps=12", "--resume"]):
+        printed = world.results(printed_by, script, *options, *steps, patience=120.0)
+        assert not any(printed[1:])
+        losses += re.findall(r"the mean of 4 models: ([\d.]+) nats", printed[0])
+    assert float(losses[1]) < float(losses[0]) < 4.0
+    assert sorted(one.name for one in folder.iterdir()) == ["checkpoint-12", "checkpoint-8", "final"]
 
 
 @pytest.mark.parametrize(
