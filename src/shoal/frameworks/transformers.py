@@ -53,6 +53,9 @@ class ShoalTrainer(Trainer):
         ValueError: The model is quantized, sharded, or wrapped for a process group.
     """
 
+    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
+    current_flos: float
+
     def __init__(
         self,
         model: torch.nn.Module | None = None,
@@ -77,8 +80,9 @@ class ShoalTrainer(Trainer):
     # What the Trainer is made of
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        self._accelerator_options: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        return self._accelerator_options
+        options: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        self._accelerator_options = options
+        return options
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, with an accelerator of Shoal's."""
