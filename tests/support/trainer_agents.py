@@ -18,6 +18,8 @@ import shoal
 from shoal.frameworks.transformers import ShoalTrainer, ShoalTrainingArguments
 
 VOCABULARY, LENGTH = 40, 8
+EVALUATED = 32
+"""A batch of eight for each of four agents, so that the mean over batches is that over examples."""
 Params = dict[str, np.ndarray[Any, Any]]
 """As arrays, since a tensor would go to the test through memory that both share."""
 
@@ -123,7 +125,7 @@ def trainer(folder: str, examples: int = 64, *, dropout: float = 0.0, wrapper: s
         small_model(dropout),
         ShoalTrainingArguments(output_dir=folder, **(defaults | options)),
         train_dataset=Sequences(examples),
-        eval_dataset=Sequences(18),
+        eval_dataset=Sequences(EVALUATED),
         wrapper=getattr(shoal, wrapper) if wrapper else None,
         callbacks=[Recorder()],
     )
