@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("accelerate", reason="pip install 'shoal[transformers]'")
 
+import shoal
+from shoal.frameworks.accelerate import ShoalAccelerator
 from support import accelerate_agents as agents
 from support.launcher import RUN
 from support.world import World, plain_environment
@@ -91,12 +93,18 @@ def test_the_model_that_is_saved_is_the_mean(world: World, tmp_path: Path) -> No
         ("environment", "shares one model"),
         ("dispatch", "from rank 0 over a process group"),
         ("object", "object"),
+        ("group", "already opened a process group"),
     ],
 )
 def test_what_would_be_silently_wrong_is_refused(world: World, what: str, why: str) -> None:
     for said in world.results(agents.refused, what, patience=60.0):
         assert said.startswith(("ValueError", "TypeError")), said
         assert why in said
+
+
+def test_agents_that_are_threads_are_refused() -> None:
+    with pytest.raises(ValueError, match="Start processes"):
+        shoal.Fleet(2, timeout=20.0).run(ShoalAccelerator)
 
 
 def test_shoal_run_starts_the_example_and_accelerate_launch_goes_on_where_it_ended(tmp_path: Path) -> None:

@@ -16,6 +16,11 @@ import torch
 pytest.importorskip("transformers", reason="pip install 'shoal[transformers]'")
 pytest.importorskip("accelerate", reason="pip install 'shoal[transformers]'")
 
+import transformers
+from accelerate.state import AcceleratorState
+
+import shoal
+from shoal.frameworks.transformers import ShoalTrainer
 from support import trainer_agents as agents
 from support.scripts import printed_by
 from support.world import World
@@ -174,3 +179,23 @@ def test_what_agents_with_a_model_each_cannot_do_is_refused(options: dict[str, A
     said = agents.fails(options)
     assert said.startswith("ValueError"), said
     assert why in said
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """What makes this process an agent leaves it none."""
+    yield
+    shoal.shutdown()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("alone")
+def test_arguments_of_transformers_own_and_models_without_a_mean_are_refused(tmp_path: Path) -> None:
+    plain = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(TypeError, match="ShoalTrainingArguments, which takes the same arguments"):
+        ShoalTrainer(agents.small_model(), plain)
+    for attribute, value in (("is_quantized", True), ("_tp_size", 2)):
+        model = torch.nn.Linear(1, 1)
+        setattr(model, attribute, value)
+        with pytest.raises(ValueError, match="the model is"):
+            ShoalTrainer(model, agents.ShoalTrainingArguments(str(tmp_path), use_cpu=True))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -162,6 +163,15 @@ def refused(what: str) -> str:
             from accelerate.utils import DataLoaderConfiguration
 
             accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+        elif what == "group":
+            accelerator()
+            AcceleratorState._reset_state(reset_partial_state=True)
+            PartialState(cpu=True)  # as an Accelerator, or TrainingArguments, of its own makes it
+            try:
+                accelerator()
+            finally:
+                dist.destroy_process_group()
+                AcceleratorState._reset_state(reset_partial_state=True)
         elif what == "object":
             accelerator().gather_for_metrics([object()])
     except (TypeError, ValueError) as error:
