@@ -88,3 +88,20 @@ def test_a_state_that_is_loaded_goes_on_between_two_takings() -> None:
 def test_numbers_out_of_their_range_are_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         shoal.AccumAdamW([parameter()], **options)
+
+
+def test_its_second_moments_can_be_mixed() -> None:
+    def agent() -> torch.Tensor:
+        model = torch.nn.Linear(3, 1)
+        adam = shoal.AccumAdamW(model.parameters(), accumulate=2)
+        optimizer = shoal.DistributedAdaptThenCombineOptimizer(adam, model, mix_state=("exp_avg_sq",))
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(torch.ones(3)) * (1 + shoal.rank())).backward()
+            optimizer.step()
+        return adam.state[model.weight]["exp_avg_sq"].clone()
+
+    first, second = shoal.Fleet(2, timeout=20.0).run(agent)
+    assert torch.equal(first, second)
+    expected = (1 - 0.999**2) * (1**2 + 2**2) / 2
+    assert first.flatten().tolist() == pytest.approx([expected] * 3, rel=1e-4)
