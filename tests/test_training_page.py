@@ -17,6 +17,16 @@ EXTERNAL = "torch.distributed.checkpoint"
 """Needs a process group: tests/optim/test_checkpoint_distributed.py."""
 
 
+class Scalars:
+    """In the place of TensorBoard's: tests/frameworks/test_loggers.py has that."""
+
+    def __init__(self, folder: str) -> None:
+        assert folder == "runs/first"
+
+    def add_scalar(self, name: str, number: float, step: int) -> None:
+        assert name.startswith("loss/") and number == 0.5 and step == 3
+
+
 def small_task() -> dict[str, Any]:
     """What the page takes for granted."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -34,6 +44,8 @@ def small_task() -> dict[str, Any]:
         "loader": loader,
         "sampler": shoal.AgentSampler(dataset),
         "steps": 20,
+        "step": 3,
+        "SummaryWriter": Scalars,
         "rich": __import__("rich"),
         "loss": 0.5,
         "accuracy": 0.9,

@@ -194,8 +194,32 @@ def test_groups_that_differ_are_named_with_what_is_in_them_and_the_next_call_wor
     for rank in (0, 2) if kind != "broadcast" else (1,):
         assert f"grouped_{'neighbor_allreduce' if kind == 'neighbor' else kind}" in found[rank], found
         assert "list of tensors" in found[rank] or change == "dtype", found
-        assert "The tensors here are" in found[rank], found
-    assert "The tensors here are" in found[1], found
+    first = {"shape": "[0] is [", "number": "[2] is [", "dtype": "[2] is [", "order": "[0] is ["}[change]
+    if kind == "allgather" and change == "number":  # first dimensions may differ
+        first = "[3], [*] float32, is on rank 1 alone"
+    for rank in (0, 1, 2) if kind != "broadcast" else (0, 1):  # rank 2 takes what the root has
+        assert f". tensors{first}" in found[rank], found
+        assert "on rank 1" in found[rank], found
+        assert ("there are" in found[rank]) == (change == "number"), found
+
+
+def test_where_the_other_side_called_something_else_the_own_list_is_told(fleet: Fleets) -> None:
+    def run() -> str:
+        one, said = torch.ones(3), ""
+        try:
+            if shoal.rank():
+                shoal.allgather(one, name="x")
+            else:
+                shoal.grouped_allgather([one] * 6, name="x")
+        except shoal.Mismatch as error:
+            said = str(error)
+        assert len(shoal.grouped_allreduce([one])) == 1
+        return said
+
+    assert (
+        ". The tensors here are 6: [*] float32, [*] float32, [*] float32, [*] float32 and 2 more"
+        in fleet(2).run(run)[0]
+    )
 
 
 def test_wrong_arguments_are_refused_before_anything_is_sent(fleet: Fleets) -> None:

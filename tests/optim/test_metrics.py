@@ -112,3 +112,50 @@ def test_the_table_has_a_row_for_each_name() -> None:
     assert ["loss", "0.25", "0.75", "2", "1"] in rows
     assert ["accuracy", "0.5", "0.5938", "0.125", "2"] in rows
     assert str(each).splitlines()[0] == "loss: rank 0 0.25, mean 0.75, worst 2 (rank 1)"
+
+
+LOGGED = {
+    "loss/mean": 0.75,
+    "loss/worst": 2.0,
+    **{f"loss/agent{rank}": value for rank, value in enumerate(LOSS)},
+    "accuracy/mean": 0.59375,
+    "accuracy/worst": 0.125,
+    **{f"accuracy/agent{rank}": value for rank, value in enumerate(ACCURACY)},
+}
+
+
+class Scalars:
+    """As TensorBoard's."""
+
+    def __init__(self) -> None:
+        self.had: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, number: float, step: int) -> None:
+        self.had.append((name, number, step))
+
+
+class Rows:
+    """As those that take all numbers of a step at once."""
+
+    def __init__(self, method: str) -> None:
+        self.had: list[tuple[dict[str, float], int]] = []
+        setattr(self, method, self._take)
+
+    def _take(self, numbers: dict[str, float], step: int) -> None:
+        self.had.append((numbers, step))
+
+
+def test_loggers_get_the_mean_the_worst_and_every_agents_number() -> None:
+    def run() -> tuple[list[tuple[str, float, int]], ...]:
+        scalars, metrics, log = Scalars(), Rows("log_metrics"), Rows("log")
+        for step in (1, 5):
+            numbers = found()
+            for to in (scalars, metrics, log, None):
+                numbers.log(to, step)
+        assert metrics.had == log.had == [(LOGGED, 1), (LOGGED, 5)]
+        with pytest.raises(TypeError, match="int has neither add_scalar, nor log_metrics, nor log"):
+            numbers.log(3, 1)
+        return (scalars.had,)
+
+    for (had,) in shoal.Fleet(SIZE).run(run):
+        assert sorted(had) == sorted((name, number, step) for step in (1, 5) for name, number in LOGGED.items())

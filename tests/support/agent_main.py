@@ -89,8 +89,8 @@ class Holdings:
     def beyond(self, before: Holdings) -> list[str]:
         """What is there now and was not before."""
         found = []
-        # Gloo never wakes who waits for a message of which a part has come when its sender was killed: that thread keeps
-        # its group, and the tensors that it was to receive.
+        # Gloo never wakes who waits for a message of which a part has come when its sender was killed: that thread
+        # keeps its group, and the tensors that it was to receive.
         if not any(name.startswith("abandoned to") for name in self.threads):
             found += [f"descriptor {fd} -> {target}" for fd, target in sorted(self.descriptors - before.descriptors)]
             found += [f"thread {name}" for name in _added(self.threads, before.threads)]

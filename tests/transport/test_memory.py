@@ -243,6 +243,29 @@ def test_a_pool_keeps_no_more_than_it_may() -> None:
     assert resident_bytes() - before < 24 << 20
 
 
+def test_what_a_pool_keeps_gives_way_to_sizes_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("shoal.transport.memory.time.monotonic", lambda: now)
+    pool = ResultPool(keep=4 << 20)
+
+    def used_before(numel: int, count: int) -> int:
+        tensors = [pool.empty((numel,), torch.uint8) for _ in range(count)]
+        found = sum(int(tensor[0]) for tensor in tensors)  # new memory is zero
+        for tensor in tensors:
+            tensor.fill_(1)
+        return found
+
+    small, large = 1 << 20, 3 << 20
+    assert used_before(small, 4) == 0
+    assert used_before(large, 1) == 0
+    assert used_before(large, 1) == 0
+    assert used_before(small, 4) == 4  # nobody's memory goes while it is in use
+    now += 10.0
+    assert used_before(large, 1) == 0
+    assert used_before(large, 1) == 1
+    assert used_before(small, 4) == 1  # as many as there was room for
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5, 7), (1 << 17,)])
 def test_a_pool_gives_contiguous_tensors_of_any_shape(shape: tuple[int, ...]) -> None:
     for dtype in (torch.bool, torch.float16, torch.complex128):

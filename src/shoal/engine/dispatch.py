@@ -11,6 +11,7 @@ from .events import Events
 from .failures import Failures
 from .fused_name import PREFIX
 from .fusion import Fusion
+from .layouts import TENSORS, Layouts
 from .lifecycle import Lifecycle
 from .matching import Matcher, MatchResult
 from .operation import Operation, Stage
@@ -33,6 +34,7 @@ class Dispatch:
         failures: Failures,
         watchdog: Watchdog,
         stalls: Stalls,
+        layouts: Layouts,
         services: Services,
         events: Events,
     ) -> None:
@@ -44,6 +46,7 @@ class Dispatch:
         self._failures = failures
         self._watchdog = watchdog
         self._stalls = stalls
+        self._layouts = layouts
         self._services = services
         self._events = events
 
@@ -165,6 +168,9 @@ class Dispatch:
         if message.name == DOING:
             self._stalls.answer(source)
             return
+        if message.op == TENSORS:
+            self._layouts.answer(source, message)
+            return
         if self._services.of(message) is not None:  # it answers when it can
             return
         result, operation = self._matcher.match(message)
@@ -191,6 +197,9 @@ class Dispatch:
             return
         if message.name == DOING:
             self._stalls.heard(source, message.text)
+            return
+        if message.op == TENSORS:
+            self._layouts.heard(source, message)
             return
         result, operation = self._matcher.match(message)
         if result is MatchResult.EARLY:

@@ -47,6 +47,7 @@ from .failures import Failures
 from .fusion import Fusion
 from .handing_on import RESULT, HandingOn
 from .keeping import HAD, Keeping
+from .layouts import Layouts
 from .lifecycle import Lifecycle
 from .matching import Matcher
 from .measured import Measured
@@ -148,8 +149,11 @@ class Engine:
             rank, router, matcher, outbox, membership, progress, agreement, lifecycle.gate, services, steps, measured
         )
         self.stalls = stalls = Stalls(rank, matcher, membership, outbox, about, services, progress)
+        self.layouts = layouts = Layouts(rank, membership, outbox, progress)
         router.describe_by(self._describe)
-        self.dispatch = Dispatch(rank, matcher, outbox, lifecycle, fusion, failures, watchdog, stalls, services, events)
+        self.dispatch = Dispatch(
+            rank, matcher, outbox, lifecycle, fusion, failures, watchdog, stalls, layouts, services, events
+        )
         router.deliver_to(self.dispatch)
         self.reunion = Reunion(
             rank, size, progress, membership, router, outbox, lifecycle.gate, agreement, self.entry, send

@@ -8,14 +8,17 @@ so the bits are those of single calls.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 
 from ..arithmetic import complete
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
+from ..engine.layouts import Layouts, described
 from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch
 from ..transport.memory import ResultPool
@@ -30,7 +33,7 @@ from .neighbor import Weights, mixing_of, submit
 
 Tensors = Sequence[torch.Tensor]
 _SHOWN = 4
-"""Tensors of a group that an error lists."""
+"""Tensors of a group that an error lists, where it is not known which differs."""
 
 
 def grouped_allreduce(
@@ -71,7 +74,7 @@ def grouped_allreduce_nonblocking(
     how = op if op is not None else ("average" if average else "sum")
     called, agent = "grouped_allreduce", current("grouped_allreduce")
     members = within(called, group, agent)
-    bundle = _Bundle(called, tensors, out, reducible(how))
+    bundle = _Bundle(agent.engine.layouts, called, tensors, out, reducible(how))
     return bundle.of_joined(
         [
             submit_allreduce(
@@ -144,7 +147,7 @@ def grouped_neighbor_allreduce_nonblocking(
     members = within(called, group, agent)
     self_weight, name = split_name(called, self_weight, name)
     mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
-    bundle = _Bundle(called, tensors, out, WEIGHABLE)
+    bundle = _Bundle(agent.engine.layouts, called, tensors, out, WEIGHABLE)
     joined = bundle.joined(agent.engine.pool)
     encoded = [
         None if compression is None else encoded_by_call(called, flat, compression, agent.rank) for flat in joined
@@ -206,7 +209,7 @@ def grouped_broadcast_nonblocking(
     called, agent = "grouped_broadcast", current("grouped_broadcast")
     root, members = as_root(called, root_rank, agent), within(called, group, agent)
     members.check(called, "root_rank", [root])
-    bundle = _Bundle(called, tensors, out, DTYPES)
+    bundle = _Bundle(agent.engine.layouts, called, tensors, out, DTYPES)
     mine = torch.cat([_bytes(one) for one in bundle.tensors] or [torch.empty(0, dtype=torch.uint8)])
 
     def steps(operation: Operation) -> Steps[list[torch.Tensor]]:
@@ -242,12 +245,12 @@ def grouped_allgather_nonblocking(
     """:func:`grouped_allgather` without waiting."""
     called, agent = "grouped_allgather", current("grouped_allgather")
     members = within(called, group, agent)
-    bundle = _Bundle(called, tensors, None, DTYPES)
+    bundle = _Bundle(agent.engine.layouts, called, tensors, None, DTYPES, first_may_differ=True)
     for one in bundle.tensors:
         check_gatherable(called, one)
     rests = [(tuple(one.shape[1:]), one.dtype) for one in bundle.tensors]
     row = [prod(rest) * dtype.itemsize for rest, dtype in rests]
-    says = [_crc(rests), *(len(one) for one in bundle.tensors)]
+    says = [bundle.digest, *(len(one) for one in bundle.tensors)]
     mine = torch.cat([torch.tensor(says).view(torch.uint8), *(_bytes(one) for one in bundle.tensors)])
 
     def parts(operation: Operation, rank: int, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -285,7 +288,17 @@ class _Bundle:
         digest: Of all that must be the same on all agents.
     """
 
-    def __init__(self, op: str, tensors: object, out: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    def __init__(
+        self,
+        layouts: Layouts,
+        op: str,
+        tensors: object,
+        out: object,
+        dtypes: tuple[torch.dtype, ...],
+        *,
+        first_may_differ: bool = False,
+    ) -> None:
+        self._layouts = layouts
         self.tensors = [check_tensor(op, one, dtypes) for one in _listed(op, "tensors", tensors)]
         self._out = None if out is None else _listed(op, "out", out)
         if self._out is not None and len(self._out) != len(self.tensors):
@@ -294,13 +307,10 @@ class _Bundle:
             )
         for one, place in zip(self.tensors, self._out or [], strict=False):
             check_out(op, place, one.shape, one.dtype)
-        self.digest = _crc([(tuple(one.shape), one.dtype) for one in self.tensors])
+        first = (-1,) if first_may_differ else ()
+        self._layout = [(first + tuple(one.shape[len(first) :]), one.dtype) for one in self.tensors]
+        self.digest = _crc(self._layout)
         self._dtypes = list(dict.fromkeys(one.dtype for one in self.tensors)) or [torch.float32]
-
-    def __str__(self) -> str:
-        shown = [f"{list(one.shape)} {str(one.dtype)[6:]}" for one in self.tensors[:_SHOWN]]
-        more = len(self.tensors) - len(shown)
-        return f"{len(self.tensors)}: {', '.join(shown)}" + (f" and {more} more" if more else "")
 
     def joined(self, pool: ResultPool) -> list[torch.Tensor]:
         """Copies, ``[numel]``: one for each dtype."""
@@ -313,11 +323,28 @@ class _Bundle:
 
     def of_joined(self, handles: list[Handle[torch.Tensor]]) -> Handle[list[torch.Tensor]]:
         """The results, of those of :meth:`joined`."""
-        return HandleOfMany(handles, self._apart, str(self))
+        return self._handle(handles, self._apart)
 
     def of_list(self, handle: Handle[list[torch.Tensor]]) -> Handle[list[torch.Tensor]]:
         """The results, of one operation that gives them all."""
-        return HandleOfMany([handle], lambda found: self._placed(found[0]), str(self))
+        return self._handle([handle], lambda found: self._placed(found[0]))
+
+    def _handle(
+        self, handles: Sequence[Handle[Any]], finish: Callable[[list[Any]], list[torch.Tensor]]
+    ) -> Handle[list[torch.Tensor]]:
+        operation = handles[0].operation
+        self._layouts.keep(operation, self._layout)
+        return HandleOfMany(handles, finish, partial(self._explain, operation))
+
+    def _explain(self, operation: Operation, error: Mismatch) -> str:
+        """Which tensor differs from that of an agent that the error names; else what the tensors are here."""
+        differs = self._layouts.difference(operation, self._layout, error.ranks)
+        if differs:
+            return differs
+        shown, more = described(self._layout[:_SHOWN]), len(self._layout) - _SHOWN
+        return f"The tensors here are {len(self._layout)}: {', '.join(shown)}" + (
+            f" and {more} more" if more > 0 else ""
+        )
 
     def _apart(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
         results: list[torch.Tensor] = []

@@ -20,14 +20,19 @@ class HandleOfMany(Handle[T]):
     Args:
         handles: Of the operations, at least one.
         finish: Makes the result of theirs; called once, by whoever asks first.
-        what: What this agent has, for an error that says that others have not.
+        explain: What else to say where agents disagree.
     """
 
-    __slots__ = ("_finish", "_handles", "_lock", "_made", "_what")
+    __slots__ = ("_explain", "_finish", "_handles", "_lock", "_made")
 
-    def __init__(self, handles: Sequence[Handle[Any]], finish: Callable[[list[Any]], T], what: str) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Handle[Any]],
+        finish: Callable[[list[Any]], T],
+        explain: Callable[[Mismatch], str] | None = None,
+    ) -> None:
         super().__init__(handles[0]._driver, handles[0].operation)
-        self._handles, self._finish, self._what = handles, finish, what
+        self._handles, self._finish, self._explain = handles, finish, explain
         self._lock, self._made = threading.Lock(), False
 
     def poll(self) -> bool:
@@ -43,8 +48,8 @@ class HandleOfMany(Handle[T]):
                 if not handle.poll():  # it goes on; only this wait has been long enough
                     raise
                 self._give_up(error)
-                if type(error) is Mismatch:
-                    raise Mismatch(f"{error}. The tensors here are {self._what}", error.ranks) from None
+                if type(error) is Mismatch and self._explain is not None:
+                    raise Mismatch(f"{error}. {self._explain(error)}", error.ranks) from None
                 raise
         with self._lock:
             if not self._made:

@@ -6,7 +6,7 @@ Rank 0 alone says little about agents that each have a model and data of their o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,10 @@ from ..world.agent import current
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+Logger = Any
+"""What takes numbers by their names: of other packages, none of which is needed."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,9 @@ class Metric:
 class Metrics(Mapping[str, Metric]):
     """What :func:`metrics` found: ``found["loss"].mean``. ``str`` gives a line for each, and ``rich.print`` a table."""
 
-    def __init__(self, of: Mapping[str, Metric]) -> None:
+    def __init__(self, of: Mapping[str, Metric], ranks: Iterable[int]) -> None:
         self._of = dict(of)
+        self._ranks = tuple(ranks)
 
     def __getitem__(self, name: str) -> Metric:
         return self._of[name]
@@ -65,6 +70,34 @@ class Metrics(Mapping[str, Metric]):
             f"{name}: rank 0 {one.rank0:.4g}, mean {one.mean:.4g}, worst {one.worst:.4g} (rank {one.worst_rank})"
             for name, one in self.items()
         )
+
+    def log(self, to: Logger | None, step: int) -> None:
+        """Give all numbers to a logger: of each name ``name/mean``, ``name/worst``, and ``name/agent0`` and so on.
+
+        Args:
+            to: What has ``add_scalar`` (a ``SummaryWriter`` of TensorBoard), or else ``log_metrics`` (the module
+                ``mlflow``, a logger of Lightning's), or else ``log`` (a run of Weights & Biases, a tracker of
+                Accelerate's). None, as on agents that have none, for nothing.
+            step: The number of the step.
+
+        Raises:
+            TypeError: ``to`` has none of these.
+        """
+        if to is None:
+            return
+        numbers: dict[str, float] = {}
+        for name, one in self.items():
+            numbers |= {f"{name}/mean": one.mean, f"{name}/worst": one.worst}
+            numbers |= {f"{name}/agent{rank}": one.values[rank] for rank in self._ranks}  # those that are gone: nothing
+        if hasattr(to, "add_scalar"):
+            for name, number in numbers.items():
+                to.add_scalar(name, number, step)
+        elif hasattr(to, "log_metrics"):
+            to.log_metrics(numbers, step=step)
+        elif hasattr(to, "log"):
+            to.log(numbers, step=step)
+        else:
+            raise TypeError(f"Metrics.log: {type(to).__name__} has neither add_scalar, nor log_metrics, nor log")
 
     def __rich__(self) -> Table:
         from rich.table import Table
@@ -125,10 +158,10 @@ def metrics(
             )
     weights = {rank: one.weight for rank, one in said.items()}
     columns = {name: {rank: one.numbers[k] for rank, one in said.items()} for k, name in enumerate(sorted(values))}
-    found = Metrics({name: _metric(agent.size, columns[name], weights, ways[name] is max) for name in values})
+    found = {name: _metric(agent.size, columns[name], weights, ways[name] is max) for name in values}
     for name, one in found.items():
         agent.engine.measured.note(name, one.values[agent.rank], one.mean, one.worst, one.worst_rank)
-    return found
+    return Metrics(found, sorted(said))
 
 
 def _metric(size: int, of: dict[int, float], weights: dict[int, float], largest: bool) -> Metric:

@@ -18,6 +18,7 @@ import math
 import mmap
 import os
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -35,6 +36,8 @@ SMALL = 1 << 18
 """Regions up to this many bytes share a memory file with others of their size; larger ones have one each."""
 SLAB = 1 << 22
 HUGE_PAGE = 1 << 21
+LATELY = 2.0
+"""Seconds: a size that was asked for within them is in use."""
 MADV_POPULATE_WRITE = 23
 F_ADD_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1, 2, 4
 
@@ -334,11 +337,16 @@ class PeerMemory:
 
 
 class ResultPool(_Returns[tuple[mmap.mmap, int]]):
-    """Tensors over memory that is used again once the last tensor over it is gone."""
+    """Tensors over memory that is used again once the last tensor over it is gone.
+
+    What is free beyond ``keep`` bytes is given back, first that of sizes that nobody has asked for lately. Of sizes in
+    use none gives way to another: where they take turns, each would find that the other had just been preferred.
+    """
 
     def __init__(self, keep: int = 1 << 28) -> None:
         super().__init__()
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        self._asked_for: dict[int, float] = {}  # sizes, and when; the one that was not for longest first
         self._free_bytes = 0
         self._keep = keep
 
@@ -353,6 +361,8 @@ class ResultPool(_Returns[tuple[mmap.mmap, int]]):
     def _block(self, size: int) -> mmap.mmap:
         with self._lock:
             self._sort_in()
+            self._asked_for.pop(size, None)
+            self._asked_for[size] = time.monotonic()
             if self._free[size]:
                 self._free_bytes -= size
                 return self._free[size].pop()
@@ -369,11 +379,25 @@ class ResultPool(_Returns[tuple[mmap.mmap, int]]):
 
     def _take_in(self, one: tuple[mmap.mmap, int]) -> None:
         block, size = one
+        if self._free_bytes + size > self._keep:
+            self._trim(self._keep - size)
         if self._free_bytes + size <= self._keep:
             self._free[size].append(block)
             self._free_bytes += size
 
+    def _trim(self, room: int) -> None:
+        """Give back what is free of sizes that are not asked for any more, until so many bytes are left."""
+        until = time.monotonic() - LATELY
+        for size, when in list(self._asked_for.items()):
+            if when > until or self._free_bytes <= room:
+                return
+            blocks = self._free[size]
+            while blocks and self._free_bytes > room:
+                blocks.pop()
+                self._free_bytes -= size
+
     def clear(self) -> None:
         with self._lock:
             self._free.clear()
+            self._asked_for.clear()
             self._free_bytes = 0

@@ -24,9 +24,9 @@ T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 
 
-def then(handle: Handle[Any], finish: Callable[[Any], T], what: str = "one tensor") -> Handle[T]:
+def then(handle: Handle[Any], finish: Callable[[Any], T]) -> Handle[T]:
     """A handle of what is made of another one's result."""
-    return HandleOfMany([handle], lambda found: finish(found[0]), what)
+    return HandleOfMany([handle], lambda found: finish(found[0]))
 
 
 def noted(
@@ -77,7 +77,7 @@ def reduce_many(
     if finish is None:
         return made
     last = finish
-    return then(made, lambda found: _placed([last(one) for one in found], outs), f"{len(sent)} tensors")
+    return then(made, lambda found: _placed([last(one) for one in found], outs))
 
 
 def _as_shoals(
@@ -159,7 +159,7 @@ def grouped_allreduce_async_(
     called = "grouped_allreduce_async_"
     how = meant(called, average, op, prescale_factor, postscale_factor)
     outs = [check_tensor(called, one).detach() for one in listed(called, tensors)]
-    return then(reduce_many(called, tensors, how, name, process_set, outs), lambda _: list(tensors), "several tensors")
+    return then(reduce_many(called, tensors, how, name, process_set, outs), lambda _: list(tensors))
 
 
 def allgather_async(
@@ -248,7 +248,7 @@ def grouped_reducescatter_async(
     for one in listed("grouped_reducescatter_async", tensors):
         check_gatherable("grouped_reducescatter_async", one)
     made = reduce_many("grouped_reducescatter_async", tensors, how, name, process_set)
-    return then(made, lambda found: [share_of(one, process_set) for one in found], "several tensors")
+    return then(made, lambda found: [share_of(one, process_set) for one in found])
 
 
 def share_of(whole: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
