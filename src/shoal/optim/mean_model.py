@@ -11,7 +11,7 @@ from ..ops.arguments import Internal
 from ..ops.collective import allreduce, allreduce_nonblocking
 
 
-def _averaged(model: torch.nn.Module) -> list[torch.Tensor]:
+def averaged(model: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters, and buffers that hold numbers with fractions (running means); counters are each agent's own."""
     buffers = [one for one in model.buffers() if one.is_floating_point() or one.is_complex()]
     return [one.detach() for one in (*model.parameters(), *buffers)]
@@ -42,7 +42,7 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
         model: This agent's; it holds the average inside the block.
         timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
     """
-    tensors = _averaged(model)
+    tensors = averaged(model)
     handles = [
         allreduce_nonblocking(one, name=Internal(f"consensus.{number}"), timeout=timeout)
         for number, one in enumerate(tensors)

@@ -1,0 +1,5 @@
+"""Shoal where people already train: a module for each framework, to be imported by its name.
+
+``shoal.frameworks.lightning`` has a strategy for Lightning's Trainer. Each needs its own package, and nothing else of
+Shoal needs any of them.
+"""
