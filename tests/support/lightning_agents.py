@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -16,10 +17,12 @@ import torch
 import torch.distributed as dist
 
 import shoal
+from support.agent_main import left_over
 
 FEATURES, CLASSES = 6, 3
 Params = dict[str, np.ndarray[Any, Any]]
 """As arrays, since a tensor would go to the test through memory that both share."""
+PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_digits.py"
 
 
@@ -199,11 +202,10 @@ def refusals(cases: list[str]) -> dict[str, str]:
     return found
 
 
-def fit_until_killed(folder: str, victim: int) -> str:
-    """Train until an agent is killed; the error of the others, and what Shoal has left in their processes."""
-    from support import lightning_modules as modules
-
+def fit_until_killed(folder: str, victim: int) -> tuple[str, list[str]]:
+    """Train until an agent is killed; the error of the others, and what is left in their processes."""
     from shoal.errors import PeerLost
+    from support import lightning_modules as modules
 
     net = modules.Net(optimizer="sgd", dies=victim)
     trainer = modules.trainer(folder, max_epochs=1000)
@@ -214,7 +216,19 @@ def fit_until_killed(folder: str, victim: int) -> str:
     else:
         said = "ended"
     shoal.shutdown()
-    return said
+    return said, left_over()
+
+
+def run_page(folder: str) -> Fitted:
+    """What docs/lightning.md prints; and a fit in its own way."""
+    from support import lightning_modules as modules
+
+    names: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(code, names)
+    modules.WRAPPERS["page"] = names["averaged_moments"]
+    assert isinstance(names["callbacks"][0], modules.ConsensusDistance)
+    return fit(folder, optimizer="adam", wrapper="page")
 
 
 def run_example(arguments: list[str]) -> tuple[float, Params]:

@@ -200,7 +200,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "num_nodes": lambda: trainer("/nowhere", num_nodes=2),
     "sync_batchnorm": lambda: trainer("/nowhere", sync_batchnorm=True),
     "transformer-engine": lambda: strategy().__class__(precision_plugin=object()),
-    "on exception": _fit(callbacks=[OnExceptionCheckpoint("/nowhere")]),
+    "on exception": _fit(checkpoint={}, callbacks=[OnExceptionCheckpoint("/nowhere")]),
     "save_on_exception": _fit(checkpoint={"save_on_exception": True}),
     "weight averaging": _fit(callbacks=[StochasticWeightAveraging(0.1)]),
     "batch size": _fit(callbacks=[BatchSizeFinder()]),

@@ -49,10 +49,11 @@ class SameNumbers(Callback):
         self._check(trainer)
 
     def _check(self, trainer: Any) -> None:
-        metrics = trainer.callback_metrics
-        names = [name for name in _monitored(trainer) if name in metrics]
-        if trainer.state.fn != "fit" or trainer.world_size == 1:
+        monitored = _monitored(trainer)
+        if not monitored or trainer.state.fn != "fit" or trainer.world_size == 1:
             return
+        metrics = trainer.callback_metrics
+        names = [name for name in monitored if name in metrics]
         mine = torch.tensor([float(metrics[name]) for name in names], dtype=torch.float64)
         every = [one.view(torch.int64) for one in gather_all(mine)]
         for number, name in enumerate(names):

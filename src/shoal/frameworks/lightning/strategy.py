@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -127,7 +126,7 @@ class ShoalStrategy(ParallelStrategy):
         refusals.check_callbacks(self._trainer)
         self._trainer.callbacks[:] = [one for one in self._trainer.callbacks if not isinstance(one, _Hooks)]
         self._trainer.callbacks.insert(0, _Hooks(self))
-        self._mean = MeanModel(self.lightning_module)
+        self._mean, self._own_loaded, self._random = MeanModel(self.lightning_module), False, None
         super().setup_environment()
 
     def model_to_device(self) -> None:
