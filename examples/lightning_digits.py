@@ -58,9 +58,8 @@ def main(args: argparse.Namespace) -> tuple[Digits, float]:
     digits = load_digits()
     images, labels = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16, torch.tensor(digits.target)
     train, test = TensorDataset(images[:1344], labels[:1344]), TensorDataset(images[1344:], labels[1344:])
-    best = ModelCheckpoint(
-        args.output, "{epoch}", monitor="accuracy", mode="max", save_top_k=3, save_last=True, enable_version_counter=False
-    )
+    kept = {"save_top_k": 3, "save_last": True, "enable_version_counter": False}
+    best = ModelCheckpoint(args.output, "{epoch}", monitor="accuracy", mode="max", **kept)
     trainer = L.Trainer(
         strategy=ShoalStrategy(),
         accelerator="cpu",

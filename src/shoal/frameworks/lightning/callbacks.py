@@ -62,8 +62,8 @@ class SameNumbers(Callback):
             if len({one[number].item() for one in every}) > 1:
                 values = ", ".join(f"{one.view(torch.float64)[number].item():.6g}" for one in every)
                 raise ValueError(
-                    f"{name!r} is monitored, and is not the same on all agents, who would stop, save or change rates each "
-                    f"for itself. It is {values}. Log the mean: self.log({name!r}, ..., sync_dist=True)"
+                    f"{name!r} is monitored, and is not the same on all agents, who would stop, save or change rates "
+                    f"each for itself. It is {values}. Log the mean: self.log({name!r}, ..., sync_dist=True)"
                 )
 
 

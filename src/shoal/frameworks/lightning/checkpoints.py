@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning's, with a folder beside each: the file has the mean model, the folder each agent's own state.
+"""Lightning's checkpoints, with a folder beside each: the file has the mean model, the folder each agent's own state.
 
 ``last.ckpt`` is a checkpoint like any of Lightning's, to be loaded anywhere. ``last.ckpt.agents`` has one file for each
 agent, as :class:`shoal.Checkpoint` writes them. The folder is written first, and a file whose folder was overwritten
@@ -33,7 +33,7 @@ RANDOM = "shoal_random_state"
 _OPTIMIZERS = "optimizer_states"
 _OWN = ("lr_schedulers", "loops")
 _KEPT = 2
-"""Where a file is written again and again (``last.ckpt``), the folder keeps the save before, until the file is there."""
+"""Where a file is written again and again (``last.ckpt``) the folder keeps the save before, until the file is there."""
 
 
 class _Part:
@@ -118,8 +118,8 @@ def load_own(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
     _parts(model, rest, optimizers).load(folder, said["step"], start=start)
     if rest.state["token"] != said["save"]:
         raise ShoalError(
-            f"{folder} is of another save than {path}, both of step {said['step']}: a run was killed while it saved, or "
-            "one of the two was copied. Take another checkpoint, or remove the folder to begin at the mean model"
+            f"{folder} is of another save than {path}, both of step {said['step']}: a run was killed while it saved, "
+            "or one of the two was copied. Take another checkpoint, or remove the folder to begin at the mean model"
         )
     found = {**checkpoint, **rest.state["checkpoint"], _OPTIMIZERS: [one.state for one in optimizers]}
     if as_many:
@@ -141,8 +141,8 @@ def check_one_path(path: str | Path) -> None:
     others = [agent for agent, one in paths.items() if one != paths[rank()]]
     if others:
         raise Mismatch(
-            f"checkpoint: rank {rank()} saves to {paths[rank()]}, and rank {others[0]} to {paths[others[0]]}. What is in "
-            "the name of a checkpoint must be the same on all agents: log it with sync_dist=True",
+            f"checkpoint: rank {rank()} saves to {paths[rank()]}, and rank {others[0]} to {paths[others[0]]}. What is "
+            "in the name of a checkpoint must be the same on all agents: log it with sync_dist=True",
             (rank(), *others),
         )
 

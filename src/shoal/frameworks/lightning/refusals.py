@@ -16,15 +16,20 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from ...optim.optimizer import DecentralizedOptimizer
 from ...world.agent import Agent
 
-_ALONE = "an agent that fails would save alone, and wait for the others. Leave it out: checkpoints that are saved at the "
+_ALONE = (
+    "an agent that fails would save alone, and wait for the others. Leave it out, and resume from a checkpoint of an "
+    "epoch's end"
+)
+_OVER_TIME = (
+    "it keeps an average of one agent's weights, which is not the mean over the agents. Leave it out, or average "
+    "checkpoints, which have the mean"
+)
 _CALLBACKS: dict[type[Any], str] = {
-    OnExceptionCheckpoint: _ALONE + "end of epochs are there to resume from",
-    StochasticWeightAveraging: "it keeps an average of one agent's weights, which is not the mean over the agents. Leave it "
-    "out, or average checkpoints, which have the mean",
-    WeightAveraging: "it keeps an average of one agent's weights, which is not the mean over the agents. Leave it out, or "
-    "average checkpoints, which have the mean",
-    BatchSizeFinder: "each agent would find a batch size of its own, and an average counts agents alike. Set batch_size",
-    LearningRateFinder: "it tries rates from one start again and again, each agent on its own. Start a job for each rate",
+    OnExceptionCheckpoint: _ALONE,
+    StochasticWeightAveraging: _OVER_TIME,
+    WeightAveraging: _OVER_TIME,
+    BatchSizeFinder: "each agent would find a batch size of its own, and an average counts agents alike. Set one",
+    LearningRateFinder: "it tries rates from one start again and again, each agent for itself. Start a job for each",
 }
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
@@ -53,7 +58,7 @@ def check_devices(devices: list[Any] | None) -> None:
     elsewhere = [one for one in devices or () if getattr(one, "type", None) != "cpu"]
     if elsewhere:
         raise ValueError(
-            f"ShoalStrategy trains on the CPU for now, and the Trainer has chosen {elsewhere[0]}. Take accelerator='cpu'"
+            f"ShoalStrategy trains on the CPU for now, and the Trainer has taken {elsewhere[0]}. Set accelerator='cpu'"
         )
 
 
@@ -70,8 +75,8 @@ def check_layer_sync(sync: Any) -> None:
     """Raise ValueError if batch norms are to be synchronised."""
     if sync is not None:
         raise ValueError(
-            "Trainer(sync_batchnorm=True) needs a process group, and makes all agents wait for all in every layer. Leave "
-            "it out: running statistics are averaged for validation; or take GroupNorm, which needs none"
+            "Trainer(sync_batchnorm=True) needs a process group, and makes all agents wait for all in every layer. "
+            "Leave it out: running statistics are averaged for validation; or take GroupNorm, which has none"
         )
 
 
@@ -80,22 +85,20 @@ def check_precision(plugin: Any) -> None:
     if plugin is not None and type(plugin) not in _PRECISIONS:
         raise ValueError(
             f"ShoalStrategy: the precision plugin {type(plugin).__name__} shards or quantizes the model, or is for "
-            "accelerators, and agents average whole models on the CPU. Take precision='32-true', '64-true', 'bf16-true' "
-            "or 'bf16-mixed'"
+            "accelerators, and agents average whole models on the CPU. Take precision='32-true', '64-true', "
+            "'bf16-true' or 'bf16-mixed'"
         )
 
 
 def check_callbacks(trainer: Any) -> None:
     """Raise ValueError for callbacks that act on one agent alone."""
     for callback in trainer.callbacks:
-        for kind, why in _CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise ValueError(f"ShoalStrategy: {type(callback).__name__}: {why}")
+        name, why = type(callback).__name__, next((_CALLBACKS[k] for k in _CALLBACKS if isinstance(callback, k)), "")
         if getattr(callback, "save_on_exception", False):
-            raise ValueError(
-                f"ShoalStrategy: {type(callback).__name__}(save_on_exception=True): {_ALONE}end of epochs are there to "
-                "resume from"
-            )
+            name, why = f"{name}(save_on_exception=True)", _ALONE
+        if why:
+            trainer.callbacks.remove(callback)  # it would save now, since this is an exception, too
+            raise ValueError(f"ShoalStrategy: {name}: {why}")
 
 
 def check_optimizer(optimizer: DecentralizedOptimizer, trainer: Any) -> None:
@@ -108,8 +111,8 @@ def check_optimizer(optimizer: DecentralizedOptimizer, trainer: Any) -> None:
         )
     if optimizer.overlaps_backward and trainer.gradient_clip_val:
         raise ValueError(
-            'overlap="backward" steps during the backward pass, and gradient_clip_val would clip after it. Leave one of '
-            "the two out"
+            'overlap="backward" steps during the backward pass, and gradient_clip_val would clip after it. Leave one '
+            "of the two out"
         )
     if several and not getattr(optimizer.algorithm, "one_gradient", True):
         raise ValueError(

@@ -280,7 +280,7 @@ class ShoalStrategy(ParallelStrategy):
             checkpoints.remove_own(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """To go on training: with each agent's own state, or, with another number of agents, the mean. Else the mean."""
+        """To train on: each agent's own state, or, with another number of agents, the mean; for all else the mean."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         self._own_loaded, self._random = False, None
         if self._trainer.state.fn == TrainerFn.FITTING:
@@ -311,6 +311,6 @@ class _Hooks(SameNumbers):
         super().on_train_epoch_start(trainer, pl_module)
         loop = trainer.fit_loop
         if not loop.is_resuming and not loop.epoch_loop.restarting and trainer.current_epoch > 0:
-            # Lightning has begun to iterate over batches, for the rest of an epoch that had none left, and begins again.
+            # Lightning has begun to iterate, for the rest of an epoch that had no batch left, and will begin again.
             self._strategy._restore_random()
         self._strategy._random = None
