@@ -21,7 +21,8 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         version, words, gauss = random.getstate()
-        name, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
+        of_numpy: Any = np.random.get_state()
+        name, keys, position, has_gauss, cached = of_numpy
         return {
             "python": [version, list(words), gauss],
             "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), has_gauss, cached],

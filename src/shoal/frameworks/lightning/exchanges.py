@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,13 @@ from ...ops.groups import Group
 from ...ops.objects import broadcast_object
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_OF_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "average": lambda every: every.sum(0) / len(every),
+    "sum": lambda every: every.sum(0),
+    "max": lambda every: every.amax(0),
+    "min": lambda every: every.amin(0),
+    "product": lambda every: every.prod(0),
+}
 _OPERATIONS = {"mean": "average", "avg": "average", "sum": "sum", "max": "max", "min": "min", "product": "product"}
 
 
@@ -69,10 +77,7 @@ def reduced(value: Any, how: Any, group: Any = None) -> Any:
         tensor = tensor.to(torch.get_default_dtype())
     if tensor.numel() > 1:
         return allreduce(tensor, op=operation, name=Internal("lightning.reduce"), group=_of(group))
-    every = torch.stack(gather_all(tensor, group))
-    if operation == "average":
-        return every.sum(0) / len(every)
-    return {"sum": every.sum, "max": every.amax, "min": every.amin, "product": every.prod}[operation](0)
+    return _OF_ONE[operation](torch.stack(gather_all(tensor, group)))
 
 
 def broadcast(value: Any, source: int) -> Any:
@@ -82,7 +87,8 @@ def broadcast(value: Any, source: int) -> Any:
         TypeError: At the source: something else, which nobody would unpickle.
     """
     path = isinstance(value, Path)
-    is_path, found = broadcast_object([path, str(value) if path else value], source, Internal("lightning.broadcast"))
+    said: list[Any] = [path, str(value) if path else value]
+    is_path, found = broadcast_object(said, source, Internal("lightning.broadcast"))
     return Path(found) if is_path else found
 
 

@@ -51,6 +51,7 @@ class ShoalStrategy(ParallelStrategy):
     """
 
     strategy_name = "shoal"
+    optimizers: list[torch.optim.Optimizer]
     is_distributed = True
     """Lightning deals out the samples, and has ``sync_dist=True`` reduce."""
 
