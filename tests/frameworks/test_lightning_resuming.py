@@ -64,6 +64,18 @@ def test_resuming(
         assert again.drawn == one.drawn
 
 
+def test_in_the_middle_of_an_epoch_with_a_loader_that_can(world: World, tmp_path: Path) -> None:
+    checkpoint = {"save_top_k": -1, "filename": "{step}", "every_n_train_steps": 5}
+    options = {"optimizer": "adam", "max_epochs": 2, "loader": {"resumable": True}}
+    whole = fitted(world, tmp_path, checkpoint=checkpoint, **options)
+    resumed = fitted(world, tmp_path / "again", resume=str(tmp_path / "step=5.ckpt"), checkpoint=checkpoint, **options)
+    for one, again in zip(whole, resumed, strict=True):
+        assert again.seen == one.seen[5:]
+        assert again.losses == one.losses[5:]
+        assert same(one.params, again.params)
+        assert (again.steps, again.rounds) == (one.steps, one.rounds) == (14, [14])
+
+
 def test_another_number_of_agents_begins_at_the_mean_and_says_so(world: World, tmp_path: Path) -> None:
     saved = fitted(world, tmp_path, checkpoint={"filename": "saved"}, max_epochs=1, optimizer="adam")
     mean = {name: np.mean([one.params[name] for one in saved], axis=0) for name in saved[0].params}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -115,8 +115,32 @@ class Net(pl.LightningModule):
         return {"optimizer": adam, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
 
 
-def loaders(batch: int = 2, workers: int = 0) -> tuple[Any, Any]:
-    train = torch.utils.data.DataLoader(TRAIN, batch_size=batch, shuffle=True, num_workers=workers)
+class Resumable(torch.utils.data.DataLoader[Any]):
+    """One that goes on in the middle of an epoch."""
+
+    _done = _skip = 0
+
+    def __iter__(self) -> Any:
+        batches, self._done, self._skip = super().__iter__(), self._skip, 0
+        for _ in range(self._done):
+            next(batches)
+        return self._counted(batches)
+
+    def _counted(self, batches: Any) -> Iterator[Any]:
+        for batch in batches:
+            self._done += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self._done % len(self)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._skip = state["done"]
+
+
+def loaders(batch: int = 2, workers: int = 0, resumable: bool = False) -> tuple[Any, Any]:
+    kind = Resumable if resumable else torch.utils.data.DataLoader
+    train = kind(TRAIN, batch_size=batch, shuffle=True, num_workers=workers)
     return train, torch.utils.data.DataLoader(VALID, batch_size=3)
 
 

@@ -213,6 +213,13 @@ class ShoalStrategy(ParallelStrategy):
         """Whether all agents say so, or any of them."""
         return bool(exchanges.reduced(torch.tensor(int(decision)), "min" if all else "max"))
 
+    def on_train_start(self) -> None:
+        if self._trainer.fit_loop.restarted_mid_epoch:
+            self._restore_random()  # Lightning has begun to iterate, where a run that never stopped is in the middle
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._random = None
+
     # The mean model, for evaluation and for checkpoints' files
 
     def on_validation_start(self) -> None:
@@ -314,4 +321,3 @@ class _Hooks(SameNumbers):
         if not loop.is_resuming and not loop.epoch_loop.restarting and trainer.current_epoch > 0:
             # Lightning has begun to iterate, for the rest of an epoch that had no batch left, and will begin again.
             self._strategy._restore_random()
-        self._strategy._random = None
