@@ -181,6 +181,14 @@ def test_numbers_that_each_agent_has_for_itself_are_not_monitored(world: World, 
     assert [one.lr for one in synced] == pytest.approx([0.2 / 10 / 10**3] * SIZE)
 
 
+def test_agents_with_different_numbers_of_batches_hear_of_it(world: World, tmp_path: Path) -> None:
+    options = {"loader": {"uneven": True}, "use_distributed_sampler": False}
+    for one in world.run(partial(agents.fit, **options), str(tmp_path), patience=PATIENCE):
+        assert one.error == "ValueError" and "the agents have 4, 5, 6, 7 batches" in one.message
+    limited = fitted(world, tmp_path, limit_train_batches=4, **options)
+    assert [one.rounds for one in limited] == [[4]] * SIZE
+
+
 def test_the_code_on_its_page_runs(world: World, tmp_path: Path) -> None:
     found = world.results(agents.run_page, str(tmp_path), patience=PATIENCE)
     assert [one.rounds for one in found] == [[7]] * SIZE

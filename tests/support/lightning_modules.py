@@ -138,9 +138,10 @@ class Resumable(torch.utils.data.DataLoader[Any]):
         self._skip = state["done"]
 
 
-def loaders(batch: int = 2, workers: int = 0, resumable: bool = False) -> tuple[Any, Any]:
+def loaders(batch: int = 2, workers: int = 0, resumable: bool = False, uneven: bool = False) -> tuple[Any, Any]:
     kind = Resumable if resumable else torch.utils.data.DataLoader
-    train = kind(TRAIN, batch_size=batch, shuffle=True, num_workers=workers)
+    samples = torch.utils.data.Subset(TRAIN, range(8 + 2 * shoal.rank())) if uneven else TRAIN
+    train = kind(samples, batch_size=batch, shuffle=True, num_workers=workers)
     return train, torch.utils.data.DataLoader(VALID, batch_size=3)
 
 

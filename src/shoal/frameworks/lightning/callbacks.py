@@ -28,7 +28,7 @@ class ConsensusDistance(Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """The models are the agents' own here: the strategy puts the mean in place after this."""
-        if trainer.training or trainer.state.fn == "fit":
+        if trainer.state.fn == "fit":
             distance = consensus_distance(pl_module)
             if not trainer.sanity_checking:
                 pl_module.log(self.name, distance, batch_size=1)

@@ -214,6 +214,8 @@ class ShoalStrategy(ParallelStrategy):
         return bool(exchanges.reduced(torch.tensor(int(decision)), "min" if all else "max"))
 
     def on_train_start(self) -> None:
+        batches = torch.tensor(float(self._trainer.num_training_batches))
+        refusals.check_batches([int(one) if one.isfinite() else None for one in exchanges.gather_all(batches)])
         if self._trainer.fit_loop.restarted_mid_epoch:
             self._restore_random()  # Lightning has begun to iterate, where a run that never stopped is in the middle
 
