@@ -7,10 +7,12 @@ QUIET := --quiet --disable-pip-version-check
 
 # What to test, and options of pytest; CI adds --every-transport.
 TESTS ?=
+# The environment that the tests of frameworks have for themselves: their packages are large, and move often.
+FRAMEWORKS := .venv-frameworks
 # Options of `shoal run` for the demo, as in: make demo DEMO="--on-failure continue"
 DEMO ?=
 
-.PHONY: demo test soak lint bench locked lock audit sbom clean
+.PHONY: demo test frameworks soak lint bench locked lock audit sbom clean
 
 demo: $(STAMP)
 	$(BIN)/shoal run --no-prefix -n 4 $(DEMO) examples/train_digits.py --picture out/digits.png
@@ -20,6 +22,17 @@ test: $(STAMP)
 	# it otherwise is not: a hundred processes of the tests would each compile the package again. Three workers on two
 	# cores: a third of the time a test waits.
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not soak" -n 3 $(TESTS)
+
+# With Transformers, Accelerate and Lightning, as requirements/frameworks.lock has them; `make test` passes over these tests.
+frameworks: $(FRAMEWORKS)/.locked
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest tests/frameworks
+
+$(FRAMEWORKS)/.locked: pyproject.toml constraints.txt requirements/frameworks.lock
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --no-deps --require-hashes --requirement requirements/frameworks.lock
+	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --constraint constraints.txt torch
+	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --no-deps --no-build-isolation --editable .
+	touch $@
 
 soak: $(STAMP)
 	$(BIN)/pytest -m soak --timeout 1800
@@ -54,6 +67,10 @@ lock:
 	out/lock/bin/uv pip compile pyproject.toml requirements/ci.in --extra dev --constraint constraints.txt \
 		--override requirements/overrides.txt --no-emit-package torch --universal --python-version 3.11 \
 		--generate-hashes --upgrade --no-header --no-annotate --quiet --output-file requirements/ci.lock
+	out/lock/bin/uv pip compile pyproject.toml requirements/ci.in --extra test --extra transformers --extra lightning \
+		--constraint constraints.txt --override requirements/overrides.txt --no-emit-package torch --universal \
+		--python-version 3.11 --generate-hashes --upgrade --no-header --no-annotate --quiet \
+		--output-file requirements/frameworks.lock
 
 # Known holes in what is locked, as the OSV database has them.
 audit:
@@ -65,4 +82,4 @@ sbom: $(STAMP)
 	$(BIN)/python tools/bill.py > out/sbom.json
 
 clean:
-	rm -rf $(VENV) out build dist
+	rm -rf $(VENV) $(FRAMEWORKS) out build dist

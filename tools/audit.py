@@ -1,4 +1,4 @@
-"""Known holes in what requirements/ci.lock installs, and in torch: asks the OSV database, one question for all.
+"""Known holes in what the locks in requirements install, and in torch: asks the OSV database, one question for all.
 
 Exit status 0: none, or the database was not to be had, which is said; 1: some, and each is named.
 """
@@ -21,7 +21,7 @@ ACCEPTED: dict[str, str] = {}
 
 def pinned() -> list[tuple[str, str]]:
     """Names and versions of all that is installed, on any platform."""
-    texts = [(ROOT / "requirements" / "ci.lock").read_text(), (ROOT / "constraints.txt").read_text()]
+    texts = [one.read_text() for one in ((ROOT / "constraints.txt"), *(ROOT / "requirements").glob("*.lock"))]
     return sorted(set(re.findall(r"^([\w.-]+)==([\w.+!]+)", "\n".join(texts), re.MULTILINE)))
 
 

@@ -67,6 +67,7 @@ from .ops.objects import broadcast_parameters as broadcast_parameters
 from .ops.robust import ClippedGossip as ClippedGossip
 from .ops.robust import FiniteOnly as FiniteOnly
 from .ops.robust import TrimmedMean as TrimmedMean
+from .optim import AccumAdamW as AccumAdamW
 from .optim import Checkpoint as Checkpoint
 from .optim import CommunicationType as CommunicationType
 from .optim import DecentralizedOptimizer as DecentralizedOptimizer
@@ -162,6 +163,7 @@ from .world.identity import set_topology as set_topology
 from .world.identity import size as size
 
 __all__ = [
+    "AccumAdamW",
     "AgentSampler",
     "Checkpoint",
     "ClippedGossip",

@@ -133,17 +133,17 @@ def at_once(self, operation, stage):
 def run():
     names = [str(number) for number in range(20)]
     handles = {
-        name: shoal.allreduce_nonblocking(torch.full((3,), float(name)), name=name, timeout=5)
+        name: shoal.allreduce_nonblocking(torch.full((3,), float(name)), name=name, timeout=30 if ORDERED else 3)
         for name in (names if shoal.rank() else reversed(names))
     }
     return [handles[name].wait()[0].item() for name in names] == [float(name) for name in names]
 
 ask = Order.ask
 if ORDERED:
-    print(shoal.Fleet(2, transport="process-group", timeout=10).run(run))
+    print(shoal.Fleet(2, transport="process-group", timeout=30).run(run))
 else:
     Order.ask, Order.due = at_once, False
-    print(shoal.Fleet(2, transport="process-group", timeout=10).run(run))
+    print(shoal.Fleet(2, transport="process-group", timeout=5).run(run))
 """
 
 

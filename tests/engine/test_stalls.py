@@ -81,13 +81,13 @@ def test_in_an_operation_of_all_those_are_named_that_have_not_come(
     anywhere: Fleets, late: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whichever way it goes, and also where the others wait for each other meanwhile."""
-    monkeypatch.setenv("SHOAL_STALL_SECONDS", "2.5")
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", "1.5")
     caplog.set_level(logging.WARNING, "shoal")
 
     def run() -> None:
         shoal.barrier()
         if shoal.rank() == late:
-            time.sleep(5.0)
+            time.sleep(3.0)
         shoal.allreduce(torch.ones(1000), name="all")
 
     anywhere(4).run(run)

@@ -91,7 +91,7 @@ def test_all_who_end_name_the_one_that_was_killed(transport: str, kind: str, the
     with World(SIZE, environment={"SHOAL_TRANSPORT": transport}) as world:
         ending = [0, 2] if then == "nothing" else REST
         others = [rank for rank in REST if rank not in ending]
-        training = {rank: world.run_on(rank, train, kind, 400 if rank in others else None, then) for rank in REST}
+        training = {rank: world.run_on(rank, train, kind, 200 if rank in others else None, then) for rank in REST}
         dead = world.run_on(VICTIM, train_and_die, kind, place, 10).outcome()
         assert dead.error == "Died", dead.trace
         ended = [training[rank].outcome() for rank in ending]

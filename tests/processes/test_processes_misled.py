@@ -45,7 +45,11 @@ def said_by(tmp_path: Path, *launchers: tuple[int, int], timeout: float = 300.0)
             job.kill()
 
 
-@pytest.mark.parametrize("launchers", [[(2, 0), (3, 1)], [(3, 0), (2, 1)], [(1, 1), (2, 0)]], ids=str)
+@pytest.mark.parametrize(
+    "launchers",
+    [[(2, 0), (3, 1)], pytest.param([(3, 0), (2, 1)], marks=pytest.mark.soak), [(1, 1), (2, 0)]],
+    ids=str,
+)
 def test_launchers_that_count_differently_many_agents_are_told_so_at_once(
     launchers: list[tuple[int, int]], tmp_path: Path
 ) -> None:

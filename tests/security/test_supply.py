@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LOCK = (ROOT / "requirements" / "ci.lock").read_text()
+LOCKS = {name: (ROOT / "requirements" / f"{name}.lock").read_text() for name in ("ci", "frameworks")}
 # Free licences whose terms an install keeps by itself. Others are looked at before they get in here.
 FREE = {"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC", "LLVM-exception", "MIT", "MPL-2.0"}
 FREE |= {"0BSD", "BSD", "BSD License", "PSF-2.0", "Unlicense", "Zlib"}
@@ -35,12 +35,12 @@ def tool(name: str) -> ModuleType:
 
 def locked() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", LOCK, re.MULTILINE):
+    for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", "\n".join(LOCKS.values()), re.MULTILINE):
         found.setdefault(canonicalize_name(name), []).append(version)
     return found
 
 
-def test_the_lock_has_every_requirement_but_torch_within_its_bounds() -> None:
+def test_the_locks_have_every_requirement_but_torch_within_its_bounds() -> None:
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     texts = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
@@ -51,15 +51,16 @@ def test_the_lock_has_every_requirement_but_torch_within_its_bounds() -> None:
         assert name in ("torch", "shoal") or versions[name], name
         assert all(wanted.specifier.contains(version) for version in versions.get(name, [])), wanted
     for name, version in re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE):
-        assert name == "torch" or versions[name] == [version], name
+        assert name == "torch" or set(versions[name]) == {version}, name
 
 
-def test_each_file_of_the_lock_has_a_hash_and_comes_from_nowhere_in_particular() -> None:
-    entries = re.split(r"\n(?=\S)", LOCK.strip())
+@pytest.mark.parametrize("name", LOCKS)
+def test_each_file_of_a_lock_has_a_hash_and_comes_from_nowhere_in_particular(name: str) -> None:
+    entries = re.split(r"\n(?=\S)", LOCKS[name].strip())
     assert len(entries) > 50
     for entry in entries:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry[:80]
-    assert "://" not in LOCK and "file:" not in LOCK
+    assert "://" not in LOCKS[name] and "file:" not in LOCKS[name]
 
 
 @pytest.mark.parametrize("name", ["numpy", "networkx", "rich", "torch"])

@@ -36,7 +36,7 @@ from ..engine.services import MinimalService
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..transport.link import Lease
 from ..transport.movement import Movement, Step
-from ..transport.process_group import ProcessGroups
+from ..transport.process_group import ABANDON_AFTER, ProcessGroups
 from ..transport.wire import Kind, Message, Payload, Where
 from .decision import Refusal, Response
 from .request import ALL, Entry, Key, Ranks, Request
@@ -180,7 +180,7 @@ class Order(MinimalService):
         for asked in [*self._moving.values(), *self._all_asked()]:
             asked.release()
         self._moving, self._known, self._concerned, self._broken = {}, {}, [], None
-        self._groups.stop(wait=False)
+        self._groups.stop()
         self._before.append(self._groups)
         self._groups = self._make_groups(self._engine.lifecycle.gate.plan.attempt)
 
@@ -232,8 +232,10 @@ class Order(MinimalService):
     def stop(self) -> None:
         """See :meth:`~shoal.engine.carrier.Carrier.stop`."""
         self.left = True
+        limit = time.monotonic() + ABANDON_AFTER
+        self._groups.stop()  # those before it have been
         for groups in (*self._before, self._groups):
-            groups.stop()
+            groups.end(limit)
         with self._engine.lock:
             for asked in [*self._moving.values(), *self._all_asked()]:
                 asked.release()

@@ -21,8 +21,7 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         version, words, gauss = random.getstate()
-        of_numpy: Any = np.random.get_state()
-        name, keys, position, has_gauss, cached = of_numpy
+        name, keys, position, has_gauss, cached = np.random.get_state()
         return {
             "python": [version, list(words), gauss],
             "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), has_gauss, cached],

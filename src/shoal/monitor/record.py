@@ -116,7 +116,7 @@ def _attach(agent: Agent) -> None:
     if not folder:
         return
     try:
-        _records[agent.engine] = Record(agent, Path(folder))
+        _records[agent.engine] = Record(agent, Path(folder) / agent.launch.beside)
     except OSError as error:
         log.error("SHOAL_RECORD=%s: rank %d goes without a record: %s", folder, agent.rank, error)
 

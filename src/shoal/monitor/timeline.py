@@ -162,9 +162,10 @@ def _attach(agent: Agent) -> None:
     directory = os.environ.get("SHOAL_TIMELINE", "")
     if not directory:
         return
+    folder = Path(directory) / agent.launch.beside
     try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        timeline = Timeline(agent, _path(Path(directory), agent))
+        folder.mkdir(parents=True, exist_ok=True)
+        timeline = Timeline(agent, _path(folder, agent))
     except OSError as error:
         log.error("SHOAL_TIMELINE=%s: rank %d goes without a timeline: %s", directory, agent.rank, error)
         return

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..arithmetic import complete
+from ..dtensors import is_sharded
 from ..engine.operation import INTERNAL, Arrived, Send, Steps
 from ..errors import Mismatch
 from ..topology._validate import as_int
@@ -20,6 +21,11 @@ WEIGHABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.
 
 def check_tensor(op: str, tensor: object, dtypes: tuple[torch.dtype, ...] = DTYPES) -> torch.Tensor:
     """A dense tensor of a supported dtype."""
+    if isinstance(tensor, torch.Tensor) and is_sharded(tensor):
+        raise TypeError(
+            f"{op}: the tensor is a DTensor, of which a part lies here. Give the part, tensor.to_local(), among agents "
+            'that have the same part of theirs: shoal.init(mesh=mesh["replicate"])'
+        )
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op} takes a torch.Tensor, not {type(tensor).__name__}; torch.as_tensor() makes one")
     if tensor.layout is not torch.strided:

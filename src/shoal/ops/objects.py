@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..dtensors import local, parts_of_state, spread_as
 from ..engine.discovery import submit_to_all
 from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch
@@ -113,7 +114,7 @@ def _named(op: str, params: Parameters) -> list[tuple[str, torch.Tensor]]:
     for position, item in enumerate(items):
         name, tensor = item if isinstance(item, tuple) else (str(position), item)
         if isinstance(tensor, torch.Tensor):
-            named.append((str(name), tensor))
+            named.append((str(name), local(tensor)))
         elif tensor is not None:
             raise TypeError(f"{op}: {name!r} is a {type(tensor).__name__}, not a tensor")
     if len({name for name, _ in named}) != len(named):
@@ -127,7 +128,8 @@ def broadcast_parameters(
     """Give every agent the root's values, in place.
 
     Names of one memory (tied weights) are one tensor, exchanged once; tensors that share a part of their memory are
-    exchanged one after the other.
+    exchanged one after the other. Of a ``DTensor`` the part that lies here is exchanged, among counterparts
+    (``init(mesh=)``).
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()``, or a dict or list of
@@ -266,10 +268,12 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state: the state of LBFGS belongs to one agent's own line search")
-    state = broadcast_object(optimizer.state_dict(), root_rank, timeout=timeout)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    own = optimizer.state_dict()
+    state = broadcast_object({**own, "state": parts_of_state(own["state"], params)}, root_rank, timeout=timeout)
     agent = current()
     if agent.rank != root_rank and not agent.engine.entry.outside:
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict({**state, "state": spread_as(state["state"], params)})
 
 
 def InferSourceFromDestinationRanks(

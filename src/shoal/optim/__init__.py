@@ -2,6 +2,7 @@
 
 from ..data import AgentSampler as AgentSampler
 from ..data import dirichlet_shards as dirichlet_shards
+from .accum_adamw import AccumAdamW as AccumAdamW
 from .bluefog import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
 from .bluefog import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
 from .bluefog import DistributedADPSGDOptimizer as DistributedADPSGDOptimizer

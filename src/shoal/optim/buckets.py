@@ -5,19 +5,23 @@ that neighbours read, so what is exchanged is not copied first: while neighbours
 is written to a second bucket, to which the parameters then move. Where they are many and small it is copied back
 instead, which is one call and not one for each.
 
+Parameters of which only a part lies here (``DTensor``) stay where they are: who has sharded them reads that memory
+himself (FSDP gathers from it), so their parts are copied into the bucket before a round and out of it afterwards.
+
 What is done for each parameter in a step is done in C, as far as it goes: a thousand calls of Python's cost as much as
 the step of the wrapped optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
+from ..dtensors import is_sharded, like, local, locals_of, placed_as, placements
 from ..world.agent import current
 from .params import is_dense
 
@@ -63,30 +67,33 @@ class _Memory:
 
 
 class Bucket:
-    """Some parameters of one dtype on one device.
+    """Some parameters of one dtype on one device: plain tensors, or the parts of sharded ones that lie here.
 
     Attributes:
         params: In the order in which they lie.
         of: The parameters that they belong to: themselves, but for state of the optimizer.
         kind: What they are of these; empty for the parameters themselves.
-        numel: How many numbers they are.
+        numel: How many numbers they are here.
     """
 
     kind = ""
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self.params = self.of = params
-        self.numel = sum(param.numel() for param in params)
+        self._stays = any(map(is_sharded, params))
+        tensors = self._tensors()
+        self.numel = sum(one.numel() for one in tensors)
         # All agents', and for good: what lies where must not depend on what one of them does to a parameter later.
-        self._places: _Places = [(param.shape, param.stride() if is_dense(param) else None) for param in params]
-        self._moves = sum(param.nbytes for param in params) > MOVED_BYTES * len(params)
+        self._places: _Places = [(one.shape, one.stride() if is_dense(one) else None) for one in tensors]
+        self._moves = not self._stays and sum(one.nbytes for one in tensors) > MOVED_BYTES * len(params)
         # Where the average is copied a view of another shape of the same memory is as good as what was there.
         self._size = _shape if self._moves else _nbytes
-        self._sizes = [self._size(param) for param in params]
-        self._has_empty = not all(param.numel() for param in params)  # whose addresses say nothing
+        self._sizes = [self._size(one) for one in tensors]
+        self._has_empty = not all(one.numel() for one in tensors)  # whose addresses say nothing
         self._spare: _Memory | None = None
         self._mean: _Memory | None = None
         self._versions: list[int] | None = None
+        self._guarded: list[int] = []
         self._here = self._memory()
         self._move_in()
 
@@ -95,13 +102,29 @@ class Bucket:
         """Their data, ``[numel]``."""
         return self._here.flat
 
+    def put(self, numbers: Tensor) -> None:
+        """The parameters are these numbers from here on, ``[numel]``."""
+        self.flat.copy_(numbers)
+        if self._stays:
+            self._copy_out(self._here)
+
+    def _tensors(self) -> Sequence[Tensor]:
+        """What of the parameters lies here."""
+        return locals_of(self.params) if self._stays else self.params
+
+    def _copy_out(self, memory: _Memory) -> None:
+        torch._foreach_copy_([one.detach() for one in self._tensors()], memory.views)
+
     def _memory(self) -> _Memory:
-        like = self.params[0]
-        if not like.is_cpu:
-            return _Memory(torch.empty(self.numel, dtype=like.dtype, device=like.device), self._places)
-        return _Memory(current("optim").engine.arena.empty((self.numel,), like.dtype), self._places)
+        first = self.params[0]
+        if not first.is_cpu:
+            return _Memory(torch.empty(self.numel, dtype=first.dtype, device=first.device), self._places)
+        return _Memory(current("optim").engine.arena.empty((self.numel,), first.dtype), self._places)
 
     def _move_in(self) -> None:
+        if self._stays:
+            torch._foreach_copy_(self._here.views, [one.detach() for one in self._tensors()])
+            return
         for param, view in zip(self.params, self._here.views, strict=True):
             view.copy_(param.detach())
             param.data = view
@@ -111,19 +134,23 @@ class Bucket:
     @property
     def in_place(self) -> bool:
         """All parameters lie where they were put, by one look at each."""
-        here = not self._has_empty and list(map(Tensor.data_ptr, self.params)) == self._here.addresses
+        if self._stays or self._has_empty:
+            return False
+        here = list(map(Tensor.data_ptr, self.params)) == self._here.addresses
         return here and list(map(self._size, self.params)) == self._sizes
 
     @property
     def outgrown(self) -> bool:
         """A parameter has another shape, dtype or device than it had, so that it has no place here."""
-        pairs = zip(self.params, self._places, strict=True)
-        like = (self.flat.dtype, self.flat.device)
-        return any(param.shape != shape or (param.dtype, param.device) != like for param, (shape, _) in pairs)
+        pairs = zip(self._tensors(), self._places, strict=True)
+        as_before = (self.flat.dtype, self.flat.device)
+        return any(one.shape != shape or (one.dtype, one.device) != as_before for one, (shape, _) in pairs)
 
     def adopt(self) -> None:
         """Take in again what somebody has put elsewhere, as ``param.data = ...`` and ``module.to(...)`` do."""
-        if self.in_place:
+        if self._stays:
+            self._move_in()
+        if self._stays or self.in_place:
             return
         for param, view in zip(self.params, self._here.views, strict=True):
             if param.data_ptr() != view.data_ptr():
@@ -134,21 +161,24 @@ class Bucket:
 
     def guard(self, guarded: bool) -> None:
         """From here on the parameters must not change; ``guarded``: :meth:`changed` is to say whether they have."""
-        self._versions = list(map(_version, self.params)) if guarded else None
+        tensors = self._tensors()
+        self._versions = list(map(_version, tensors)) if guarded else None
+        self._guarded = list(map(Tensor.data_ptr, tensors)) if self._stays else self._here.addresses
 
     def changed(self) -> list[int]:
         """Which parameters have changed since :meth:`guard`, in place or by ``param.data = ...``."""
         versions = self._versions
         if versions is None:
             return []
-        there = list(map(Tensor.data_ptr, self.params))
-        if versions == list(map(_version, self.params)) and there == self._here.addresses:
+        tensors = self._tensors()
+        there = list(map(Tensor.data_ptr, tensors))
+        if versions == list(map(_version, tensors)) and there == self._guarded:
             return []
-        triples = zip(self.params, versions, self._here.addresses, strict=True)
+        triples = zip(tensors, versions, self._guarded, strict=True)
         return [
             number
-            for number, (param, version, address) in enumerate(triples)
-            if param._version != version or param.data_ptr() != address
+            for number, (one, version, address) in enumerate(triples)
+            if one._version != version or one.data_ptr() != address
         ]
 
     def room_for_result(self) -> Tensor:
@@ -163,6 +193,9 @@ class Bucket:
 
     def take_result(self) -> None:
         """The parameters' data are from here on what has been written to :meth:`room_for_result`."""
+        if self._stays:
+            self._copy_out(self._room)
+            return
         if not self._moves:
             self.flat.copy_(self._room.flat)
             return
@@ -189,7 +222,7 @@ class Bucket:
                 view.copy_(grad.to_dense())
             else:
                 views.append(view)
-                grads.append(grad)
+                grads.append(placed_as(grad, param))
         if views:
             torch._foreach_copy_(views, grads)
         return self._room.flat
@@ -208,11 +241,11 @@ class Bucket:
         views, grads = [], []
         for param, view in zip(self.params, memory.views, strict=True):
             grad = param.grad
-            if grad is not None and not grad.is_sparse:
+            if grad is not None and not grad.is_sparse and placements(grad) == placements(param):
                 views.append(view)
-                grads.append(grad)
+                grads.append(local(grad))
             elif param.requires_grad:
-                param.grad = view.clone()
+                param.grad = like(view.clone(), param)
         if views:
             torch._foreach_copy_(grads, views)
 
@@ -223,12 +256,12 @@ def into_buckets(params: Iterable[torch.nn.Parameter], nbytes: float = BUCKET_BY
     held: dict[tuple[torch.dtype, torch.device], int] = {}
     full: list[list[torch.nn.Parameter]] = []
     for param in params:
-        kind = param.dtype, param.device
+        kind, here = (param.dtype, param.device), local(param).nbytes
         group = open_.setdefault(kind, [])
-        if group and held[kind] + param.nbytes > nbytes:
+        if group and held[kind] + here > nbytes:
             full.append(group)
             group, held[kind] = [], 0
             open_[kind] = group
         group.append(param)
-        held[kind] = held.get(kind, 0) + param.nbytes
+        held[kind] = held.get(kind, 0) + here
     return [Bucket(group) for group in [*full, *open_.values()] if group]

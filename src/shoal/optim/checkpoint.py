@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 
 import torch
 
+from ..dtensors import is_sharded, parts_of_state, spread_as
 from ..errors import Mismatch, PeerLost, ShoalError
 from ..ops.arguments import Internal
 from ..ops.collective import gather_by_rank
@@ -124,6 +125,7 @@ class Checkpoint:
                 numbers, strings and collections of these is one: it would not be loaded again.
         """
         agent = current("Checkpoint.save")
+        _check_that_agents_are_whole("Checkpoint.save")
         if step < 0 or (keep is not None and keep < 1):
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
         place = None
@@ -247,6 +249,7 @@ class Checkpoint:
             ShoalError: No checkpoint (of that step) could be read by all; it names the ranks, the files and the
                 reasons for the last one.
         """
+        _check_that_agents_are_whole("Checkpoint.load")
         if current("Checkpoint.load").engine.entry.outside:
             return self._enter(timeout)
         if start not in ("own", "consensus"):
@@ -310,13 +313,21 @@ class Checkpoint:
 
         Each tensor of a model has a key. Any other part is one object, in a tuple, which is not taken apart: where an
         optimizer has not stepped yet there are no tensors to read its momentum into, and it would be left out silently.
+        Where replicas have several processes (``init(mesh=)``) the parts of a model's sharded tensors are put together
+        by their key, and what each process has beside them is under a key that names the process.
         """
-        return {
-            _key(): {
-                name: part.state_dict() if isinstance(part, torch.nn.Module) else (in_own_memory(part.state_dict()),)
-                for name, part in self._parts.items()
-            }
-        }
+        key, own = _key(), _key_of_process()
+        state: dict[str, Any] = {}
+        for name, part in self._parts.items():
+            if isinstance(part, torch.nn.Module):
+                whole = part.state_dict()
+                state.setdefault(key, {})[name] = whole
+                beside = [called for called, value in whole.items() if key != own and not _is_sharded(value)]
+                if beside:
+                    state.setdefault(own, {})[name] = {called: whole.pop(called) for called in beside}
+            else:
+                state.setdefault(own, {})[name] = (in_own_memory(_of_process(part)),)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take what :meth:`state_dict` gave.
@@ -324,15 +335,48 @@ class Checkpoint:
         Raises:
             ValueError: It is another agent's, or of another number of agents.
         """
-        key = _key()
-        if key not in state_dict:
+        key, own = _key(), _key_of_process()
+        if not {key, own} & set(state_dict):
             raise ValueError(
-                f"the state is that of {', '.join(state_dict)}, and this is {key}. For another number of agents use "
+                f"the state is that of {', '.join(state_dict)}, and this is {own}. For another number of agents use "
                 "Checkpoint.save, and Checkpoint.load with start='consensus'."
             )
         for name, part in self._parts.items():
-            saved = state_dict[key][name]
-            part.load_state_dict(saved if isinstance(part, torch.nn.Module) else saved[0])
+            if isinstance(part, torch.nn.Module):
+                whole = state_dict.get(key, {}).get(name, {})
+                beside = state_dict.get(own, {}).get(name, {}) if own != key else {}
+                part.load_state_dict({**whole, **beside} if beside else whole)
+            else:
+                [value] = state_dict[own][name]
+                if isinstance(part, torch.optim.Optimizer):
+                    value = {**value, "state": spread_as(value["state"], _params(part))}
+                part.load_state_dict(value)
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_sharded(value)
+
+
+def _of_process(part: Stateful) -> Any:
+    """The state of a part, as far as this process has it."""
+    state = part.state_dict()
+    if isinstance(part, torch.optim.Optimizer):
+        return {**state, "state": parts_of_state(state["state"], _params(part))}
+    return state
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _check_that_agents_are_whole(what: str) -> None:
+    """Checkpoints of one's own are complete when all agents' are, and counterparts know nothing of the others."""
+    if current(what).launch.beside:
+        raise ValueError(
+            f"{what}: an agent is one process of a replica here (init(mesh=)), and a checkpoint is complete when all "
+            "processes of all replicas have saved, which torch.distributed.checkpoint sees to: "
+            'dcp.save({"training": checkpoint}, checkpoint_id=folder)'
+        )
 
 
 def _way_to_begin(start: str, place: Path, manifest: Manifest, there: int) -> str:
@@ -379,6 +423,12 @@ def _of_agent(state: Any, number: int, count: int) -> Any:
 def _key() -> str:
     agent = current("Checkpoint")
     return f"agent{agent.rank}of{agent.size}"
+
+
+def _key_of_process() -> str:
+    """The agent's key where it is one process; else it says which of all."""
+    launch = current("Checkpoint").launch
+    return f"{_key()}-process{launch.ranks[launch.rank]}of{launch.processes}" if launch.beside else _key()
 
 
 # What all agents do together

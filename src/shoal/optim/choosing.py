@@ -19,7 +19,7 @@ from .equation import Equation, EquationDuringBackward
 from .flight import Flight
 from .in_step_flight import GradientFlight
 from .local import LocalStep
-from .mixed_state import MixedState, warn_of_second_moments
+from .mixed_state import MixedState, check_second_iterates, warn_of_second_moments
 from .one_bit_adam import OneBitAdam
 from .settings import CommunicationType
 from .strategies import (
@@ -86,6 +86,8 @@ def mixed_of(
     optimizer: torch.optim.Optimizer, keys: Sequence[str] | None, algorithm: Algorithm, flight: type[Flight]
 ) -> MixedState | None:
     """The state of the optimizer that travels beside the parameters, if any does."""
+    if algorithm != PARALLEL:
+        check_second_iterates(optimizer, keys, algorithm, bool(flight.in_step and by_buckets(algorithm)))
     if keys is None:
         agent = current("DecentralizedOptimizer")
         could = flight.in_step and algorithm != PARALLEL and by_buckets(algorithm)

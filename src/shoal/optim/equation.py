@@ -155,7 +155,7 @@ class Equation(StepStrategy):
 
     def _moved_there(self, part: Part, at: torch.Tensor) -> torch.Tensor:
         """How far the wrapped optimizer moves from a point."""
-        part.bucket.flat.copy_(at)
+        part.bucket.put(at)
         self._local.evaluate()
         self._local()
         return _moved(part, at)

@@ -17,6 +17,7 @@ from ..world.agent import current
 from .buckets import Bucket
 from .flight import Flight, Params
 from .settings import BY_HAND, Round, Settings
+from .sharding import check_robust
 
 
 class InStepFlight(Flight):
@@ -91,6 +92,8 @@ class ParameterFlight(InStepFlight):
             if self.balance is not None:
                 self.balance.look(self.settings)
             self._round = self.settings.next_round(self._schedule, self.rounds)
+            if self._round.robust is not None:
+                check_robust(self._params())
         travelling: dict[str, Bucket] = {f"{self._name}.{number}": self.buckets[number]}
         if self.mixed is not None:
             self._round.check_that_none_is_negative()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..dtensors import local
 from .params import only
 
 
@@ -44,7 +45,7 @@ class LocalStep:
             return
         for param in params:
             if param.grad is not None:
-                param.grad.div_(scale.to(param.grad.device))
+                local(param.grad).div_(scale.to(param.grad.device))
 
     def __call__(self, params: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Step with some parameters, or all; not at all where the gradients have overflowed."""

@@ -7,20 +7,22 @@ from contextlib import contextmanager
 
 import torch
 
+from ..dtensors import is_sharded, local, reshard, summed_as
 from ..ops.arguments import Internal
 from ..ops.collective import allreduce, allreduce_nonblocking
 
 
 def averaged(model: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters, and buffers that hold numbers with fractions (running means); counters are each agent's own."""
+    reshard(model)
     buffers = [one for one in model.buffers() if one.is_floating_point() or one.is_complex()]
-    return [one.detach() for one in (*model.parameters(), *buffers)]
+    return [local(one).detach() for one in (*model.parameters(), *buffers)]
 
 
 @contextmanager
 def _put_back(model: torch.nn.Module) -> Iterator[None]:
     """After the block the model's tensors lie where they lay, also where it was converted meanwhile."""
-    params = [(param, param.data) for param in model.parameters()]
+    params = [(param, param.data) for param in model.parameters() if not is_sharded(param)]
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     try:
         yield
@@ -35,8 +37,11 @@ def _put_back(model: torch.nn.Module) -> Iterator[None]:
 def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterator[torch.nn.Module]:
     """The average of all agents' models, for as long as the block lasts; then each agent's own again. All call it.
 
+    Of a model that is sharded (``fully_shard``, ``init(mesh=)``) each agent averages its part with its counterparts'.
+
     Parameters and floating-point buffers (such as a batch norm's running statistics) are averaged; integer buffers (its
-    counter) are left as they are. Inside, the model may be converted, as by ``model.half()``, to be saved.
+    counter) are left as they are. Inside, the model may be converted, as by ``model.half()``, to be saved; not a
+    sharded one.
 
     Args:
         model: This agent's; it holds the average inside the block.
@@ -51,10 +56,14 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
     own = [one.clone() for one in tensors]
     for one, mean in zip(tensors, means, strict=True):
         one.copy_(mean)
+    sharded = [(param, param.dtype) for param in model.parameters() if is_sharded(param)]
     try:
         with _put_back(model):
             yield model
+        if any(param.dtype != dtype for param, dtype in sharded):
+            raise RuntimeError("consensus: a sharded model was converted inside; convert what you save of it instead")
     finally:
+        reshard(model)
         for one, mine in zip(tensors, own, strict=True):
             one.copy_(mine)
 
@@ -62,9 +71,13 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
 @torch.no_grad()
 def consensus_distance(model: torch.nn.Module, *, timeout: float | None = None) -> float:
     """``sqrt(mean over agents of |x_i - mean x|^2)`` over all parameters, the same on every agent. All call it."""
-    flat = torch.cat([_reals(one.detach()).reshape(-1).double() for one in model.parameters()])
+    reshard(model)
+    params = list(model.parameters())
+    flat = torch.cat([_reals(local(one).detach()).reshape(-1).double() for one in params])
     mean = allreduce(flat, name=Internal("consensus_distance.mean"), timeout=timeout)
-    return allreduce((flat - mean).square().sum(), name=Internal("consensus_distance"), timeout=timeout).sqrt().item()
+    squares = torch.split((flat - mean).square(), [_reals(local(one).detach()).numel() for one in params])
+    square = torch.stack([summed_as(part, one) for part, one in zip(squares, params, strict=True)]).sum()
+    return allreduce(square, name=Internal("consensus_distance"), timeout=timeout).sqrt().item()
 
 
 def _reals(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..dtensors import local
+from ..world.agent import current
 from .buckets import Bucket
 from .params import is_dense
 
@@ -45,6 +47,39 @@ def warn_of_second_moments(optimizer: torch.optim.Optimizer) -> None:
             f'data that differ"). mix_state={keys} averages what it divides by, too, and sends '
             f"{len(keys) + 1} times as much; mix_state=() leaves it as it is, and this warning out",
             stacklevel=5,
+        )
+
+
+def check_second_iterates(
+    optimizer: torch.optim.Optimizer, keys: Iterable[str] | None, what: object, can_mix: bool
+) -> None:
+    """Refuse a schedule-free optimizer of which only the parameters are averaged.
+
+    Its parameters are between two sequences of iterates (Defazio et al. 2024, arXiv:2405.15682): x, and z, which it
+    keeps and which takes the steps. Where agents' gradients differ their z go apart for good, and take the parameters
+    along.
+
+    Args:
+        optimizer: The wrapped one.
+        keys: Which state of it is averaged.
+        what: The algorithm, for the error.
+        can_mix: State of an optimizer can be averaged beside it.
+
+    Raises:
+        ValueError: It is one, and its z would stay each agent's own.
+    """
+    kind = type(optimizer).__name__
+    if current("DecentralizedOptimizer").size == 1 or not any("train_mode" in one for one in optimizer.param_groups):
+        return
+    why = f"{kind} steps z, which it keeps beside the parameters, and each agent's own would go away from the others' "
+    if not can_mix:
+        raise ValueError(
+            f"{why}for good: {what} exchanges the parameters alone. Take adapt, then combine, or adapt with combine, "
+            'in step and with mix_state=("z",), or averaged gradients'
+        )
+    if "z" not in (keys or ()):
+        raise ValueError(
+            f'{why}for good: give mix_state=("z",), and for an Adam ("z", "exp_avg_sq"); or average gradients'
         )
 
 
@@ -152,7 +187,7 @@ class StateBucket(Bucket):
         self.of, self.kind = beside.params, key
         for number, own in self._own.items():
             if self._names[number] in saved:
-                own.copy_(saved[self._names[number]])
+                local(own).copy_(saved[self._names[number]])
 
     def adopt(self) -> None:
         """Take in the state that the optimizer has now. What came before it had any is added to what it begins with."""
@@ -163,14 +198,14 @@ class StateBucket(Bucket):
             own = self._own.pop(number, None)
             if state is None:
                 state = self._own[number] = _zeros(param) if own is None else own
-            elif own is not None and own.any():
+            elif own is not None and local(own).any():
                 state.add_(own)
             self.params[number] = state
         super().adopt()
 
     def of_its_own(self) -> dict[str, torch.Tensor]:
         """What there is of those parameters of which the optimizer has no state, if it is anything; by name."""
-        return {self._names[number]: own.clone() for number, own in self._own.items() if own.any()}
+        return {self._names[number]: local(own).clone() for number, own in self._own.items() if local(own).any()}
 
 
 def _zeros(param: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ from .malloc_trimming import keep_freed_memory
 from .params import Names, name_of_optimizer
 from .passes import Passes
 from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
+from .sharding import check_optimizer, check_sharding
 from .strategies import DuringBackward
 
 _joined: ContextVar[bool] = ContextVar("joined", default=False)
@@ -160,6 +161,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         schedule = None if topology is None else agent_schedule(topology, self._settings.communication_type)
         if topology is not None and isinstance(algorithm, OfMachines):
             topology = of_agents(topology)
+        check_sharding(self._names(), self._models, algorithm, compression, flight.in_step, overlap)
         travels = GradientFlight if algorithm == PARALLEL and flight.in_step else flight
         self._flight = travels(self._names, name, whole, self._settings, schedule)
         self._flight.grouped = num_groups is not None or groups is not None
@@ -480,6 +482,7 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         raise ValueError("this optimizer is decentralized already; wrap the one inside it")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"an optimizer of torch is wanted, not {type(optimizer).__name__}")
+    check_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS cannot be decentralized: it evaluates the model several times in a step, and its line search is "

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..dtensors import described, local
 from ..engine.engine import Engine
 from ..errors import Mismatch
 from ..ops.collective import gather_by_rank
@@ -120,14 +121,15 @@ def only(optimizer: torch.optim.Optimizer, params: Iterable[torch.nn.Parameter])
 def check_that_models_agree(
     params: dict[torch.nn.Parameter, str], name: str, beside: str = "", *, group: Group | None = None
 ) -> None:
-    """Compare names, shapes, dtypes, the order in memory, and what travels beside each parameter with all agents, or
-    with those of a group.
+    """Compare names, shapes, dtypes, the order in memory, which part of the whole it is, and what travels beside each
+    parameter with all agents, or with those of a group.
 
     Raises:
         Mismatch: Two agents' models differ; it names the first parameter that does.
     """
     lines = [
-        f"{called} {list(param.shape)} {str(param.dtype)[6:]}"
+        f"{called} {list(local(param).shape)} {str(param.dtype)[6:]}"
+        + described(param)
         + ("" if param.is_contiguous() or not is_dense(param) else f" of strides {list(param.stride())}")
         + beside
         for param, called in params.items()
@@ -172,7 +174,7 @@ def check_that_values_agree(params: Mapping[torch.nn.Parameter, str], name: str)
 
 
 def _bytes_of(param: torch.Tensor) -> memoryview:
-    flat = param.detach().cpu().contiguous().reshape(-1)
+    flat = local(param).detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if len(flat) else memoryview(b"")  # type: ignore[arg-type]
 
 

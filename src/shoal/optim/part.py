@@ -75,7 +75,7 @@ class Part:
 
     def settle(self) -> None:
         """Have the parameters where the algorithm's answer is."""
-        self.bucket.flat.copy_(self.estimate)
+        self.bucket.put(self.estimate)
 
     def _per_rate(self, moved: torch.Tensor, multiples: float | torch.Tensor) -> torch.Tensor:
         """How far the wrapped optimizer would have moved with its first learning rate."""

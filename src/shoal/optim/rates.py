@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..dtensors import local
 from .buckets import Bucket
 
 
@@ -56,7 +57,7 @@ class Rates:
         found = [last / first if first else 0.0 for first, last in zip(self._first, self._last, strict=True)]
         if len(set(found)) == 1:
             return found[0]
-        lengths = torch.tensor([param.numel() for param in bucket.params])
+        lengths = torch.tensor([local(param).numel() for param in bucket.params])
         return torch.tensor(found, dtype=bucket.flat.dtype).repeat_interleave(lengths).to(bucket.flat.device)
 
     def exchanged(self) -> None:

@@ -19,6 +19,7 @@ import contextlib
 import datetime
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -140,8 +141,8 @@ class ProcessGroups:
         """Have the thread call something when all that was to be moved before has been."""
         self._queue.put(what)
 
-    def stop(self, wait: bool = True) -> None:
-        """Move nothing any more, whatever is under way, and forget the groups; and ``wait`` for the thread to end."""
+    def stop(self) -> None:
+        """Move nothing any more, whatever is under way."""
         self._give_up()
         with self._lock:
             self._stopped = True
@@ -150,10 +151,11 @@ class ProcessGroups:
             if self._given is None or group is not self._given[1]:
                 self._abort(ranks, group)
         self._queue.put(None)
-        if not wait:
-            return
+
+    def end(self, limit: float) -> None:
+        """Once it was stopped: wait for the thread until a time (``time.monotonic()``), and forget the groups."""
         if self._thread is not threading.current_thread():
-            self._thread.join(ABANDON_AFTER)
+            self._thread.join(max(0.0, limit - time.monotonic()))
             if self._thread.is_alive():
                 log.warning("rank %d leaves a thread behind, which waits in %s for ever", self._rank, self._backend)
                 self._thread.name = f"abandoned to {self._backend}"

@@ -34,6 +34,7 @@ from .introductions import ENDPOINT, Introduced, add_to_directory, directory, in
 from .launch import BEGIN_WITH, Launch, current, join_address
 from .meeting import DIRECTORY, AlreadyMet, convene
 from .rendezvous import open_store
+from .replicas import among_counterparts, check_that_all_must_live
 
 log = logging.getLogger("shoal")
 RAISE, CONTINUE, STOP = "raise", "continue", "stop"
@@ -56,6 +57,7 @@ def init(
     *,
     on_loss: str | None = None,
     process_group: Any = None,
+    mesh: Any = None,
 ) -> None:
     """Become an agent: find the others and connect to them. All agents call it.
 
@@ -73,6 +75,10 @@ def init(
             all agents. If not given, ``SHOAL_ON_LOSS``, else ``"raise"``.
         process_group: A process group of ``torch.distributed``, of all agents, that moves the tensors from now on and
             nothing else of the script's meanwhile, as ``torch.distributed.new_group()`` makes it.
+        mesh: A ``DeviceMesh`` of one dimension, the one between replicas that have several processes each, such as
+            ``init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))["replicate"]``. This process is
+            then an agent among its counterparts, those of the same place in the other replicas: :func:`~shoal.rank` is
+            the replica's number, :func:`~shoal.size` the number of replicas (docs/sharded.md).
 
     Environment:
         ``SHOAL_TIMEOUT``: seconds for every wait (300). ``SHOAL_TRANSPORT``: ``threads``, ``shared_memory`` or
@@ -106,7 +112,7 @@ def init(
         ValueError: A variable makes no sense.
     """
     with held:
-        _init(agent_context(), topology_fn, is_weighted, on_loss, process_group)
+        _init(agent_context(), topology_fn, is_weighted, on_loss, process_group, mesh)
 
 
 def _init(
@@ -115,12 +121,15 @@ def _init(
     is_weighted: bool,
     on_loss: str | None,
     process_group: Any,
+    mesh: Any,
 ) -> None:
     if mine.agent is not None:
         if on_loss is not None and (_on_loss(on_loss) == CONTINUE) != mine.agent.engine.agreement.active:
             raise ValueError(f"shoal.init(on_loss={on_loss!r}): this agent has begun otherwise; shut down first")
         if process_group is not None and mine.process_group is not process_group:
             raise ValueError("shoal.init(process_group=): this agent has begun without it; shut down first")
+        if mesh is not None and among_counterparts(current(), mesh).ranks != mine.agent.launch.ranks:
+            raise ValueError("shoal.init(mesh=): this agent has begun among others; shut down first")
         if topology_fn is not None:
             graph = topology_fn(mine.agent.size)
             if not mine.agent.has_topology(graph, is_weighted):
@@ -132,7 +141,7 @@ def _init(
             "among the agents. Agents are started by a launcher, or with multiprocessing's spawn before init()"
         )
     mine.process_group = process_group
-    agent = mine.agent = _connect(mine, _on_loss(on_loss))
+    agent = mine.agent = _connect(mine, _on_loss(on_loss), mesh)
     for hook in on_start:
         hook(agent)
     agent.set_topology((topology_fn or _default_graph)(agent.size), is_weighted)
@@ -213,8 +222,10 @@ def _on_loss(given: str | None) -> str:
     return _one_of("SHOAL_ON_LOSS", RAISE, CONTINUE) if given is None else given
 
 
-def _connect(mine: AgentContext, on_loss: str) -> Agent:
+def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
     launch = mine.launch or current()
+    if mesh is not None:
+        launch = among_counterparts(launch, mesh)
     timeout = mine.timeout if mine.timeout is not None else default_timeout()
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
     check_transport(forced, "SHOAL_TRANSPORT")
@@ -227,6 +238,7 @@ def _connect(mine: AgentContext, on_loss: str) -> Agent:
     drop_after = _seconds("SHOAL_DROP_AFTER", float("inf"))
     stall_seconds = _seconds("SHOAL_STALL_SECONDS", STALL_AFTER)
     certificates = certificates_of(launch.rank)
+    check_that_all_must_live(launch, on_loss == CONTINUE, certificates is not None)
     _check_room(mine, launch, on_loss)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
     engine.entry.be_patient(_seconds("SHOAL_ENTRY_TIMEOUT", ENTRY_TIMEOUT))

@@ -45,6 +45,16 @@ class Launch:
     incarnation: int = 0
     #: How many agents the run begins with, ranks 0 to that - 1; 0: all. The others may join it.
     begin_with: int = 0
+    #: The ranks that the agents have in ``torch.distributed``, by agent, where a mesh says who they are.
+    ranks: tuple[int, ...] = ()
+    #: How many processes the job has then, in all its replicas.
+    processes: int = 0
+
+    @property
+    def beside(self) -> str:
+        """What tells these agents from those that have their ranks in the same job: a word that may name a folder.
+        Empty where there are no others."""
+        return f"counterparts-of-rank{self.ranks[0]}" if len(self.ranks) < self.processes else ""
 
     @property
     def begins(self) -> int:

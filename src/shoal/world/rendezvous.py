@@ -60,7 +60,7 @@ def open_store(launch: Launch, deadline: float) -> Store:
         OSError: rank 0 cannot listen on the port.
         ValueError: the launch contradicts the process group, or has no address.
     """
-    prefix = f"{PREFIX}{launch.job}/{launch.attempt}/"
+    prefix = f"{PREFIX}{launch.job}/{launch.attempt}/" + (f"{launch.beside}/" if launch.beside else "")
     found = _store_of_process_group(launch)
     if launch.size == 1:
         return ThreadStore()
@@ -146,7 +146,8 @@ def _store_of_process_group(launch: Launch) -> NativeStore | None:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    if (rank, size) != (launch.rank, launch.size):
+    here = (launch.ranks[launch.rank], launch.processes) if launch.ranks else (launch.rank, launch.size)
+    if (rank, size) != here:
         raise ValueError(
             f"torch.distributed is initialised as rank {rank} of {size}, but the launch ({launch.launcher}) says rank "
             f"{launch.rank} of {launch.size}: let launch.current() decide, or initialise them alike"

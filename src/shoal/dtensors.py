@@ -1,0 +1,165 @@
+"""Tensors that lie in parts on several processes (torch's ``DTensor``), and the part of one that lies here.
+
+What ``fully_shard`` and tensor parallelism make of a parameter is such a tensor. Agents average parts of the same
+place, so all that is exchanged is the plain tensor of :func:`local`. Nothing here imports ``torch.distributed.tensor``
+by itself, which takes a second: where nobody has, there is no such tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a ``DTensor``, on however many processes it lies."""
+    if type(tensor) in _PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part that lies here, in its own memory; of a plain tensor, the tensor."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = cast("DTensor", tensor).to_local()
+        return part
+
+
+def locals_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The parts of all of these that lie here."""
+    return [local(one) for one in tensors]
+
+
+def like(part: Tensor, whole: Tensor) -> Tensor:
+    """A tensor of which ``part`` is what lies here, spread as ``whole`` is; ``part`` itself where that is plain."""
+    if not is_sharded(whole):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    whole = cast("DTensor", whole)
+    made: Tensor = DTensor.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made
+
+
+def placed_as(tensor: Tensor, whole: Tensor) -> Tensor:
+    """The part of ``tensor`` that lies here once it is spread as ``whole`` is. The processes of its mesh may have to
+    exchange something for that."""
+    if is_sharded(tensor) and is_sharded(whole) and cast("DTensor", tensor).placements != placements(whole):
+        tensor = cast("DTensor", tensor).redistribute(placements=placements(whole))
+    return local(tensor)
+
+
+def placements(tensor: Tensor) -> tuple[Placement, ...]:
+    """How it is spread along each dimension of its mesh; ``()`` of a plain tensor."""
+    return tuple(cast("DTensor", tensor).placements) if is_sharded(tensor) else ()
+
+
+def processes(tensor: Tensor) -> tuple[int, ...]:
+    """The ranks of ``torch.distributed`` that it lies on, ascending; ``()`` of a plain tensor."""
+    if not is_sharded(tensor):
+        return ()
+    return tuple(sorted(cast("DTensor", tensor).device_mesh.mesh.flatten().tolist()))
+
+
+def is_copied(tensor: Tensor) -> bool:
+    """Whether several processes of its mesh have the same part."""
+    if not is_sharded(tensor):
+        return False
+    mesh = cast("DTensor", tensor).device_mesh
+    return any(
+        placement.is_replicate() and mesh.size(dim) > 1
+        for dim, placement in enumerate(cast("DTensor", tensor).placements)
+    )
+
+
+def described(tensor: Tensor) -> str:
+    """Where its part lies in the whole, for agents to compare; empty of a plain tensor."""
+    if not is_sharded(tensor):
+        return ""
+    whole = cast("DTensor", tensor)
+    place = whole.device_mesh.get_coordinate() or ()
+    spread = ", ".join(
+        f"{placement} at {at} of {whole.device_mesh.size(dim)}"
+        for dim, (placement, at) in enumerate(zip(whole.placements, place, strict=True))
+    )
+    return f" of {list(whole.shape)}, {spread}"
+
+
+def parts_of_state(state: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[Any, Any]:
+    """The ``"state"`` of an optimizer's ``state_dict()`` with the parts that lie here in the place of ``DTensor``.
+
+    Args:
+        state: By the number of the parameter.
+        params: Of the optimizer, in the order of its groups.
+
+    Raises:
+        ValueError: Something is spread otherwise than its parameter, and could not be put together again.
+    """
+    found: dict[Any, Any] = {}
+    for number, kept in state.items():
+        found[number] = dict(kept) if isinstance(kept, Mapping) else kept
+        for key, value in kept.items() if isinstance(kept, Mapping) else ():
+            if not isinstance(value, Tensor) or not is_sharded(value):
+                continue
+            whole = params[number]
+            if value.shape != whole.shape or placements(value) != placements(whole):
+                raise ValueError(
+                    f"{key!r} of parameter {number} is a DTensor of {list(value.shape)}, {placements(value)}, and the "
+                    f"parameter is one of {list(whole.shape)}, {placements(whole)}: the part that lies here cannot be "
+                    "saved by itself. Save it with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict"
+                )
+            found[number][key] = local(value)
+    return found
+
+
+def spread_as(state: Mapping[Any, Any], params: Sequence[Tensor]) -> dict[Any, Any]:
+    """What :func:`parts_of_state` took apart, as ``DTensor`` again."""
+    found: dict[Any, Any] = {}
+    for number, kept in state.items():
+        found[number] = dict(kept) if isinstance(kept, Mapping) else kept
+        if not isinstance(number, int) or not isinstance(kept, Mapping) or not is_sharded(params[number]):
+            continue
+        whole = params[number]
+        shape = local(whole).shape
+        for key, value in kept.items():
+            if isinstance(value, Tensor) and value.dim() and not is_sharded(value) and value.shape == shape:
+                found[number][key] = like(value.to(whole.device), whole)
+    return found
+
+
+def summed_as(part: Tensor, whole: Tensor) -> Tensor:
+    """The sum of all numbers of a tensor that is spread as ``whole`` is, ``part`` being those that lie here, flat. The
+    processes of its mesh add up theirs, each number once, whoever has copies of it."""
+    total = part.sum()
+    if not is_sharded(whole):
+        return total
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh = cast("DTensor", whole).device_mesh
+    spread = [Replicate() if one.is_replicate() else Partial("sum") for one in placements(whole)]
+    summed: Tensor = DTensor.from_local(total, mesh, spread, run_check=False).full_tensor()
+    return summed
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Have a model that ``fully_shard`` has sharded hold its parts again: a forward pass without a backward pass leaves
+    whole parameters in their place, and reads these and not the parts in the next one."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    sharded = getattr(module, "FSDPModule", ())
+    for one in model.modules():
+        if isinstance(one, sharded):
+            one.reshard()

@@ -1,0 +1,303 @@
+"""Accelerate, decentralized: an Accelerator whose ``prepare()`` gives a decentralized optimizer and wraps no model.
+
+    from shoal.frameworks.accelerate import ShoalAccelerator as Accelerator
+
+The rest of a script stays as it is. ``shoal run``, ``torchrun`` and ``accelerate launch`` start it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import get_sampler
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DataLoaderConfiguration, recursively_apply
+from torch.nn.parallel import DistributedDataParallel
+
+from ..ops.arguments import Internal
+from ..ops.objects import broadcast_object, broadcast_parameters
+from ..optim.bluefog import DistributedAdaptThenCombineOptimizer
+from ..optim.checkpoint import Checkpoint
+from ..optim.mean_model import consensus
+from ..optim.optimizer import DecentralizedOptimizer
+from ..topology.families.one_peer import OnePeerExponential
+from ..world.identity import size
+from .exchanges import gathered, gathered_objects, padded, reduced
+from .process_state import process_state, wait_for_everyone
+from .random_state import RandomState
+
+Wrapper: TypeAlias = Callable[[torch.optim.Optimizer, list[torch.nn.Module]], DecentralizedOptimizer]
+"""What makes an optimizer decentralized: ``shoal.DistributedAdaptThenCombineOptimizer``, or a function around it."""
+_REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
+_CHECKPOINTS = "checkpoints"
+
+
+def one_peer_at_a_time(optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> DecentralizedOptimizer:
+    """Adapt, then combine, with one neighbour of the exponential graph at a time: what is taken if nothing is said."""
+    return DistributedAdaptThenCombineOptimizer(optimizer, models, topology=OnePeerExponential(size()), mix_state=())
+
+
+class ShoalAccelerator(Accelerator):
+    """Accelerate's ``Accelerator`` for agents of Shoal.
+
+    ``prepare()`` puts Shoal's optimizer around each optimizer, wraps no model, gives all agents rank 0's first weights,
+    and deals samples out. ``gather``, ``gather_for_metrics``, ``reduce``, ``pad_across_processes`` and
+    ``wait_for_everyone`` are over all agents. ``save_state`` and ``load_state`` keep each agent's own state;
+    ``save_model`` and ``get_state_dict`` give the mean model's. All agents call these.
+
+    Args:
+        wrapper: Makes an optimizer decentralized, of the optimizer and the models that are prepared:
+            :func:`one_peer_at_a_time`, if nothing is given.
+        options: Those of ``accelerate.Accelerator``, by name.
+
+    Raises:
+        ValueError: DeepSpeed, FSDP, Megatron-LM or a ``parallelism_config`` is asked for, which share one model;
+            ``dispatch_batches=True``, which would send each agent's samples from rank 0; or Accelerate has opened a
+            process group already.
+    """
+
+    def __init__(self, *, wrapper: Wrapper = one_peer_at_a_time, **options: Any) -> None:
+        for name in _REFUSED:
+            if options.get(name) is not None:
+                raise ValueError(
+                    f"ShoalAccelerator: {name} shares one model between processes, and Shoal's agents have a model "
+                    "each. Leave it out"
+                )
+        process_state(cpu=options.get("cpu", False))
+        loading = options.get("dataloader_config") or DataLoaderConfiguration(
+            split_batches=options.get("split_batches") is True, use_seedable_sampler=True
+        )
+        if loading.dispatch_batches:
+            raise ValueError(
+                "ShoalAccelerator: dispatch_batches=True sends all samples from rank 0 over a process group, and there "
+                "is none. Leave it out: each agent then takes its own part of the dataset"
+            )
+        loading.dispatch_batches = False
+        super().__init__(**options | {"dataloader_config": loading})
+        self._wrapper = wrapper
+        seed = torch.initial_seed() if loading.data_seed is None else loading.data_seed
+        self._order: int = broadcast_object(seed, 0, Internal("frameworks.order"))
+        loading.data_seed = self._order
+
+    # Preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's; optimizers come back decentralized. Models come before them, or with them.
+
+        Raises:
+            ValueError: An optimizer comes before any model; or a model is wrapped for a process group.
+        """
+        models = [*self._models, *(one for one in args if isinstance(one, torch.nn.Module))]
+        return super().prepare(*(self._decentralized(one, models) for one in args), device_placement=device_placement)
+
+    def _decentralized(self, one: Any, models: list[torch.nn.Module]) -> Any:
+        plain = isinstance(one, torch.optim.Optimizer) and not isinstance(
+            one, AcceleratedOptimizer | DecentralizedOptimizer
+        )
+        if not plain:
+            return one
+        if not models:
+            raise ValueError(
+                "ShoalAccelerator.prepare: the optimizer comes before its model, whose parameters agents average. "
+                "Prepare both together: model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+        return self._wrapper(one, [self.unwrap_model(model) for model in dict.fromkeys(models)])
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """As Accelerate's, wrapped by nothing; all agents begin with rank 0's weights."""
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                "ShoalAccelerator: the model is in DistributedDataParallel already; pass the one inside it"
+            )
+        is_new = not getattr(model, "_is_accelerate_prepared", False)
+        if is_new and not evaluation_mode:
+            broadcast_parameters(model.state_dict(), 0)
+        prepared: torch.nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
+        """As Accelerate's: each agent takes its part of the samples, whose order is the same on all."""
+        sampler = get_sampler(data_loader)
+        if hasattr(sampler, "generator") and not getattr(data_loader, "_is_accelerate_prepared", False):
+            # Agents take parts of one order, so all must draw it alike, whatever they were seeded with.
+            if sampler.generator is None:
+                sampler.generator = torch.Generator()
+                sampler.generator.manual_seed(self._order)
+            state = broadcast_object(sampler.generator.get_state(), 0, Internal("frameworks.sampler"))
+            sampler.generator.set_state(state)
+        return super().prepare_data_loader(data_loader, *args, **options)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Refused: agents that average take equally many steps."""
+        raise ValueError(
+            "join_uneven_inputs is for DistributedDataParallel. Leave even_batches on, which deals out equally many "
+            "batches, or use the optimizer's own join() (docs/training.md)"
+        )
+        yield
+
+    # All agents together
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all agents, joined along dimension 0 in the order of ranks."""
+        return gathered(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The same without the samples that are dealt out twice at the end of an epoch; also of plain objects."""
+        try:
+            recursively_apply(lambda one: one, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        data = gathered_objects(input_data) if use_gather_object else self.gather(input_data)
+        state = self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return data
+        if use_gather_object:
+            return data[: state.remainder]
+        return recursively_apply(lambda one: one[: state.remainder], data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum, mean or maximum of all agents' tensors. ``scale`` is for TPUs, and does nothing."""
+        return reduced(tensor, reduction)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Tensors as long in a dimension as the longest of all agents'."""
+        return padded(tensor, dim, pad_index, pad_first)
+
+    def wait_for_everyone(self) -> None:
+        """All agents meet here."""
+        wait_for_everyone()
+
+    # The mean model, and each agent's own state
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The mean model's, over all agents, in memory of its own."""
+        inner = self.unwrap_model(model) if unwrap else model
+        with consensus(inner):
+            return {
+                name: one.detach().clone() if isinstance(one, torch.Tensor) else one
+                for name, one in inner.state_dict().items()
+            }
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Refused: what such a hook saves would be one agent's."""
+        raise ValueError(
+            "ShoalAccelerator.save_state saves each agent's own state and calls no hooks, which would save one "
+            "agent's. Call what the hook does before save_state, inside `with shoal.consensus(model):` if it saves "
+            "the model"
+        )
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Refused, as :meth:`register_save_state_pre_hook`."""
+        return self.register_save_state_pre_hook(hook)
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, *_: Any, **__: Any) -> str:
+        """Save each agent's own state: models, optimizers with what they exchange, schedulers, generators, what was
+        registered. All agents call it between two steps, with a folder that all machines share.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ShoalError: An agent could not; then the last state that was saved there still counts.
+        """
+        settings = self.project_configuration
+        if settings.automatic_checkpoint_naming:
+            output_dir = Path(self.project_dir) / _CHECKPOINTS / f"checkpoint_{self.save_iteration}"
+        elif output_dir is None:
+            raise ValueError(
+                "save_state: give it a folder, or a ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        folder = Path(output_dir)
+        if settings.automatic_checkpoint_naming and broadcast_object(
+            folder.exists(), 0, Internal("frameworks.save_state")
+        ):
+            raise ValueError(
+                f"save_state: {folder} is there already. Set project_configuration.iteration to the number that comes "
+                "next, or save elsewhere"
+            )
+        self._checkpoint().save(folder, self.save_iteration, keep=1)
+        limit = settings.total_limit
+        if settings.automatic_checkpoint_naming and limit is not None and self.is_main_process:
+            for old in _by_number(folder.parent)[:-limit]:
+                shutil.rmtree(old)
+        settings.iteration += 1
+        return str(folder)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        *_: Any,
+        start: Literal["own", "consensus"] = "own",
+        **__: Any,
+    ) -> None:
+        """Go on where :meth:`save_state` was called, bit for bit. All agents call it, after the same ``prepare()``.
+
+        Args:
+            input_dir: The folder; None for the last one of automatic names.
+            start: ``"own"``, or with another number of agents ``"consensus"``: all at the mean of what was saved.
+
+        Raises:
+            FileNotFoundError: Nothing complete was saved there.
+            ValueError: It is of another number of agents, or other things were prepared.
+        """
+        if input_dir is None:
+            if not self.project_configuration.automatic_checkpoint_naming:
+                raise ValueError("load_state: give it the folder that save_state was given")
+            there = [str(one) for one in _by_number(Path(self.project_dir) / _CHECKPOINTS)]
+            input_dir = broadcast_object(there[-1] if there else "", 0, Internal("frameworks.load_state"))
+            if not input_dir:
+                raise FileNotFoundError(f"load_state: nothing was saved in {self.project_dir} yet")
+        checkpoint = self._checkpoint()
+        self.project_configuration.iteration = checkpoint.load(input_dir, start=start) + 1
+        self._random.restore()
+
+    def _checkpoint(self) -> Checkpoint:
+        """All that is prepared or registered."""
+        self._random = RandomState()
+        parts: dict[str, Any] = {"random": self._random, "progress": _Progress(self)}
+        parts |= {f"model_{k}": self.unwrap_model(one) for k, one in enumerate(self._models)}
+        parts |= {f"optimizer_{k}": one.optimizer for k, one in enumerate(self._optimizers)}
+        parts |= {f"scheduler_{k}": one for k, one in enumerate(self._schedulers)}
+        parts |= {f"custom_{k}": one for k, one in enumerate(self._custom_objects)}
+        if self.scaler is not None:
+            parts["scaler"] = self.scaler
+        return Checkpoint(**parts)
+
+
+class _HasProgress(Protocol):
+    step: int
+    _dataloaders: list[Any]
+
+
+class _Progress:
+    """How many batches an accelerator has counted, and in which epochs its loaders are."""
+
+    def __init__(self, accelerator: _HasProgress) -> None:
+        self._of = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        loaders = self._of._dataloaders
+        return {"step": self._of.step, "epochs": [getattr(one, "iteration", 0) for one in loaders]}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self._of.step = state_dict["step"]
+        for loader, epoch in zip(self._of._dataloaders, state_dict["epochs"], strict=False):
+            if hasattr(loader, "iteration"):
+                loader.iteration = epoch
+
+
+def _by_number(folder: Path) -> list[Path]:
+    """The automatically named checkpoints in a folder, the last one last."""
+    found = [(int(name[1]), one) for one in folder.glob("checkpoint_*") if (name := re.search(r"_(\d+)$", one.name))]
+    return [one for _, one in sorted(found)]

@@ -1,0 +1,106 @@
+"""Which of several agents a process is, as Accelerate sees it, and Transformers through it.
+
+Both ask Accelerate's ``PartialState``, one for each process, who they are. Left to itself it reads a launcher's
+variables and opens a process group, for which there is no use here: models are not wrapped, and what agents say to each
+other goes through Shoal. So it is made before they ask, with this agent's rank and no process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+from collections.abc import Iterator
+
+import torch
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+from ..ops.arguments import Internal
+from ..ops.collective import barrier
+from ..world.agent import current
+from ..world.bootstrap import init
+from ..world.identity import is_initialized, local_rank
+
+_ASKED = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""The variables by which Accelerate finds out whether it is one of several."""
+_FRAMEWORKS = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+
+
+class Decentralized(str, enum.Enum):
+    """What Accelerate calls ``distributed_type``: none of its own, so that it neither wraps nor reduces anything."""
+
+    SHOAL = "SHOAL"
+
+
+def process_state(cpu: bool = False) -> PartialState:
+    """Accelerate's state of this process, as an agent of Shoal; which it becomes, where it is none yet.
+
+    Args:
+        cpu: Train on the CPU, also where there is an accelerator.
+
+    Raises:
+        ValueError: Accelerate has opened a process group already; or something is asked for that agents which each have
+            a model of their own cannot do.
+    """
+    for variable, what in _FRAMEWORKS.items():
+        if os.environ.get(variable, "false").lower() == "true":
+            raise ValueError(
+                f"{variable}={os.environ[variable]}: {what} shares one model between processes, and Shoal's agents "
+                "have a model each. Leave it out"
+            )
+    there = PartialState._shared_state
+    if there and there["distributed_type"] not in (DistributedType.NO, Decentralized.SHOAL):
+        raise ValueError(
+            f"Accelerate has already opened a process group ({there['distributed_type'].value}), for an Accelerator or "
+            "TrainingArguments of its own. Make Shoal's in their place: shoal.frameworks.accelerate.ShoalAccelerator, "
+            "or shoal.frameworks.transformers.ShoalTrainingArguments"
+        )
+    if not is_initialized():
+        init()
+    agent = current("shoal.frameworks")
+    if agent.launch.launcher == "fleet":
+        raise ValueError(
+            "Accelerate and Transformers have one state for each process, so agents that are threads (shoal.Fleet) "
+            "cannot have one each. Start processes: shoal run -n 4 script.py"
+        )
+    if agent.engine.agreement.active:
+        raise ValueError(
+            'on_loss="continue": the samples of an agent that is lost would be dealt out to nobody, and gathered '
+            "metrics cut short. Leave it out, and resume from a checkpoint"
+        )
+    cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
+    if not there or there["distributed_type"] is not Decentralized.SHOAL or there["num_processes"] != agent.size:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        with _asked_nobody():
+            PartialState(cpu=cpu)
+        there.update(
+            distributed_type=Decentralized.SHOAL,
+            num_processes=agent.size,
+            process_index=agent.rank,
+            local_process_index=local_rank(),
+            wait_for_everyone=wait_for_everyone,
+        )
+        if there["device"].type == "cuda":
+            there["device"] = torch.device("cuda", local_rank() % torch.cuda.device_count())
+            torch.cuda.set_device(there["device"])
+    return PartialState()
+
+
+def wait_for_everyone() -> None:
+    """All agents meet here."""
+    barrier(Internal("frameworks.wait_for_everyone"))
+
+
+@contextlib.contextmanager
+def _asked_nobody() -> Iterator[None]:
+    """Without the launcher's variables, which Shoal has read."""
+    kept = {name: os.environ.pop(name) for name in _ASKED if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)

@@ -1,0 +1,73 @@
+"""Agents that are replicas of several processes each: ``init(mesh=)``.
+
+A replica's processes share one model (``fully_shard``, tensor parallelism). Each of them is an agent of a world of its
+own, with the processes of the same place in the other replicas, its counterparts: rank and size are those of the
+replica, and whatever agents exchange goes between counterparts alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from .launch import Launch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def among_counterparts(launch: Launch, mesh: Any) -> Launch:
+    """A process's place among its counterparts.
+
+    Args:
+        launch: Its place in the job, which is that of ``torch.distributed``.
+        mesh: The dimension between the replicas.
+
+    Raises:
+        TypeError: It is no mesh.
+        ValueError: It has several dimensions, or this process is not in it; or ``torch.distributed``, which meshes are
+            made of, is not what the job was launched as.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"shoal.init(mesh=): a DeviceMesh is wanted, not {type(mesh).__name__}")
+    if launch.launcher != "torch.distributed":
+        raise ValueError("shoal.init(mesh=): agents are threads here, and a mesh is of processes; leave it out")
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        of = f" ({', '.join(names)})" if names else ""
+        raise ValueError(
+            f"shoal.init(mesh=): the mesh has {mesh.ndim} dimensions{of}. Give the one between the replicas, such as "
+            'mesh["replicate"]; those inside a replica are for fully_shard(mesh=mesh["shard"]) and its like'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"shoal.init(mesh=): rank {launch.rank} is not in the mesh of ranks {_ranks(mesh)}")
+    ranks = _ranks(mesh)
+    return replace(launch, rank=ranks.index(launch.rank), size=len(ranks), ranks=ranks, processes=launch.size)
+
+
+def check_that_all_must_live(launch: Launch, continues: bool, tls: bool) -> None:
+    """Refuse what would need more of a replica than the one process that is seen here.
+
+    Raises:
+        ValueError: The others are to go on without a lost one, or certificates name ranks of the whole job.
+    """
+    if len(launch.ranks) == launch.processes:
+        return
+    each = f"a replica has {launch.processes // len(launch.ranks)} processes"
+    if continues:
+        raise ValueError(
+            f"shoal.init(mesh=) with on_loss='continue': {each}, and with one of them lost the others, which hold the "
+            "rest of its model, are of no use to their counterparts, who would not hear of it at the same step. Take "
+            "on_loss='raise' (SHOAL_ON_LOSS), and go on from a checkpoint"
+        )
+    if tls:
+        raise ValueError(
+            f"shoal.init(mesh=) with SHOAL_TLS=on: {each}, and a certificate names one agent of a rank, where there "
+            "are several. Leave one of the two out"
+        )
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())

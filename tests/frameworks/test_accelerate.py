@@ -1,0 +1,131 @@
+"""Accelerate with agents of Shoal: what prepare() gives, what is gathered, saved and resumed, and what starts it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("accelerate", reason="pip install 'shoal[transformers]'")
+
+import shoal
+from shoal.frameworks.accelerate import ShoalAccelerator
+from support import accelerate_agents as agents
+from support.launcher import RUN
+from support.world import World, plain_environment
+
+SIZE = 4
+EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    made = World(SIZE, init=False, timeout=60.0)
+    try:
+        yield made
+    finally:
+        made.destroy()  # what Accelerate has imported keeps threads and files of its own
+
+
+def test_prepare_wraps_optimizers_and_no_model_and_deals_all_examples_out(world: World) -> None:
+    found = world.results(agents.prepare, patience=120.0)
+    assert [one["place"] for one in found] == [(rank, SIZE, rank) for rank in range(SIZE)]
+    assert [one["main"] for one in found] == [True, False, False, False]
+    assert {(one["model"], one["optimizer"], one["group"]) for one in found} == {
+        ("Sequential", "DecentralizedOptimizer", False)
+    }
+    for one in found:
+        assert all(np.array_equal(*both) for both in zip(one["first"], found[0]["first"], strict=True))
+    for epoch in range(2):
+        seen = [number for one in found for number in one["seen"][epoch]]
+        assert set(seen) == set(range(agents.EXAMPLES))
+        assert len(seen) == 40  # 38 in batches of 2 for 4 agents: the first two make up the last round
+    assert found[0]["seen"][0] != found[0]["seen"][1]
+    weighted = [number for one in found for number in one["weighted"]]
+    assert len(weighted) == len(set(weighted)) == 36
+    # Five batches of an epoch, two in a step, the last by itself.
+    assert [one["rounds"] for one in found] == [6] * SIZE
+
+
+def test_what_is_gathered_is_of_all_agents_and_no_example_twice(world: World) -> None:
+    found = world.results(agents.gather, patience=60.0)
+    for rank, one in enumerate(found):
+        assert one["numbers"] == list(range(agents.EXAMPLES))
+        assert one["objects"] == [f"a{number}" for number in range(agents.EXAMPLES)]
+        assert one["nested"] == (
+            "{'bool': tensor([False,  True, False, False]), 'nan': [tensor([nan, nan, nan, nan])]}"
+        )
+        assert one["reduced"] == [6.0, 1.5, 3.0]
+        assert one["padded"] == [[rank] * (rank + 1) + [-1] * (SIZE - rank - 1)]
+        assert one["trigger"]
+
+
+def test_a_state_that_is_loaded_goes_on_bit_for_bit_with_each_agents_own(world: World, tmp_path: Path) -> None:
+    found = world.results(agents.save_and_resume, str(tmp_path), patience=60.0)
+    for one in found:
+        assert one["seen"][0] == one["seen"][1]
+        assert all(np.array_equal(*both) for both in zip(one["whole"], one["again"], strict=True))
+        for number, mean in enumerate(one["mean"]):
+            np.testing.assert_allclose(mean, np.mean([each["saved"][number] for each in found], axis=0), rtol=1e-5)
+    assert not np.array_equal(found[0]["whole"][0], found[1]["whole"][0])
+    assert not np.array_equal(found[0]["whole"][-1], found[1]["whole"][-1])
+
+
+def test_the_model_that_is_saved_is_the_mean(world: World, tmp_path: Path) -> None:
+    found = world.results(agents.save_model, str(tmp_path), patience=60.0)
+    assert not np.array_equal(found[0]["own"]["0.weight"], found[1]["own"]["0.weight"])
+    for name, value in found[0]["saved"].items():
+        np.testing.assert_allclose(value, np.mean([one["own"][name] for one in found], axis=0), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("optimizer first", "Prepare both together"),
+        ("join", "even_batches"),
+        ("hook", "calls no hooks"),
+        ("environment", "shares one model"),
+        ("dispatch", "from rank 0 over a process group"),
+        ("object", "object"),
+        ("group", "already opened a process group"),
+    ],
+)
+def test_what_would_be_silently_wrong_is_refused(world: World, what: str, why: str) -> None:
+    for said in world.results(agents.refused, what, patience=60.0):
+        assert said.startswith(("ValueError", "TypeError")), said
+        assert why in said
+
+
+def test_agents_that_are_threads_are_refused() -> None:
+    with pytest.raises(ValueError, match="Start processes"):
+        shoal.Fleet(2, timeout=20.0).run(ShoalAccelerator)
+
+
+def test_shoal_run_starts_the_example_and_accelerate_launch_goes_on_where_it_ended(tmp_path: Path) -> None:
+    script, state = str(EXAMPLES / "accelerate_digits.py"), tmp_path / "state"
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes=4",
+        "--num_machines=1",
+    ]
+    launch += ["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+    environment = plain_environment() | {"OMP_NUM_THREADS": "1"}
+    printed = ""
+    for launcher, option in (([*RUN, "--no-prefix", "-n", "4"], "--stop-after=2"), (launch, "--resume")):
+        command = [*launcher, script, f"--output={state}", "--epochs=4", option]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr
+        printed += done.stdout
+    found = re.findall(r"epoch (\d): the mean model reads ([\d.]+)% of 449 images", printed)
+    assert [number for number, _ in found] == ["1", "2", "3", "4"]
+    assert float(found[-1][1]) > 85.0
+    assert (state / "final" / "model.safetensors").exists()

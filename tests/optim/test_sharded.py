@@ -1,0 +1,397 @@
+"""Replicas that are sharded over two processes each, and average between them: as if each were one process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard
+
+import shoal
+from support.optimizers import batch
+from support.sharded import (
+    MODEL,
+    OF_TENSORS,
+    REPLICAS,
+    SGD,
+    SHARDS,
+    STEPS,
+    UNEVEN,
+    WAYS,
+    among_replicas,
+    begin,
+    end,
+    halved,
+    mesh,
+    of_process,
+    of_replica,
+    packed,
+    sharded,
+    train,
+    unpacked,
+    whole,
+    wrapped,
+)
+from support.world import World
+
+pytestmark = pytest.mark.transport("shared_memory")
+ATC = WAYS["adapt then combine"]
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Four processes with a process group: two replicas of two."""
+    made = World(REPLICAS * SHARDS, init=False)
+    try:
+        made.results(begin)
+        yield made
+        made.results(end)
+    finally:
+        made.destroy()  # what Gloo leaves behind is not ours to judge
+
+
+def unsharded(way: str, model: nn.Module, batches: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+    """The same with each replica in one process: the parameters, a row for each."""
+
+    def run() -> torch.Tensor:
+        own = deepcopy(model)
+        optimizer = WAYS[way](own)
+        train(own, optimizer, partial(batches, shoal.rank()), *range(STEPS))
+        return whole(own)
+
+    return torch.stack(shoal.Fleet(REPLICAS, timeout=20.0).run(run))
+
+
+def train_sharded(way: str) -> bytes:
+    of = mesh()
+    with among_replicas(of):
+        assert (shoal.rank(), shoal.size()) == (dist.get_rank() // SHARDS, REPLICAS)
+        model = sharded(of["shard"])
+        optimizer = WAYS[way](model)
+        train(model, optimizer, of_process, *range(STEPS))
+        return packed(whole(model))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sharded_replicas_train_as_whole_ones_do(world: World, way: str) -> None:
+    """With gradients clipped by their norm over all shards, and layers that two ranks cannot halve."""
+    found = torch.stack([unpacked(one) for one in world.results(train_sharded, way)])
+    expected = unsharded(way, MODEL, of_replica)
+    apart = (found - expected.repeat_interleave(SHARDS, 0)).abs().max()
+    assert apart < (1e-12 if way != "compressed" else 5e-4)  # what is quantised is a shard, not the whole
+    if way != "gradients":
+        assert (expected[0] - expected[1]).abs().max() > 1e-3, "replicas that are equal would prove little"
+
+
+def train_halved(way: str) -> bytes:
+    of = mesh("tensor")
+    with among_replicas(of):
+        model = halved(of["tensor"])
+        optimizer = WAYS[way](model)
+        train(model, optimizer, partial(batch, shoal.rank()), *range(STEPS))
+        found = packed(whole(model))
+        with pytest.raises(ValueError, match=r"has a copy of '2.bias'. MinMaxUInt8 looks at several numbers together"):
+            wrapped(
+                SGD, shoal.DistributedAdaptThenCombineOptimizer, halved(of["tensor"]),
+                topology=UNEVEN, compression=shoal.compression.MinMaxUInt8(),
+            )  # fmt: skip
+        if way == "adapt then combine":
+            optimizer.robust = shoal.ClippedGossip()
+            with pytest.raises(ValueError, match=r"robust: several processes of a replica have a copy of '2.bias'"):
+                optimizer.step()
+        return found
+
+
+@pytest.mark.parametrize("way", ["adapt then combine", "gradients"])
+def test_tensor_parallel_replicas_train_as_whole_ones_do(world: World, way: str) -> None:
+    found = torch.stack([unpacked(one) for one in world.results(train_halved, way)])
+    expected = unsharded(way, OF_TENSORS, batch)
+    assert (found - expected.repeat_interleave(SHARDS, 0)).abs().max() < 1e-12
+
+
+# The mean model
+
+
+def look_at_the_mean() -> tuple[bytes, bytes, float]:
+    of = mesh()
+    with among_replicas(of):
+        model = sharded(of["shard"])
+        train(model, ATC(model), of_process, 0, 1)
+        apart = shoal.consensus_distance(model)
+        with torch.no_grad(), shoal.consensus(model):
+            inside = model(batch(0, 9))
+            assert torch.equal(model(batch(0, 9)), inside)
+        with torch.no_grad():
+            after = model(batch(0, 9))
+        return packed(inside), packed(after), apart
+
+
+def test_the_mean_model_of_shards_is_that_of_models(world: World) -> None:
+    """Also where a forward pass without a backward pass has left whole parameters behind."""
+    models = deepcopy(MODEL), deepcopy(MODEL)
+
+    def run() -> None:
+        model = models[shoal.rank()]
+        train(model, ATC(model), partial(of_replica, shoal.rank()), 0, 1)
+
+    shoal.Fleet(REPLICAS).run(run)
+    x = torch.stack([whole(model) for model in models])
+    mean = deepcopy(MODEL)
+    nn.utils.vector_to_parameters(x.mean(0), mean.parameters())
+    distance = (x - x.mean(0)).square().sum(1).mean().sqrt()
+    for rank, (inside, after, apart) in enumerate(world.results(look_at_the_mean)):
+        own = models[rank // SHARDS](batch(0, 9))
+        assert (unpacked(inside) - mean(batch(0, 9))).abs().max() < 1e-12
+        assert (unpacked(after) - own).abs().max() < 1e-12
+        assert abs(apart - distance) < 1e-12
+
+
+def begin_alike() -> tuple[bytes, bytes]:
+    of = mesh()
+    with among_replicas(of):
+        model = sharded(of["shard"])
+        sgd = SGD(model.parameters())
+        train(model, sgd, of_process, 0)
+        shoal.broadcast_parameters(model.state_dict(), root_rank=1)
+        shoal.broadcast_optimizer_state(sgd, root_rank=1)
+        train(model, sgd, partial(batch, 7), 1)
+        momentum = [one["momentum_buffer"].full_tensor() for one in sgd.state.values()]
+        return packed(whole(model)), packed(momentum)
+
+
+def test_replicas_can_begin_alike(world: World) -> None:
+    assert len(set(world.results(begin_alike))) == 1
+
+
+# Checkpoints
+
+
+def save_after(folder: Path, way: str, steps: int) -> bytes:
+    of = mesh()
+    with among_replicas(of):
+        model = sharded(of["shard"])
+        optimizer = WAYS[way](model)
+        train(model, optimizer, of_process, *range(steps))
+        checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
+        with pytest.raises(ValueError, match=r"Checkpoint.save: .* torch.distributed.checkpoint sees to: dcp.save"):
+            checkpoint.save(folder, 1)
+        dcp.save({"training": checkpoint}, checkpoint_id=folder)
+        train(model, optimizer, of_process, *range(steps, STEPS))
+        return packed(whole(model))
+
+
+def load_and_go_on(folder: Path, way: str, steps: int) -> bytes:
+    of = mesh()
+    with among_replicas(of):
+        model = sharded(of["shard"])
+        optimizer = WAYS[way](model)
+        dcp.load({"training": shoal.Checkpoint(model=model, optimizer=optimizer)}, checkpoint_id=folder)
+        train(model, optimizer, of_process, *range(steps, STEPS))
+        return packed(whole(model))
+
+
+@pytest.mark.parametrize("way", ["adapt then combine", "exact diffusion", "Adam, its second moments too"])
+def test_a_run_that_is_resumed_equals_one_that_never_stopped(world: World, way: str, tmp_path: Path) -> None:
+    whole_run = world.results(save_after, tmp_path, way, 2)
+    assert whole_run[0] != whole_run[-1], "replicas that are equal would prove little"
+    assert world.results(load_and_go_on, tmp_path, way, 2) == whole_run
+
+
+def read_one_model(folder: Path) -> bytes:
+    """The model of one replica, by all processes, sharded over all four."""
+    model = sharded(dist.device_mesh.init_device_mesh("cpu", (REPLICAS * SHARDS,)))
+    state = {"training": {"agent1of2": {"model": model.state_dict()}}}
+    dcp.load(state, checkpoint_id=folder)
+    return packed(whole(model))
+
+
+def test_a_saved_model_can_be_read_over_another_number_of_shards(world: World, tmp_path: Path) -> None:
+    saved = world.results(save_after, tmp_path, "adapt then combine", STEPS)
+    assert set(world.results(read_one_model, tmp_path)) == {saved[-1]}
+
+
+# What is refused
+
+
+class Flat(FullyShardedDataParallel):
+    """One without what needs a GPU."""
+
+    named_parameters = nn.Module.named_parameters  # type: ignore[assignment]
+
+    def __init__(self, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._fsdp_wrapped_module = model
+
+
+def refused() -> dict[str, str]:
+    """What is said of what is not sound."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns
+
+    of = mesh()
+    said: dict[str, str] = {}
+
+    def note(what: str, attempt: Callable[[], Any]) -> None:
+        try:
+            attempt()
+            said[what] = "nothing"
+        except (ValueError, TypeError, RuntimeError) as error:
+            said[what] = f"{type(error).__name__}: {error}"
+
+    note("two dimensions", lambda: shoal.init(mesh=of))
+    note("no mesh", lambda: shoal.init(mesh=2))
+    note("continue", lambda: shoal.init(mesh=of["replicate"], on_loss="continue"))
+    with among_replicas(of):
+        model = sharded(of["shard"])
+        note("HSDP", lambda: ATC(sharded(of)))
+        note("windows", lambda: wrapped(SGD, shoal.DistributedWinPutOptimizer, model))
+        note("pairs", lambda: wrapped(SGD, shoal.DistributedADPSGDOptimizer, model))
+        note("overlap", lambda: wrapped(SGD, shoal.DistributedAdaptThenCombineOptimizer, model, overlap="backward"))
+        note("tensor", lambda: shoal.neighbor_allreduce(next(model.parameters())))
+        flat = Flat(deepcopy(MODEL))
+        note("flat", lambda: ATC(flat))
+        plain = deepcopy(MODEL)
+        zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, of["shard"].get_group(), lr=0.1)
+        note("ZeRO", lambda: shoal.DistributedAdaptThenCombineOptimizer(zero, plain))
+
+        def convert() -> None:
+            with shoal.consensus(model):
+                model.half()
+
+        note("conversion", convert)
+        note("others", lambda: shoal.init(mesh=of["shard"]))
+    shoal.init(mesh=of["shard"])
+    note("wrong dimension", lambda: ATC(sharded(of["shard"])))
+    shoal.shutdown()
+    shoal.init()
+    note("no replicas", lambda: shoal.DistributedAdaptThenCombineOptimizer(SGD(model.parameters()), model))
+    shoal.shutdown()
+    return said
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_not_sound_is_refused_with_the_reason(world: World) -> None:
+    told = world.results(refused)[1]
+    for what, words in {
+        "two dimensions": 'has 2 dimensions (replicate, shard). Give the one between the replicas, such as mesh["repl',
+        "no mesh": "a DeviceMesh is wanted, not int",
+        "continue": "a replica has 2 processes, and with one of them lost",
+        "HSDP": "lies on ranks [0, 1, 2, 3], and this agent averages with ranks [3] of these",
+        "windows": "is sharded over ranks [0, 1], which wait for each other in every pass",
+        "pairs": "is sharded over ranks [0, 1], which wait for each other in every pass",
+        "overlap": "when its gradient is whole is known to what has sharded it",
+        "tensor": "the tensor is a DTensor, of which a part lies here. Give the part, tensor.to_local()",
+        "flat": "FullyShardedDataParallel makes one flat tensor",
+        "ZeRO": "ZeroRedundancyOptimizer steps a part of the parameters here",
+        "conversion": "a sharded model was converted inside",
+        "others": "this agent has begun among others",
+        "wrong dimension": "lies on ranks [0, 1], and this agent averages with ranks [0] of these",
+        "no replicas": "is sharded over ranks [0, 1], each of which is an agent",
+    }.items():
+        assert words in told[what], what
+
+
+def other_shards() -> str:
+    of = mesh()
+    with among_replicas(of):
+        model = nn.Linear(4, 4)
+        dim = shoal.rank()  # of the weight, by which it is cut
+
+        def place(param: nn.Parameter) -> Shard:
+            return Shard(dim if param.dim() > 1 else 0)
+
+        model = fully_shard(model, mesh=of["shard"], shard_placement_fn=place)
+        optimizer = wrapped(SGD, shoal.DistributedAdaptThenCombineOptimizer, model)
+        model(torch.ones(2, 4)).sum().backward()
+        try:
+            optimizer.step()
+        except shoal.Mismatch as error:
+            return str(error)
+        return "nothing"
+
+
+def test_counterparts_with_other_shards_hear_of_it(world: World) -> None:
+    for rank, said in enumerate(world.results(other_shards)):
+        assert "rank 0 has the parameter weight [2, 4] float32 of [4, 4]" in said or "weight [4, 2]" in said, said
+        assert f"at {rank % SHARDS} of 2" in said
+
+
+# A whole script, and its end
+
+
+def example(traces: str, *options: str) -> str:
+    """What the example prints, in processes that have a process group already."""
+    sys.path.append(EXAMPLES)
+    import sharded_digits
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(dist, "init_process_group", lambda backend: None)
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        patch.setattr(sys, "argv", ["sharded_digits.py", *options])
+        patch.setenv("SHOAL_TIMELINE", traces)
+        sharded_digits.main()
+    return printed.getvalue()
+
+
+def test_the_example_trains_and_goes_on_from_its_checkpoint(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    traces, folder = str(tmp_path / "traces"), str(tmp_path / "checkpoint")
+    whole_run = world.results(example, traces, "--steps", "20")
+    world.results(example, traces, "--steps", "10", "--checkpoint", folder)
+    assert world.results(example, traces, "--steps", "20", "--checkpoint", folder) == whole_run
+    found = re.match(r"step 20: the mean model of 2 replicas reads (\d+) of 449 images", whole_run[0])
+    assert found is not None and int(found[1]) > 150
+    written = {place.name: len(list(place.glob("*.json"))) for place in Path(traces).iterdir()}
+    assert written == {"counterparts-of-rank0": 6, "counterparts-of-rank1": 6}  # of two agents, three runs
+
+
+def train_until_it_fails() -> tuple[str, float]:
+    """What this process heard, and when; rank 3 is killed in its third step."""
+    begin()
+    of = mesh()
+    shoal.init(mesh=of["replicate"])
+    model = sharded(of["shard"])
+    optimizer = ATC(model)
+    said = "nothing"
+    try:
+        for step in range(200):
+            if (dist.get_rank(), step) == (3, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            train(model, optimizer, of_process, step)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    heard = time.monotonic()
+    shoal.shutdown()
+    end()
+    return said, heard
+
+
+def test_all_processes_hear_of_one_that_is_killed() -> None:
+    """Its counterpart from Shoal; who shares its model, and who shares that of its counterpart, from torch or Shoal."""
+    made = World(REPLICAS * SHARDS, init=False)
+    try:
+        *others, killed = made.run(train_until_it_fails)
+    finally:
+        made.destroy()
+    assert killed.error == "Died"
+    assert all(not one.error for one in others), others
+    for one in others:
+        said, heard = one.value
+        assert said != "nothing" and heard - killed.ended < 10.0
+    assert others[1].value[0].startswith("PeerLost: ") and "rank 1" in others[1].value[0]

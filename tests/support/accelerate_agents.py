@@ -1,0 +1,179 @@
+"""What agents of the tests of Accelerate do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.frameworks.accelerate import ShoalAccelerator
+
+EXAMPLES = 38
+
+
+def accelerator(**options: Any) -> ShoalAccelerator:
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # as torchrun and shoal run set it
+    torch.set_num_threads(1)
+    made = ShoalAccelerator(cpu=True, **options)
+    torch.manual_seed(1000 + made.process_index)  # different first weights, orders and masks, if nobody saw to it
+    return made
+
+
+def dataset() -> TensorDataset:
+    number = torch.arange(EXAMPLES)
+    return TensorDataset(torch.sin(number[:, None] * torch.arange(1.0, 5.0)), number)
+
+
+def prepared(made: ShoalAccelerator, batch: int = 2) -> tuple[nn.Module, Any, Any, DataLoader[Any]]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8, gamma=0.5)
+    loader = DataLoader(dataset(), batch_size=batch, shuffle=True)
+    found: tuple[nn.Module, Any, Any, DataLoader[Any]] = made.prepare(model, optimizer, schedule, loader)
+    return found
+
+
+def one_epoch(made: ShoalAccelerator, parts: tuple[nn.Module, Any, Any, DataLoader[Any]], skip: int = 0) -> list[int]:
+    """Train; the numbers of the examples that were seen."""
+    model, optimizer, schedule, loader = parts
+    seen: list[int] = []
+    for inputs, numbers in made.skip_first_batches(loader, skip) if skip else loader:
+        with made.accumulate(model):
+            made.backward((model(inputs)[:, 0] - numbers / EXAMPLES).square().mean())
+            made.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        seen += numbers.tolist()
+    return seen
+
+
+def numbers_of(parts: tuple[nn.Module, Any, Any, DataLoader[Any]]) -> list[np.ndarray[Any, Any]]:
+    """All that training has left: parameters, moments, the rate, and what is drawn next."""
+    model, optimizer, schedule, _ = parts
+    moments = [one for state in optimizer.state.values() for _, one in sorted(state.items())]
+    drawn = torch.rand(3)
+    rate = torch.tensor(schedule.get_last_lr())
+    return [one.detach().numpy().copy() for one in (*model.parameters(), *moments, rate, drawn)]
+
+
+def prepare() -> dict[str, Any]:
+    made = accelerator(gradient_accumulation_steps=2)
+    parts = prepared(made)
+    first = [param.detach().numpy().copy() for param in parts[0].parameters()]
+    seen = [one_epoch(made, parts) for _ in range(2)]
+    drawn = torch.utils.data.WeightedRandomSampler(torch.ones(EXAMPLES), 36, replacement=False)
+    weighted = made.prepare(DataLoader(dataset(), batch_size=3, sampler=drawn))
+    return {
+        "weighted": [number for _, numbers in weighted for number in numbers.tolist()],
+        "first": first,
+        "seen": seen,
+        "model": type(parts[0]).__name__,
+        "optimizer": type(parts[1].optimizer).__name__,
+        "rounds": parts[1].optimizer.rounds,
+        "group": dist.is_initialized(),
+        "main": made.is_main_process,
+        "place": (made.process_index, made.num_processes, made.local_process_index),
+    }
+
+
+def gather() -> dict[str, Any]:
+    made = accelerator()
+    rank, found = made.process_index, {}
+    loader = made.prepare(DataLoader(dataset(), batch_size=4))
+    found["numbers"] = torch.cat([made.gather_for_metrics(numbers) for _, numbers in loader]).tolist()
+    found["objects"] = [name for _, numbers in loader for name in made.gather_for_metrics([f"a{n}" for n in numbers])]
+    found["nested"] = made.gather({"bool": torch.tensor([rank == 1]), "nan": [torch.tensor(float("nan"))]})
+    found["nested"] = str(found["nested"])
+    found["reduced"] = [made.reduce(torch.tensor(float(rank)), how).item() for how in ("sum", "mean", "max")]
+    found["padded"] = made.pad_across_processes(torch.full((1, rank + 1), rank), dim=1, pad_index=-1).tolist()
+    if rank == 2:
+        made.set_trigger()
+    found["trigger"] = made.check_trigger()
+    return found
+
+
+def save_and_resume(folder: str) -> dict[str, Any]:
+    """Two epochs, one of them in the middle; and from there again, with all made anew."""
+    made = accelerator()
+    parts = prepared(made)
+    one_epoch(made, parts)
+    made.save_state(folder)
+    saved = [param.detach().numpy().copy() for param in parts[0].parameters()]
+    whole_seen = one_epoch(made, parts)
+    whole = numbers_of(parts)
+
+    made = accelerator()
+    parts = prepared(made)
+    made.load_state(folder)
+    seen = one_epoch(made, parts)
+    again = numbers_of(parts)
+
+    made = accelerator()
+    parts = prepared(made)
+    made.load_state(folder, start="consensus")
+    mean = [param.detach().numpy().copy() for param in parts[0].parameters()]
+    return {"whole": whole, "again": again, "seen": (whole_seen, seen), "mean": mean, "saved": saved}
+
+
+def save_model(folder: str) -> dict[str, Any]:
+    made = accelerator(wrapper=_apart)
+    parts = prepared(made)
+    one_epoch(made, parts)
+    made.save_model(parts[0], folder)
+    made.wait_for_everyone()
+    from safetensors.torch import load_file
+
+    saved = load_file(Path(folder) / "model.safetensors")
+    own = {name: value.numpy().copy() for name, value in parts[0].state_dict().items()}
+    return {"own": own, "saved": {name: value.numpy().copy() for name, value in saved.items()}}
+
+
+def _apart(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> shoal.DecentralizedOptimizer:
+    """Agents that exchange nothing: their models go different ways."""
+    kind = shoal.CommunicationType.empty
+    return shoal.DistributedAdaptThenCombineOptimizer(optimizer, models, kind, mix_state=())
+
+
+def refused(what: str) -> str:
+    """With which error something is refused."""
+    try:
+        if what == "optimizer first":
+            accelerator().prepare(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+        elif what == "join":
+            with accelerator().join_uneven_inputs([]):
+                pass
+        elif what == "hook":
+            accelerator().register_save_state_pre_hook(lambda *_: None)
+        elif what == "environment":
+            os.environ["ACCELERATE_USE_FSDP"] = "true"
+            try:
+                accelerator()
+            finally:
+                del os.environ["ACCELERATE_USE_FSDP"]
+        elif what == "dispatch":
+            from accelerate.utils import DataLoaderConfiguration
+
+            accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+        elif what == "group":
+            accelerator()
+            AcceleratorState._reset_state(reset_partial_state=True)
+            PartialState(cpu=True)  # as an Accelerator, or TrainingArguments, of its own makes it
+            try:
+                accelerator()
+            finally:
+                dist.destroy_process_group()
+                AcceleratorState._reset_state(reset_partial_state=True)
+        elif what == "object":
+            accelerator().gather_for_metrics([object()])
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"

@@ -1,0 +1,144 @@
+"""Replicas of two processes each: models sharded inside them, agents that average between them, and their batches."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import networkx as nx
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shoal
+from shoal.algorithms import ExactDiffusion
+
+from .optimizers import batch
+
+REPLICAS, SHARDS, STEPS, CLIP = 2, 2, 4, 0.05
+UNEVEN = nx.DiGraph(
+    [(0, 0, {"weight": 0.75}), (1, 1, {"weight": 0.75}), (0, 1, {"weight": 0.25}), (1, 0, {"weight": 0.25})]
+)
+"""Weights that leave the replicas different."""
+
+
+def made(width: int) -> nn.Module:
+    """A small model, the same in every process."""
+    model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3)).double()
+    draws = torch.Generator().manual_seed(width)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.4, generator=draws)
+    return model
+
+
+MODEL, OF_TENSORS = made(7), made(8)
+"""Of layers that two ranks cannot halve; and the one for tensor parallelism, whose layers they can."""
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = partial(torch.optim.AdamW, lr=0.01)
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def wrapped(local: Callable[..., torch.optim.Optimizer], how: Any, model: nn.Module, **said: Any) -> Any:
+    return how(local(model.parameters()), model, **said)
+
+
+WAYS: dict[str, Make] = {
+    "adapt then combine": partial(wrapped, SGD, shoal.DistributedAdaptThenCombineOptimizer, topology=UNEVEN),
+    "adapt with combine": partial(wrapped, SGD, shoal.DistributedAdaptWithCombineOptimizer, topology=UNEVEN),
+    "gradients": partial(wrapped, SGD, shoal.DistributedGradientAllreduceOptimizer),
+    "exact diffusion": partial(
+        wrapped, SGD, shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0, lazy=True), topology=UNEVEN
+    ),
+    "Adam, its second moments too": partial(
+        wrapped, ADAM, shoal.DistributedAdaptThenCombineOptimizer, topology=UNEVEN, mix_state=("exp_avg_sq",)
+    ),
+    "compressed": partial(
+        wrapped,
+        SGD,
+        shoal.DistributedAdaptThenCombineOptimizer,
+        topology=UNEVEN,
+        compression=shoal.compression.MinMaxUInt8(),
+    ),
+}
+
+
+def begin(seconds: float = 30.0) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+
+
+def end() -> None:
+    dist.destroy_process_group()
+
+
+def mesh(inside: str = "shard") -> DeviceMesh:
+    return init_device_mesh("cpu", (REPLICAS, SHARDS), mesh_dim_names=("replicate", inside))
+
+
+@contextmanager
+def among_replicas(of: DeviceMesh) -> Iterator[None]:
+    shoal.init(mesh=of["replicate"])
+    try:
+        yield
+    finally:
+        shoal.shutdown()
+
+
+def sharded(over: DeviceMesh, model: nn.Module = MODEL) -> nn.Module:
+    """A copy of the model, its first layer sharded, and the rest with what holds both: FSDP leaves that whole after a
+    forward pass."""
+    model = deepcopy(model)
+    fully_shard(model[0], mesh=over)
+    return fully_shard(model, mesh=over)
+
+
+def halved(over: DeviceMesh) -> nn.Module:
+    """The second model, its layers tensor-parallel."""
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(deepcopy(OF_TENSORS), over, plan)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Callable[[int], torch.Tensor], *steps: int
+) -> None:
+    """With clipped gradients, so that their norm counts, too."""
+    for step in steps:
+        optimizer.zero_grad()
+        model(batches(step)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+
+
+def of_process(step: int) -> torch.Tensor:
+    return batch(dist.get_rank(), step)
+
+
+def of_replica(replica: int, step: int) -> torch.Tensor:
+    """What its processes take, in one."""
+    return torch.cat([batch(replica * SHARDS + shard, step) for shard in range(SHARDS)])
+
+
+def whole(model: nn.Module) -> torch.Tensor:
+    """All parameters, put together; the processes of a replica call it together."""
+    tensors = [one.full_tensor() if isinstance(one, DTensor) else one for one in model.parameters()]
+    return torch.cat([one.detach().reshape(-1) for one in tensors])
+
+
+def packed(state: object) -> bytes:
+    """For the way to the test: tensors would go through memory that ends with the agent."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
