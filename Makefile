@@ -23,7 +23,7 @@ test: $(STAMP)
 	# cores: a third of the time a test waits.
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not soak" -n 3 $(TESTS)
 
-# With Transformers and Accelerate, as requirements/frameworks.lock has them; `make test` passes over these tests.
+# With Transformers, Accelerate and Lightning, as requirements/frameworks.lock has them; `make test` passes over these tests.
 frameworks: $(FRAMEWORKS)/.locked
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest tests/frameworks
 
@@ -67,7 +67,7 @@ lock:
 	out/lock/bin/uv pip compile pyproject.toml requirements/ci.in --extra dev --constraint constraints.txt \
 		--override requirements/overrides.txt --no-emit-package torch --universal --python-version 3.11 \
 		--generate-hashes --upgrade --no-header --no-annotate --quiet --output-file requirements/ci.lock
-	out/lock/bin/uv pip compile pyproject.toml requirements/ci.in --extra test --extra transformers \
+	out/lock/bin/uv pip compile pyproject.toml requirements/ci.in --extra test --extra transformers --extra lightning \
 		--constraint constraints.txt --override requirements/overrides.txt --no-emit-package torch --universal \
 		--python-version 3.11 --generate-hashes --upgrade --no-header --no-annotate --quiet \
 		--output-file requirements/frameworks.lock

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import random
@@ -160,12 +161,16 @@ def main() -> None:
     import shoal  # noqa: F401
 
     torch.set_num_threads(1)
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with several threads must not fork agents"  # noqa: PTH208
+    _check_that_it_may_fork()
     gc.collect()
     gc.freeze()  # a collection in an agent need not look at all of torch, nor copy the pages that it lies on
     work = _serve(control)
     if work is not None:
         _agent(*work)
+
+
+def _check_that_it_may_fork() -> None:
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with several threads must not fork agents"  # noqa: PTH208
 
 
 def _serve(control: socket.socket) -> tuple[Spawn, int] | None:
@@ -193,6 +198,9 @@ def _serve(control: socket.socket) -> tuple[Spawn, int] | None:
             answer = os.waitstatus_to_exitcode(os.waitpid(argument, 0)[1])
         elif request == "orphans":
             answer = _orphans(agents)
+        elif request == "import":
+            importlib.import_module(argument)
+            _check_that_it_may_fork()
         control.send(pickle.dumps(answer))
 
 

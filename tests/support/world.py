@@ -114,6 +114,10 @@ class Template:
         found: list[tuple[int, str]] = self._ask("orphans", None)
         return found
 
+    def imports(self, module: str) -> None:
+        """Import a module, which agents that are forked from now on have: what takes seconds."""
+        self._ask("import", module)
+
     def _ask(self, request: str, argument: object, descriptor: int = -1) -> Any:
         socket.send_fds(self._control, [pickle.dumps((request, argument))], [descriptor] if descriptor >= 0 else [])
         data = self._control.recv(PACKET_BYTES)

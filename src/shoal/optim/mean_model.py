@@ -16,7 +16,7 @@ DISTANCE = "consensus distance"
 """What whoever looks on is told it is."""
 
 
-def _averaged(model: torch.nn.Module) -> list[torch.Tensor]:
+def averaged(model: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters, and buffers that hold numbers with fractions (running means); counters are each agent's own."""
     reshard(model)
     buffers = [one for one in model.buffers() if one.is_floating_point() or one.is_complex()]
@@ -51,7 +51,7 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
         model: This agent's; it holds the average inside the block.
         timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
     """
-    tensors = _averaged(model)
+    tensors = averaged(model)
     handles = [
         allreduce_nonblocking(one, name=Internal(f"consensus.{number}"), timeout=timeout)
         for number, one in enumerate(tensors)

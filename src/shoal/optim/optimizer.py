@@ -43,6 +43,7 @@ from .params import Names, name_of_optimizer
 from .passes import Passes
 from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
 from .sharding import check_optimizer, check_sharding
+from .strategies import DuringBackward
 
 _joined: ContextVar[bool] = ContextVar("joined", default=False)
 _DEFAULTS = Settings()
@@ -208,6 +209,11 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     def algorithm(self) -> Algorithm:
         """The algorithm that says what a step is."""
         return self._algorithm
+
+    @property
+    def overlaps_backward(self) -> bool:
+        """Buckets leave during the backward pass, which must therefore come before ``step()`` and not in a closure."""
+        return isinstance(self._strategy, DuringBackward)
 
     @property
     def rounds(self) -> int:

@@ -1,0 +1,73 @@
+"""What a Trainer with agents is told between its steps: how far they are apart, and whether they watch one number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from ...optim.mean_model import consensus_distance
+from ...world.identity import rank
+from .exchanges import gather_all
+
+
+class ConsensusDistance(Callback):
+    """Logs how far the agents' models are from their mean, at each validation, to the Trainer's loggers.
+
+    It is ``sqrt(mean over agents of |x_i - mean x|^2)`` over all parameters (:func:`shoal.consensus_distance`), and may
+    be monitored like any other metric.
+
+    Args:
+        name: What it is logged as.
+    """
+
+    def __init__(self, name: str = "consensus_distance") -> None:
+        super().__init__()
+        self.name = name
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """The models are the agents' own here: the strategy puts the mean in place after this."""
+        if trainer.state.fn == "fit":
+            distance = consensus_distance(pl_module)
+            if not trainer.sanity_checking:
+                pl_module.log(self.name, distance, batch_size=1)
+
+
+class SameNumbers(Callback):
+    """Refuses to stop, to save or to change rates by numbers that each agent has for itself."""
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self._check(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._check(trainer)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Of what a module logs at the end of an epoch, which is later than this class sees it."""
+        self._check(trainer)
+
+    def _check(self, trainer: Any) -> None:
+        monitored = _monitored(trainer)
+        if not monitored or trainer.state.fn != "fit" or trainer.world_size == 1:
+            return
+        metrics = trainer.callback_metrics
+        names = [name for name in monitored if name in metrics]
+        mine = torch.tensor([float(metrics[name]) for name in names], dtype=torch.float64)
+        every = [one.view(torch.int64) for one in gather_all(mine)]
+        for number, name in enumerate(names):
+            if any(len(one) != len(names) for one in every):
+                raise ValueError(f"agents have logged other metrics than rank {rank()}, which has {', '.join(names)}")
+            if len({one[number].item() for one in every}) > 1:
+                values = ", ".join(f"{one.view(torch.float64)[number].item():.6g}" for one in every)
+                raise ValueError(
+                    f"{name!r} is monitored, and is not the same on all agents, who would stop, save or change rates "
+                    f"each for itself. It is {values}. Log the mean: self.log({name!r}, ..., sync_dist=True)"
+                )
+
+
+def _monitored(trainer: Any) -> list[str]:
+    """The names that callbacks and learning rates' schedules look at."""
+    found = [getattr(one, "monitor", None) for one in (*trainer.callbacks, *trainer.lr_scheduler_configs)]
+    return sorted({one for one in found if isinstance(one, str)})

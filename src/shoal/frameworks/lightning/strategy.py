@@ -1,0 +1,325 @@
+"""The strategy: what Lightning's Trainer asks of several processes, answered by agents of Shoal."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from ...errors import ShoalError
+from ...ops.arguments import Internal
+from ...ops.collective import barrier
+from ...ops.objects import broadcast_parameters
+from ...optim.optimizer import DecentralizedOptimizer
+from ...world.agent import current
+from ...world.bootstrap import init
+from ...world.identity import is_initialized, machine_size
+from ..random_state import RandomState
+from . import checkpoints, exchanges, metrics, refusals
+from .callbacks import SameNumbers
+from .environment import ShoalEnvironment
+from .mean import MeanModel
+from .wrapping import Wrapper, evaluate_first, one_peer_at_a_time
+
+T = TypeVar("T")
+
+
+class ShoalStrategy(ParallelStrategy):
+    """Each process is an agent with a model of its own, which averages with a neighbour in every optimizer step.
+
+    It makes this process an agent (:func:`shoal.init`), where it is none yet, and opens no process group. All agents
+    begin with rank 0's weights. What is validated, tested, predicted with and saved is the mean of all agents' models;
+    after ``fit`` the module holds this agent's own (``with shoal.consensus(module)`` has the mean).
+
+    Args:
+        wrapper: Makes an optimizer decentralized, of it and the module: any of Shoal's wrappers, or a function around
+            one. If none is given, adapt, then combine, with one neighbour of the exponential graph at a time. What
+            ``configure_optimizers`` returns decentralized already stays as it is.
+        checkpoint_io: Lightning's plugin that writes the checkpoint's file, at rank 0.
+        precision_plugin: Lightning's plugin for precision; as a rule ``Trainer(precision=)`` says it.
+
+    Raises:
+        ValueError: The agents are threads, or go on without those that are lost; and by the Trainer, what
+            ``docs/lightning.md`` lists as refused.
+    """
+
+    strategy_name = "shoal"
+    optimizers: list[torch.optim.Optimizer]
+    is_distributed = True
+    """Lightning deals out the samples, and has ``sync_dist=True`` reduce."""
+
+    def __init__(
+        self, wrapper: Wrapper | None = None, *, checkpoint_io: Any = None, precision_plugin: Any = None
+    ) -> None:
+        if not is_initialized():
+            init()
+        refusals.check_agent(current("ShoalStrategy"))
+        self._wrapper = wrapper
+        self._machines = machine_size()
+        self._decentralized: list[DecentralizedOptimizer] = []
+        self._mean: MeanModel | None = None
+        self._own_loaded = False
+        self._random: Mapping[str, Any] | None = None
+        super().__init__(
+            cluster_environment=ShoalEnvironment(), checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
+        rank_zero_only.rank = self.global_rank
+
+    # What the Trainer sets
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        refusals.check_devices(devices)
+        self._devices = devices
+
+    @property
+    def num_nodes(self) -> int:
+        """On how many machines there are agents."""
+        return self._machines
+
+    @num_nodes.setter
+    def num_nodes(self, count: int) -> None:
+        refusals.check_nodes(count)
+
+    @property
+    def _layer_sync(self) -> Any:
+        return None
+
+    @_layer_sync.setter
+    def _layer_sync(self, sync: Any) -> None:
+        refusals.check_layer_sync(sync)
+
+    @property
+    def precision_plugin(self) -> Any:
+        return ParallelStrategy.precision_plugin.fget(self)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        refusals.check_precision(plugin)
+        ParallelStrategy.precision_plugin.fset(self, plugin)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    # From the script to the first step
+
+    @property
+    def _trainer(self) -> Any:
+        return self.lightning_module.trainer
+
+    def setup_environment(self) -> None:
+        refusals.check_callbacks(self._trainer)
+        self._trainer.callbacks[:] = [one for one in self._trainer.callbacks if not isinstance(one, _Hooks)]
+        self._trainer.callbacks.insert(0, _Hooks(self))
+        self._mean, self._own_loaded, self._random = MeanModel(self.lightning_module), False, None
+        super().setup_environment()
+
+    def model_to_device(self) -> None:
+        self.model.to(self.root_device)
+
+    def setup(self, trainer: Any) -> None:
+        if self.world_size > 1:
+            metrics.synchronise(self.lightning_module)
+        super().setup(trainer)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """As Lightning's, decentralized; schedules go on with the ``param_groups`` that both have."""
+        if not self._own_loaded:
+            state = self.lightning_module.state_dict()
+            broadcast_parameters({name: one for name, one in state.items() if isinstance(one, torch.Tensor)}, 0)
+        super().setup_optimizers(trainer)
+        self.optimizers = [self._made_decentralized(one, trainer) for one in self.optimizers]
+
+    def _made_decentralized(self, optimizer: torch.optim.Optimizer, trainer: Any) -> torch.optim.Optimizer:
+        if not any(group["params"] for group in optimizer.param_groups):  # where configure_optimizers returns None
+            return optimizer
+        if isinstance(optimizer, DecentralizedOptimizer):
+            made = optimizer
+        elif self._wrapper is None:
+            dealt_out = trainer._accelerator_connector.use_distributed_sampler
+            made = one_peer_at_a_time(optimizer, self.lightning_module, dealt_out)
+        else:
+            made = self._wrapper(optimizer, self.lightning_module)
+        self._decentralized.append(made)
+        refusals.check_optimizer(made, trainer)
+        counts = trainer.accumulate_grad_batches != 1 or made.num_steps_per_communication > 1
+        if counts or made.overlaps_backward:
+            evaluate_first(made)
+        return made
+
+    def process_dataloader(self, dataloader: T) -> T:
+        """As it is; its order is that of the epoch that comes, also where workers begin before Lightning says which."""
+        _set_sampler_epoch(dataloader, self._trainer.fit_loop.epoch_progress.current.processed)
+        return dataloader
+
+    def teardown(self) -> None:
+        """Give the model and its metrics back. The agent stays one until its process ends, or ``shoal.shutdown()``."""
+        self._put_back()
+        if self.lightning_module is not None:
+            metrics.release(self.lightning_module)
+        decentralized, self._decentralized = self._decentralized, []
+        interrupted = self.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+        for one in decentralized:
+            # What is under way fails again where an agent is lost, of which the Trainer has been told.
+            with contextlib.suppress(ShoalError) if interrupted else contextlib.nullcontext():
+                one.close()
+        super().teardown()
+
+    # What all agents do together
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean, sum, maximum, minimum or product over the agents; the same bits on all."""
+        return exchanges.reduced(tensor, reduce_op, group)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Return when all agents are here, or with an error after ``SHOAL_TIMEOUT`` seconds."""
+        barrier(Internal("lightning.barrier"))
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """One agent's object on all: plain data, tensors and paths."""
+        found: T = exchanges.broadcast(obj, src)
+        return found
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """``[agents, *shape]``, detached.
+
+        Raises:
+            ValueError: ``sync_grads=True``, or shapes that differ.
+        """
+        if sync_grads:
+            raise ValueError(
+                "all_gather(sync_grads=True): an agent's gradients are those of its own loss, and go through no other "
+                "agent. Leave sync_grads out"
+            )
+        return exchanges.stacked(tensor, group)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all agents say so, or any of them."""
+        return bool(exchanges.reduced(torch.tensor(int(decision)), "min" if all else "max"))
+
+    def on_train_start(self) -> None:
+        batches = torch.tensor(float(self._trainer.num_training_batches))
+        refusals.check_batches([int(one) if one.isfinite() else None for one in exchanges.gather_all(batches)])
+        if self._trainer.fit_loop.restarted_mid_epoch:
+            self._restore_random()  # Lightning has begun to iterate, where a run that never stopped is in the middle
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._random = None
+
+    # The mean model, for evaluation and for checkpoints' files
+
+    def on_validation_start(self) -> None:
+        self._put_in_place()
+
+    def on_validation_end(self) -> None:
+        self._put_back()
+
+    def on_test_start(self) -> None:
+        self._put_in_place()
+
+    def on_test_end(self) -> None:
+        self._put_back()
+
+    def on_predict_start(self) -> None:
+        self._put_in_place()
+
+    def on_predict_end(self) -> None:
+        self._put_back()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._put_back()
+
+    def _put_in_place(self) -> None:
+        assert self._mean is not None
+        self._mean.put_in_place()
+
+    def _put_back(self) -> None:
+        if self._mean is not None:
+            self._mean.put_back()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The mean model's. All agents call it, as they save."""
+        assert self._mean is not None
+        with self._mean.mean():
+            state = self.lightning_module.state_dict()
+            mean: dict[str, Any] = copy.copy(state)  # with the versions that it has beside its items
+            mean.update({name: one.clone() for name, one in state.items() if isinstance(one, torch.Tensor)})
+        return mean
+
+    # Checkpoints
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """This agent's own."""
+        assert self._mean is not None
+        with self._mean.own():
+            state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Rank 0 writes the file, which has the mean model; and each agent its own state, in a folder beside it."""
+        assert self._mean is not None
+        checkpoints.check_one_path(filepath)
+        if "optimizer_states" in checkpoint:
+            precision = type(self.precision_plugin).__qualname__
+            with self._mean.own():
+                own = self.lightning_module.state_dict()
+                checkpoint = checkpoints.save_own(
+                    checkpoint, own, filepath, precision, int(checkpoint.get("global_step", 0))
+                )
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.local_rank == 0:
+            checkpoints.remove_own(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """To train on: each agent's own state, or, with another number of agents, the mean; for all else the mean."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        self._own_loaded, self._random = False, None
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            checkpoint = checkpoints.load_own(checkpoint, checkpoint_path)
+            self._random = checkpoint.pop(checkpoints.RANDOM, None)
+            self._own_loaded = self._random is not None
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._restore_random()
+
+    def _restore_random(self) -> None:
+        if self._random is not None:
+            state = RandomState()
+            state.load_state_dict(self._random)
+            state.restore()
+
+
+class _Hooks(SameNumbers):
+    """The hooks of a callback that the strategy needs."""
+
+    def __init__(self, strategy: ShoalStrategy) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        loop = trainer.fit_loop
+        if not loop.is_resuming and not loop.epoch_loop.restarting and trainer.current_epoch > 0:
+            # Lightning has begun to iterate, for the rest of an epoch that had no batch left, and will begin again.
+            self._strategy._restore_random()

@@ -1,0 +1,49 @@
+"""How Lightning's optimizers become Shoal's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from ...optim.bluefog import DistributedAdaptThenCombineOptimizer
+from ...optim.optimizer import DecentralizedOptimizer
+from ...topology.families.one_peer import OnePeerExponential
+from ...world.identity import size
+
+Wrapper: TypeAlias = Callable[[torch.optim.Optimizer, torch.nn.Module], DecentralizedOptimizer]
+"""What makes an optimizer decentralized: ``shoal.DistributedAdaptThenCombineOptimizer``, or a function around it."""
+
+
+def one_peer_at_a_time(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, dealt_out: bool
+) -> DecentralizedOptimizer:
+    """Adapt, then combine, with one neighbour of the exponential graph at a time.
+
+    Args:
+        optimizer: Lightning's.
+        module: Whose parameters it has.
+        dealt_out: Lightning deals the samples out, so agents' data do not differ: Adam's moments need not be averaged,
+            and nothing is to warn of that.
+    """
+    schedule = OnePeerExponential(size())
+    return DistributedAdaptThenCombineOptimizer(
+        optimizer, module, topology=schedule, mix_state=() if dealt_out else None
+    )
+
+
+def evaluate_first(optimizer: DecentralizedOptimizer) -> None:
+    """Call the closure that Lightning gives to ``step()``, which has the forward and backward pass in it, before the
+    step: for what counts backward passes, or is under way when the step comes."""
+    step = optimizer.step
+
+    def stepped(closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        step()
+        return loss
+
+    optimizer.step = stepped  # type: ignore[method-assign]
