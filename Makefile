@@ -67,7 +67,8 @@ lock:
 	out/lock/bin/uv pip compile pyproject.toml requirements/ci.in --extra dev --constraint constraints.txt \
 		--override requirements/overrides.txt --no-emit-package torch --universal --python-version 3.11 \
 		--generate-hashes --upgrade --no-header --no-annotate --quiet --output-file requirements/ci.lock
-	out/lock/bin/uv pip compile pyproject.toml requirements/ci.in --extra test --extra transformers --extra lightning \
+	out/lock/bin/uv pip compile pyproject.toml requirements/ci.in requirements/frameworks.in \
+		--extra test --extra transformers --extra lightning \
 		--constraint constraints.txt --override requirements/overrides.txt --no-emit-package torch --universal \
 		--python-version 3.11 --generate-hashes --upgrade --no-header --no-annotate --quiet \
 		--output-file requirements/frameworks.lock
