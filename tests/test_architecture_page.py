@@ -41,7 +41,7 @@ def test_every_room_is_listed() -> None:
 
 @pytest.mark.parametrize("room", rooms())
 def test_every_module_that_is_listed_is_there(room: str) -> None:
-    assert rooms()[room] <= {one.name for one in (PACKAGE / room).glob("*.py")}
+    assert rooms()[room] <= {one.name for one in (PACKAGE / room).rglob("*.py")}
 
 
 @pytest.mark.parametrize("room", sorted(set(rooms()) - {"", *SAID_IN_WORDS}))
