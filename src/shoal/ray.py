@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 from .errors import DeadlineExceeded, PeerLost, ShoalError
 from .topology._validate import check_size
-from .world.bootstrap import default_timeout, init, shutdown
+from .world.agent import agent_context
+from .world.bootstrap import CONTINUE, RAISE, default_timeout, init, leave, shutdown
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -40,9 +41,10 @@ def train(
     agents: int,
     resources_per_agent: Mapping[str, float] | None = None,
     strategy: str = "PACK",
+    on_loss: str = RAISE,
     timeout: float | None = None,
     **kwargs: Any,
-) -> list[T]:
+) -> list[T | None]:
     """Call ``function(*args, **kwargs)`` in every agent, after ``init`` and before ``shutdown``.
 
     The driver's connection to Ray is used; where there is none, ``ray.init()`` makes one, as with any call of Ray's.
@@ -52,15 +54,17 @@ def train(
         agents: How many.
         resources_per_agent: What each needs, by Ray's names: ``{"CPU": 4, "GPU": 1}``. One CPU, if not given.
         strategy: Of the placement group: ``"PACK"`` on few nodes, ``"SPREAD"`` on many, or the ``"STRICT_"`` forms.
+        on_loss: ``"raise"``, or ``"continue"``: the agents that are left go on without one that was lost, as they do where
+            ``shoal.init`` is told so (docs/survival.md).
         timeout: Seconds for which resources are waited for, and for every wait of the agents' own; ``SHOAL_TIMEOUT``
             (300) if not given. How long the function takes is its own affair.
 
     Returns:
-        The results, by rank.
+        The results, by rank. With ``on_loss="continue"`` None for those that were lost; the log says why.
 
     Raises:
         AgentFailed: An agent raised, with what it raised as ``__cause__``; or its process died. It names the ranks. The
-            others have ended then: by themselves, or killed after ten seconds.
+            others have ended then: by themselves, or killed after ten seconds. With ``on_loss="continue"``: all failed.
         DeadlineExceeded: The cluster did not have the resources in time. Nothing was started.
         ImportError: There is no Ray; ``pip install 'shoal[ray]'`` brings it.
         ValueError: An argument makes no sense.
@@ -73,6 +77,8 @@ def train(
             f"shoal.ray.train(agents={agents!r}): the number of agents must be a positive integer"
         ) from None
     resources = _checked(resources_per_agent)
+    if on_loss not in (RAISE, CONTINUE):
+        raise ValueError(f"shoal.ray.train(on_loss={on_loss!r}): it must be {RAISE!r} or {CONTINUE!r}")
     seconds = default_timeout() if timeout is None else timeout
     if not seconds > 0:
         raise ValueError(f"shoal.ray.train(timeout={timeout!r}): it must be a positive number of seconds")
@@ -81,12 +87,12 @@ def train(
     try:
         bundles = _placed(ray, group, agents, resources, seconds)
         actors = [_start(ray, group, bundle, rank, resources) for rank, bundle in enumerate(bundles)]
-        environments = _environments(ray, actors, seconds)
+        environments = _environments(ray, actors, on_loss, seconds)
         asked = [
             actor.run.remote(environment, function, args, kwargs)
             for actor, environment in zip(actors, environments, strict=True)
         ]
-        return _results(ray, asked)
+        return _results(ray, asked, on_loss == CONTINUE)
     finally:
         for actor in actors:
             ray.kill(actor, no_restart=True)
@@ -128,9 +134,6 @@ class _Agent:
 
 def _leave_with(error: BaseException) -> None:
     """Tell the others at once why this agent ends: its process does not, before Ray is told to."""
-    from .world.agent import agent_context
-    from .world.bootstrap import leave
-
     leave(agent_context(), f"its function ended with {type(error).__name__}: {error}".splitlines()[0][:500], died=True)
 
 
@@ -181,7 +184,7 @@ def _start(ray: Any, group: Any, bundle: int, rank: int, resources: Mapping[str,
     return ray.remote(_Agent).options(**options).remote(rank)
 
 
-def _environments(ray: Any, actors: Sequence[Any], seconds: float) -> list[dict[str, str]]:
+def _environments(ray: Any, actors: Sequence[Any], on_loss: str, seconds: float) -> list[dict[str, str]]:
     """The variables of each agent, as torchrun would set them."""
     try:
         found = ray.get([actor.where.remote() for actor in actors], timeout=seconds)
@@ -197,6 +200,7 @@ def _environments(ray: Any, actors: Sequence[Any], seconds: float) -> list[dict[
         "MASTER_PORT": str(port),
         "SHOAL_SECRET": secrets.token_hex(32),
         "SHOAL_TIMEOUT": f"{seconds:g}",
+        "SHOAL_ON_LOSS": on_loss,
     }
     sizes = {nodes.count(node) for node in nodes}
     if len(sizes) == 1:
@@ -213,43 +217,59 @@ def _environments(ray: Any, actors: Sequence[Any], seconds: float) -> list[dict[
     ]
 
 
-def _results(ray: Any, asked: Sequence[Any]) -> list[Any]:
-    """What all return; or the failure of who failed first, once all have ended or had the time for it."""
-    open_, failed = list(asked), {}
+def _results(ray: Any, asked: Sequence[Any], go_on: bool) -> list[Any]:
+    """What all return. Where one fails: what the others do that go on, or its failure, once all have ended or had the
+    time for it."""
+    found: list[Any] = [None] * len(asked)
+    running, failed = list(asked), {}
     limit = float("inf")
-    while open_ and (rest := limit - time.monotonic()) > 0:
-        ended, open_ = ray.wait(open_, num_returns=1, timeout=None if limit == float("inf") else rest)
+    while running and (rest := limit - time.monotonic()) > 0:
+        ended, running = ray.wait(running, num_returns=1, timeout=None if limit == float("inf") else rest)
         for one in ended:
+            rank = asked.index(one)
             try:
-                ray.get(one)
+                found[rank] = ray.get(one)
             except ray.exceptions.RayError as error:
-                failed[asked.index(one)] = error
-                limit = min(limit, time.monotonic() + GRACE_SECONDS)
-    if failed:
-        raise _failure(ray, failed, [asked.index(one) for one in open_])
-    return list(ray.get(list(asked)))
+                failed[rank] = error
+                if not go_on:
+                    limit = min(limit, time.monotonic() + GRACE_SECONDS)
+    if failed and (not go_on or len(failed) == len(asked)):
+        raise _failure(ray, failed, [asked.index(one) for one in running])
+    for rank in sorted(failed):
+        log.warning("shoal.ray.train(): the others went on without rank %d: %s", rank, _how(ray, failed, rank))
+    return found
 
 
 def _failure(ray: Any, failed: Mapping[int, Any], killed: Iterable[int]) -> AgentFailed:
     """Of those that failed, the ones that did not do so for another one's failure: their processes died, else they
     raised something of their own."""
-    causes = {rank: getattr(error, "cause", error) for rank, error in failed.items()}
-    died = [rank for rank, error in failed.items() if isinstance(error, ray.exceptions.RayActorError)]
-    raised = [rank for rank, cause in causes.items() if rank not in died and not isinstance(cause, PeerLost)]
+    died = [rank for rank in failed if _has_died(ray, failed[rank])]
+    raised = [rank for rank in failed if rank not in died and not isinstance(_cause(failed[rank]), PeerLost)]
     first = sorted(died or raised or failed)
-    what = "; ".join(
-        f"rank {rank}'s process died ({_first_line(failed[rank])})"
-        if rank in died
-        else f"rank {rank} failed with {type(causes[rank]).__name__}: {_first_line(causes[rank])}"
-        for rank in first
-    )
+    what = "; ".join(_how(ray, failed, rank) for rank in first)
     others = sorted(set(failed) - set(first))
     after = f"; ranks {others} ended with it" if others else ""
     stubborn = sorted(killed)
     after += f"; ranks {stubborn} had not noticed after {GRACE_SECONDS:g} s and were killed" if stubborn else ""
     error = AgentFailed(f"shoal.ray.train(): {what}{after}", first)
-    error.__cause__ = failed[first[0]] if first[0] in died else causes[first[0]]
+    error.__cause__ = _cause(failed[first[0]])
     return error
+
+
+def _how(ray: Any, failed: Mapping[int, Any], rank: int) -> str:
+    cause = _cause(failed[rank])
+    if _has_died(ray, failed[rank]):
+        return f"rank {rank}'s process died ({_first_line(cause)})"
+    return f"rank {rank} failed with {type(cause).__name__}: {_first_line(cause)}"
+
+
+def _has_died(ray: Any, error: Any) -> bool:
+    return isinstance(error, ray.exceptions.RayActorError)
+
+
+def _cause(error: Any) -> Any:
+    """What an agent raised; or what Ray says of one that died."""
+    return getattr(error, "cause", None) or error
 
 
 def _first_line(error: object) -> str:

@@ -19,6 +19,7 @@ import shoal.ray
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]  # what Ray warns of is not ours
+PAGE = Path(__file__).parents[2] / "docs" / "ray.md"
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,31 @@ def test_what_an_agent_raises_is_the_cause_and_one_that_does_not_notice_is_kille
     assert gone([int(file.read_text()) for file in tmp_path.iterdir()])
 
 
+def test_with_on_loss_continue_the_others_go_on_and_the_log_names_who_was_lost(
+    cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> tuple[int, ...]:
+        for step in range(300):
+            shoal.allreduce(torch.ones(10))
+            if step == 5 and shoal.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return shoal.alive()
+
+    assert shoal.ray.train(run, agents=3, on_loss="continue") == [(0, 2), None, (0, 2)]
+    assert "the others went on without rank 1: rank 1's process died" in caplog.text
+
+
+def test_the_example_of_the_page_learns(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert example is not None
+    monkeypatch.setattr(ray, "init", lambda: None)  # the tests' cluster is there
+    variables: dict[str, Any] = {"__name__": "example"}
+    exec(example[1], variables)
+    accuracies = variables["accuracies"]
+    assert len(accuracies) == 4 and len(set(accuracies)) == 1
+    assert accuracies[0] > 0.9
+
+
 def test_resources_that_the_cluster_does_not_have_are_named(cluster: Any) -> None:
     with pytest.raises(shoal.DeadlineExceeded, match=r"no room for 3 agents of \{'CPU': 2\} each within 1 s.*'CPU': 4"):
         shoal.ray.train(print, agents=3, resources_per_agent={"CPU": 2}, timeout=1.0)
@@ -121,6 +147,7 @@ def test_resources_that_the_cluster_does_not_have_are_named(cluster: Any) -> Non
         ({"agents": 2, "resources_per_agent": {"CPU": -1}}, "a positive amount of each resource"),
         ({"agents": 2, "resources_per_agent": {}}, "a positive amount"),
         ({"agents": 2, "timeout": 0.0}, "timeout=0.0"),
+        ({"agents": 2, "on_loss": "ignore"}, "on_loss='ignore'"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
