@@ -54,7 +54,7 @@ def train(
         agents: How many.
         resources_per_agent: What each needs, by Ray's names: ``{"CPU": 4, "GPU": 1}``. One CPU, if not given.
         strategy: Of the placement group: ``"PACK"`` on few nodes, ``"SPREAD"`` on many, or the ``"STRICT_"`` forms.
-        on_loss: ``"raise"``, or ``"continue"``: the agents that are left go on without one that was lost, as they do where
+        on_loss: ``"raise"``, or ``"continue"``: the agents that are left go on without one that was lost, as where
             ``shoal.init`` is told so (docs/survival.md).
         timeout: Seconds for which resources are waited for, and for every wait of the agents' own; ``SHOAL_TIMEOUT``
             (300) if not given. How long the function takes is its own affair.
