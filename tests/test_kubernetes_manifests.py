@@ -17,6 +17,7 @@ from shoal.cli.doctor import VARIABLES
 FOLDER = Path(__file__).parent.parent / "deploy" / "kubernetes"
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
+pytestmark = pytest.mark.timeout(180)  # the schemas are hundreds of modules
 FILES = sorted(FOLDER.glob("*.yaml"))
 
 
