@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -509,6 +510,55 @@ def test_arguments_that_make_no_sense_are_refused(
         status = int(stop.code or 0)
     assert status == 2
     assert message in capfd.readouterr().err
+
+
+OF_KUBEFLOW = {"PET_NPROC_PER_NODE": "2", "PET_NNODES": "4", "PET_NODE_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "found"),
+    [
+        ("-n 2", {"JOB_COMPLETION_INDEX": "3"}, (2, 1, 0)),  # of a sweep
+        ("-n 2 --nnodes 4", {"JOB_COMPLETION_INDEX": "3"}, (2, 4, 3)),
+        (
+            "",
+            {"PET_NPROC_PER_NODE": "2", "PET_NNODES": "4", "PET_NODE_RANK": "1", "JOB_COMPLETION_INDEX": "3"},
+            (2, 4, 1),
+        ),
+        (
+            "-n 1 --nnodes 5 --node-rank 2",
+            {"PET_NPROC_PER_NODE": "2", "PET_NNODES": "4", "PET_NODE_RANK": "1"},
+            (1, 5, 2),
+        ),
+        ("-n 2", {"PET_NPROC_PER_NODE": "auto"}, (2, 1, 0)),
+        ("", {"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE='auto' is no whole number: give -n, how many agents"),
+        ("-n 2", {"PET_NNODES": "1:3"}, "PET_NNODES='1:3' is no whole number: give --nnodes"),
+    ],
+)
+def test_what_the_command_line_leaves_out_is_taken_from_variables_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, environ: dict[str, str], found: tuple[int, int, int] | str
+) -> None:
+    from shoal.cli import node_variables, run
+
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    args = parser.parse_args([*arguments.split(), "script.py"])
+    if isinstance(found, str):
+        with pytest.raises(ValueError, match=re.escape(found)):
+            node_variables.fill_in(args, environ)
+        return
+    node_variables.fill_in(args, environ)
+    assert (args.agents, args.nnodes, args.node_rank) == found
+
+
+def test_the_variables_name_where_machine_0_is_in_brackets_or_not() -> None:
+    from shoal.cli.node_variables import rendezvous
+
+    assert rendezvous({"PET_MASTER_ADDR": "fd00::1", "PET_MASTER_PORT": "29400"}) == ("fd00::1", 29400)
+    assert rendezvous({"PET_MASTER_ADDR": "train-0.train", "PET_MASTER_PORT": "29400"}) == ("train-0.train", 29400)
+    assert rendezvous({"PET_MASTER_ADDR": "train-0.train"}) is None
 
 
 def test_a_rendezvous_port_that_is_taken_is_an_error(script: Script, capfd: pytest.CaptureFixture[str]) -> None:

@@ -37,8 +37,16 @@ from .namespaces import Namespace
 
 PATIENCE = 30.0
 """Seconds after which an agent that has not answered is taken for hung."""
-_LAUNCH_PREFIXES = ("SHOAL_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_")
-_LAUNCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+_LAUNCH_PREFIXES = ("SHOAL_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "PET_")
+_LAUNCH_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "JOB_COMPLETION_INDEX",
+)
 _PORTS = range(10000, 20000)  # below those that the system gives to outgoing connections
 
 

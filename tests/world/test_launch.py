@@ -1,4 +1,5 @@
-"""Who am I: the variables of each launcher, as recorded from Open MPI 4.1, MPICH 4.0 and Slurm 22.05."""
+"""Who am I: the variables of each launcher, as recorded from Open MPI 4.1, MPICH 4.0 and Slurm 22.05; and as their
+controllers set them in pods of Kubernetes."""
 
 from __future__ import annotations
 
@@ -55,6 +56,30 @@ SALLOC_INTERACTIVE = SBATCH | {
     "SLURM_STEP_NODELIST": "node07",
     "SLURM_STEP_NUM_NODES": "1",
     "SLURM_STEP_NUM_TASKS": "1",
+}
+
+INDEXED_JOB = {
+    "JOB_COMPLETION_INDEX": "2",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "train-0.train",
+    "MASTER_PORT": "29400",
+}
+# Of a pod of Kubeflow's TrainJob; its PyTorchJob sets RANK, WORLD_SIZE and MASTER_* besides, for pods of one agent.
+TRAIN_JOB = {
+    "JOB_COMPLETION_INDEX": "1",
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "train-node-0-0.train",
+    "PET_MASTER_PORT": "29400",
+}
+PYTORCH_JOB = TRAIN_JOB | {
+    "JOB_COMPLETION_INDEX": "",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "train-master-0",
+    "MASTER_PORT": "23456",
+    "PET_NPROC_PER_NODE": "1",
 }
 
 
@@ -177,9 +202,33 @@ def test_torchrun_started_by_srun_and_mpirun_is_torchrun() -> None:
     assert detect(SRUN | OPENMPI | HYDRA | TORCHRUN).rank == 3
 
 
+def test_in_an_indexed_job_with_a_world_size_the_index_is_the_rank() -> None:
+    assert detect(INDEXED_JOB) == Launch(2, 4, "kubernetes", "train-0.train", 29400)
+    assert detect(INDEXED_JOB | TORCHRUN).rank == 3
+
+
+def test_pods_of_an_indexed_job_without_a_world_size_are_worlds_of_one() -> None:
+    assert detect({"JOB_COMPLETION_INDEX": "2"}) == Launch(0, 1, "none")
+    assert detect({"JOB_COMPLETION_INDEX": "0", "WORLD_SIZE": "1"}).size == 1
+
+
+def test_a_pod_of_a_pytorchjob_with_one_agent_is_taken_as_it_is() -> None:
+    assert detect(PYTORCH_JOB) == Launch(1, 2, "torchrun", "train-master-0", 23456)
+
+
+def test_torchrun_in_a_pod_of_several_agents_is_torchrun() -> None:
+    inside = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2"}
+    assert detect(TORCHRUN | inside).rank == 3
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
+        (TRAIN_JOB, r"PET_NNODES=2 is set.*RANK is not.*alone: start the script with `shoal run` or torchrun"),
+        (TRAIN_JOB | {"PET_NNODES": "1"}, r"PET_NPROC_PER_NODE=2 is set"),
+        (PYTORCH_JOB | {"WORLD_SIZE": "4"}, r"PET_NNODES=2.*several agents.*start the script with `shoal run`"),
+        (INDEXED_JOB | {"WORLD_SIZE": "2"}, r"JOB_COMPLETION_INDEX=2 must be less than WORLD_SIZE=2"),
+        (INDEXED_JOB | {"MASTER_ADDR": ""}, r"JOB_COMPLETION_INDEX=2 and WORLD_SIZE=4 are set but MASTER_ADDR is not"),
         (TORCHRUN | {"RANK": "4"}, r"RANK=4 must be less than WORLD_SIZE=4"),
         (TORCHRUN | {"RANK": "-1"}, r"RANK='-1' is not a whole number"),
         (TORCHRUN | {"WORLD_SIZE": "four"}, r"WORLD_SIZE='four' is not a whole number"),

@@ -18,15 +18,16 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..watch.between_machines import Teller
 from ..watch.live import Others, Shown, Told, Watch
 from ..world.joining import Room, keep_secret
-from ..world.launch import BEGIN_WITH, INCARNATION, LOOPBACK, WATCH, join_address, parse_address
+from ..world.launch import BEGIN_WITH, INCARNATION, LAUNCHER, LOOPBACK, WATCH, join_address, parse_address
 from ..world.meeting import LOST
 from ..world.rendezvous import listen
+from . import node_variables
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses, Ending
 from .joining import claim
@@ -68,6 +69,8 @@ class Job:
     """How often it may be."""
     watch: str = ""
     """Where its agents say what they do; empty: nowhere."""
+    launcher: str = field(default_factory=functools.partial(secrets.token_hex, 8))
+    """A name of this machine's launcher, which the one that takes its place does not have."""
 
     @property
     def size(self) -> int:
@@ -102,6 +105,9 @@ class Job:
         found.pop(WATCH, None)
         if self.watch:
             found[WATCH] = self.watch
+        found.pop(LAUNCHER, None)
+        if self.nodes > 1:
+            found[LAUNCHER] = self.launcher
         if self.room is not None:
             found[BEGIN_WITH] = str(self.room.begins)
         if self.joins_at is not None:
@@ -118,14 +124,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line; what follows the script belongs to the script."""
     parser.allow_abbrev = False
     parser.add_argument(
-        "-n", "--nproc-per-node", type=int, required=True, metavar="N", dest="agents", help="agents on this machine"
+        "-n",
+        "--nproc-per-node",
+        type=int,
+        required=not os.environ.get(node_variables.AGENTS),
+        metavar="N",
+        dest="agents",
+        help=f"agents on this machine ({node_variables.AGENTS})",
     )
-    parser.add_argument("--nnodes", type=int, default=1, metavar="K", help="machines in the job (1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is: 0 to K - 1 (0)")
+    parser.add_argument("--nnodes", type=int, metavar="K", help=f"machines in the job ({node_variables.NODES}, else 1)")
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="I",
+        help=f"which of them this is: 0 to K - 1 ({node_variables.NODE_RANK} or {node_variables.INDEX}, else 0)",
+    )
     parser.add_argument(
         "--rendezvous",
         metavar="HOST:PORT",
-        help="where machine 0 is reached, and a free port there; needed for several machines (SHOAL_RENDEZVOUS)",
+        help="where machine 0 is reached, and a free port there; needed for several machines (SHOAL_RENDEZVOUS, or "
+        f"{node_variables.HOST} and {node_variables.PORT})",
     )
     parser.add_argument(
         "--max-agents",
@@ -419,9 +437,13 @@ def _refused(why: object, status: int) -> int:
 def _checked(args: argparse.Namespace) -> tuple[str, int]:
     """Refuse arguments that make no sense; return where to meet (port 0: any)."""
     if args.join is not None:
-        others = {"--nnodes": args.nnodes != 1, "--node-rank": args.node_rank, "--rendezvous": args.rendezvous}
-        for option in (option for option, given in (others | {"--max-agents": args.max_agents}).items() if given):
+        others = {"--nnodes": args.nnodes, "--node-rank": args.node_rank, "--rendezvous": args.rendezvous}
+        others["--max-agents"] = args.max_agents
+        for option in (option for option, given in others.items() if given is not None):
             raise ValueError(f"--join with {option}: that is for the run to say that is joined")
+        node_variables.fill_in(args, {node_variables.AGENTS: os.environ.get(node_variables.AGENTS, "")})
+    else:
+        node_variables.fill_in(args, os.environ)
     if args.agents < 1:
         raise ValueError(f"-n {args.agents}: at least one agent must run here")
     if args.nnodes < 1:
@@ -461,5 +483,8 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
     if os.environ.get("SHOAL_RENDEZVOUS"):
         return parse_address(os.environ["SHOAL_RENDEZVOUS"], "SHOAL_RENDEZVOUS")
     if args.nnodes > 1:
+        found = node_variables.rendezvous(os.environ)
+        if found is not None:
+            return found
         raise ValueError("--nnodes needs --rendezvous HOST:PORT, where machine 0 is reached, the same on every machine")
     return LOOPBACK, 0

@@ -23,6 +23,8 @@ class Place:
     started: int
     incarnation: int = 0
     """How often this agent has been started again."""
+    pid_namespace: int = 0
+    """In which ``pid`` is the number of its process."""
 
     @property
     def machine(self) -> tuple[str, int, int]:
@@ -65,6 +67,11 @@ def process_start(pid: int) -> int:
         return 0
 
 
+def pid_namespace() -> int:
+    """The namespace that the pids are of which this process sees: containers of one pod have each their own."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
 def nowhere(rank: int) -> Place:
     """The place of an agent that has not come yet."""
     return Place(rank, "", "", 0, -1, "", 0, 0)
@@ -76,4 +83,5 @@ def here(rank: int, incarnation: int = 0) -> Place:
     namespace = Path("/proc/self/ns/net").stat().st_ino
     pid = os.getpid()
     started = process_start(pid)
-    return Place(rank, socket.gethostname(), boot, namespace, os.getuid(), _process, pid, started, incarnation)
+    seen = rank, socket.gethostname(), boot, namespace, os.getuid(), _process, pid, started
+    return Place(*seen, incarnation, pid_namespace())

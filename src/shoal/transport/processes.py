@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from .place import Place, process_start
+from .place import Place, pid_namespace, process_start
 from .poller import Poller
 
 
@@ -19,11 +19,13 @@ class Processes:
 
     def watch(self, place: Place) -> None:
         """Watch the process of an agent, where it is one that this process can see."""
+        if place.pid_namespace != pid_namespace():
+            return
         try:
             fd = os.pidfd_open(place.pid)
         except OSError:
             return
-        if process_start(place.pid) != place.started:  # another process namespace, so another process
+        if process_start(place.pid) != place.started:  # it has ended, and its number is another one's
             os.close(fd)
             return
         self._pidfds[place.rank] = fd

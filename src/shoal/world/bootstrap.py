@@ -30,8 +30,8 @@ from ..transport.place import Endpoint, Place
 from ..transport.tls import certificates_of
 from .agent import Agent, AgentContext, Machines, agent_context, process_context
 from .identity import set_topology
-from .introductions import ENDPOINT, Introduced, add_to_directory, directory, introduce, with_absent
-from .launch import BEGIN_WITH, Launch, current, join_address
+from .introductions import ENDPOINT, Introduced, add_to_directory, directory, introduce, numbered, with_absent
+from .launch import BEGIN_WITH, LAUNCHER, Launch, current, join_address
 from .meeting import DIRECTORY, AlreadyMet, convene
 from .rendezvous import open_store
 from .replicas import among_counterparts, check_that_all_must_live
@@ -99,6 +99,7 @@ def init(
         ``SHOAL_INCARNATION``: how often this agent was started again while the others went on; more than 0 asks them to
         let it in. ``SHOAL_ENTRY_TIMEOUT``: seconds for which it waits for that (3600). ``SHOAL_BEGIN_WITH``: how many
         agents the run begins with, if not all; the others may join, each with ``SHOAL_INCARNATION=1``.
+        ``SHOAL_LAUNCHER``: a name of this machine's launcher, which the one that takes its place does not have.
         ``SHOAL_ON_PARTITION``: with ``on_loss="continue"``, what agents do that cannot reach as many others as there
         are of them, or more, of which nobody knows that they have ended: ``continue``, until the smaller part reaches
         the larger one again and gives way with :class:`~shoal.PeerLost`; or ``stop`` with it at once, so that one part
@@ -240,6 +241,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
     certificates = certificates_of(launch.rank)
     check_that_all_must_live(launch, on_loss == CONTINUE, certificates is not None)
     _check_room(mine, launch, on_loss)
+    launch, of_launcher = _numbered(mine, launch, on_loss, deadline)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
     engine.entry.be_patient(_seconds("SHOAL_ENTRY_TIMEOUT", ENTRY_TIMEOUT))
     engine.publisher.finite, engine.compresses_locally = finite, locally
@@ -253,7 +255,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
         alike |= {"on_loss": on_loss, "SHOAL_ON_PARTITION": on_partition}
         alike |= {"SHOAL_TRANSPORT=process-group": wanted is not None, **(wanted.alike if wanted is not None else {})}
         alike |= {"WORLD_SIZE": launch.size, BEGIN_WITH: launch.begins}
-        said = {"place": asdict(engine.router.place), "alike": alike}
+        said = {"place": asdict(engine.router.place), "alike": alike, **of_launcher}
         try:
             if launch.joins:
                 raise AlreadyMet
@@ -277,13 +279,22 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
                 # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
             _settle(agent, deadline)
         except AlreadyMet:
-            agent = _come_back(engine, launch, forced, per_machine, alike, deadline, wanted)
+            agent = _come_back(engine, launch, forced, per_machine, said, deadline, wanted)
     except BaseException:
         _free(mine)
         engine.close(time.monotonic() + 1.0, died=True)
         raise
     mine.has_met = True
     return agent
+
+
+def _numbered(mine: AgentContext, launch: Launch, on_loss: str, deadline: float) -> tuple[Launch, dict[str, Any]]:
+    """The launch as the others are to know it, and what it says of its launcher; see :func:`numbered`."""
+    may_be = launch.store_is_served and not launch.joins and not mine.has_met and mine.store is None
+    if not (may_be and on_loss == CONTINUE and os.environ.get(LAUNCHER) and os.environ.get("SHOAL_SECRET")):
+        return launch, {}
+    with contextlib.closing(open_store(launch, deadline)) as store:
+        return numbered(store, launch, deadline)
 
 
 def _process_group(mine: AgentContext, launch: Launch, forced: str) -> Wanted | None:
@@ -309,15 +320,15 @@ def _come_back(
     launch: Launch,
     forced: str,
     per_machine: int | None,
-    alike: dict[str, Any],
+    said: dict[str, Any],
     deadline: float,
     wanted: Wanted | None,
 ) -> Agent:
     """The others have met and go on: ask them to let this agent in."""
     with contextlib.closing(open_store(launch, deadline)) as store:
         met = directory(store, launch, deadline)
-        _check_agreement(met.said, alike)
-        met.said[launch.rank] = {"place": asdict(engine.router.place), "alike": alike, "reached": store.address}
+        _check_agreement(met.said, said["alike"])
+        met.said[launch.rank] = {**said, "reached": store.address}
         endpoint = _listen(engine, launch, forced, met.said)
         met.heard[launch.rank] = {"endpoint": asdict(endpoint)}
         _check_reachable(engine, launch, met)

