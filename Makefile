@@ -9,10 +9,11 @@ QUIET := --quiet --disable-pip-version-check
 TESTS ?=
 # The environment that the tests of frameworks have for themselves: their packages are large, and move often.
 FRAMEWORKS := .venv-frameworks
+CLUSTERS := .venv-clusters
 # Options of `shoal run` for the demo, as in: make demo DEMO="--on-failure continue"
 DEMO ?=
 
-.PHONY: demo test frameworks soak lint bench locked lock audit sbom clean
+.PHONY: demo test frameworks clusters soak lint bench locked lock audit sbom clean
 
 demo: $(STAMP)
 	$(BIN)/shoal run --no-prefix -n 4 $(DEMO) examples/train_digits.py --picture out/digits.png
@@ -25,13 +26,25 @@ test: $(STAMP)
 
 # With Transformers, Accelerate and Lightning, as requirements/frameworks.lock has them; `make test` passes over these tests.
 frameworks: $(FRAMEWORKS)/.locked
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest tests/frameworks
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest --reruns 2 -rfER tests/frameworks
 
 $(FRAMEWORKS)/.locked: pyproject.toml constraints.txt requirements/frameworks.lock
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --no-deps --require-hashes --requirement requirements/frameworks.lock
 	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --constraint constraints.txt torch
 	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --no-deps --no-build-isolation --editable .
+	touch $@
+
+# Manifests against the schemas of Kubernetes, JobSet and Kubeflow, the image's file, and Ray on two nodes: not a part of
+# CI, as Ray's nodes take long to come where others want the cores.
+clusters: $(CLUSTERS)/.installed
+	PYTHONDONTWRITEBYTECODE= $(CLUSTERS)/bin/pytest tests/test_kubernetes_manifests.py tests/test_dockerfile.py \
+		tests/frameworks/test_ray.py
+
+$(CLUSTERS)/.installed: pyproject.toml constraints.txt requirements/clusters.in
+	$(PYTHON) -m venv $(CLUSTERS)
+	$(CLUSTERS)/bin/python -m pip install $(QUIET) --constraint constraints.txt --requirement requirements/clusters.in \
+		--editable '.[test]'
 	touch $@
 
 soak: $(STAMP)
@@ -83,4 +96,4 @@ sbom: $(STAMP)
 	$(BIN)/python tools/bill.py > out/sbom.json
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) out build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(CLUSTERS) out build dist
