@@ -20,6 +20,7 @@ from support.survivors import CONTINUE
 from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]
+STEPS = 200
 COMPRESSORS = [None, MinMaxUInt8(), Cast(torch.bfloat16), QSGD(63)]
 
 
@@ -149,7 +150,7 @@ def run_until_lost(victim: int) -> tuple[int, str, float]:
     optimizer = make(model, 0.01)
     shoal.barrier()
     began = time.monotonic()
-    for step in range(400):
+    for step in range(STEPS):
         if shoal.rank() == victim and step == 20:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
@@ -160,7 +161,7 @@ def run_until_lost(victim: int) -> tuple[int, str, float]:
         time.sleep(0.002)
     shoal.barrier()
     optimizer.close()
-    return 400, "", time.monotonic() - began
+    return STEPS, "", time.monotonic() - began
 
 
 @over_both
@@ -176,4 +177,4 @@ def test_one_is_killed(on_loss: str, environment: dict[str, str]) -> None:
             assert not one.error, f"{one.error}: {one.message}\n{one.trace}"
             steps, said, seconds = one.value
             assert seconds < 10
-            assert (steps == 400 and not said) if on_loss == "continue" else "rank 1" in said
+            assert (steps == STEPS and not said) if on_loss == "continue" else "rank 1" in said

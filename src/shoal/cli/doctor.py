@@ -64,6 +64,7 @@ VARIABLES = (
     "SHOAL_TIMEOUT",
     "SHOAL_TLS",
     "SHOAL_TRANSPORT",
+    "SHOAL_WATCH",
 )
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "SLURM_", "PET_")
 _LAUNCHER_NAMES = (
@@ -87,6 +88,7 @@ _NOT_FOR_CHECKS = (
     "SHOAL_RENDEZVOUS",
     "SHOAL_TIMELINE",
     "SHOAL_TLS",
+    "SHOAL_WATCH",
 )
 _ADVICE = {
     "threads": "nothing of the system plays a part in it, so this is a bug in Shoal: report it with all of the above",
