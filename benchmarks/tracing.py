@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import shoal
-from shoal import topology
+from _steps import mlp
 from shoal.engine.events import Events, Fields, Recording
 from shoal.engine.profiling import span
 from shoal.monitor.timeline import Timeline
@@ -47,24 +46,6 @@ class Block:
 
     clock: float
     processor: float
-
-
-def mlp(width: int, depth: int, batch: int) -> Callable[[], None]:
-    """A training step of an MLP: forward, backward, local step, average with a neighbour."""
-    torch.manual_seed(0)
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
-    model = nn.Sequential(*layers, nn.Linear(width, 10))
-    inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    one_peer = topology.OnePeerExponential(shoal.size())
-    optimizer = shoal.DistributedAdaptThenCombineOptimizer(inner, model, topology=one_peer)
-    x, y = torch.randn(batch, width), torch.randint(0, 10, (batch,))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
 
 
 def small_calls() -> None:
