@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .adam_arguments import check_adam
+
 
 class AccumAdamW(torch.optim.Optimizer):
     """AdamW whose moments take in the mean of ``accumulate`` gradients at a time, for agents that average parameters.
@@ -51,14 +53,9 @@ class AccumAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        if not lr >= 0:
-            raise ValueError(f"lr={lr}: pass 0 or more")
+        check_adam(lr, betas, eps, weight_decay)
         if accumulate < 1:
             raise ValueError(f"accumulate={accumulate}: pass a number of gradients, at least 1")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas}: pass two numbers from 0 to below 1")
-        if not (eps > 0 and weight_decay >= 0):
-            raise ValueError(f"eps={eps}, weight_decay={weight_decay}: pass a small number above 0, and 0 or more")
         defaults = {"lr": lr, "accumulate": accumulate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 

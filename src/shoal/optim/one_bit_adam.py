@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .adam_arguments import check_adam
+
 
 class OneBitAdam(torch.optim.Optimizer):
     """Adam that after some steps keeps its second moment, so that what agents average may be compressed to one bit.
@@ -48,14 +50,9 @@ class OneBitAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        if lr < 0:
-            raise ValueError(f"lr={lr}: pass 0 or more")
+        check_adam(lr, betas, eps, weight_decay)
         if warmup < 1:
             raise ValueError(f"warmup={warmup}: pass 1 or more, since the second moment is what they make of it")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas}: pass two numbers from 0 to below 1")
-        if not (eps > 0 and weight_decay >= 0):
-            raise ValueError(f"eps={eps}, weight_decay={weight_decay}: pass a small number above 0, and 0 or more")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup": warmup, "steps": 0}
         super().__init__(params, defaults)
         self._momenta_are_there = False
