@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pkgutil
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
@@ -25,3 +27,18 @@ def test_nothing_in_a_package_has_the_name_of_a_module_of_it(name: str) -> None:
     there = {one: getattr(package, one) for one in modules if hasattr(package, one)}
     shadowed = [one for one, found in there.items() if getattr(found, "__name__", "") != modules[one]]
     assert not shadowed, f"rename the modules {shadowed} of {name}, or what {name} calls so"
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [
+        ("transformers", "transformers", "transformers"),
+        ("accelerate", "accelerate", "transformers"),
+        ("lightning", "lightning", "lightning"),
+    ],
+)
+def test_where_a_framework_is_not_installed_it_is_said_what_brings_it(module: str, package: str, extra: str) -> None:
+    hidden = f"import sys; sys.modules[{package!r}] = None; import shoal.frameworks.{module}"
+    done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"pip install 'shoal[{extra}]'" in done.stderr.splitlines()[-1], done.stderr

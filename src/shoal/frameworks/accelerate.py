@@ -16,11 +16,17 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
-from accelerate import Accelerator
-from accelerate.data_loader import get_sampler
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DataLoaderConfiguration, recursively_apply
 from torch.nn.parallel import DistributedDataParallel
+
+from .requirements import not_installed
+
+try:
+    from accelerate import Accelerator
+    from accelerate.data_loader import get_sampler
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DataLoaderConfiguration, recursively_apply
+except ModuleNotFoundError as error:
+    raise not_installed(error, "transformers") from None
 
 from ..ops.arguments import Internal
 from ..ops.objects import broadcast_object, broadcast_parameters

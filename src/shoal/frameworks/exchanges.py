@@ -10,8 +10,8 @@ from accelerate.utils import recursively_apply
 from ..ops import plain
 from ..ops.arguments import Internal
 from ..ops.collective import allgather, allreduce, gather_by_rank
+from .bits import as_bits
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OPERATIONS = {"sum": "sum", "mean": "average", "max": "max"}
 
 
@@ -23,11 +23,7 @@ def gathered(tensors: Any) -> Any:
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     rows = tensor[None] if tensor.ndim == 0 else tensor
-    # As bits: what is evaluated may be NaN, also where SHOAL_CHECK_FINITE refuses to send that.
-    bits = _BITS.get(rows.element_size())
-    found = rows.contiguous() if bits is None else rows.contiguous().view(bits)
-    found = allgather(found, Internal("frameworks.gather"))
-    return found if bits is None else found.view(tensor.dtype)
+    return allgather(as_bits(rows), Internal("frameworks.gather")).view(tensor.dtype)
 
 
 def gathered_objects(objects: Any) -> list[Any]:

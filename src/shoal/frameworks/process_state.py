@@ -20,6 +20,7 @@ from ..ops.collective import barrier
 from ..world.agent import current
 from ..world.bootstrap import init
 from ..world.identity import is_initialized, local_rank
+from .requirements import check_agent
 
 _ASKED = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """The variables by which Accelerate finds out whether it is one of several."""
@@ -63,16 +64,7 @@ def process_state(cpu: bool = False) -> PartialState:
     if not is_initialized():
         init()
     agent = current("shoal.frameworks")
-    if agent.launch.launcher == "fleet":
-        raise ValueError(
-            "Accelerate and Transformers have one state for each process, so agents that are threads (shoal.Fleet) "
-            "cannot have one each. Start processes: shoal run -n 4 script.py"
-        )
-    if agent.engine.agreement.active:
-        raise ValueError(
-            'on_loss="continue": the samples of an agent that is lost would be dealt out to nobody, and gathered '
-            "metrics cut short. Leave it out, and resume from a checkpoint"
-        )
+    check_agent(agent, "Accelerate and Transformers")
     cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
     if not there or there["distributed_type"] is not Decentralized.SHOAL or there["num_processes"] != agent.size:
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -15,9 +15,15 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer
-from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import get_last_checkpoint
+
+from .requirements import not_installed
+
+try:
+    from transformers import Trainer
+    from transformers.trainer_callback import TrainerState
+    from transformers.trainer_utils import get_last_checkpoint
+except ModuleNotFoundError as error:
+    raise not_installed(error, "transformers") from None
 
 from ..ops.arguments import Internal
 from ..ops.collective import allreduce

@@ -7,8 +7,13 @@
 ``shoal run -n 4 train.py`` starts it, or torchrun. docs/lightning.md says what works, and what is refused and why.
 """
 
-from .callbacks import ConsensusDistance as ConsensusDistance
-from .strategy import ShoalStrategy as ShoalStrategy
-from .wrapping import Wrapper as Wrapper
+from ..requirements import not_installed
+
+try:
+    from .callbacks import ConsensusDistance as ConsensusDistance
+    from .strategy import ShoalStrategy as ShoalStrategy
+    from .wrapping import Wrapper as Wrapper
+except ModuleNotFoundError as error:
+    raise not_installed(error, "lightning") from None
 
 __all__ = ["ConsensusDistance", "ShoalStrategy", "Wrapper"]

@@ -12,8 +12,8 @@ from ...ops.arguments import Internal
 from ...ops.collective import allreduce, gather_by_rank
 from ...ops.groups import Group
 from ...ops.objects import broadcast_object
+from ..bits import as_bits
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OF_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "average": lambda every: every.sum(0) / len(every),
     "sum": lambda every: every.sum(0),
@@ -25,20 +25,11 @@ _OPERATIONS = {"mean": "average", "avg": "average", "sum": "sum", "max": "max", 
 
 
 def gather_all(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """The tensors of all agents, by rank; their shapes may differ. As torchmetrics' ``dist_sync_fn``.
-
-    They travel as bits: a metric may be NaN, also where SHOAL_CHECK_FINITE refuses to send that.
-    """
+    """The tensors of all agents, by rank; their shapes may differ. As torchmetrics' ``dist_sync_fn``."""
     tensor = tensor.detach()
-    rows = tensor.reshape(1) if tensor.ndim == 0 else tensor.contiguous()
-    bits = _BITS.get(rows.element_size())
-    sent = rows if bits is None else rows.view(bits)
-    found = gather_by_rank(sent, Internal("lightning.gather"), group=_of(group)).values()
-    return [(one if bits is None else one.view(tensor.dtype)).reshape(_shape(one, tensor)) for one in found]
-
-
-def _shape(found: torch.Tensor, own: torch.Tensor) -> torch.Size:
-    return own.shape if own.ndim == 0 else found.shape
+    rows = tensor[None] if tensor.ndim == 0 else tensor
+    found = gather_by_rank(as_bits(rows), Internal("lightning.gather"), group=_of(group)).values()
+    return [one.view(tensor.dtype)[0] if tensor.ndim == 0 else one.view(tensor.dtype) for one in found]
 
 
 def stacked(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:

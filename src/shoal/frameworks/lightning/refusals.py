@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from ...optim.optimizer import DecentralizedOptimizer
-from ...world.agent import Agent
 
 _ALONE = (
     "an agent that fails would save alone, and wait for the others. Leave it out, and resume from a checkpoint of an "
@@ -32,20 +31,6 @@ _CALLBACKS: dict[type[Any], str] = {
     LearningRateFinder: "it tries rates from one start again and again, each agent for itself. Start a job for each",
 }
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-
-
-def check_agent(agent: Agent) -> None:
-    """Raise ValueError for agents that Lightning could not run as."""
-    if agent.launch.launcher == "fleet":
-        raise ValueError(
-            "ShoalStrategy: Lightning has one state for each process, so agents that are threads (shoal.Fleet) cannot "
-            "have one each. Start processes: shoal run -n 4 script.py"
-        )
-    if agent.engine.agreement.active:
-        raise ValueError(
-            'ShoalStrategy: on_loss="continue": the samples of an agent that is lost would be dealt out to nobody, and '
-            "its metrics be missing. Leave it out, and resume from a checkpoint"
-        )
 
 
 def check_devices(devices: list[Any] | None) -> None:

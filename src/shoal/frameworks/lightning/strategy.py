@@ -22,6 +22,7 @@ from ...world.agent import current
 from ...world.bootstrap import init
 from ...world.identity import is_initialized, machine_size
 from ..random_state import RandomState
+from ..requirements import check_agent
 from . import checkpoints, exchanges, metrics, refusals
 from .callbacks import SameNumbers
 from .environment import ShoalEnvironment
@@ -60,7 +61,7 @@ class ShoalStrategy(ParallelStrategy):
     ) -> None:
         if not is_initialized():
             init()
-        refusals.check_agent(current("ShoalStrategy"))
+        check_agent(current("ShoalStrategy"), "ShoalStrategy")
         self._wrapper = wrapper
         self._machines = machine_size()
         self._decentralized: list[DecentralizedOptimizer] = []

@@ -1,0 +1,31 @@
+"""What a framework needs of Shoal, and Shoal of a framework."""
+
+from __future__ import annotations
+
+from ..world.agent import Agent
+
+
+def not_installed(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
+    """What to raise where a framework's package is missing: which it is, and what brings it."""
+    return ModuleNotFoundError(f"{error.name} is not installed: pip install 'shoal[{extra}]'", name=error.name)
+
+
+def check_agent(agent: Agent, who: str) -> None:
+    """Refuse agents that a framework could not run as.
+
+    Args:
+        who: Begins what is said.
+
+    Raises:
+        ValueError: The agent is a thread, or others would go on without it.
+    """
+    if agent.launch.launcher == "fleet":
+        raise ValueError(
+            f"{who}: there is one state for each process, so agents that are threads (shoal.Fleet) cannot have one "
+            "each. Start processes: shoal run -n 4 script.py"
+        )
+    if agent.engine.agreement.active:
+        raise ValueError(
+            f'{who}: on_loss="continue": the samples of an agent that is lost would be dealt out to nobody, and its '
+            "metrics be missing. Leave it out, and resume from a checkpoint"
+        )
