@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +21,6 @@ from support.world import World, plain_environment
 SIZE = 4
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    made = World(SIZE, init=False, timeout=60.0)
-    try:
-        yield made
-    finally:
-        made.destroy()  # what Accelerate has imported keeps threads and files of its own
 
 
 def test_prepare_wraps_optimizers_and_no_model_and_deals_all_examples_out(world: World) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,15 @@ import pytest
 
 from support import lightning_agents as agents
 from support.lightning_agents import Fitted
-from support.world import World, template
+from support.world import World
 
 if importlib.util.find_spec("lightning") is None:
     pytest.skip("pip install 'shoal[lightning]'", allow_module_level=True)
 
 SIZE = 4
+IMPORTS = ("lightning.pytorch",)
 pytestmark = pytest.mark.timeout(300)
 MODULE = {"dropout": 0.3, "norm": True}
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    template().imports("lightning.pytorch")
-    made = World(SIZE, init=False, timeout=60.0)
-    try:
-        yield made
-    finally:
-        made.destroy()
 
 
 def fitted(world: World, folder: Path, **options: Any) -> list[Fitted]:

@@ -34,15 +34,6 @@ sys.path.append(str(EXAMPLES))
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    made = World(SIZE, init=False, timeout=60.0)
-    try:
-        yield made
-    finally:
-        made.destroy()  # what Transformers has imported keeps threads and files of its own
-
-
 def trained(world: World, folder: Path, **options: Any) -> list[Trained]:
     return world.results(partial(agents.train, **options), str(folder), patience=120.0)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from torch import nn
 
 import shoal
 from support.checkpoints import MODEL, Run, same
+from support.packing import packed, unpacked
 from support.world import World
 
 pytestmark = pytest.mark.transport("shared_memory")
@@ -24,17 +23,6 @@ pytestmark = pytest.mark.transport("shared_memory")
 def begin() -> None:
     shoal.init()
     dist.init_process_group("gloo")
-
-
-def packed(state: object) -> bytes:
-    """For the way to the test: tensors would go through memory that ends with the agent."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard
 
 import shoal
 from support.optimizers import batch
+from support.packing import packed, unpacked
 from support.sharded import (
     MODEL,
     OF_TENSORS,
@@ -41,10 +42,8 @@ from support.sharded import (
     mesh,
     of_process,
     of_replica,
-    packed,
     sharded,
     train,
-    unpacked,
     whole,
     wrapped,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -131,14 +130,3 @@ def whole(model: nn.Module) -> torch.Tensor:
     """All parameters, put together; the processes of a replica call it together."""
     tensors = [one.full_tensor() if isinstance(one, DTensor) else one for one in model.parameters()]
     return torch.cat([one.detach().reshape(-1) for one in tensors])
-
-
-def packed(state: object) -> bytes:
-    """For the way to the test: tensors would go through memory that ends with the agent."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)

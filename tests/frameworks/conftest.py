@@ -1,0 +1,23 @@
+"""Four agents in processes of their own, for the tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.world import World, template
+
+SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Before ``init``. A module's ``IMPORTS`` are imported once for all of them."""
+    for name in getattr(request.module, "IMPORTS", ()):
+        template().imports(name)
+    made = World(SIZE, init=False, timeout=60.0)
+    try:
+        yield made
+    finally:
+        made.destroy()  # what frameworks have imported keeps threads and files of its own
