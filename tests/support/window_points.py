@@ -285,4 +285,6 @@ def cycle(count: int, warm: int) -> tuple[list[str], int]:
     limit = time.monotonic() + 2.0
     while (left := holdings().beyond(before)) and time.monotonic() < limit:
         time.sleep(0.01)
-    return left, resident_bytes() - resident
+    grown = resident_bytes() - resident
+    shoal.barrier()  # one that left before the other has looked would have it open a socket for `shoal status`
+    return left, grown
