@@ -244,7 +244,8 @@ def draw(
         for kind, values in control.items():
             panels[-1].plot([one[0] for one in values], [one[1] for one in values], "o-", label=kind)
         panels[-1].set(xscale="log", yscale="log", xlabel="agents", ylabel="messages", title="control, busiest agent")
-        panels[-1].set_xticks(list(COUNTED), [str(count) for count in COUNTED])
+        ticks = [one[0] for one in control[KINDS[0]]]
+        panels[-1].set_xticks(ticks, [str(count) for count in ticks])
         panels[-1].legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -255,7 +256,7 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=["times", "messages", "model"], nargs="+", default=["times", "messages", "model"]
     )
-    parser.add_argument("--agents", type=int, nargs="+", default=list(AGENTS))
+    parser.add_argument("--agents", type=int, nargs="+", help="how many (2 4 8; to count: 2 to 64)")
     parser.add_argument("--sizes", choices=SIZES, nargs="+", default=list(SIZES))
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument("--picture", type=Path, help="where to draw it (matplotlib)")
@@ -267,9 +268,11 @@ def main() -> None:
         return
     console, watch = Console(width=160), LoadWatch()
     repetitions = 2 if args.quick else args.repetitions
-    agents = args.agents[:1] if args.quick else args.agents
-    found = times(console, agents, repetitions, args.sizes) if "times" in args.only else {}
-    control = messages(console, COUNTED[:2] if args.quick else COUNTED) if "messages" in args.only else {}
+    timed, counted_on = args.agents or AGENTS, args.agents or COUNTED
+    if args.quick:
+        timed, counted_on = timed[:1], counted_on[:2]
+    found = times(console, timed, repetitions, args.sizes) if "times" in args.only else {}
+    control = messages(console, counted_on) if "messages" in args.only else {}
     if "model" in args.only:
         model(console)
     if args.picture:

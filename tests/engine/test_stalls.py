@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from threading import Barrier, Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 import shoal
-from shoal.engine import doing, stalls
+from shoal.coordination.order import Order
+from shoal.engine import doing, stalls, watchdog
+from shoal.world.agent import current
 from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
 from support.leftovers import nothing_is_left
@@ -74,6 +77,40 @@ def test_it_is_said_for_whom_and_what_those_do(
     )
     assert any(re.match(says, one) for one in found), found
     assert not any("does not answer" in one for one in found)
+
+
+@pytest.mark.transport(PROCESS_GROUP)
+def test_what_all_have_come_to_and_has_not_been_moved_waits_for_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No order is agreed on for a while, which a process that is short of time may take."""
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", str(AFTER))
+    monkeypatch.setattr(watchdog, "ASK_ALL_AFTER", AFTER / 4)  # after which agents know who has come
+    caplog.set_level(logging.WARNING, "shoal")
+    holds, said = Event(), list[str]()
+    due = Order.due.fget
+    assert due is not None
+    monkeypatch.setattr(Order, "due", property(lambda order: not holds.is_set() and due(order)))
+
+    def run() -> None:
+        shoal.barrier()
+        holds.set()
+        handle = shoal.neighbor_allreduce_nonblocking(torch.ones(100_000), name="x")
+        with pytest.raises(shoal.DeadlineExceeded, match="to which all have come"):
+            handle.wait(1.5 * AFTER)
+        if shoal.rank() == 0:
+            with current().engine.lock:
+                said.append(str(current().engine.about.doing))
+        while_held.wait()
+        holds.clear()
+        assert torch.equal(handle.wait(), torch.ones(100_000))
+
+    while_held = Barrier(2)
+    shoal.Fleet(2, transport=PROCESS_GROUP, timeout=20.0).run(run)
+    waits = [one for one in heard(caplog) if "on rank 0 has waited" in one]
+    until = ", to which all have come, until its tensors are moved"
+    assert len(waits) == 1 and f" s{until}; it gives up" in waits[0], waits
+    assert f"neighbor_allreduce 'x' round 0{until}, since " in said[0], said
 
 
 @pytest.mark.parametrize("late", [0, 3])

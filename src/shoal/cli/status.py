@@ -146,7 +146,8 @@ def _doing(one: dict[str, Any]) -> str:
         return "waits, and not for others" if one["stands_still"] else "runs its script"
     first = one["waiting"][0]
     more = f", and in {one['waits_in'] - 1} more" if one["waits_in"] > 1 else ""
-    what = f"{_plain(first['call'])} for rank{'s' if len(first['ranks']) > 1 else ''} {_ranks(first['ranks'])}"
+    whom = f" for rank{'s' if len(first['ranks']) > 1 else ''} {_ranks(first['ranks'])}" if first["ranks"] else ""
+    what = f"{_plain(first['call'])}{whom}"
     since = seconds(first["seconds"])
     if one["stands_still"]:
         return f"waits since {since} in {what}{more}"

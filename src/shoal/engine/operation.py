@@ -376,8 +376,8 @@ class Operation:
         if self.stage is not None:
             stage = self.stage
             waiting |= stage.missing | stage.unconfirmed or stage.absent or stage.moved_with
-            for source, message in self.stage.arrived.items():
-                if message.payload is not None and not message.payload.complete:
+            for source, message in stage.arrived.items():
+                if message.payload is not None and not message.payload.complete and not stage.to_move:
                     waiting.add(source)
         return sorted(waiting)
 
@@ -411,6 +411,11 @@ class Operation:
 
 INTERNAL: Final = "~shoal "
 """Before the names of calls that Shoal makes for a caller."""
+
+
+def for_whom(ranks: Sequence[int]) -> str:
+    """For whom a call waits, as it is said of it."""
+    return f" for ranks {list(ranks)}" if ranks else ", to which all have come, until its tensors are moved"
 
 
 def describe(op: str, name: str, round_: int) -> str:
@@ -461,7 +466,7 @@ class Handle(Generic[T]):
                 raise NotInitialized(f"{self.operation}: this agent has shut down while it was in flight")
             missing = self.operation.held_up_by
             raise DeadlineExceeded(
-                f"{self.operation} is not done after {timeout:g} s; it waits for ranks {missing} and goes on", missing
+                f"{self.operation} is not done after {timeout:g} s; it waits{for_whom(missing)} and goes on", missing
             )
         if self._error is not None:
             raise self._error

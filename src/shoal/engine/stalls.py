@@ -14,6 +14,7 @@ from ..transport.wire import Kind, Message
 from .doing import AboutItself, seconds
 from .matching import Matcher
 from .membership import Membership
+from .operation import for_whom
 from .outbox import Outbox
 from .progress import Progress
 from .services import Services
@@ -125,12 +126,12 @@ class Stalls:
         others = f" and {len(stalled) - 1} more" if len(stalled) > 1 else ""
         ranks = sorted({rank for one in stalled for rank in one.ranks})
         log.warning(
-            "%s%s on rank %d has waited %s for ranks %s%s",
+            "%s%s on rank %d has waited %s%s%s",
             first.call,
             others,
             self._rank,
             seconds(now - first.since),
-            ranks,
+            for_whom(ranks),
             "" if first.gives_up is None else f"; it gives up after {seconds(first.gives_up)}",
         )
         for rank in ranks:
