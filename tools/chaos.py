@@ -79,7 +79,7 @@ def returns(seeds: Sequence[int], over: str = "") -> Failed:
     """Whoever fails comes back. As :func:`losses`."""
 
     def kinds(seed: int) -> list[str]:
-        draw = chaos_returns.Draw.of(seed)
+        draw = chaos_returns.Draw.of(seed, over)
         return [draw.kind, *(f"*{condition}*" for condition in draw.conditions)]
 
     found, failed = _collect(seeds, "chaos, and back", lambda seed: chaos_returns.run(seed, over), kinds)
@@ -107,7 +107,7 @@ def main() -> None:
     else:
         failed = links(seeds) if args.links else losses(seeds, args.locked, args.over)
     if args.returns:
-        drawn = sum(len(faults) for seed in seeds for faults in chaos_returns.Draw.of(seed).faults.values())
+        drawn = sum(len(faults) for seed in seeds for faults in chaos_returns.Draw.of(seed, args.over).faults.values())
     else:
         drawn = len(seeds) if args.links else sum(len(chaos.Draw.of(seed).faults) for seed in seeds)
     print(f"\n{len(seeds)} runs, {drawn} faults; {len(failed)} runs failed")

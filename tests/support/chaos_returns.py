@@ -67,12 +67,15 @@ class Draw:
     writes: bool
 
     @staticmethod
-    def of(seed: int) -> Draw:
+    def of(seed: int, over: str = "") -> Draw:
+        """``over``: the transport, if not the one that is drawn; its links have no connections to cut."""
         chance = random.Random(seed)
         way = chance.choice(list(ALGORITHMS))
         topology = chance.choice(list(TOPOLOGIES)) if way in ("ATC", "AWC") else "ring"
         size = 4 if topology == "hypercube" else chance.randint(3, 5)
         first = FAULTS[seed % len(FAULTS)]  # in turn, so that few seeds meet all
+        if over and first in (RESET, CORRUPTED):
+            first = KILLED
         transport = "network" if first in (RESET, CORRUPTED) else chance.choice(list(OVER))
         victims = chance.sample(range(size), chance.choice([1, 1, 2, size - 1]))
         writes = first == FULL or chance.random() < 0.3
@@ -124,7 +127,7 @@ def _point(chance: random.Random) -> Point:
 def run(seed: int, over: str = "") -> Found:
     """Draw, train, and compare, ``over`` the transport that is drawn or another one. AssertionError where an agent ends
     otherwise than it must."""
-    draw = Draw.of(seed)
+    draw = Draw.of(seed, over)
     environment = {"SHOAL_TRANSPORT": over} if over else OVER[draw.transport]
     with _folder(draw) as folder:
         return _run(seed, draw, folder, environment)

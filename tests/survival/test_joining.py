@@ -18,6 +18,7 @@ from shoal import topology_util
 from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
 from shoal.topology import Static, Without
 from shoal.world.agent import current
+from support import PROCESS_GROUP
 from support.coming_back import train
 from support.fault_points import Point, arm, over_both
 from support.namespaces import network_namespaces
@@ -51,6 +52,12 @@ def ends(pending: list[Pending]) -> list[Any]:
     failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
     assert not failed, "\n".join(failed)
     return [one.value for one in outcomes]
+
+
+@pytest.mark.transport(PROCESS_GROUP)
+@pytest.mark.parametrize("way", ["ATC", pytest.param("exact diffusion", marks=[pytest.mark.soak])])
+def test_they_join_where_process_groups_carry_what_is_exchanged(way: str) -> None:
+    test_two_join_one_after_another_and_all_end_at_the_optimum_of_all(way, {"SHOAL_TRANSPORT": PROCESS_GROUP})
 
 
 @over_both

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..engine.engine import Engine
+from ..engine.membership import WHOLE, Plan
 from ..transport.addresses import LOOPBACK
 from ..transport.process_group import BACKENDS, MADE_HERE, ProcessGroups, available
 from ..transport.router import TRANSPORTS
@@ -84,8 +85,8 @@ def carry(engine: Engine, wanted: Wanted) -> None:
     given = None if wanted.given is None else (tuple(range(engine.size)), wanted.given)
     address = router.endpoints[engine.rank].host or LOOPBACK
 
-    def make(lost: int) -> ProcessGroups:
-        label = f"after {lost} losses"
+    def make(plan: Plan) -> ProcessGroups:
+        label = f"after {plan.attempt} losses, with {plan.entered} that have entered"
         return ProcessGroups(
             engine.rank,
             wanted.backend,
@@ -94,12 +95,13 @@ def carry(engine: Engine, wanted: Wanted) -> None:
             partial(stores.give_up, label),
             order.moved,
             order.failed,
-            given if not lost else None,
+            given if plan == WHOLE else None,
         )
 
     order.move_by(make)
     if engine.agreement.active:
         engine.outbox.keep_what_is_carried()
+    engine.entry.on_entry = order.enter
     engine.services.add(CALL, order)
     engine.services.add(WORD, stores)
     engine.lifecycle.carrying.carry_with(order)

@@ -30,6 +30,7 @@ import torch
 
 from ..engine.discovery import submit_to_all
 from ..engine.engine import Engine
+from ..engine.membership import Plan
 from ..engine.operation import Operation, Stage, Steps
 from ..engine.outbox import send_alone
 from ..engine.services import MinimalService
@@ -38,6 +39,7 @@ from ..transport.link import Lease
 from ..transport.movement import Movement, Step
 from ..transport.process_group import ABANDON_AFTER, ProcessGroups
 from ..transport.wire import Kind, Message, Payload, Where
+from .asked import Asked
 from .decision import Refusal, Response
 from .request import ALL, Entry, Key, Ranks, Request
 from .response_cache import ResponseCache
@@ -54,35 +56,6 @@ _BEGINS, _BEGINS_FOR_SOME, _ALL_MOVED = range(3)
 been moved in which one that leaves had a part."""
 BREAK_AFTER = 2.0
 """Seconds after an engine has failed in which the loss of an agent may show, which would be why."""
-
-
-@dataclass(eq=False, slots=True)
-class _Asked:
-    """What this agent has asked for and has not been told to move.
-
-    Attributes:
-        leases: Of the memory that is to be sent.
-        committed: It was said in the round that is under way: others may move theirs because of it.
-        withdrawn: It has failed here.
-    """
-
-    request: Request
-    operation: Operation
-    stage: Stage
-    movement: Movement
-    leases: list[Lease]
-    committed: bool = False
-    withdrawn: bool = False
-
-    @property
-    def partners(self) -> set[int]:
-        """Without whom it cannot be moved."""
-        return self.stage.needs | self.stage.arrived.keys()
-
-    def release(self) -> None:
-        for lease in self.leases:
-            lease.release()
-        self.leases = []
 
 
 @dataclass(slots=True)
@@ -107,30 +80,30 @@ class Order(MinimalService):
         self.counts = Counts()
         self.left = False
         self._engine = engine
-        self._make_groups: Callable[[int], ProcessGroups]
+        self._make_groups: Callable[[Plan], ProcessGroups]
         self._groups: ProcessGroups
         self._before: list[ProcessGroups] = []  # of those that were there before a loss
         self._cache = ResponseCache(engine.rank, capacity)
-        self._known: dict[Key, deque[_Asked]] = {}  # by who takes part
-        self._concerned: list[_Asked] = []  # those of which only those know that take part
-        self._moving: dict[Movement, _Asked] = {}
+        self._known: dict[Key, deque[Asked]] = {}  # by who takes part
+        self._concerned: list[Asked] = []  # those of which only those know that take part
+        self._moving: dict[Movement, Asked] = {}
         self._gone: set[int] = set()  # who takes part no more, as all have heard in a round
         self._group: Ranks = ()  # of the last round
         self._attempt = 0  # how many agents were lost when it began
         self._under_way = False
         self._changed = False  # something is asked for that was not when the last round began
         self._productive = True  # something came of the last round
+        self._until: int | None = None  # where it stands still: how many rounds are to have begun
         self._leaving = False
         self._awaited: set[int] | None = None  # who has still to say that all is moved, where this agent leaves
         self._have_said_so: set[int] = set()  # perhaps before it has heard itself that it may leave
         self._call = -1, False  # the last round to which this agent was called, and even if it asks for nothing
         self._broken: tuple[float, BaseException] | None = None
 
-    def move_by(self, make_groups: Callable[[int], ProcessGroups]) -> None:
-        """What makes that which moves the tensors, given how many agents were lost so far. Before anything is asked
-        for."""
+    def move_by(self, make_groups: Callable[[Plan], ProcessGroups]) -> None:
+        """What makes that which moves the tensors, given who is there. Before anything is asked for."""
         self._make_groups = make_groups
-        self._groups = make_groups(self._engine.lifecycle.gate.plan.attempt)
+        self._groups = make_groups(self._engine.lifecycle.gate.plan)
 
     # As a carrier
 
@@ -162,7 +135,7 @@ class Order(MinimalService):
         peers = tuple(sorted(stage.needs | stage.arrived.keys())) if among is None else None
         kind = movement.collective.kind if movement.collective is not None else ""
         request = Request(Entry(key, operation.op, carried.what, kind), operation.round, peers)
-        asked = _Asked(request, operation, stage, movement, leases)
+        asked = Asked(request, operation, stage, movement, leases)
         if among is None:
             self._concerned.append(asked)
         else:
@@ -180,9 +153,33 @@ class Order(MinimalService):
         for asked in [*self._moving.values(), *self._all_asked()]:
             asked.release()
         self._moving, self._known, self._concerned, self._broken = {}, {}, [], None
+        self._renew_groups()
+
+    def _renew_groups(self) -> None:
         self._groups.stop()
         self._before.append(self._groups)
-        self._groups = self._make_groups(self._engine.lifecycle.gate.plan.attempt)
+        self._groups = self._make_groups(self._engine.lifecycle.gate.plan)
+
+    def stand_still(self, until: int = 0) -> int:
+        """See :meth:`~shoal.engine.carrier.Carrier.stand_still`."""
+        self._until = max(until, self._engine.matcher.begun(ROUND))
+        self._engine.poller.wake()
+        return self._until
+
+    @property
+    def stands_still(self) -> bool:
+        """See :meth:`~shoal.engine.carrier.Carrier.stands_still`."""
+        return not (self._under_way or self._moving) and self._engine.matcher.begun(ROUND) == self._until
+
+    def go_on(self) -> None:
+        """See :meth:`~shoal.engine.carrier.Carrier.go_on`."""
+        self._until = None
+        self._engine.poller.wake()
+
+    def enter(self) -> None:
+        """Agents have entered, or this one has, while it stood still: who enters knows nothing of what was."""
+        self._group, self._changed, self._productive = (), True, False
+        self._renew_groups()
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
         """See :meth:`~shoal.engine.carrier.Carrier.withdraw`."""
@@ -203,6 +200,8 @@ class Order(MinimalService):
         over = self.left or self._awaited is not None or self._engine.ended is not None
         if self._under_way or over or self._engine.lifecycle.gate.frozen:
             return False
+        if self._until is not None:
+            return self._engine.matcher.begun(ROUND) < self._until
         round_, even_so = self._call
         asks = bool(self._known or self._concerned)
         called = round_ >= self._engine.matcher.begun(ROUND) and (asks or even_so)
@@ -416,7 +415,7 @@ class Order(MinimalService):
             error = Mismatch(f"{what}; all have forgotten theirs, and the next call begins anew", (rank,))
             self._fail(asked, error)
 
-    def _fail(self, asked: _Asked, error: Mismatch) -> None:
+    def _fail(self, asked: Asked, error: Mismatch) -> None:
         """All hear in this round that it fails, so nobody need be told: it is still committed to."""
         self._engine.lifecycle.fail(asked.operation, error)
         self._drop(asked)
@@ -429,10 +428,10 @@ class Order(MinimalService):
 
     # What was asked for
 
-    def _all_asked(self) -> list[_Asked]:
+    def _all_asked(self) -> list[Asked]:
         return [*(one for several in self._known.values() for one in several), *self._concerned]
 
-    def _take_out(self, asked: _Asked) -> None:
+    def _take_out(self, asked: Asked) -> None:
         key = asked.request.key
         if asked.request.peers is not None:
             self._concerned = [one for one in self._concerned if one is not asked]
@@ -441,7 +440,7 @@ class Order(MinimalService):
             if not self._known[key]:
                 del self._known[key]
 
-    def _drop(self, asked: _Asked) -> None:
+    def _drop(self, asked: Asked) -> None:
         """It is asked for no more."""
         self._take_out(asked)
         asked.release()

@@ -32,6 +32,18 @@ class Carrier(Protocol):
     def begin_anew(self) -> None:
         """An agent was lost, and those that are left have agreed on it: forget what was asked for and is under way."""
 
+    def stand_still(self, until: int = 0) -> int:
+        """Agents are about to enter, and what goes on without them has to be over: begin no round but those before a
+        number, which all of the others have begun, and those even if nothing is asked for. Returns how many are to have
+        begun."""
+
+    @property
+    def stands_still(self) -> bool:
+        """They have, and nothing is under way."""
+
+    def go_on(self) -> None:
+        """Nobody is about to enter any more."""
+
     def leave(self) -> None:
         """This agent leaves in good order: the others must not wait for it."""
 

@@ -81,6 +81,7 @@ class Entry(MinimalService):
     Attributes:
         outside: This agent waits to be let in itself.
         patience: Seconds for which it waits, if nothing else is said.
+        on_entry: Called when agents have entered, or this one has.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Entry(MinimalService):
     ) -> None:
         self.outside = False
         self.patience = float("inf")
+        self.on_entry: Callable[[], None] = lambda: None
         self._asked: dict[int, Newcomer] = {}
         self._sign = Sign()
         self._rank = rank
@@ -141,6 +143,7 @@ class Entry(MinimalService):
             self._router.admit(one.place, one.endpoint)
             self._membership.add(rank)
         self._agreement.admit(ranks, begun)
+        self.on_entry()
         said = json.dumps(self._welcome(begun)).encode()
         for rank in ranks:
             self._send(rank, Message(Kind.DATA, ENTRY, ENTRY), as_tensor(said))
@@ -267,6 +270,7 @@ class Entry(MinimalService):
                 self._router.drop(rank)
         self._membership.begin_without({rank: cause for rank, cause in ended.items() if rank in plan.gone})
         self._agreement.enter(plan, decisions)
+        self.on_entry()
         self._progress.notify()
         self._progress.check_by(0.0)
 

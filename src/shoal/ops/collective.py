@@ -367,7 +367,12 @@ def allgather_nonblocking(
 
 
 def gather_by_rank(
-    tensor: torch.Tensor, name: str, *, group: Group | None = None, timeout: float | None = None
+    tensor: torch.Tensor,
+    name: str,
+    *,
+    group: Group | None = None,
+    timeout: float | None = None,
+    by_links: bool = False,
 ) -> dict[int, torch.Tensor]:
     """What each agent that is there has, by rank, ascending: for calls of Shoal's own. All get the same.
 
@@ -376,13 +381,14 @@ def gather_by_rank(
         name: What calls are matched by.
         group: Of these ranks only.
         timeout: Seconds until the deadline.
+        by_links: Not by what carries tensors, if something does.
     """
     agent = current("allgather")
     members = within("allgather", group, agent)
     tensor = check_gatherable("allgather", tensor)
 
     def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
-        parts = yield from parts_of_all(agent, operation, tensor)
+        parts = yield from parts_of_all(agent, operation, tensor, by_links=by_links)
         payloads = {rank: message.payload for rank, message in parts if message.payload is not None}
         yield from complete(list(payloads.values()))
         return {rank: payloads[rank].data.view(message.shape).clone() for rank, message in parts}
@@ -391,14 +397,17 @@ def gather_by_rank(
     return submit_to_all(agent.engine, "allgather", channel, steps, timeout, among=members.ranks).wait()
 
 
-def parts_of_all(agent: Agent, operation: Operation, tensor: torch.Tensor) -> Steps[list[tuple[int, Message]]]:
-    """The messages of all agents, by rank, with this one's own among them."""
+def parts_of_all(
+    agent: Agent, operation: Operation, tensor: torch.Tensor, *, by_links: bool = False
+) -> Steps[list[tuple[int, Message]]]:
+    """The messages of all agents, by rank, with this one's own among them; ``by_links``: whatever carries tensors."""
     published = agent.engine.publisher.publish(operation, tensor)
     shape, total = tuple(tensor.shape), published.data.numel()
     group = operation.callers(agent.size)
     others = [rank for rank in group if rank != agent.rank]
     sends = rotated([Send(rank, published, 0, total, shape) for rank in others], agent)
-    arrived = yield Exchange(sends, others, tensor.dtype, carried=Carried(members_of(agent, operation, group)))
+    carried = None if by_links else Carried(members_of(agent, operation, group))
+    arrived = yield Exchange(sends, others, tensor.dtype, carried=carried)
     own = Message(Kind.DATA, dtype=tensor.dtype, shape=shape, payload=Payload(published.data, total))
     return [(rank, own if rank == agent.rank else arrived[rank]) for rank in group]
 

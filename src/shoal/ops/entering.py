@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 from zlib import crc32
@@ -11,11 +12,13 @@ import torch
 
 from ..arithmetic import complete
 from ..engine.agreement import as_counts
+from ..engine.carrier import Carrier
 from ..engine.discovery import submit_to_all
 from ..engine.entry import Newcomer
 from ..engine.operation import Exchange, OnLoss, Operation, Send, Steps
 from ..engine.services import NONSENSE
-from ..errors import Mismatch, PeerLost, ShoalError
+from ..errors import DeadlineExceeded, Mismatch, PeerLost, ShoalError
+from ..interrupts import held
 from ..world.agent import Agent
 from . import plain
 from .arguments import Internal, channel_name, payload
@@ -30,16 +33,53 @@ def let_in(agent: Agent, timeout: float | None = None) -> tuple[int, ...]:
 
     They are agents as all others when it returns.
     """
-    entry = agent.engine.entry
-    asks = gather_by_rank(torch.tensor([len(entry.asking())]), Internal("entry: who asks"), timeout=timeout)
+    asking = torch.tensor([len(agent.engine.entry.asking())])
+    asks = gather_by_rank(asking, Internal("entry: who asks"), timeout=timeout, by_links=True)
     if not any(int(count) for count in asks.values()):
         return ()
+    carrier = agent.engine.carrier
+    if carrier is None:
+        return _let_in(agent, timeout)
+    try:
+        _stand_still(agent, carrier, timeout)
+        return _let_in(agent, timeout)
+    finally:
+        with agent.engine.lock:
+            carrier.go_on()
+
+
+def _stand_still(agent: Agent, carrier: Carrier, timeout: float | None) -> None:
+    """What moves tensors has rounds of all in the background, and those that enter know of none that is under way. All
+    scripts are here now, so none of them waits for a round; those that somebody has begun come to their end, and no
+    other begins before all have let in the same agents."""
+    engine, name = agent.engine, "entry: how far all are"
+    with engine.lock:
+        begun = carrier.stand_still()
+    counts = gather_by_rank(torch.tensor([begun]), Internal(name), timeout=timeout, by_links=True)
+    with engine.lock:
+        carrier.stand_still(max(int(count) for count in counts.values()))
+    seconds = engine.timeout if timeout is None else timeout
+    limit = time.monotonic() + seconds
+    while not engine.progress.drive_until(lambda: carrier.stands_still or engine.ended is not None, limit):
+        held.checkpoint()
+        if time.monotonic() >= limit:
+            others = [rank for rank in counts if rank != agent.rank]
+            raise DeadlineExceeded(
+                f"rank {agent.rank} has waited {seconds:g} s for tensors that are still moved, before it lets in who "
+                "asks for it",
+                others,
+            )
+
+
+def _let_in(agent: Agent, timeout: float | None) -> tuple[int, ...]:
+    entry = agent.engine.entry
 
     def steps(operation: Operation) -> Steps[Found]:
         entry.let_in_at_the_end_of(operation)
         asking = {rank: one.as_data() for rank, one in entry.asking().items()}
         said = json.dumps({"asking": asking, "begun": entry.begun()}).encode()
-        parts = yield from parts_of_all(agent, operation, torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        data = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        parts = yield from parts_of_all(agent, operation, data, by_links=True)
         yield from complete([message.payload for _, message in parts if message.payload is not None])
         found: dict[int, Newcomer] = {}
         begun: dict[str, int] = {}
