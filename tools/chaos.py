@@ -59,10 +59,10 @@ def losses(seeds: Sequence[int], locked: float, over: str = "") -> Failed:
     return failed
 
 
-def links(seeds: Sequence[int]) -> Failed:
+def links(seeds: Sequence[int], over: str = "") -> Failed:
     """Cables are slow, or cut. As :func:`losses`."""
     kinds: Callable[[int], list[str]] = lambda seed: [chaos_links.Draw.of(seed).kind]  # noqa: E731
-    found, failed = _collect(seeds, "chaos of links", chaos_links.run, kinds)
+    found, failed = _collect(seeds, "chaos of links", lambda seed: chaos_links.run(seed, over), kinds)
     _print_steps(found)
     return failed
 
@@ -105,7 +105,7 @@ def main() -> None:
     if args.returns:
         failed = returns(seeds, args.over)
     else:
-        failed = links(seeds) if args.links else losses(seeds, args.locked, args.over)
+        failed = links(seeds, args.over) if args.links else losses(seeds, args.locked, args.over)
     if args.returns:
         drawn = sum(len(faults) for seed in seeds for faults in chaos_returns.Draw.of(seed, args.over).faults.values())
     else:

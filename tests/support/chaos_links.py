@@ -139,11 +139,12 @@ def _fault(draw: Draw, machines: list[Namespace]) -> Callable[[bool], None]:
     return befall
 
 
-def run(seed: int) -> Found:
-    """Draw, train, and compare. AssertionError where an agent ends otherwise than it must."""
+def run(seed: int, over: str = "") -> Found:
+    """Draw, train, and compare, over TCP or another transport. AssertionError where an agent ends otherwise than it
+    must."""
     draw = Draw.of(seed)
     told = f"seed {seed}, {draw}:"
-    environment = CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER)}
+    environment = CONTINUE | {"SHOAL_DROP_AFTER": str(DROP_AFTER), "SHOAL_TRANSPORT": over}
     if draw.stops:
         environment["SHOAL_ON_PARTITION"] = "stop"
     with network_namespaces(draw.size) as machines:
