@@ -22,6 +22,7 @@ from support.leftovers import wait_until
 from support.world import plain_environment, reserved_port
 
 TRAIN = Path(__file__).with_name("train.py")
+GROWING = Path(__file__).with_name("growing.py")
 Start = Callable[..., "Job"]
 ENVIRON = """
 import os, sys, time
@@ -49,6 +50,8 @@ class Job:
                 break
         found = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", self.lines[-1])
         self.address = found[0] if found else ""
+        joins = re.search(r"--join (\S+) -n K", "".join(self.lines))
+        self.where = joins[1] if joins else ""
 
     def rest(self) -> tuple[int, str]:
         """Its exit status, and what it says until then."""
@@ -167,6 +170,38 @@ def test_the_launcher_of_another_machine_shows_its_agents_on_the_first(start: St
         finally:
             other.kill()
             other.communicate()
+
+
+def test_agents_that_join_are_shown_and_how_one_ends_that_was_lost(start: Start, tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    job = start("--watch", "-n", 2, "--max-agents", 4, GROWING, stop)
+    assert states(job.news())[2:] == ["not there"] * 2
+    joining = subprocess.Popen(
+        [*RUN, "--join", job.where, "-n", "2", str(GROWING), str(stop)],
+        env=plain_environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said = job.until(
+            lambda said: (
+                all(one["step"] and one["loss"] for one in said["agents"])
+                and {*states(said)} <= {"computing", "waiting"}
+            )
+        )
+        assert [one["again"] for one in said["agents"]] == [0] * 4
+        events = [text for _, text, _ in said["events"]]
+        assert sorted(text for text in events if "joined" in text) == [f"rank {rank} has joined" for rank in (2, 3)]
+        os.kill(said["agents"][3]["pid"], signal.SIGKILL)
+        said = job.until(lambda said: states(said)[3] == "lost")
+        job.until(lambda said: "SIGKILL" in said["agents"][3]["words"])  # what its own launcher saw
+        stop.touch()
+        _, err = joining.communicate(timeout=60)
+        assert joining.returncode == 0, err
+        assert job.rest()[0] == 0
+    finally:
+        joining.kill()
+        joining.communicate()
 
 
 ROW = "document.querySelector('#agents tbody tr[data-rank=\"{}\"]')"
