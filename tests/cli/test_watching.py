@@ -55,4 +55,5 @@ def test_with_tls_nothing_is_told_in_the_clear_beyond_this_machine(monkeypatch: 
 def test_where_the_launcher_cannot_be_found_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     with nothing_is_left():
         assert watch_of_joining(Claimed(room(watch_port=7), "s", 2), "no.such.host.invalid", 1) is None
-    assert "who looks on there does not hear of these agents: where is no.such.host.invalid:7" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "who looks on there does not hear of these agents: where is no.such.host.invalid:7" in said

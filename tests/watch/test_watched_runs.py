@@ -7,7 +7,9 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from support.leftovers import wait_until
 from support.world import plain_environment, reserved_port
 
 TRAIN = Path(__file__).with_name("train.py")
+COUNTING = Path(__file__).with_name("counting.py")
 GROWING = Path(__file__).with_name("growing.py")
 Start = Callable[..., "Job"]
 ENVIRON = """
@@ -204,6 +207,56 @@ def test_agents_that_join_are_shown_and_how_one_ends_that_was_lost(start: Start,
         joining.communicate()
 
 
+def late(folder: Path, seen: list[tuple[float, int]]) -> list[float]:
+    """By how many seconds each of the numbers that ``counting.py`` logged was seen later, of those that were."""
+    lines = [line.split() for line in (folder / "logged").read_text().splitlines()]
+    logged = {int(number): float(at) for number, at in lines}
+    first, last = seen[0][1], seen[-1][1]  # where two came at once, the later one is shown
+    return [min(at for at, found in seen if found >= one) - logged[one] for one in range(first + 1, last + 1)]
+
+
+def loss_in(said: dict[str, Any]) -> int:
+    return next((int(one["points"][-1][1]) for one in said["series"] if one["name"] == "loss"), 0)
+
+
+def test_what_is_logged_is_served_within_a_second(start: Start, tmp_path: Path) -> None:
+    """Half of the time, at least, as the machine has others to serve."""
+    job, seen = start("--watch", "-n", 2, COUNTING, tmp_path / "stop"), list[tuple[float, int]]()
+    with urllib.request.urlopen(f"{job.address}news", timeout=45) as page:
+        while not seen or seen[-1][1] < seen[0][1] + UPDATES:
+            line = page.readline()
+            if line.startswith(b"data: ") and (found := loss_in(json.loads(line.removeprefix(b"data: ")))):
+                seen.append((time.time(), found))
+    (tmp_path / "stop").touch()
+    assert statistics.median(late(tmp_path, seen)) < 1.0, late(tmp_path, seen)
+    assert job.rest()[0] == 0
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.timeout(180)
+def test_what_is_logged_is_on_the_page_within_a_second(start: Start, tmp_path: Path) -> None:
+    """Half of the time, at least. The page itself notes when a number is on it."""
+    job = start("--watch", "-n", 2, COUNTING, tmp_path / "stop")
+    with browser() as page:
+        page.open(job.address)
+        page.until(FIGURE.format("loss, mean"), lambda text: text != DASH)
+        page.run(NOTE_WHEN)
+        page.until("return window.seen.length", lambda count: count > UPDATES)
+        seen = [(at, int(text)) for at, text in page.run("return window.seen")]
+    (tmp_path / "stop").touch()
+    assert statistics.median(late(tmp_path, seen)) < 1.0, late(tmp_path, seen)
+    assert job.rest()[0] == 0
+
+
+UPDATES = 12
+NOTE_WHEN = """
+window.seen = [];
+new MutationObserver(() => {
+  const text = document.querySelector('[data-figure="loss, mean"] b').textContent;
+  const last = window.seen[window.seen.length - 1];
+  if (!last || last[1] !== text) window.seen.push([Date.now() / 1000, text]);
+}).observe(document.getElementById("figures"), {childList: true});
+"""
 ROW = "document.querySelector('#agents tbody tr[data-rank=\"{}\"]')"
 DASH = "\N{EN DASH}"
 STATES = "return [...document.querySelectorAll('#agents tbody tr')].map(row => row.dataset.state)"
