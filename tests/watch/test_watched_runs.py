@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -175,17 +176,27 @@ def test_the_launcher_of_another_machine_shows_its_agents_on_the_first(start: St
             other.communicate()
 
 
-def test_agents_that_join_are_shown_and_how_one_ends_that_was_lost(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_agents_that_join_are_shown_and_how_one_ends_that_was_lost(start: Start, tmp_path: Path, machines: int) -> None:
     stop = tmp_path / "stop"
-    job = start("--watch", "-n", 2, "--max-agents", 4, GROWING, stop)
-    assert states(job.news())[2:] == ["not there"] * 2
-    joining = subprocess.Popen(
-        [*RUN, "--join", job.where, "-n", "2", str(GROWING), str(stop)],
-        env=plain_environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with contextlib.ExitStack() as others:
+        port = others.enter_context(reserved_port())
+        where, secret = (), dict[str, str]()
+        if machines == 2:
+            where, secret = ("--nnodes", 2, "--rendezvous", f"127.0.0.1:{port}"), {"SHOAL_SECRET": "of this job"}
+        common = (*where, "--max-agents", 4, "-n", 2 // machines)
+        job = start("--watch", *common, GROWING, stop, **secret)
+
+        def launch(*arguments: object) -> subprocess.Popen[str]:
+            command = [*RUN, *map(str, arguments), str(GROWING), str(stop)]
+            environ = plain_environment() | secret
+            made = others.enter_context(subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True))
+            others.callback(made.kill)
+            return made
+
+        launched = [launch("--watch", *common, "--node-rank", 1)] if machines == 2 else []
+        assert states(job.news())[2:] == ["not there"] * 2
+        launched.append(launch("--join", job.where, "-n", 2))
         said = job.until(
             lambda said: (
                 all(one["step"] and one["loss"] for one in said["agents"])
@@ -196,15 +207,12 @@ def test_agents_that_join_are_shown_and_how_one_ends_that_was_lost(start: Start,
         events = [text for _, text, _ in said["events"]]
         assert sorted(text for text in events if "joined" in text) == [f"rank {rank} has joined" for rank in (2, 3)]
         os.kill(said["agents"][3]["pid"], signal.SIGKILL)
-        said = job.until(lambda said: states(said)[3] == "lost")
-        job.until(lambda said: "SIGKILL" in said["agents"][3]["words"])  # what its own launcher saw
+        job.until(lambda said: states(said)[3] == "lost" and "SIGKILL" in said["agents"][3]["words"])
         stop.touch()
-        _, err = joining.communicate(timeout=60)
-        assert joining.returncode == 0, err
+        for one in launched:
+            _, err = one.communicate(timeout=60)
+            assert one.returncode == 0, err
         assert job.rest()[0] == 0
-    finally:
-        joining.kill()
-        joining.communicate()
 
 
 def late(folder: Path, seen: list[tuple[float, int]]) -> list[float]:
