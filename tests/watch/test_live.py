@@ -58,6 +58,11 @@ def test_launchers_are_heard_that_know_the_secret_of_this_attempt_and_none_of_th
 
             assert wait_until(has_come, 10.0)
             assert right._sealed is not None and wrong._sealed is None
+            if pid == 5:
+                before, first = right, address
+        assert wait_until(lambda: bool(before.serve() or before._sealed is None), 10.0)  # it was hung up on
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(first)
 
 
 def _news(address: str) -> dict[str, Any]:
