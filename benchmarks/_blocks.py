@@ -13,7 +13,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -77,11 +77,19 @@ def median_between(ratios: list[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[low], ordered[n - 1 - low]
 
 
-def show(case: str, steps: int, found: Mapping[str, Pairs]) -> None:
-    """Two lines for each name: of the time, and of the processor time."""
+def show(case: str, steps: int, found: Mapping[str, Pairs], times: Mapping[str, int] | None = None) -> None:
+    """Two lines for each name: of the time, and of the processor time. What is there several times as often as it would
+    be costs the fraction of what is measured; said are both."""
     for name, pairs in found.items():
         for what, of in (("time", lambda one: one.clock), ("processors", lambda one: one.processor)):
             off = statistics.median(of(one) for one, _ in pairs)
-            middle, low, high = (100 * (one - 1) for one in median_between([of(on) / of(off_) for off_, on in pairs]))
-            print(f"{case:7} {name:12} {what:11}{1e3 * off:9.3f} ms{middle:+8.2f}%   ({low:+.2f}% to {high:+.2f}%)")
+            more = [100 * (one - 1) for one in median_between([of(on) / of(off_) for off_, on in pairs])]
+            line = f"{case:7} {name:12} {what:11}{1e3 * off:9.3f} ms{_between(more)}"
+            often = (times or {}).get(name, 1)
+            print(line if often == 1 else f"{line}; once {_between([one / often for one in more])}")
         print(f"{'':7} {len(pairs)} pairs of {steps} steps", flush=True)
+
+
+def _between(more: Sequence[float]) -> str:
+    middle, low, high = more
+    return f"{middle:+8.3f}% ({low:+.3f}% to {high:+.3f}%)"

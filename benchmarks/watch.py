@@ -3,8 +3,9 @@
     shoal run --watch --no-prefix -n 2 benchmarks/watch.py --only small --seconds 200
 
 Pairs of blocks of steps with summaries and without, as `_blocks.py` has them: as often as they are sent (twice a
-second), and ten times as often, since the cost of the first is less than most machines let one see: it is no more than
-that of the second. Besides: what the launcher, which runs beside the agents, took of a core, with the page closed; and
+second), and twenty times as often. What the first costs is less than a machine lets one see; each summary costs the
+same, so it is a twentieth of what the second does. Besides, of the same run: which share of its agent's processor time
+the thread took that sends them, and of a core the launcher, which runs beside the agents, with the page closed. Last
 the parts, each alone.
 """
 
@@ -29,7 +30,7 @@ from shoal.monitor.summaries import SECONDS, Summaries
 from shoal.world.agent import current
 from shoal.world.launch import WATCH
 
-OFTEN = 10
+OFTEN = 20
 CASES: dict[str, Callable[[], Callable[[], None]]] = {
     "small": lambda: mlp(256, 3, 64),
     "middle": lambda: mlp(1024, 4, 64),
@@ -47,16 +48,19 @@ class Watched(Summaries):
     def __init__(self, often: int = 1) -> None:
         self.on = False
         self.launcher = {on: [0.0, 0.0] for on in (False, True)}
+        self.own = self.all = 0.0
         super().__init__(current(), os.environ[WATCH], SECONDS / often)
         self._count(False)
 
     def _push(self, leaves: bool = False) -> None:
         if self.on:
+            began = time.thread_time()
             super()._push(leaves)
+            self.own += time.thread_time() - began
 
     @contextmanager
     def beside(self, on: bool) -> Iterator[Callable[[], None]]:
-        began, launcher = time.perf_counter(), of_the_launcher()
+        began, launcher, all_ = time.perf_counter(), of_the_launcher(), time.process_time()
         self._count(on)
         self.on = on
         try:
@@ -64,6 +68,7 @@ class Watched(Summaries):
         finally:
             self.on = False
             self._count(False)
+            self.all += (time.process_time() - all_) if on else 0.0
             self.launcher[on][0] += of_the_launcher() - launcher
             self.launcher[on][1] += time.perf_counter() - began
 
@@ -106,7 +111,10 @@ def main() -> None:
         for one in often.values():
             one.close()
         if shoal.rank() == 0:
-            show(name, arguments.steps, found)
+            show(name, arguments.steps, found, {f"{OFTEN} times": OFTEN})
+            print(
+                f"{name:7} the thread: {often['watched'].own / often['watched'].all:.3%} of its agent's processor time"
+            )
             on, off = (used / passed for used, passed in (often["watched"].launcher[k] for k in (True, False)))
             print(f"{name:7} the launcher: {on:.2%} of a core, {off:.2%} without", flush=True)
     each()
