@@ -5,7 +5,8 @@
     python benchmarks/tracing.py --each
 
 Pairs of blocks without a trace and with one, as `_blocks.py` has them; that all of it is written counts as well. The
-file and the thread that writes it are there all the time, as in a run that is traced.
+file and the thread that writes it are there all the time, as in a run that is traced. And with eight traces at once,
+each with all that is done for one: an eighth of what these cost is what one does, with an eighth of the noise.
 
 With --each it times the parts alone, in one thread with nothing else to do: to note an event and to write it, which is
 what tracing cannot do without; and a span of torch.profiler's, while one records and while none does.
@@ -35,6 +36,7 @@ from shoal.monitor.trace_writer import TraceWriter
 from shoal.world.agent import current
 
 CALLS = 100
+TIMES = 8
 
 
 def small_calls() -> None:
@@ -52,23 +54,48 @@ CASES: dict[str, Callable[[], Callable[[], None]]] = {
 }
 
 
-class Traced(Timeline):
-    """A timeline that notes what happens at times."""
+class Traced:
+    """A run that is traced at times; so many times over, each to a file of its own, with all that is done for one."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(current(), path)
-        self._stop()
+    def __init__(self, path: Path, times: int = 1) -> None:
+        self.path = path
+        self._events = current().engine.events
+        self._timelines = [
+            Timeline(current(), path.with_name(f"{path.name}.{k}" if k else path.name)) for k in range(times)
+        ]
+        for timeline in self._timelines:
+            timeline._stop()
 
     @contextmanager
     def beside(self, on: bool) -> Iterator[Callable[[], None]]:
         if not on:
             yield lambda: None
             return
-        stop = current().engine.events.record(Recording(self._queue, QUEUE_LIMIT, self.flush))
+        all_ = [self._events, *(Events() for _ in self._timelines[1:])]
+        recordings = [Recording(one._queue, QUEUE_LIMIT, one.flush) for one in self._timelines]
+        stops = [events.record(one) for events, one in zip(all_, recordings, strict=True)]
+        if len(all_) > 1:
+            emits = [events.emit for events in all_]
+
+            def emit(*what: object, **more: object) -> None:
+                for one in emits:
+                    one(*what, **more)
+
+            self._events.emit = emit  # type: ignore[method-assign]
         try:
-            yield self.flush
+            yield self._flush
         finally:
-            stop()
+            self._events.__dict__.pop("emit", None)
+            for stop in stops:
+                stop()
+
+    def _flush(self) -> None:
+        for timeline in self._timelines:
+            timeline.flush()
+
+    def close(self) -> None:
+        for timeline in self._timelines:
+            timeline.close()
 
 
 def microseconds(work: Callable[[], object], repetitions: int = 20_000) -> float:
@@ -132,14 +159,16 @@ def main() -> None:
     shoal.init()
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only:
-            path = Path(folder, f"{name}{shoal.rank()}.json")
-            timeline = Traced(path)
-            found = paired(CASES[name](), arguments.steps, arguments.seconds, {"traced": timeline.beside})
-            timeline.close()
+            once = Traced(Path(folder, f"{name}{shoal.rank()}.json"))
+            over = Traced(Path(folder, f"{name}{shoal.rank()}-over.json"), TIMES)
+            besides = {"traced": once.beside, f"{TIMES} times": over.beside}
+            found = paired(CASES[name](), arguments.steps, arguments.seconds, besides)
+            for one in (once, over):
+                one.close()
             if shoal.rank() == 0:
-                show(name, arguments.steps, found)
+                show(name, arguments.steps, found, {f"{TIMES} times": TIMES})
                 traced = (len(found["traced"]) + 1) * arguments.steps
-                print(f"{'':7} {path.stat().st_size / traced:.0f} bytes of a trace a step", flush=True)
+                print(f"{'':7} {once.path.stat().st_size / traced:.0f} bytes of a trace a step", flush=True)
     shoal.shutdown()
 
 
