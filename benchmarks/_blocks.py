@@ -22,6 +22,7 @@ import torch
 import shoal
 
 EQUALS = "A/A"
+FEWEST = 8
 Beside = Callable[[bool], AbstractContextManager[Callable[[], None]]]
 """Has it go on, or not, for as long as the context lasts; gives what is to end before the clock is stopped."""
 
@@ -55,18 +56,18 @@ def paired(work: Callable[[], None], steps: int, seconds: float, besides: Mappin
     """Pairs of blocks for so long, of each name by turns, and as many of equals."""
     off = next(iter(besides.values()))
     block(work, steps, off(True))  # and what is slow for the first time
-    once = block(work, steps, off(False)).clock
     names = [*besides, EQUALS]
-    count = max(8, round(seconds / (2 * len(names) * steps * once)))
     draw = random.Random(1)  # the same for all agents
     found: dict[str, Pairs] = {name: [] for name in names}
-    for _ in range(count):
+    began, passed = time.monotonic(), 0.0
+    while passed < seconds or len(found[EQUALS]) < FEWEST:
         for name in draw.sample(names, len(names)):
             one: dict[bool, Block] = {}
             for second in draw.sample((False, True), 2):
                 beside = besides.get(name)
                 one[second] = block(work, steps, off(False) if beside is None else beside(second))
             found[name].append((one[False], one[True]))
+        passed = shoal.allreduce(torch.tensor(time.monotonic() - began)).item()  # the same for all agents, too
     return found
 
 
