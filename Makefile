@@ -7,9 +7,9 @@ QUIET := --quiet --disable-pip-version-check
 
 # What to test, and options of pytest; CI adds --every-transport.
 TESTS ?=
-# The environment that the tests of frameworks have for themselves: their packages are large, and move often.
+# The environment that the tests of frameworks and clusters have for themselves: their packages are large, and move often.
 FRAMEWORKS := .venv-frameworks
-CLUSTERS := .venv-clusters
+RAY := tests/frameworks/test_ray.py
 # Options of `shoal run` for the demo, as in: make demo DEMO="--on-failure continue"
 DEMO ?=
 
@@ -26,25 +26,19 @@ test: $(STAMP)
 
 # With Transformers, Accelerate and Lightning, as requirements/frameworks.lock has them; `make test` passes over these tests.
 frameworks: $(FRAMEWORKS)/.locked
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest --reruns 2 -rfER tests/frameworks
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest --reruns 2 -rfER tests/frameworks --ignore $(RAY)
+
+# Manifests against the schemas of Kubernetes, JobSet and Kubeflow, the image's file, and Ray on two nodes. Afterwards: Ray's
+# nodes take long to come where others want the cores.
+clusters: $(FRAMEWORKS)/.locked
+	PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest --reruns 2 -rfER tests/test_kubernetes_manifests.py \
+		tests/test_dockerfile.py $(RAY)
 
 $(FRAMEWORKS)/.locked: pyproject.toml constraints.txt requirements/frameworks.lock
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --no-deps --require-hashes --requirement requirements/frameworks.lock
 	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --constraint constraints.txt torch
 	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --no-deps --no-build-isolation --editable .
-	touch $@
-
-# Manifests against the schemas of Kubernetes, JobSet and Kubeflow, the image's file, and Ray on two nodes: not a part of
-# CI, as Ray's nodes take long to come where others want the cores.
-clusters: $(CLUSTERS)/.installed
-	PYTHONDONTWRITEBYTECODE= $(CLUSTERS)/bin/pytest tests/test_kubernetes_manifests.py tests/test_dockerfile.py \
-		tests/frameworks/test_ray.py
-
-$(CLUSTERS)/.installed: pyproject.toml constraints.txt requirements/clusters.in
-	$(PYTHON) -m venv $(CLUSTERS)
-	$(CLUSTERS)/bin/python -m pip install $(QUIET) --constraint constraints.txt --requirement requirements/clusters.in \
-		--editable '.[test]'
 	touch $@
 
 soak: $(STAMP)
@@ -81,7 +75,7 @@ lock:
 		--override requirements/overrides.txt --no-emit-package torch --universal --python-version 3.11 \
 		--generate-hashes --upgrade --no-header --no-annotate --quiet --output-file requirements/ci.lock
 	out/lock/bin/uv pip compile pyproject.toml requirements/ci.in requirements/frameworks.in \
-		--extra test --extra transformers --extra lightning \
+		--extra test --extra transformers --extra lightning --extra ray \
 		--constraint constraints.txt --override requirements/overrides.txt --no-emit-package torch --universal \
 		--python-version 3.11 --generate-hashes --upgrade --no-header --no-annotate --quiet \
 		--output-file requirements/frameworks.lock
@@ -96,4 +90,4 @@ sbom: $(STAMP)
 	$(BIN)/python tools/bill.py > out/sbom.json
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(CLUSTERS) out build dist
+	rm -rf $(VENV) $(FRAMEWORKS) out build dist

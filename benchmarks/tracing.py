@@ -1,13 +1,12 @@
 """What tracing costs: the same steps, and the same small calls, with SHOAL_TIMELINE's file being written and without.
 
     shoal run --no-prefix -n 4 benchmarks/tracing.py
-    shoal run --no-prefix -n 4 benchmarks/tracing.py --only calls --seconds 20
+    shoal run --no-prefix -n 2 benchmarks/tracing.py --only small --seconds 200
     python benchmarks/tracing.py --each
 
-Blocks of a quarter of a second take turns, without a trace and with one, so that both have the same machine; that all
-of it is written counts as well. Of each pair of blocks the ratio is taken, of the time and of the processor time of
-all agents and their threads together, which is steadier where the machine has fewer cores than agents. Printed are the
-medians, and between which two values the median lies with a confidence of 95%.
+Pairs of blocks without a trace and with one, as `_blocks.py` has them; that all of it is written counts as well. The
+file and the thread that writes it are there all the time, as in a run that is traced. And with eight traces at once,
+each with all that is done for one: an eighth of what these cost is what one does, with an eighth of the noise.
 
 With --each it times the parts alone, in one thread with nothing else to do: to note an event and to write it, which is
 what tracing cannot do without; and a span of torch.profiler's, while one records and while none does.
@@ -16,36 +15,28 @@ what tracing cannot do without; and a span of torch.profiler's, while one record
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import shoal
+from _blocks import paired, show
 from _steps import mlp
 from shoal.engine.events import Events, Fields, Recording
 from shoal.engine.profiling import span
-from shoal.monitor.timeline import Timeline
+from shoal.monitor.timeline import QUEUE_LIMIT, Timeline
 from shoal.monitor.trace_writer import TraceWriter
 from shoal.world.agent import current
 
 CALLS = 100
-BLOCK_SECONDS = 0.25
-
-
-@dataclass(frozen=True)
-class Block:
-    """Seconds for one repetition: of the clock, and of all agents' processors."""
-
-    clock: float
-    processor: float
+TIMES = 8
 
 
 def small_calls() -> None:
@@ -63,36 +54,48 @@ CASES: dict[str, Callable[[], Callable[[], None]]] = {
 }
 
 
-def block(work: Callable[[], None], repetitions: int, traced: Path | None) -> Block:
-    """So many repetitions in step with the other agents."""
-    timeline = None if traced is None else Timeline(current(), traced)
-    shoal.barrier()
-    clock, processor = time.perf_counter(), time.process_time()
-    for _ in range(repetitions):
-        work()
-    if timeline is not None:
-        timeline.flush()
-    took = torch.tensor([time.perf_counter() - clock, time.process_time() - processor], dtype=torch.float64)
-    if timeline is not None:
-        timeline.close()
-    took = shoal.allreduce(took)
-    return Block(took[0].item() / repetitions, shoal.size() * took[1].item() / repetitions)
+class Traced:
+    """A run that is traced at times; so many times over, each to a file of its own, with all that is done for one."""
 
+    def __init__(self, path: Path, times: int = 1) -> None:
+        self.path = path
+        self._events = current().engine.events
+        self._timelines = [
+            Timeline(current(), path.with_name(f"{path.name}.{k}" if k else path.name)) for k in range(times)
+        ]
+        for timeline in self._timelines:
+            timeline._stop()
 
-def median_between(ratios: list[float]) -> tuple[float, float, float]:
-    """The median, and an interval that holds that of all such pairs with a confidence of 95% (of order statistics)."""
-    ordered, n = sorted(ratios), len(ratios)
-    low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)) - 1)
-    return statistics.median(ordered), ordered[low], ordered[n - 1 - low]
+    @contextmanager
+    def beside(self, on: bool) -> Iterator[Callable[[], None]]:
+        if not on:
+            yield lambda: None
+            return
+        all_ = [self._events, *(Events() for _ in self._timelines[1:])]
+        recordings = [Recording(one._queue, QUEUE_LIMIT, one.flush) for one in self._timelines]
+        stops = [events.record(one) for events, one in zip(all_, recordings, strict=True)]
+        if len(all_) > 1:
+            emits = [events.emit for events in all_]
 
+            def emit(*what: object, **more: object) -> None:
+                for one in emits:
+                    one(*what, **more)
 
-def show(name: str, pairs: list[tuple[Block, Block]], repetitions: int, size: int) -> None:
-    """One line for each of the two times."""
-    for what, of in (("time", lambda one: one.clock), ("processors", lambda one: one.processor)):
-        off = statistics.median(of(one) for one, _ in pairs)
-        middle, low, high = (100 * (one - 1) for one in median_between([of(on) / of(off) for off, on in pairs]))
-        print(f"{name:7} {what:11}{1e3 * off:9.3f} ms{middle:+8.2f}%   ({low:+.2f}% to {high:+.2f}%)", flush=True)
-    print(f"{'':7} {size / repetitions:.0f} bytes of a trace each; {len(pairs)} pairs of {repetitions}", flush=True)
+            self._events.emit = emit  # type: ignore[method-assign]
+        try:
+            yield self._flush
+        finally:
+            self._events.__dict__.pop("emit", None)
+            for stop in stops:
+                stop()
+
+    def _flush(self) -> None:
+        for timeline in self._timelines:
+            timeline.flush()
+
+    def close(self) -> None:
+        for timeline in self._timelines:
+            timeline.close()
 
 
 def microseconds(work: Callable[[], object], repetitions: int = 20_000) -> float:
@@ -146,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what tracing costs")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seconds", type=float, default=40.0, help="for each case")
-    parser.add_argument("--block", type=float, default=BLOCK_SECONDS, help="seconds of a block")
+    parser.add_argument("--steps", type=int, default=50, help="of a block")
     parser.add_argument("--each", action="store_true", help="what is done for one event, and for one span")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -155,21 +158,17 @@ def main() -> None:
         return
     shoal.init()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"{shoal.rank()}.json")
         for name in arguments.only:
-            work = CASES[name]()
-            for _ in range(5):
-                work()
-            once = block(work, 10, None).clock
-            repetitions = max(1, round(arguments.block / once))
-            block(work, repetitions, path)
-            pairs: list[tuple[Block, Block]] = []
-            for number in range(max(6, round(arguments.seconds / (2 * repetitions * once)))):
-                order = [None, path] if number % 2 else [path, None]
-                found = {traced: block(work, repetitions, traced) for traced in order}
-                pairs.append((found[None], found[path]))
+            once = Traced(Path(folder, f"{name}{shoal.rank()}.json"))
+            over = Traced(Path(folder, f"{name}{shoal.rank()}-over.json"), TIMES)
+            besides = {"traced": once.beside, f"{TIMES} times": over.beside}
+            found = paired(CASES[name](), arguments.steps, arguments.seconds, besides)
+            for one in (once, over):
+                one.close()
             if shoal.rank() == 0:
-                show(name, pairs, repetitions, path.stat().st_size)
+                show(name, arguments.steps, found, {f"{TIMES} times": TIMES})
+                traced = (len(found["traced"]) + 1) * arguments.steps
+                print(f"{'':7} {once.path.stat().st_size / traced:.0f} bytes of a trace a step", flush=True)
     shoal.shutdown()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from support.world import World, template
 
 SIZE = 4
+# Ray brings pyarrow, which others import where it is there; its allocator would have a thread, which is none of ours.
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
 
 @pytest.fixture(scope="module")

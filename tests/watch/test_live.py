@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from shoal.watch.live import Shown
+from shoal.watch.between_machines import Teller
+from shoal.watch.live import Others, Shown
 from support.leftovers import nothing_is_left, wait_until
 from support.summaries import summary
 
@@ -32,6 +34,35 @@ def test_what_an_agent_says_and_what_its_process_does_is_on_the_page() -> None:
         (one, other) = found[0]["agents"]
         assert (one["state"], one["step"]) == ("computing", 5)
         assert other["state"] == "not there"
+
+
+def test_launchers_are_heard_that_know_the_secret_of_this_attempt_and_none_of_the_one_before() -> None:
+    with nothing_is_left(), Shown(2, 1, "one, and room for one", begins=1) as watch, contextlib.ExitStack() as tellers:
+        for pid, secret in ((5, "of the first"), (6, "of the second")):
+            listener = socket.create_server(("127.0.0.1", 0))
+            address = listener.getsockname()
+            watch.gather(Others(listener, secret, 1))
+            told = [Teller(socket.AF_INET, address, known) for known in ("of the first", "of the second")]
+            for teller in told:
+                tellers.callback(teller.close)
+            right = next(teller for teller in told if teller._secret == secret.encode())
+            right.process(1, pid, "there", "S")
+            (wrong,) = (teller for teller in told if teller is not right)
+            wrong.process(1, 666, "there", "S")
+
+            def has_come(pid: int = pid, told: tuple[Teller, ...] = tuple(told)) -> bool:
+                for teller in told:
+                    teller.serve()
+                watch.serve()
+                return bool(watch.state.as_json()["agents"][1]["pid"] == pid)
+
+            assert wait_until(has_come, 10.0)
+            assert right._sealed is not None and wrong._sealed is None
+            if pid == 5:
+                before, first = right, address
+        assert wait_until(lambda: bool(before.serve() or before._sealed is None), 10.0)  # it was hung up on
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(first)
 
 
 def _news(address: str) -> dict[str, Any]:

@@ -72,6 +72,17 @@ def test_who_is_killed_is_lost_at_once_and_stays_so_until_another_is_there() -> 
     assert states(state)[1] == "computing"
 
 
+def test_who_joins_was_not_started_again_until_it_is() -> None:
+    state = RunState(3, "two, and room for one", begins=2)
+    state.take(summary(2, 3, incarnation=1))
+    state.take(summary(2, 3, incarnation=1))
+    assert texts(state) == ["rank 2 has joined"] and shown(state)[2]["again"] == 0
+    state.take(summary(2, 3, incarnation=2))
+    state.take(summary(1, 3, incarnation=1))
+    assert texts(state)[1:] == [f"rank {rank} is there, started for the second time" for rank in (2, 1)]
+    assert [one["again"] for one in shown(state)] == [0, 1, 1]
+
+
 def test_who_says_nothing_for_long_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     state = RunState(1, "one")
     state.take(summary(0, 1))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +25,8 @@ from support.leftovers import wait_until
 from support.world import plain_environment, reserved_port
 
 TRAIN = Path(__file__).with_name("train.py")
+COUNTING = Path(__file__).with_name("counting.py")
+GROWING = Path(__file__).with_name("growing.py")
 Start = Callable[..., "Job"]
 ENVIRON = """
 import os, sys, time
@@ -49,6 +54,8 @@ class Job:
                 break
         found = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", self.lines[-1])
         self.address = found[0] if found else ""
+        joins = re.search(r"--join (\S+) -n K", "".join(self.lines))
+        self.where = joins[1] if joins else ""
 
     def rest(self) -> tuple[int, str]:
         """Its exit status, and what it says until then."""
@@ -169,6 +176,95 @@ def test_the_launcher_of_another_machine_shows_its_agents_on_the_first(start: St
             other.communicate()
 
 
+@pytest.mark.parametrize("machines", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_agents_that_join_are_shown_and_how_one_ends_that_was_lost(start: Start, tmp_path: Path, machines: int) -> None:
+    stop = tmp_path / "stop"
+    with contextlib.ExitStack() as others:
+        port = others.enter_context(reserved_port())
+        where, secret = (), dict[str, str]()
+        if machines == 2:
+            where, secret = ("--nnodes", 2, "--rendezvous", f"127.0.0.1:{port}"), {"SHOAL_SECRET": "of this job"}
+        common = (*where, "--max-agents", 4, "-n", 2 // machines)
+        job = start("--watch", *common, GROWING, stop, **secret)
+
+        def launch(*arguments: object) -> subprocess.Popen[str]:
+            command = [*RUN, *map(str, arguments), str(GROWING), str(stop)]
+            environ = plain_environment() | secret
+            made = others.enter_context(subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True))
+            others.callback(made.kill)
+            return made
+
+        launched = [launch("--watch", *common, "--node-rank", 1)] if machines == 2 else []
+        assert states(job.news())[2:] == ["not there"] * 2
+        launched.append(launch("--join", job.where, "-n", 2))
+        said = job.until(
+            lambda said: (
+                all(one["step"] and one["loss"] for one in said["agents"])
+                and {*states(said)} <= {"computing", "waiting"}
+            )
+        )
+        assert [one["again"] for one in said["agents"]] == [0] * 4
+        events = [text for _, text, _ in said["events"]]
+        assert sorted(text for text in events if "joined" in text) == [f"rank {rank} has joined" for rank in (2, 3)]
+        os.kill(said["agents"][3]["pid"], signal.SIGKILL)
+        job.until(lambda said: states(said)[3] == "lost" and "SIGKILL" in said["agents"][3]["words"])
+        stop.touch()
+        for one in launched:
+            _, err = one.communicate(timeout=60)
+            assert one.returncode == 0, err
+        assert job.rest()[0] == 0
+
+
+def late(folder: Path, seen: list[tuple[float, int]]) -> list[float]:
+    """By how many seconds each of the numbers that ``counting.py`` logged was seen later, of those that were."""
+    lines = [line.split() for line in (folder / "logged").read_text().splitlines()]
+    logged = {int(number): float(at) for number, at in lines}
+    first, last = seen[0][1], seen[-1][1]  # where two came at once, the later one is shown
+    return [min(at for at, found in seen if found >= one) - logged[one] for one in range(first + 1, last + 1)]
+
+
+def loss_in(said: dict[str, Any]) -> int:
+    return next((int(one["points"][-1][1]) for one in said["series"] if one["name"] == "loss"), 0)
+
+
+def test_what_is_logged_is_served_within_a_second(start: Start, tmp_path: Path) -> None:
+    """Half of the time, at least, as the machine has others to serve."""
+    job, seen = start("--watch", "-n", 2, COUNTING, tmp_path / "stop"), list[tuple[float, int]]()
+    with urllib.request.urlopen(f"{job.address}news", timeout=45) as page:
+        while not seen or seen[-1][1] < seen[0][1] + UPDATES:
+            line = page.readline()
+            if line.startswith(b"data: ") and (found := loss_in(json.loads(line.removeprefix(b"data: ")))):
+                seen.append((time.time(), found))
+    (tmp_path / "stop").touch()
+    assert statistics.median(late(tmp_path, seen)) < 1.0, late(tmp_path, seen)
+    assert job.rest()[0] == 0
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.timeout(180)
+def test_what_is_logged_is_on_the_page_within_a_second(start: Start, tmp_path: Path) -> None:
+    """Half of the time, at least. The page itself notes when a number is on it."""
+    job = start("--watch", "-n", 2, COUNTING, tmp_path / "stop")
+    with browser() as page:
+        page.open(job.address)
+        page.until(FIGURE.format("loss, mean"), lambda text: text != DASH)
+        page.run(NOTE_WHEN)
+        page.until("return window.seen.length", lambda count: count > UPDATES)
+        seen = [(at, int(text)) for at, text in page.run("return window.seen")]
+    (tmp_path / "stop").touch()
+    assert statistics.median(late(tmp_path, seen)) < 1.0, late(tmp_path, seen)
+    assert job.rest()[0] == 0
+
+
+UPDATES = 12
+NOTE_WHEN = """
+window.seen = [];
+new MutationObserver(() => {
+  const text = document.querySelector('[data-figure="loss, mean"] b').textContent;
+  const last = window.seen[window.seen.length - 1];
+  if (!last || last[1] !== text) window.seen.push([Date.now() / 1000, text]);
+}).observe(document.getElementById("figures"), {childList: true});
+"""
 ROW = "document.querySelector('#agents tbody tr[data-rank=\"{}\"]')"
 DASH = "\N{EN DASH}"
 STATES = "return [...document.querySelectorAll('#agents tbody tr')].map(row => row.dataset.state)"

@@ -88,11 +88,12 @@ def test_who_has_another_secret_is_told() -> None:
 
 def test_what_a_stranger_changes_is_not_believed() -> None:
     said, proof = json.loads(room().written(SECRET))
-    with (
-        served(json.dumps([{**said, "size": 100}, proof])) as port,
-        pytest.raises(shoal.ShoalError, match="not signed"),
-    ):
-        claimed(port, 1)
+    for changed in ({"size": 100}, {"watch_port": 1}):  # to whom launchers that join would tell what their agents do
+        with (
+            served(json.dumps([{**said, **changed}, proof])) as port,
+            pytest.raises(shoal.ShoalError, match="not signed"),
+        ):
+            claimed(port, 1)
     for nonsense in ("[]", "nonsense", "[1, 2]", '[{"name": 1}, 2]'):
         with served(nonsense) as port, pytest.raises(shoal.ShoalError, match="makes no sense"):
             claimed(port, 1)

@@ -18,11 +18,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..watch.between_machines import Teller
-from ..watch.live import Others, Shown, Told, Watch
+from ..watch.live import Watch
 from ..world.joining import Room, keep_secret
 from ..world.launch import BEGIN_WITH, INCARNATION, LAUNCHER, LOOPBACK, WATCH, join_address, parse_address
 from ..world.meeting import LOST
@@ -32,6 +31,7 @@ from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses, Ending
 from .joining import claim
 from .launcher_signals import Signals
+from .watching import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
 
 # A process of its own, so that the launcher needs no torch and starts the agents at once, and no thread. torch would
 # warn of each client that says something odd, with pages of frames, and anybody may be one: only errors are shown.
@@ -44,7 +44,6 @@ TELL = (
     "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
     "from shoal.world.rendezvous import tell_of_the_end; tell_of_the_end(*sys.argv[1:])"
 )
-LAST_PORT = 65535
 LONGEST_PAUSE = 30.0
 """Seconds before all agents are begun with again, at most."""
 
@@ -210,7 +209,7 @@ def _begin(args: argparse.Namespace, host: str, port: int) -> int:
         watch = None
         if args.watch:
             try:
-                watch = last.enter_context(_watch(args, host, port))
+                watch = last.enter_context(watch_of(args, host, port))
             except OSError as error:
                 return _refused(f"--watch: {error.strerror or error}", 1)
             except ValueError as error:
@@ -228,32 +227,6 @@ def _begin(args: argparse.Namespace, host: str, port: int) -> int:
         if watch is not None:
             watch.end(f"the run has ended, with status {ending.status}")
     return ending.status
-
-
-def _watch(args: argparse.Namespace, host: str, port: int) -> Watch:
-    """What shows the run, or tells the launcher that does.
-
-    Raises:
-        OSError: A port that it needs is taken.
-    """
-    size, secret = args.max_agents or args.agents * args.nnodes, os.environ.get("SHOAL_SECRET", "")
-    title = f"{size} agents of {Path(args.script).name}"
-    if args.nnodes == 1:
-        return Shown(size, args.agents, title, args.watch_port)
-    if port == LAST_PORT:
-        raise ValueError(f"launchers meet at the port after that of --rendezvous, and there is none after {port}")
-    where = join_address(host, port + 1)
-    if args.node_rank > 0:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port + 1, type=socket.SOCK_STREAM)[0]
-        except OSError as error:
-            raise OSError(error.errno, f"where is {where}, the first launcher's? {error.strerror}") from None
-        return Told(Teller(family, address, secret), args.agents)
-    try:
-        listener = listen(host, port + 1, os.environ.get("SHOAL_INTERFACE", ""))
-    except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {where}, for other launchers: {error.strerror}") from None
-    return Shown(size, args.agents, title, args.watch_port, Others(listener, secret, args.nnodes - 1))
 
 
 def _begin_once(
@@ -283,6 +256,10 @@ def _begin_once(
             kept = keep_secret(secret)
             last.callback(os.close, kept)
             room = Room(name, args.max_agents, args.agents * args.nnodes, os.getpid(), kept, attempt)
+            try:
+                room = replace(room, watch_port=listen_for_joining(watch, room, secret, host, port, args.nnodes))
+            except OSError as error:
+                return Ending(_refused(f"--watch: cannot listen for launchers that join: {error.strerror}", 1))
             text, how = room.written(secret), _how_to_join(args, room, host, port)
         nodes = args.agents, args.nnodes, args.node_rank
         path = watch.path if watch is not None else ""
@@ -351,9 +328,12 @@ def _join(args: argparse.Namespace, host: str, port: int) -> int:
     room, last = claimed.room, claimed.first + args.agents - 1
     ranks = f"rank {last}" if args.agents == 1 else f"ranks {claimed.first} to {last}"
     job = Job(args.agents, 1, 0, host, port, room.name, claimed.secret, room, claimed.first, room.attempt)
-    with Signals() as signals:
+    with Signals() as signals, contextlib.ExitStack() as parts:
+        watch = watch_of_joining(claimed, host, args.agents)
+        if watch is not None:
+            job = replace(job, watch=parts.enter_context(watch).path)
         says = f"joining the run at {args.join} as {ranks} of {room.size}"
-        return _mind(args, job, signals, _beyond, None, says=says).status
+        return _mind(args, job, signals, _beyond, watch, says=says).status
 
 
 def _mind(
@@ -399,25 +379,12 @@ def _mind(
         return ending
 
 
-def _check_watch_between_machines() -> None:
-    if not os.environ.get("SHOAL_SECRET"):
-        raise ValueError(
-            "--watch with --nnodes: set SHOAL_SECRET to the same for all machines; launchers prove with it that they "
-            "are of the job"
-        )
-    if os.environ.get("SHOAL_TLS", "") == "on":
-        raise ValueError(
-            "--watch with --nnodes and SHOAL_TLS=on: what launchers tell each other is sealed and not encrypted; watch "
-            "without TLS, or look at each machine with shoal status"
-        )
-
-
 def _how_to_join(args: argparse.Namespace, room: Room, host: str, port: int) -> str:
     """What to tell the user of a run that has room."""
     more = room.size - room.begins
     if not more:
         return ""
-    here = host in (LOOPBACK, "localhost", "::1") or not os.environ.get("SHOAL_SECRET")
+    here = is_this_machine(host) or not os.environ.get("SHOAL_SECRET")
     where = "on this machine, by this user" if here else "on other machines with the same SHOAL_SECRET"
     script = shlex.join([*(["-m"] if args.is_module else []), args.script, *args.arguments])
     return f"{more} more may join, {where}: shoal run --join {join_address(host, port)} -n K {script}"
@@ -469,7 +436,7 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
     if not 0 <= args.watch_port < 1 << 16:
         raise ValueError(f"--watch-port {args.watch_port}: a port, or 0 for any that is free")
     if args.watch and args.nnodes > 1:
-        _check_watch_between_machines()
+        check_between_machines()
     if args.watch and args.join is not None:
         raise ValueError("--join with --watch: that is for the run to show that is joined")
     if not args.grace >= 0:

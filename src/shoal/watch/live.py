@@ -45,12 +45,12 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Others:
-    """The launchers of other machines, for the first one.
+    """Other launchers of the job, for the one that shows it: those of other machines, and those that join.
 
     Attributes:
         listener: Where they come.
         secret: Of the job.
-        launchers: How many there are.
+        launchers: How many there may be.
     """
 
     listener: socket.socket
@@ -183,7 +183,7 @@ class Shown(Watch):
         agents: How many of them on this one.
         title: What is shown above all.
         port: Of the page; 0 takes a free one.
-        others: The launchers of other machines, if there are any.
+        begins: How many agents the run begins with, on all machines; all that there may be, if not given.
 
     Raises:
         OSError: The port is taken.
@@ -195,20 +195,34 @@ class Shown(Watch):
         agents: int,
         title: str,
         port: int = 0,
-        others: Others | None = None,
+        begins: int | None = None,
     ) -> None:
-        self.state = RunState(size, title)
+        self.state = RunState(size, title, begins)
         super().__init__(self.state, agents)
         self._gatherer: Gatherer | None = None
+        self._parts.callback(self._gather_no_more)
         try:
-            if others is not None:
-                self._gatherer = Gatherer(others.listener, others.secret, self.state, others.launchers + 4)
-                self._add(self._gatherer, self._gatherer.serve)
             self._server = PageServer(self.state.as_json, port)
         except BaseException:
             self._close()
             raise
         self._add(self._server, self._server.serve)
+
+    def gather(self, others: Others) -> None:
+        """Hear other launchers, in the place of those that were heard before. The listener is closed with this."""
+        self._gather_no_more()
+        if self._over:
+            others.listener.close()
+            return
+        self._gatherer = Gatherer(others.listener, others.secret, self.state, others.launchers + 4)
+        self._selector.register(self._gatherer, selectors.EVENT_READ, self._gatherer.serve)
+
+    def _gather_no_more(self) -> None:
+        if self._gatherer is not None:
+            if self._gatherer.fileno() in self._selector.get_map():
+                self._selector.unregister(self._gatherer)
+            self._gatherer.close()
+            self._gatherer = None
 
     def _changed(self) -> None:
         self._server.tell()

@@ -57,10 +57,12 @@ class RunState:
     Args:
         size: How many agents there may be.
         title: What it is.
+        begins: How many it begins with, on the first ranks; all, if not given. The others may join.
     """
 
-    def __init__(self, size: int, title: str) -> None:
+    def __init__(self, size: int, title: str, begins: int | None = None) -> None:
         self._size, self._title = size, title
+        self._begins = size if begins is None else begins
         self._began = time.monotonic()
         self._attempt = 0
         self._agents = {rank: _Agent() for rank in range(size)}
@@ -83,8 +85,11 @@ class RunState:
             return  # what is left of one that has ended
         now = time.monotonic()
         if said.incarnation > agent.incarnation:
-            if said.incarnation > 0:
-                self.note(f"rank {said.rank} is there, started for the {_nth(said.incarnation + 1)} time", "good")
+            again = self._again(said.rank, said.incarnation)
+            if again:
+                self.note(f"rank {said.rank} is there, started for the {_nth(again + 1)} time", "good")
+            elif said.rank >= self._begins:
+                self.note(f"rank {said.rank} has joined", "good")
             agent.incarnation, agent.known, agent.rates = said.incarnation, None, {}
             self._lost.discard(said.rank)
         if said.work is not None:
@@ -106,6 +111,10 @@ class RunState:
         for name, one in work.measured.items():
             self._history.add_measured(name, one.times, (self._seconds, one.mean, one.worst))
         agent.known = said
+
+    def _again(self, rank: int, incarnation: int) -> int:
+        """How often it was started again: who joins is started for the first time as if it came back."""
+        return max(0, incarnation - (rank >= self._begins))
 
     def process(self, rank: int, pid: int, host: str, state: str) -> None:
         """Its launcher sees the process of an agent: the letter that the kernel has for what it does."""
@@ -197,7 +206,7 @@ class RunState:
             "rank": rank,
             "pid": agent.pid or None,
             "host": agent.host or None,
-            "again": max(0, agent.incarnation),
+            "again": self._again(rank, agent.incarnation),
             "state": state,
             "words": words,
             "waits_for": list(work.waits_for) if work is not None and state == WAITING else [],

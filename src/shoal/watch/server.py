@@ -32,7 +32,7 @@ MOST_REQUEST = 1 << 13
 """Bytes of a request."""
 MOST_WAITING = 1 << 20
 """Bytes that may lie ready for a page that does not read: then it has the next that there is room for."""
-UPDATE_SECONDS = 0.4
+UPDATE_SECONDS = 0.25
 """Between two updates of a page."""
 SIGN_SECONDS = 5.0
 """Between two signs of life, where nothing is new."""

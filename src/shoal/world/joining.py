@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Room:
         pid: Its launcher.
         descriptor: The memory file there that holds the secret.
         attempt: How often the job had been begun again before.
+        watch_port: Where its launcher is told what the agents do of launchers that join; 0: nowhere.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Room:
     pid: int
     descriptor: int
     attempt: int = 0
+    watch_port: int = 0
 
     def written(self, secret: str) -> str:
         """As it travels, signed."""
@@ -66,7 +68,7 @@ class Room:
             ValueError, TypeError: It makes no sense.
         """
         said, proof = json.loads(text)
-        room = cls(str(said["name"]), *(int(said[name]) for name in ("size", "begins", "pid", "descriptor", "attempt")))
+        room = cls(str(said["name"]), *(int(said[one.name]) for one in fields(cls)[1:]))
         given = environ.get("SHOAL_SECRET", "")
         secret = given or _secret_in(room.pid, room.descriptor)
         if not secret:
