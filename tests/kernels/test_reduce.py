@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.kernels import reduce
+from shoal.kernels.reduce import reduce
 from support.kernels import DEVICE, QUIET, WAYS, same_numbers
 
 pytestmark = QUIET

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.kernels import adamw_step, sgd_step
+from shoal.kernels.steps import adamw_step, sgd_step
 from support.kernels import DEVICE, QUIET, WAYS, same_numbers
 
 pytestmark = QUIET

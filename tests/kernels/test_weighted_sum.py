@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.kernels import weighted_sum
+from shoal.kernels.weighted_sum import weighted_sum
 from support.kernels import DEVICE, PROGRAMS, QUIET, WAYS, same_numbers
 from support.reference import weighted
 

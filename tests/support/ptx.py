@@ -26,7 +26,7 @@ class Case(NamedTuple):
 
 
 def _of(kind: str, names: str) -> dict[str, str]:
-    return {name: f"*{kind}" for name in names.split()}
+    return dict.fromkeys(names.split(), f"*{kind}")
 
 
 X = " ".join(f"x{place}" for place in range(1, 17))
@@ -45,6 +45,8 @@ for kind, wide in (("fp32", "fp32"), ("fp64", "fp64"), ("fp16", "fp32"), ("bf16"
     f = wide.replace("fp", "f")
     fma, mul, add, div, root = (f"{name}.rn.{f}" for name in ("fma", "mul", "add", "div", "sqrt"))
     sub = f"sub.rn.{f}"
+    # Of two numbers of float16, whose product is rounded to float16: the same.
+    decoded = "mul.rn.f16" if kind == "fp16" else mul
     bits = {"BITS": 8, "WIDE": wide, **CODED}
     less = (1 - 2.0**-24) if wide == "fp32" else 1 - 2.0**-53
     CASES |= {
@@ -63,7 +65,7 @@ for kind, wide in (("fp32", "fp32"), ("fp64", "fp64"), ("fp16", "fp32"), ("bf16"
         ),
         f"signs {kind}": Case("codecs", "signs", {"x": f"*{kind}", "out": "*u8"}, {"WIDE": wide, "GROUPS": 128}, ()),
         f"add codes {kind}": Case(
-            "codecs", "add_codes", {**_of(kind, "total steps"), "codes": "*u8"}, {**bits, "BITS": 4}, (fma, mul)
+            "codecs", "add_codes", {**_of(kind, "total steps"), "codes": "*u8"}, {**bits, "BITS": 4}, (fma, decoded)
         ),
     }
     if kind == wide:
