@@ -9,7 +9,8 @@ to read and write once, so a kernel that does no more than that and is as fast a
 the same numbers by torch's operations have less. Times are the device's own (events), the median of rounds in which all
 take turns. Before that each is checked: a result that differs in a bit from the CPU's is said, and the status is 1.
 
-Without a CUDA device it says so, and its exit status is 0. Under two minutes, most of it for compiling programs.
+Without a CUDA device it says so, and its exit status is 0. It was written without one: how long it takes, and what it
+shows, has not been seen. Meant are two minutes.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ import torch
 
 from shoal.kernels import choice, way_of, why_not_triton
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+ROOT = Path(__file__).parents[2]
+BENCHMARK = ROOT / "benchmarks" / "gpu.py"
+PAGE = ROOT / "docs" / "kernels.md"
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +41,23 @@ def test_it_is_said_that_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
     assert why_not_triton() == "there is no CUDA device"
+
+
+def test_devices_that_are_not_nvidias_go_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert "ROCm" in str(why_not_triton())
+
+
+def test_a_release_of_triton_that_rounds_weights_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(choice, "hands_over_whole_floats", lambda: False)
+    assert "in 32 bits" in str(why_not_triton())
+    choice.why_not_triton.cache_clear()
+    monkeypatch.setattr(choice, "hands_over_whole_floats", lambda: True)
+    assert why_not_triton() is None
 
 
 class OnDevice:
@@ -56,6 +74,13 @@ def test_devices_before_ampere_go_by_torch(
     monkeypatch.setattr(choice, "why_not_triton", functools.cache(lambda: None))
     monkeypatch.setattr(choice, "_capability", lambda device: capability)
     assert way_of(OnDevice()) == way  # type: ignore[arg-type]
+
+
+def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert example is not None
+    exec(example[1], {})
+    assert capsys.readouterr().out.startswith("[1.5, 1.5, 1.5, 1.5, 1.5] torch ")
 
 
 def test_importing_kernels_does_not_import_triton() -> None:

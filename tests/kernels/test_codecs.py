@@ -13,7 +13,9 @@ from shoal.compression.draws import Redrawn, drawn, hashed
 from shoal.kernels.codecs import add_quantised, add_signs, pack, quantise, signs, steps_of
 from support.kernels import DEVICE, QUIET, REASON, same_numbers
 
-pytestmark = [QUIET, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+if REASON is not None:
+    pytest.skip(REASON, allow_module_level=True)
+pytestmark = QUIET
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SEED, ROUND, RANK = 5, 11, 3
 LENGTHS = [1, 7, 8, 1000, 1024, 2051]

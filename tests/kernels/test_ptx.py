@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -35,8 +36,6 @@ def compiled() -> dict[str, dict[str, object]]:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     left = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return {**left, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
@@ -53,6 +52,18 @@ def test_every_operation_is_rounded_once_and_keeps_subnormal_numbers(
     floating = {one for one in arithmetic if one.endswith((".f32", ".f64", ".f16", ".bf16"))}
     assert {one for one in floating if ".rn." not in one} == set()
     assert {".".join(one.split(".")[:2]) + "." + one.split(".")[-1] for one in floating} == set(CASES[name].expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_places_are_counted_in_64_bits(name: str, compiled: dict[str, dict[str, object]]) -> None:
+    """No tensor of 2^31 numbers is at hand: what Triton was told is read instead."""
+    assert compiled[name]["narrow"] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_handed_over_with_all_their_bits(name: str, compiled: dict[str, dict[str, object]]) -> None:
+    """Of Python's floats Triton makes float32, where a program does not say otherwise."""
+    assert compiled[name]["launched"] == compiled[name]["declared"]
 
 
 def test_there_is_a_case_of_each_program() -> None:

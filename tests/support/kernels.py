@@ -17,7 +17,7 @@ def why_no_programs() -> str | None:
     """What keeps programs in Triton from running in these tests."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if DEVICE == "cpu" and version("triton").split(".")[:2] < ["3", "9"]:
+    if DEVICE == "cpu" and tuple(int(part) for part in version("triton").split(".")[:2]) < (3, 9):
         return "the interpreter of releases of Triton before 3.9 was not tried: it may round a fused multiply-add twice"
     return None
 

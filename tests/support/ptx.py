@@ -7,6 +7,8 @@ import re
 import sys
 from typing import Any, NamedTuple
 
+import torch
+
 ARCHITECTURE = 90
 
 
@@ -89,8 +91,24 @@ for whole in (16, 32, 64):
     )
 
 
+def launched(program: Any) -> list[str]:
+    """What Triton makes of numbers that a program is started with, of those whose types it says."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import create_function_from_signature
+
+    bind = create_function_from_signature(
+        program.signature, program.params, CUDABackend(GPUTarget("cuda", ARCHITECTURE, 32))
+    )
+    tensor = torch.empty(64)
+    samples = {"fp64": 0.1, "i64": 1 << 20}
+    given = {one.name: 1 if one.is_constexpr else samples.get(one.annotation, tensor) for one in program.params}
+    _, specialization, _ = bind(**given)
+    return [found[0] for one, found in zip(program.params, specialization, strict=False) if one.annotation in samples]
+
+
 def instructions(case: Case) -> dict[str, Any]:
-    """Of one case: its instructions, and whether the assembler took them."""
+    """Of one case: its instructions, whether the assembler took them, and what computes places in 32 bits."""
     import importlib
 
     import triton
@@ -113,7 +131,15 @@ def instructions(case: Case) -> dict[str, Any]:
         source, target=GPUTarget("cuda", ARCHITECTURE, 32), options={"enable_fp_fusion": False, "num_warps": 4}
     )
     text = re.sub(r"//.*", "", made.asm["ptx"])
+    operations = made.asm["ttir"].splitlines()
     return {
+        "declared": [one.annotation for one in program.params if one.annotation in ("fp64", "i64")],
+        "launched": launched(program),
+        "narrow": [
+            line
+            for line in operations
+            if ("tt.addptr" in line and "i64" not in line) or re.search(r"arith\.(muli|addi|shli) .*: i32 loc", line)
+        ],
         "instructions": sorted(set(re.findall(r"^\s*(?:@!?%\w+ )?([a-z]\w*(?:[.:]+\w+)+)", text, re.MULTILINE))),
         "cubin": bool(made.asm.get("cubin")),
     }

@@ -26,7 +26,18 @@ def why_not_triton() -> str | None:
         return "this torch is for ROCm, for which Shoal's programs were never compiled"
     if not torch.cuda.is_available():
         return "there is no CUDA device"
+    if not hands_over_whole_floats():
+        return "this release of Triton hands floats over in 32 bits, whatever a program says: take a newer one"
     return None
+
+
+def hands_over_whole_floats() -> bool:
+    """Triton goes by the types that programs say their parameters have: older releases do for some types only, and
+    round weights of float64 without a word."""
+    from .programs.sums import weighted_sum
+
+    typed = [parameter for parameter in weighted_sum.params if parameter.annotation in ("fp64", "i64")]
+    return bool(typed) and all(parameter.annotation_type == parameter.annotation for parameter in typed)
 
 
 def way_of(tensor: torch.Tensor) -> Way:

@@ -130,7 +130,7 @@ def add_codes(
     first = group[:, None] * BITS + bit // 8
     last = (n * BITS + 7) // 8
     byte = tl.load(codes + first, mask=inside, other=0).to(tl.int32)
-    behind = tl.load(codes + first + 1, mask=inside & (first + 1 < last) & (bit % 8 + BITS > 8), other=0).to(tl.int32)
+    behind = tl.load(codes + (first + 1), mask=inside & (first + 1 < last) & (bit % 8 + BITS > 8), other=0).to(tl.int32)
     code = ((byte | (behind << 8)) >> (bit % 8).to(tl.int32)) & ((1 << BITS) - 1)
     if BITS == 1:
         multiple = 1 - 2 * code
