@@ -36,6 +36,7 @@ from shoal.kernels.weighted_sum import weighted_sum
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHECKED = 100_003
 """Numbers of which each result is compared with the CPU's."""
+DEVICE = "cuda"
 
 
 class Measured(NamedTuple):
@@ -58,7 +59,7 @@ def randoms(count: int, n: int, dtype: torch.dtype, device: str) -> list[torch.T
 
 def sums(n: int, name: str, ways: list[Way]) -> list[Measured]:
     found = []
-    own, out, *others = randoms(6, n, DTYPES[name], "cuda")
+    own, out, *others = randoms(6, n, DTYPES[name], DEVICE)
     for k in (1, 2, 4):
         weights = [1 / (place + k + 2) for place in range(k)]
         for way in ways:
@@ -71,7 +72,7 @@ def sums(n: int, name: str, ways: list[Way]) -> list[Measured]:
 
 
 def steps(n: int, ways: list[Way]) -> list[Measured]:
-    param, grad, mean, square, published = randoms(5, n, torch.float32, "cuda")
+    param, grad, mean, square, published = randoms(5, n, torch.float32, DEVICE)
     square.abs_()
     found = []
     for way in ways:
@@ -98,8 +99,8 @@ def steps(n: int, ways: list[Way]) -> list[Measured]:
 
 
 def messages(n: int, ways: list[Way]) -> list[Measured]:
-    (x, total), key = randoms(2, n, torch.float32, "cuda"), torch.tensor([1], device="cuda")
-    codes, bits = (torch.empty(n, dtype=torch.uint8, device="cuda") for _ in range(2))
+    (x, total), key = randoms(2, n, torch.float32, DEVICE), torch.tensor([1], device=DEVICE)
+    codes, bits = (torch.empty(n, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     found = [
         Measured("QSGD() encodes", "torch", 2.25, lambda: QSGD().encode(x, Redrawn(1, 0, 0))),
         Measured("Sign() encodes", "torch", 2 + 1 / 32, lambda: Sign().encode(x, Redrawn(1, 0, 0))),
@@ -120,7 +121,7 @@ def messages(n: int, ways: list[Way]) -> list[Measured]:
 
 def timed(rows: list[Measured], n_bytes: int, rounds: int) -> list[dict[str, object]]:
     """Median milliseconds of each row, in turn with the copy."""
-    source = torch.empty(n_bytes, dtype=torch.uint8, device="cuda")
+    source = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     every = [Measured("copy", "torch", 2, lambda: target.copy_(source)), *rows]
     times: list[list[float]] = [[] for _ in every]
@@ -149,21 +150,21 @@ def differing(ways: list[Way]) -> list[str]:
     for name, dtype in DTYPES.items():
         own, *others = randoms(5, CHECKED, dtype, "cpu")
         for weights in ([0.3, 0.1, 0.2, 0.15, 0.25], [0.2] * 5):
-            wanted, found = torch.empty_like(own), torch.empty_like(own, device="cuda")
+            wanted, found = torch.empty_like(own), torch.empty_like(own, device=DEVICE)
             weighted_sum(wanted, own, weights[0], others, weights[1:])
             for way in ways:
-                there = [one.cuda() for one in others]
-                weighted_sum(found, own.cuda(), weights[0], there, weights[1:], way=way)
+                there = [one.to(DEVICE) for one in others]
+                weighted_sum(found, own.to(DEVICE), weights[0], there, weights[1:], way=way)
                 if not torch.equal(found.cpu().view(torch.uint8), wanted.view(torch.uint8)):
                     wrong.append(f"a weighted sum of {name} by {way}")
     x = randoms(1, CHECKED, torch.float32, "cpu")[0]
     wanted = QSGD().encode(x, Redrawn(1, 0, 0))
-    if not torch.equal(QSGD().encode(x.cuda(), Redrawn(1, 0, 0)).cpu(), wanted):
+    if not torch.equal(QSGD().encode(x.to(DEVICE), Redrawn(1, 0, 0)).cpu(), wanted):
         wrong.append("a message of QSGD() by torch")
     if "triton" in ways:
-        there = x.cuda()
+        there = x.to(DEVICE)
         key = Redrawn(1, 0, 0).stream(there)._keys
-        step, codes = steps_of(there, 127), torch.empty(CHECKED, dtype=torch.uint8, device="cuda")
+        step, codes = steps_of(there, 127), torch.empty(CHECKED, dtype=torch.uint8, device=DEVICE)
         quantise(there, step, key, codes, 127)
         if not torch.equal(torch.cat([step.view(torch.uint8), codes]).cpu(), wanted):
             wrong.append("a message of QSGD() by triton")
@@ -182,7 +183,7 @@ def main() -> int:
         print("There is no CUDA device here: nothing was measured")
         return 0
     ways: list[Way] = ["torch"]
-    if way_of(torch.empty(0, device="cuda")) == "triton":
+    if way_of(torch.empty(0, device=DEVICE)) == "triton":
         ways.append("triton")
     else:
         print(f"Without Triton: {why_not_triton() or 'the device is older than it supports'}")

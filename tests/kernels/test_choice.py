@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from shoal.kernels import choice, way_of, why_not_triton
+from support.kernels import DEVICE, QUIET, REASON
 
+pytestmark = QUIET
 ROOT = Path(__file__).parents[2]
 BENCHMARK = ROOT / "benchmarks" / "gpu.py"
 PAGE = ROOT / "docs" / "kernels.md"
@@ -97,3 +99,20 @@ def test_the_benchmark_says_that_there_is_no_device() -> None:
     ran = subprocess.run([sys.executable, str(BENCHMARK)], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert "no CUDA device" in ran.stdout
+
+
+def test_what_the_benchmark_would_measure_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, for want of a device: its times are not taken."""
+    spec = importlib.util.spec_from_file_location("benchmark_of_devices", BENCHMARK)
+    assert spec is not None and spec.loader is not None
+    gpu = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, gpu)
+    spec.loader.exec_module(gpu)
+    monkeypatch.setattr(gpu, "DEVICE", DEVICE)
+    monkeypatch.setattr(gpu, "CHECKED", 1003)
+    ways = ["torch"] if REASON else ["torch", "triton"]
+    assert gpu.differing(ways) == []
+    rows = [*gpu.sums(1000, "float32", ways), *gpu.steps(1000, ways), *gpu.messages(1000, ways)]
+    assert {row.way for row in rows} >= set(ways)
+    for row in rows:
+        row.run()

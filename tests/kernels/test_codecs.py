@@ -78,6 +78,16 @@ def test_also_of_awkward_numbers(dtype: torch.dtype, kind: str, chunk: int | Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_just_below_zero_are_rounded_up(dtype: torch.dtype) -> None:
+    """What is above -1 rounds to 1, and no random number may: among so many there are some that would, of 16 bits."""
+    x = torch.full((20_000,), -1e-6, dtype=torch.float64).to(dtype)
+    x[0] = 1.0
+    wanted = QSGD().encode(x, Redrawn(SEED, ROUND, RANK))
+    assert torch.equal(quantised(x, 127, None), wanted)
+    assert x.itemsize > 2 or not wanted[x.itemsize + 1 :].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_that_is_levels_times_a_power_of_two_has_that_as_its_step(dtype: torch.dtype) -> None:
     x = torch.tensor([127.0, -1.0, 3.5], dtype=dtype, device=DEVICE)
     assert steps_of(x, 127).tolist() == [1.0]
