@@ -26,6 +26,8 @@ def numbers(n: int, dtype: torch.dtype, kind: str = "normal") -> torch.Tensor:
     x[n // 2] = -0.0
     if kind == "small":
         x = x * float(torch.finfo(dtype).smallest_normal) * 4
+    if kind == "tiny":  # so small that no step is fine enough for the largest
+        x = (200 * x / x.abs().max()).round() * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     x = x.to(dtype)
     if kind in ("nan", "inf"):
         x[n // 3] = math.nan if kind == "nan" else -math.inf
@@ -66,7 +68,7 @@ def test_quantised_messages_are_those_of_qsgd(dtype: torch.dtype, levels: int, c
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["zero", "nan", "inf", "small"])
+@pytest.mark.parametrize("kind", ["zero", "nan", "inf", "small", "tiny"])
 @pytest.mark.parametrize("chunk", [None, 64])
 def test_also_of_awkward_numbers(dtype: torch.dtype, kind: str, chunk: int | None) -> None:
     x = numbers(1003, dtype, kind)
@@ -95,7 +97,7 @@ def test_a_norm_that_is_levels_times_a_power_of_two_has_that_as_its_step(dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["normal", "zero", "nan", "small"])
+@pytest.mark.parametrize("kind", ["normal", "zero", "nan", "small", "tiny"])
 @pytest.mark.parametrize("n", LENGTHS)
 def test_signs_are_those_of_sign(dtype: torch.dtype, kind: str, n: int) -> None:
     x = numbers(n, dtype, kind)
