@@ -3,91 +3,30 @@
 The order is: this agent's own term, then the sources by ascending rank (reductions over all agents: by ascending rank).
 Every weighted term is one fused multiply-add (``torch.add(alpha=)``), in float32 for 16-bit tensors, whose sum is
 rounded once at the end. Equal weights are no factors of the terms: the terms are summed, and the sum is scaled once
-(:func:`common_factor`). The sum goes block by block so that the running sum stays in the cache: each input is read
-once and the result written once. A block is summed as soon as it is there from everybody, so that summing overlaps
-receiving.
+(:func:`common_factor`). What one block is, :mod:`shoal.kernels` says. The sum goes block by block so that the running
+sum stays in the cache: each input is read once and the result written once. A block is summed as soon as it is there
+from everybody, so that summing overlaps receiving.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from .engine.operation import MORE, Arrived
+from .kernels.reduce import REDUCTIONS as REDUCTIONS
+from .kernels.reduce import combine as _combine
+from .kernels.weighted_sum import HALF as HALF
+from .kernels.weighted_sum import common_factor as common_factor
+from .kernels.weighted_sum import real as real
+from .kernels.weighted_sum import weigh as _weigh
 from .transport.wire import Payload
 
 BLOCK_BYTES = 1 << 20
 """Large enough that calls into torch cost little beside their bytes, small enough that a few blocks fit the cache."""
-HALF = (torch.float16, torch.bfloat16)
-_MOST_PARTS = 1 << 24
-"""A division by more may be of a number that float32 does not have."""
 Waiting = Generator[str, Arrived, None]
-
-
-def _multiply(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-    """torch rounds a product of complex numbers by where it lies in what is multiplied at once; written out in real
-    ones, it is the same however tensors are cut."""
-    if not out.is_complex():
-        torch.mul(one, other, out=out)
-        return
-    a, b, c = torch.view_as_real(one), torch.view_as_real(other), torch.view_as_real(out)
-    first = a[..., 0] * b[..., 0] - a[..., 1] * b[..., 1]
-    c[..., 1] = a[..., 0] * b[..., 1] + a[..., 1] * b[..., 0]
-    c[..., 0] = first
-
-
-def _add(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-    torch.add(one, other, out=out)
-
-
-def _minimum(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-    torch.minimum(one, other, out=out)
-
-
-def _maximum(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-    torch.maximum(one, other, out=out)
-
-
-_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]] = {
-    "sum": _add,
-    "average": _add,
-    "product": _multiply,
-    "min": _minimum,
-    "max": _maximum,
-}
-REDUCTIONS = tuple(_REDUCE)
-
-
-def real(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat tensor with its complex numbers as pairs of real ones: weights are real, so each part sums by itself."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-class Factor(NamedTuple):
-    """What a sum is divided or multiplied by."""
-
-    number: float
-    divides: bool
-
-
-def common_factor(weights: Sequence[float]) -> Factor | None:
-    """How to scale a sum of terms whose weights are all equal; None where each term takes its weight by itself.
-
-    Where the weight is one over a whole number, the sum is divided by that number: the mean of numbers whose sum is
-    exact is the quotient, rounded once, and whole if that is. The mean of n equal values differs from the value by the
-    rounding of their sum: not at all if there are two, by a unit in the last place at most if there are three, by n / 2
-    at most. It is infinite where the sum is. Powers of two stay with the terms. They round nothing, so that gives the
-    same bits (short of subnormal numbers), and the mean of finite numbers stays finite.
-    """
-    weight = weights[0]
-    if any(other != weight for other in weights) or abs(math.frexp(weight)[0]) == 0.5 or not weight:
-        return None
-    whole = round(1 / weight) if abs(weight) * _MOST_PARTS >= 1 else 0
-    return Factor(float(whole), True) if whole and 1 / whole == weight else Factor(weight, False)
 
 
 def weighted_sum(
@@ -126,31 +65,6 @@ def weigh_in_blocks(
         _weigh(left, factor, target, mine, theirs)
 
 
-def _weigh(
-    weights: Sequence[float],
-    factor: Factor | None,
-    out: torch.Tensor,
-    own: torch.Tensor,
-    blocks: Sequence[torch.Tensor],
-) -> None:
-    """One block: each term times its weight, or all of them and then the sum times the factor."""
-    wide = out.dtype in HALF
-    total = own.float() if wide else out
-    if factor is None:
-        torch.mul(total if wide else own, weights[0], out=total)
-        for block, weight in zip(blocks, weights[1:], strict=True):
-            total.add_(block.float() if wide else block, alpha=weight)
-    else:
-        first = total if wide else own
-        for block in blocks:
-            torch.add(first, block.float() if wide else block, out=total)
-            first = total
-        scale = torch.div if factor.divides else torch.mul
-        scale(first, factor.number, out=total)
-    if wide:
-        out.copy_(total)
-
-
 def reduce(
     out: torch.Tensor,
     how: str,
@@ -172,45 +86,6 @@ def reduce(
         combine(out, own, [payload.data if out.is_complex() else real(payload.data) for payload in payloads])
         return
     yield from _in_blocks(out, own, payloads, combine)
-
-
-def _combine(
-    how: str,
-    position: int,
-    parts: Sequence[Sequence[int]],
-    out: torch.Tensor,
-    own: torch.Tensor,
-    blocks: Sequence[torch.Tensor],
-) -> None:
-    """One block: all agents', in rank order."""
-    inputs, step = [*blocks[:position], own, *blocks[position:]], _REDUCE[how]
-    wide = out.dtype in HALF
-    total = torch.empty_like(out, dtype=torch.float32) if wide else out
-    first, *others = [[inputs[place] for place in part] for part in parts] or [inputs]
-    _fold(first, step, total)
-    for part in others:
-        reduction = torch.empty_like(total)
-        _fold(part, step, reduction)
-        step(total, reduction, total)
-    if how == "average":
-        total.div_(len(inputs))
-    if wide:
-        out.copy_(total)
-
-
-def _fold(
-    terms: Sequence[torch.Tensor], step: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None], out: torch.Tensor
-) -> None:
-    """``out`` becomes the reduction of ``terms``, in their order; it is wider than they are, or like them."""
-    wide = terms[0].dtype != out.dtype
-    if wide or len(terms) == 1:
-        out.copy_(terms[0])
-        rest = terms[1:]
-    else:
-        step(terms[0], terms[1], out)
-        rest = terms[2:]
-    for term in rest:
-        step(out, term.float() if wide else term, out)
 
 
 def _in_blocks(

@@ -1,0 +1,213 @@
+"""What kernels take on a CUDA device, as a share of a copy's bandwidth in the same run.
+
+    python benchmarks/gpu.py
+    python benchmarks/gpu.py --megabytes 64 --json out/gpu.json
+
+Weighted sums of 1, 2 and 4 neighbours, steps of SGD and AdamW with the published copy, and messages: each way that
+there is, in turn with a copy from memory of the device to memory of the device. A kernel's bandwidth counts what it has
+to read and write once, so a kernel that does no more than that and is as fast as the copy has a share of 1; passes over
+the same numbers by torch's operations have less. Times are the device's own (events), the median of rounds in which all
+take turns. Before that each is checked: a result that differs in a bit from the CPU's is said, and the status is 1.
+
+Without a CUDA device it says so, and its exit status is 0. It was written without one: how long it takes, and what it
+shows, has not been seen. Meant are two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shoal.compression import QSGD, Sign
+from shoal.compression.draws import Redrawn
+from shoal.kernels import way_of, why_not_triton
+from shoal.kernels.choice import Way
+from shoal.kernels.codecs import add_quantised, quantise, signs, steps_of
+from shoal.kernels.steps import adamw_step, sgd_step
+from shoal.kernels.weighted_sum import weighted_sum
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CHECKED = 100_003
+"""Numbers of which each result is compared with the CPU's."""
+DEVICE = "cuda"
+
+
+class Measured(NamedTuple):
+    """A kernel by one way.
+
+    Attributes:
+        passes: What it reads and writes at the least, as a multiple of the numbers' bytes.
+    """
+
+    name: str
+    way: str
+    passes: float
+    run: Callable[[], object]
+
+
+def randoms(count: int, n: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(1)
+    return [torch.randn(n, generator=generator, device=device).to(dtype) for _ in range(count)]
+
+
+def sums(n: int, name: str, ways: list[Way]) -> list[Measured]:
+    found = []
+    own, out, *others = randoms(6, n, DTYPES[name], DEVICE)
+    for k in (1, 2, 4):
+        weights = [1 / (place + k + 2) for place in range(k)]
+        for way in ways:
+
+            def run(k: int = k, weights: list[float] = weights, way: Way = way) -> None:
+                weighted_sum(out, own, 0.3, others[:k], weights, way=way)
+
+            found.append(Measured(f"weighted sum of {k}, {name}", way, k + 2, run))
+    return found
+
+
+def steps(n: int, ways: list[Way]) -> list[Measured]:
+    param, grad, mean, square, published = randoms(5, n, torch.float32, DEVICE)
+    square.abs_()
+    found = []
+    for way in ways:
+
+        def sgd(way: Way = way) -> None:
+            sgd_step(param, grad, mean, published, lr=1e-6, momentum=0.9, weight_decay=1e-4, way=way)
+
+        def adamw(way: Way = way) -> None:
+            adamw_step(param, grad, mean, square, published, step=10, lr=1e-6, way=way)
+
+        found += [Measured("SGD's step and copy", way, 6, sgd), Measured("AdamW's step and copy", way, 8, adamw)]
+    for name, make in (("SGD's step and copy", torch.optim.SGD), ("AdamW's step and copy", torch.optim.AdamW)):
+        own = param.clone().requires_grad_()
+        own.grad = grad.clone()
+        options = {"momentum": 0.9, "weight_decay": 1e-4} if make is torch.optim.SGD else {}
+        optimizer = make([own], lr=1e-6, fused=True, **options)
+
+        def theirs(optimizer: torch.optim.Optimizer = optimizer, own: torch.Tensor = own) -> None:
+            optimizer.step()
+            published.copy_(own.detach())
+
+        found.append(Measured(name, "torch.optim, fused=True, then a copy", 6 if options else 8, theirs))
+    return found
+
+
+def messages(n: int, ways: list[Way]) -> list[Measured]:
+    (x, total), key = randoms(2, n, torch.float32, DEVICE), torch.tensor([1], device=DEVICE)
+    codes, bits = (torch.empty(n, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    found = [
+        Measured("QSGD() encodes", "torch", 2.25, lambda: QSGD().encode(x, Redrawn(1, 0, 0))),
+        Measured("Sign() encodes", "torch", 2 + 1 / 32, lambda: Sign().encode(x, Redrawn(1, 0, 0))),
+    ]
+    message = QSGD().encode(x, Redrawn(1, 0, 0))
+    found.append(
+        Measured("QSGD() is added", "torch", 2.25, lambda: QSGD().add_decoded(total, message, 1e-3, Redrawn(1, 0, 0)))
+    )
+    if "triton" in ways:
+        step = steps_of(x, 127)
+        found += [
+            Measured("QSGD() encodes", "triton", 2.25, lambda: quantise(x, steps_of(x, 127), key, codes, 127)),
+            Measured("Sign()'s bits", "triton", 1 + 1 / 32, lambda: signs(x, bits[: -(-n // 8)])),
+            Measured("QSGD() is added", "triton", 2.25, lambda: add_quantised(total, codes, step, 1e-3, 127)),
+        ]
+    return found
+
+
+def timed(rows: list[Measured], n_bytes: int, rounds: int) -> list[dict[str, object]]:
+    """Median milliseconds of each row, in turn with the copy."""
+    source = torch.empty(n_bytes, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    every = [Measured("copy", "torch", 2, lambda: target.copy_(source)), *rows]
+    times: list[list[float]] = [[] for _ in every]
+    for round_ in range(rounds + 2):
+        for row, kept in zip(every, times, strict=True):
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began.record()
+            row.run()
+            ended.record()
+            ended.synchronize()
+            if round_ > 1:
+                kept.append(began.elapsed_time(ended))
+    copying = statistics.median(times[0])
+    found: list[dict[str, object]] = []
+    for row, kept in zip(every, times, strict=True):
+        took = statistics.median(kept)
+        share = row.passes * copying / (2 * took)
+        found.append({"name": row.name, "way": row.way, "ms": took, "gb_s": row.passes * n_bytes / took / 1e6,
+                      "share": share})  # fmt: skip
+    return found
+
+
+def differing(ways: list[Way]) -> list[str]:
+    """What has other bits on the device than on the CPU."""
+    wrong = []
+    for name, dtype in DTYPES.items():
+        own, *others = randoms(5, CHECKED, dtype, "cpu")
+        for weights in ([0.3, 0.1, 0.2, 0.15, 0.25], [0.2] * 5):
+            wanted, found = torch.empty_like(own), torch.empty_like(own, device=DEVICE)
+            weighted_sum(wanted, own, weights[0], others, weights[1:])
+            for way in ways:
+                there = [one.to(DEVICE) for one in others]
+                weighted_sum(found, own.to(DEVICE), weights[0], there, weights[1:], way=way)
+                if not torch.equal(found.cpu().view(torch.uint8), wanted.view(torch.uint8)):
+                    wrong.append(f"a weighted sum of {name} by {way}")
+    x = randoms(1, CHECKED, torch.float32, "cpu")[0]
+    wanted = QSGD().encode(x, Redrawn(1, 0, 0))
+    if not torch.equal(QSGD().encode(x.to(DEVICE), Redrawn(1, 0, 0)).cpu(), wanted):
+        wrong.append("a message of QSGD() by torch")
+    if "triton" in ways:
+        there = x.to(DEVICE)
+        key = Redrawn(1, 0, 0).stream(there)._keys
+        step, codes = steps_of(there, 127), torch.empty(CHECKED, dtype=torch.uint8, device=DEVICE)
+        quantise(there, step, key, codes, 127)
+        if not torch.equal(torch.cat([step.view(torch.uint8), codes]).cpu(), wanted):
+            wrong.append("a message of QSGD() by triton")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--megabytes", type=int, default=256, help="bytes of one tensor, in 2^20 (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="in which all take turns (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="keep the figures in this file")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("There is no CUDA device here: nothing was measured")
+        return 0
+    ways: list[Way] = ["torch"]
+    if way_of(torch.empty(0, device=DEVICE)) == "triton":
+        ways.append("triton")
+    else:
+        print(f"Without Triton: {why_not_triton() or 'the device is older than it supports'}")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.megabytes} MiB a tensor")
+    wrong = differing(ways)
+    for one in wrong:
+        print(f"Other bits than on the CPU: {one}")
+    n_bytes = arguments.megabytes << 20
+    figures = []
+    for rows in (
+        lambda: [*sums(n_bytes // 4, "float32", ways)],
+        lambda: [*sums(n_bytes // 2, "bfloat16", ways)],
+        lambda: steps(n_bytes // 4, ways),
+        lambda: messages(n_bytes // 4, ways),
+    ):
+        figures += timed(rows(), n_bytes, arguments.rounds)
+        torch.cuda.empty_cache()
+    print(f"{'':34} {'by':38} {'ms':>8} {'GB/s':>8} {'of the copy':>12}")
+    for row in figures:
+        print(f"{row['name']:34} {row['way']:38} {row['ms']:8.3f} {row['gb_s']:8.0f} {row['share']:12.2f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

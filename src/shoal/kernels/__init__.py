@@ -1,0 +1,10 @@
+"""What is computed where tensors are: sums, steps and messages that read each number once and write it once.
+
+Sums, reductions and steps are there twice, as programs in Triton and as operations of torch in the same order, and take
+the first where they can (:func:`way_of`; :func:`why_not_triton` says why not). See docs/kernels.md for what was seen to
+give the same bits, and how.
+"""
+
+from .choice import Way as Way
+from .choice import way_of as way_of
+from .choice import why_not_triton as why_not_triton

@@ -1,0 +1,58 @@
+"""Which of the two ways a kernel takes: a program in Triton, or the same operations of torch in the same order."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+
+Way = Literal["triton", "torch"]
+_LEAST_CAPABILITY = (8, 0)
+"""Ampere: what Triton supports without reserve."""
+
+
+@functools.cache
+def why_not_triton() -> str | None:
+    """What keeps Triton from running on the CUDA devices of this machine, as words for people; None if nothing does.
+
+    ``torch.version.hip`` counts: the programs were compiled for NVIDIA's devices only, and their text was read there.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'shoal[cuda]'"
+    if torch.version.hip is not None:
+        return "this torch is for ROCm, for which Shoal's programs were never compiled"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if not hands_over_whole_floats():
+        return "this release of Triton hands floats over in 32 bits, whatever a program says: take a newer one"
+    return None
+
+
+def hands_over_whole_floats() -> bool:
+    """Triton goes by the types that programs say their parameters have: older releases do for some types only, and
+    round weights of float64 without a word."""
+    from .programs.sums import weighted_sum
+
+    typed = [parameter for parameter in weighted_sum.params if parameter.annotation in ("fp64", "i64")]
+    return bool(typed) and all(parameter.annotation_type == parameter.annotation for parameter in typed)
+
+
+def way_of(tensor: torch.Tensor) -> Way:
+    """The way that kernels take where ``tensor`` is, if they are not told: ``"triton"`` on NVIDIA's devices from Ampere
+    on, where Triton is installed."""
+    if not tensor.is_cuda or why_not_triton() is not None:
+        return "torch"
+    return "triton" if _capability(tensor.device.index) >= _LEAST_CAPABILITY else "torch"
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton starts programs on the current device, whatever device their tensors are on."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

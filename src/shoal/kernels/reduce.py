@@ -1,0 +1,158 @@
+"""Reductions over all agents in rank order: one block of them in torch, and whole ones by whichever way a device has.
+
+16-bit numbers are reduced in float32 and rounded once. Minimum and maximum are NaN where one of the numbers is; which
+sign a zero has where both kinds meet is left open, as torch leaves it. Else both ways give the same bits, as far as
+:mod:`~shoal.kernels.weighted_sum` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .choice import Way, on_device_of, way_of
+from .weighted_sum import BLOCK, FLOATS, HALF, check_alike, divide, overlap, real, wide_of
+
+INPUTS_OF_A_PROGRAM = 16
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def _multiply(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+    """torch rounds a product of complex numbers by where it lies in what is multiplied at once; written out in real
+    ones, it is the same however tensors are cut."""
+    if not out.is_complex():
+        torch.mul(one, other, out=out)
+        return
+    a, b, c = torch.view_as_real(one), torch.view_as_real(other), torch.view_as_real(out)
+    first = a[..., 0] * b[..., 0] - a[..., 1] * b[..., 1]
+    c[..., 1] = a[..., 0] * b[..., 1] + a[..., 1] * b[..., 0]
+    c[..., 0] = first
+
+
+def _add(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+    torch.add(one, other, out=out)
+
+
+def _minimum(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+    torch.minimum(one, other, out=out)
+
+
+def _maximum(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+    torch.maximum(one, other, out=out)
+
+
+_REDUCE: dict[str, Step] = {
+    "sum": _add,
+    "average": _add,
+    "product": _multiply,
+    "min": _minimum,
+    "max": _maximum,
+}
+REDUCTIONS = tuple(_REDUCE)
+
+
+def combine(
+    how: str,
+    position: int,
+    parts: Sequence[Sequence[int]],
+    out: torch.Tensor,
+    own: torch.Tensor,
+    blocks: Sequence[torch.Tensor],
+) -> None:
+    """One block in torch: all agents', in rank order. ``out`` is none of them."""
+    inputs, step = [*blocks[:position], own, *blocks[position:]], _REDUCE[how]
+    wide = out.dtype in HALF
+    total = torch.empty_like(out, dtype=torch.float32) if wide else out
+    first, *others = [[inputs[place] for place in part] for part in parts] or [inputs]
+    _fold(first, step, total)
+    for part in others:
+        reduction = torch.empty_like(total)
+        _fold(part, step, reduction)
+        step(total, reduction, total)
+    if how == "average":
+        if total.is_floating_point():
+            divide(total, len(inputs), total)
+        else:
+            total.div_(len(inputs))
+    if wide:
+        out.copy_(total)
+
+
+def _fold(terms: Sequence[torch.Tensor], step: Step, out: torch.Tensor) -> None:
+    """``out`` becomes the reduction of ``terms``, in their order; it is wider than they are, or like them."""
+    wide = terms[0].dtype != out.dtype
+    if wide or len(terms) == 1:
+        out.copy_(terms[0])
+        rest = terms[1:]
+    else:
+        step(terms[0], terms[1], out)
+        rest = terms[2:]
+    for term in rest:
+        step(out, term.float() if wide else term, out)
+
+
+def reduce(
+    out: torch.Tensor,
+    how: str,
+    inputs: Sequence[torch.Tensor],
+    *,
+    parts: Sequence[Sequence[int]] = (),
+    way: Way | None = None,
+) -> None:
+    """``out`` becomes the sum, average, product, minimum or maximum of ``inputs``, in their order.
+
+    Whole numbers, products of complex ones and more than 16 inputs go by torch, whichever way is asked for.
+
+    Args:
+        out: Flat, without gaps; it may be one of ``inputs``.
+        inputs: Like it, one of each agent, in rank order.
+        parts: Which places in that order belong together: each part is reduced by itself first.
+        way: :func:`~shoal.kernels.choice.way_of` of ``out`` if not given.
+
+    Raises:
+        ValueError: The tensors are not alike, or have gaps; or there is no such reduction.
+    """
+    if how not in REDUCTIONS:
+        raise ValueError(f"reduction {how!r}: pass one of {', '.join(REDUCTIONS)}")
+    check_alike(out, inputs)
+    if how in ("sum", "average"):
+        out, inputs = real(out), [real(one) for one in inputs]
+    if not out.numel():
+        return
+    fits = out.dtype in FLOATS and len(inputs) <= INPUTS_OF_A_PROGRAM
+    spoils = any(overlap(out, one) for one in inputs)
+    if fits and (way or way_of(out)) == "triton":
+        spoils = any(overlap(out, one) and one.data_ptr() != out.data_ptr() for one in inputs)
+        target = torch.empty_like(out) if spoils else out
+        _by_program(target, how, inputs, parts or [range(len(inputs))])
+    else:
+        target = torch.empty_like(out) if spoils else out
+        combine(how, 0, parts, target, inputs[0], inputs[1:])
+    if spoils:
+        out.copy_(target)
+
+
+def _by_program(out: torch.Tensor, how: str, inputs: Sequence[torch.Tensor], parts: Sequence[Sequence[int]]) -> None:
+    from .programs import language_dtype
+    from .programs.reductions import reduction as program
+
+    given = [inputs[place] for part in parts for place in part]
+    starts, at = 0, 0
+    for part in parts[:-1]:
+        at += len(part)
+        starts |= 1 << at
+    with on_device_of(out):
+        program[(-(-len(out) // BLOCK),)](
+            out,
+            *given,
+            *[given[0]] * (INPUTS_OF_A_PROGRAM - len(given)),
+            len(out),
+            float(len(inputs)),
+            INPUTS=len(given),
+            STARTS=starts,
+            HOW=how,
+            ACC=language_dtype(wide_of(out.dtype)),
+            BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,222 @@
+"""Weighted sums in one fixed order: one block of them in torch, and whole ones by whichever way a device has.
+
+The order is: one's own term, then the others as they are given. Every weighted term is one fused multiply-add, in
+float32 for 16-bit tensors, whose sum is rounded once at the end. Complex numbers are pairs of real ones. Equal weights
+are no factors of the terms: the terms are summed, and the sum is scaled once (:func:`common_factor`).
+
+Both ways give the same bits, but for those inside a NaN: a CPU hands on those of one of its operands, an NVIDIA device
+makes its own. A program has so many terms at most; more take several passes, with the sum so far between them, in
+float32 for 16-bit tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .choice import Way, on_device_of, way_of
+
+HALF = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float64, *HALF)
+TERMS_OF_A_PASS = 16
+BLOCK = 1024
+"""Numbers that one instance of a program sums."""
+_MOST_PARTS = 1 << 24
+"""A division by more may be of a number that float32 does not have."""
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """What numbers are computed in."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat tensor with its complex numbers as pairs of real ones: weights are real, so each part sums by itself."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+class Factor(NamedTuple):
+    """What a sum is divided or multiplied by."""
+
+    number: float
+    divides: bool
+
+
+def common_factor(weights: Sequence[float]) -> Factor | None:
+    """How to scale a sum of terms whose weights are all equal; None where each term takes its weight by itself.
+
+    Where the weight is one over a whole number, the sum is divided by that number: the mean of numbers whose sum is
+    exact is the quotient, rounded once, and whole if that is. The mean of n equal values differs from the value by the
+    rounding of their sum: not at all if there are two, by a unit in the last place at most if there are three, by n / 2
+    at most. It is infinite where the sum is. Powers of two stay with the terms. They round nothing, so that gives the
+    same bits (short of subnormal numbers), and the mean of finite numbers stays finite.
+    """
+    weight = weights[0]
+    if any(other != weight for other in weights) or abs(math.frexp(weight)[0]) == 0.5 or not weight:
+        return None
+    whole = round(1 / weight) if abs(weight) * _MOST_PARTS >= 1 else 0
+    return Factor(float(whole), True) if whole and 1 / whole == weight else Factor(weight, False)
+
+
+def weigh(
+    weights: Sequence[float],
+    factor: Factor | None,
+    out: torch.Tensor,
+    own: torch.Tensor,
+    blocks: Sequence[torch.Tensor],
+) -> None:
+    """One block in torch: each term times its weight, or all of them and then the sum times the factor.
+
+    ``out`` may be ``own``, and none of ``blocks``.
+    """
+    wide = out.dtype in HALF
+    total = own.float() if wide else out
+    if factor is None:
+        torch.mul(total if wide else own, weights[0], out=total)
+        for block, weight in zip(blocks, weights[1:], strict=True):
+            total.add_(block.float() if wide else block, alpha=weight)
+    else:
+        first = total if wide else own
+        for block in blocks:
+            torch.add(first, block.float() if wide else block, out=total)
+            first = total
+        if factor.divides:
+            divide(first, factor.number, total)
+        else:
+            torch.mul(first, factor.number, out=total)
+    if wide:
+        out.copy_(total)
+
+
+def divide(x: torch.Tensor, number: float, out: torch.Tensor) -> None:
+    """Rounded once everywhere: on a device torch multiplies with the reciprocal of a number that is no tensor there."""
+    torch.div(x, number if x.is_cpu else torch.full((), number, dtype=x.dtype, device=x.device), out=out)
+
+
+def weighted_sum(
+    out: torch.Tensor,
+    own: torch.Tensor,
+    own_weight: float,
+    terms: Sequence[torch.Tensor | None],
+    weights: Sequence[float],
+    *,
+    way: Way | None = None,
+) -> None:
+    """``out = own_weight * own + sum of weight * term``, each number read once and written once.
+
+    None is a term of zeros, which nobody had to write: it is not added, and its weight counts like the others.
+
+    Args:
+        out: Flat, without gaps; it may be ``own`` or a term.
+        own, terms: Of its dtype and length, and on its device; they may begin anywhere.
+        weights: One for each term. float32 sums round them to float32.
+        way: :func:`~shoal.kernels.choice.way_of` of ``out`` if not given.
+
+    Raises:
+        ValueError: The tensors are not alike, or have gaps, or are not of floating point.
+        RuntimeError: A term's weight is finite, and too large for the dtype of the sum (torch's error).
+    """
+    factor = common_factor([own_weight, *weights])
+    here = [(term, float(weight)) for term, weight in zip(terms, weights, strict=True) if term is not None]
+    check_alike(out, [own, *(term for term, _ in here)])
+    target, mine, theirs = real(out), real(own), [real(term) for term, _ in here]
+    if target.dtype not in FLOATS:
+        raise ValueError(f"a weighted sum of {out.dtype}: pass floating point or complex numbers")
+    if not target.numel():
+        return
+    left = [float(own_weight), *(weight for _, weight in here)]
+    if (way or way_of(out)) == "triton":
+        _in_passes(target, mine, theirs, left, factor)
+    elif target.dtype not in HALF and any(overlap(target, term) for term in theirs):
+        total = torch.empty_like(target)
+        weigh(left, factor, total, mine, theirs)
+        target.copy_(total)
+    else:
+        weigh(left, factor, target, mine, theirs)
+
+
+def check_alike(out: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if these are not flat tensors without gaps that are like ``out``: a program sees addresses."""
+    for number, one in enumerate((out, *others)):
+        if one.dim() != 1 or not one.is_contiguous():
+            raise ValueError(f"tensor {number} has shape {list(one.shape)} and strides {one.stride()}: pass flat ones")
+        if (one.dtype, one.device, len(one)) != (out.dtype, out.device, len(out)):
+            raise ValueError(
+                f"tensor {number} has {len(one)} numbers in {one.dtype} on {one.device}, and the result {len(out)} in "
+                f"{out.dtype} on {out.device}: pass tensors that are alike"
+            )
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """They share memory."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
+def _in_passes(
+    out: torch.Tensor,
+    own: torch.Tensor,
+    terms: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    factor: Factor | None,
+) -> None:
+    wide = wide_of(out.dtype)
+    if factor is None:
+        for weight in weights[1:]:
+            check_weight(weight, wide)
+    groups = [range(at, min(at + TERMS_OF_A_PASS, len(terms))) for at in range(0, len(terms), TERMS_OF_A_PASS)]
+    groups = groups or [range(0)]
+    # An instance reads its numbers before it writes there; elsewhere, and in a later pass, they would be gone.
+    spoils = any(overlap(out, one) and one.data_ptr() != out.data_ptr() for one in (own, *terms))
+    spoils |= any(overlap(out, term) for term in terms[TERMS_OF_A_PASS:])
+    total = torch.empty_like(out, dtype=wide) if spoils or (wide != out.dtype and len(groups) > 1) else out
+    for number, group in enumerate(groups):
+        last = number == len(groups) - 1
+        target = out if last and not spoils else total
+        given = [terms[place] for place in group], [weights[0], *(weights[place + 1] for place in group)]
+        _pass(target, total if number else own, *given, factor, bool(number), last)
+    if spoils:
+        out.copy_(total)
+
+
+def check_weight(weight: float, dtype: torch.dtype) -> None:
+    """Raise RuntimeError, as torch does, for the weight of a term that is finite and would not be in ``dtype``."""
+    if math.isfinite(weight) and abs(weight) > torch.finfo(dtype).max:
+        raise RuntimeError(f"weight {weight} cannot be converted to {dtype} without overflow")
+
+
+def _pass(
+    out: torch.Tensor,
+    own: torch.Tensor,
+    terms: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    factor: Factor | None,
+    goes_on: bool,
+    last: bool,
+) -> None:
+    from .programs import language_dtype
+    from .programs.sums import weighted_sum as program
+
+    more = TERMS_OF_A_PASS - len(terms)
+    scale = "no" if factor is None or not last else "divide" if factor.divides else "multiply"
+    with on_device_of(out):
+        program[(-(-len(out) // BLOCK),)](
+            out,
+            own,
+            *terms,
+            *[own] * more,
+            len(out),
+            factor.number if factor else 1.0,
+            *weights,
+            *[0.0] * more,
+            TERMS=len(terms),
+            GOES_ON=goes_on,
+            TOGETHER=factor is not None,
+            SCALE=scale,
+            ACC=language_dtype(wide_of(out.dtype)),
+            BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,118 @@
+"""Which way kernels take, and that it is said why Triton is not the one."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.kernels import choice, way_of, why_not_triton
+from support.kernels import DEVICE, QUIET, REASON
+
+pytestmark = QUIET
+ROOT = Path(__file__).parents[2]
+BENCHMARK = ROOT / "benchmarks" / "gpu.py"
+PAGE = ROOT / "docs" / "kernels.md"
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    choice.why_not_triton.cache_clear()
+    yield
+    choice.why_not_triton.cache_clear()
+
+
+def test_tensors_of_the_cpu_go_by_torch_whether_triton_is_there_or_not() -> None:
+    assert way_of(torch.empty(3)) == "torch"
+
+
+def test_it_is_said_what_brings_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert why_not_triton() == "triton is not installed: pip install 'shoal[cuda]'"
+
+
+def test_it_is_said_that_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert why_not_triton() == "there is no CUDA device"
+
+
+def test_devices_that_are_not_nvidias_go_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert "ROCm" in str(why_not_triton())
+
+
+def test_a_release_of_triton_that_rounds_weights_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(choice, "hands_over_whole_floats", lambda: False)
+    assert "in 32 bits" in str(why_not_triton())
+    choice.why_not_triton.cache_clear()
+    monkeypatch.setattr(choice, "hands_over_whole_floats", lambda: True)
+    assert why_not_triton() is None
+
+
+class OnDevice:
+    """What `way_of` asks of a tensor, of one on a device that is not here."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("capability", "way"), [((7, 5), "torch"), ((8, 0), "triton"), ((9, 0), "triton")])
+def test_devices_before_ampere_go_by_torch(
+    capability: tuple[int, int], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "why_not_triton", functools.cache(lambda: None))
+    monkeypatch.setattr(choice, "_capability", lambda device: capability)
+    assert way_of(OnDevice()) == way  # type: ignore[arg-type]
+
+
+def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert example is not None
+    exec(example[1], {})
+    assert capsys.readouterr().out.startswith("[1.5, 1.5, 1.5, 1.5, 1.5] torch ")
+
+
+def test_importing_kernels_does_not_import_triton() -> None:
+    command = (
+        "import sys, shoal.kernels.weighted_sum, shoal.kernels.reduce, shoal.kernels.steps, shoal.kernels.codecs; "
+        "print('triton' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.strip() == "False"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, on which it takes minutes")
+def test_the_benchmark_says_that_there_is_no_device() -> None:
+    ran = subprocess.run([sys.executable, str(BENCHMARK)], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert "no CUDA device" in ran.stdout
+
+
+def test_what_the_benchmark_would_measure_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, for want of a device: its times are not taken."""
+    spec = importlib.util.spec_from_file_location("benchmark_of_devices", BENCHMARK)
+    assert spec is not None and spec.loader is not None
+    gpu = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, gpu)
+    spec.loader.exec_module(gpu)
+    monkeypatch.setattr(gpu, "DEVICE", DEVICE)
+    monkeypatch.setattr(gpu, "CHECKED", 1003)
+    ways = ["torch"] if REASON else ["torch", "triton"]
+    assert gpu.differing(ways) == []
+    rows = [*gpu.sums(1000, "float32", ways), *gpu.steps(1000, ways), *gpu.messages(1000, ways)]
+    assert {row.way for row in rows} >= set(ways)
+    for row in rows:
+        row.run()

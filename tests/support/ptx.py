@@ -1,0 +1,160 @@
+"""Compiles Shoal's programs for an NVIDIA device that need not be there, and says which instructions they have."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+ARCHITECTURE = 90
+
+
+class Case(NamedTuple):
+    """A program with some of its constants.
+
+    Attributes:
+        types: Of the pointers to numbers, and what the others are.
+        expected: The instructions of floating point that it must have, and no others, with how they round.
+    """
+
+    module: str
+    program: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    expected: tuple[str, ...]
+
+
+def _of(kind: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), f"*{kind}")
+
+
+X = " ".join(f"x{place}" for place in range(1, 17))
+SUMMED = f"out own {X}"
+REDUCED = f"out x0 {X.removesuffix(' x16')}"
+SUM = {"TERMS": 3, "GOES_ON": False, "TOGETHER": False, "SCALE": "no", "BLOCK": 1024}
+MEAN = {**SUM, "TOGETHER": True, "SCALE": "divide"}
+REDUCTION = {"INPUTS": 4, "STARTS": 4, "HOW": "average", "BLOCK": 1024}
+SGD = {"MOMENTUM": True, "FIRST": False, "NESTEROV": True, "DECAYS": True, "MAXIMIZE": True, "PUBLISHES": True}
+ADAMW = {"SLOWLY": True, "DECAYS": True, "MAXIMIZE": True, "PUBLISHES": True, "BLOCK": 1024}
+CODED = {"CHUNKED": True, "GROUPS": 128}
+STEPPED = "param grad mean square published"
+
+CASES: dict[str, Case] = {}
+for kind, wide in (("fp32", "fp32"), ("fp64", "fp64"), ("fp16", "fp32"), ("bf16", "fp32")):
+    f = wide.replace("fp", "f")
+    fma, mul, add, div, root = (f"{name}.rn.{f}" for name in ("fma", "mul", "add", "div", "sqrt"))
+    sub = f"sub.rn.{f}"
+    # Of two numbers of float16, whose product is rounded to float16: the same.
+    decoded = "mul.rn.f16" if kind == "fp16" else mul
+    bits = {"BITS": 8, "WIDE": wide, **CODED}
+    less = (1 - 2.0**-24) if wide == "fp32" else 1 - 2.0**-53
+    CASES |= {
+        f"sum {kind}": Case("sums", "weighted_sum", _of(kind, SUMMED), {**SUM, "ACC": wide}, (fma, mul)),
+        f"mean {kind}": Case("sums", "weighted_sum", _of(kind, SUMMED), {**MEAN, "ACC": wide}, (add, div)),
+        f"average {kind}": Case("reductions", "reduction", _of(kind, REDUCED), {**REDUCTION, "ACC": wide}, (add, div)),
+        f"least {kind}": Case(
+            "reductions", "reduction", _of(kind, REDUCED), {**REDUCTION, "HOW": "min", "ACC": wide}, ()
+        ),
+        f"quantise {kind}": Case(
+            "codecs",
+            "quantise",
+            {**_of(kind, "x steps"), "keys": "*i64", "out": "*u8"},
+            {**bits, "BELOW_ONE": less},
+            (add, div, mul, sub),
+        ),
+        f"signs {kind}": Case("codecs", "signs", {"x": f"*{kind}", "out": "*u8"}, {"WIDE": wide, "GROUPS": 128}, ()),
+        f"add codes {kind}": Case(
+            "codecs", "add_codes", {**_of(kind, "total steps"), "codes": "*u8"}, {**bits, "BITS": 4}, (fma, decoded)
+        ),
+    }
+    if kind == wide:
+        CASES |= {
+            f"sgd {kind}": Case(
+                "steps", "sgd", _of(kind, "param grad buffer published"), {**SGD, "BLOCK": 1024}, (fma, mul)
+            ),
+            f"adamw {kind}": Case("steps", "adamw", _of(kind, STEPPED), ADAMW, (add, div, fma, mul, root, sub)),
+        }
+for bits_of, codes in ((4, "u8"), (13, "i64")):
+    CASES[f"pack {bits_of}"] = Case(
+        "codecs", "pack", {"codes": f"*{codes}", "out": "*u8"}, {"BITS": bits_of, "GROUPS": 128}, ()
+    )
+for whole in (16, 32, 64):
+    CASES[f"greatest {whole}"] = Case(
+        "codecs",
+        "greatest",
+        _of(f"i{whole}", "bits out"),
+        {"SIGNLESS": (1 << (whole - 1)) - 1, "ROWS": 16, "WIDTH": 64},
+        (),
+    )
+
+
+def launched(program: Any) -> list[str]:
+    """What Triton makes of numbers that a program is started with, of those whose types it says."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import create_function_from_signature
+
+    bind = create_function_from_signature(
+        program.signature, program.params, CUDABackend(GPUTarget("cuda", ARCHITECTURE, 32))
+    )
+    tensor = torch.empty(64)
+    samples = {"fp64": 0.1, "i64": 1 << 20}
+    given = {one.name: 1 if one.is_constexpr else samples.get(one.annotation, tensor) for one in program.params}
+    _, specialization, _ = bind(**given)
+    return [found[0] for one, found in zip(program.params, specialization, strict=False) if one.annotation in samples]
+
+
+def instructions(case: Case) -> dict[str, Any]:
+    """Of one case: its instructions, whether the assembler took them, and what computes places in 32 bits."""
+    import importlib
+
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    program = getattr(importlib.import_module(f"shoal.kernels.programs.{case.module}"), case.program)
+    language = {"fp32": tl.float32, "fp64": tl.float64}
+    constants = {name: language.get(value, value) for name, value in case.constants.items()}
+    signature = {}
+    for name in program.arg_names:
+        annotated = program.signature.parameters[name].annotation
+        signature[name] = "constexpr" if name in constants else case.types.get(name, annotated)
+    aligned = {
+        (place,): [["tt.divisibility", 16]] for place, name in enumerate(program.arg_names) if name in case.types
+    }
+    source = ASTSource(program, signature=signature, constexprs=constants, attrs=aligned)
+    made = triton.compile(
+        source, target=GPUTarget("cuda", ARCHITECTURE, 32), options={"enable_fp_fusion": False, "num_warps": 4}
+    )
+    text = re.sub(r"//.*", "", made.asm["ptx"])
+    operations = made.asm["ttir"].splitlines()
+    return {
+        "declared": [one.annotation for one in program.params if one.annotation in ("fp64", "i64")],
+        "launched": launched(program),
+        "narrow": [
+            line
+            for line in operations
+            if ("tt.addptr" in line and "i64" not in line) or re.search(r"arith\.(muli|addi|shli) .*: i32 loc", line)
+        ],
+        "instructions": sorted(set(re.findall(r"^\s*(?:@!?%\w+ )?([a-z]\w*(?:[.:]+\w+)+)", text, re.MULTILINE))),
+        "cubin": bool(made.asm.get("cubin")),
+    }
+
+
+def main() -> int:
+    """All cases as JSON; status 3 where Triton cannot compile for a device that is not there."""
+    try:
+        import triton.backends.nvidia.compiler  # noqa: F401
+    except ImportError as error:
+        print(f"Triton does not compile for NVIDIA's devices here: {error}", file=sys.stderr)
+        return 3
+    print(json.dumps({name: instructions(case) for name, case in CASES.items()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
