@@ -25,8 +25,10 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not soak" -n 3 $(TESTS)
 
 # With Transformers, Accelerate and Lightning, as requirements/frameworks.lock has them; `make test` passes over these tests.
+# And the programs of kernels/, which need Triton.
 frameworks: $(FRAMEWORKS)/.locked
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest --reruns 2 -rfER tests/frameworks --ignore $(RAY)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest --reruns 2 -rfER tests/frameworks tests/kernels \
+		--ignore $(RAY)
 
 # Manifests against the schemas of Kubernetes, JobSet and Kubeflow, the image's file, and Ray on two nodes. Afterwards: Ray's
 # nodes take long to come where others want the cores.
@@ -34,10 +36,12 @@ clusters: $(FRAMEWORKS)/.locked
 	PYTHONDONTWRITEBYTECODE= $(FRAMEWORKS)/bin/pytest --reruns 2 -rfER tests/test_kubernetes_manifests.py \
 		tests/test_dockerfile.py $(RAY)
 
-$(FRAMEWORKS)/.locked: pyproject.toml constraints.txt requirements/frameworks.lock
+# Triton by itself: torch 2.13 asks for 3.7, whose interpreter rounds a fused multiply-add twice, as no device does.
+$(FRAMEWORKS)/.locked: pyproject.toml constraints.txt requirements/frameworks.lock requirements/kernels.lock
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --no-deps --require-hashes --requirement requirements/frameworks.lock
 	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --constraint constraints.txt torch
+	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --no-deps --require-hashes --requirement requirements/kernels.lock
 	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -79,6 +83,8 @@ lock:
 		--constraint constraints.txt --override requirements/overrides.txt --no-emit-package torch --universal \
 		--python-version 3.11 --generate-hashes --upgrade --no-header --no-annotate --quiet \
 		--output-file requirements/frameworks.lock
+	echo 'triton>=3.9' | out/lock/bin/uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade \
+		--no-header --no-annotate --quiet --output-file requirements/kernels.lock
 
 # Known holes in what is locked, as the OSV database has them.
 audit:

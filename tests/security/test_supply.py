@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LOCKS = {name: (ROOT / "requirements" / f"{name}.lock").read_text() for name in ("ci", "frameworks")}
+LOCKS = {name: (ROOT / "requirements" / f"{name}.lock").read_text() for name in ("ci", "frameworks", "kernels")}
 # Free licences whose terms an install keeps by itself. Others are looked at before they get in here.
 FREE = {"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC", "LLVM-exception", "MIT", "MPL-2.0"}
 FREE |= {"0BSD", "BSD", "BSD License", "PSF-2.0", "Unlicense", "Zlib"}
@@ -58,7 +58,7 @@ def test_the_locks_have_every_requirement_but_torch_within_its_bounds() -> None:
 @pytest.mark.parametrize("name", LOCKS)
 def test_each_file_of_a_lock_has_a_hash_and_comes_from_nowhere_in_particular(name: str) -> None:
     entries = re.split(r"\n(?=\S)", LOCKS[name].strip())
-    assert len(entries) > 50
+    assert len(entries) > 50 or name == "kernels"
     for entry in entries:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry[:80]
     assert "://" not in LOCKS[name] and "file:" not in LOCKS[name]
