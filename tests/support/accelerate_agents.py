@@ -10,6 +10,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import (  # by name, and before this process is an agent
+    broadcast,
+    broadcast_object_list,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    synchronize_rng_states,
+)
+from accelerate.utils import gather as gather_tensors
+from accelerate.utils.operations import DistributedOperationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -98,6 +108,34 @@ def gather() -> dict[str, Any]:
     if rank == 2:
         made.set_trigger()
     found["trigger"] = made.check_trigger()
+    return found
+
+
+def functions() -> dict[str, Any]:
+    """What the functions of ``accelerate.utils`` give."""
+    rank = accelerator().process_index
+    nested = {"bool": torch.tensor([rank == 1]), "nan": [torch.tensor([float("nan"), rank])]}
+    halves = torch.full((1, 2), float(rank), dtype=torch.bfloat16)
+    given = torch.full((2,), float(rank), requires_grad=True)
+    synchronize_rng_states(["torch"])
+    found = {
+        "gathered": gather_tensors(torch.tensor(rank)).tolist(),
+        "nested": str(gather_tensors(nested)),
+        "halves": gather_tensors(halves).tolist(),
+        "objects": gather_object([f"a{rank}", rank]),
+        "reduced": [reduce(torch.tensor([float(rank)]), how).item() for how in ("sum", "mean", "max", "none")],
+        "broadcast": broadcast(given, from_process=2).tolist(),
+        "objects of 1": broadcast_object_list([rank, {"rank": rank}], from_process=1),
+        "padded": pad_across_processes(torch.full((1, rank + 1), rank), dim=1, pad_index=-1).tolist(),
+        "drawn": torch.rand(()).item(),
+    }
+    PartialState().debug = True  # has agents compare the shapes of what they gather
+    try:
+        gather_tensors(torch.ones(rank + 1))
+    except DistributedOperationException as error:
+        found["shapes"] = str(error)
+    finally:
+        PartialState().debug = False
     return found
 
 
