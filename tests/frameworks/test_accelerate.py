@@ -47,6 +47,8 @@ def test_what_is_gathered_is_of_all_agents_and_no_example_twice(world: World) ->
     found = world.results(agents.gather, patience=60.0)
     for rank, one in enumerate(found):
         assert one["numbers"] == list(range(agents.EXAMPLES))
+        assert one["stream"] == list(range(agents.EXAMPLES))
+        assert one["full rounds"] == list(range(32))
         assert one["objects"] == [f"a{number}" for number in range(agents.EXAMPLES)]
         assert one["nested"] == (
             "{'bool': tensor([False,  True, False, False]), 'nan': [tensor([nan, nan, nan, nan])]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from accelerate.utils import (  # by name, and before this process is an agent
 from accelerate.utils import gather as gather_tensors
 from accelerate.utils.operations import DistributedOperationException
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shoal
 from shoal.frameworks.accelerate import ShoalAccelerator
@@ -40,6 +41,13 @@ def accelerator(**options: Any) -> ShoalAccelerator:
 def dataset() -> TensorDataset:
     number = torch.arange(EXAMPLES)
     return TensorDataset(torch.sin(number[:, None] * torch.arange(1.0, 5.0)), number)
+
+
+class Stream(IterableDataset[int]):
+    """The numbers of the examples, without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(EXAMPLES))
 
 
 def prepared(made: ShoalAccelerator, batch: int = 2) -> tuple[nn.Module, Any, Any, DataLoader[Any]]:
@@ -105,6 +113,10 @@ def gather() -> dict[str, Any]:
     found["nested"] = str(found["nested"])
     found["reduced"] = [made.reduce(torch.tensor(float(rank)), how).item() for how in ("sum", "mean", "max")]
     found["padded"] = made.pad_across_processes(torch.full((1, rank + 1), rank), dim=1, pad_index=-1).tolist()
+    for name, options in (("stream", {}), ("full rounds", {"drop_last": True})):
+        streamed = made.prepare(DataLoader(Stream(), batch_size=4, **options))
+        for _ in range(2):
+            found[name] = torch.cat([made.gather_for_metrics(numbers) for numbers in streamed]).tolist()
     if rank == 2:
         made.set_trigger()
     found["trigger"] = made.check_trigger()
@@ -208,6 +220,7 @@ def refused(what: str) -> str:
             try:
                 accelerator()
             finally:
+                shoal.barrier()  # rank 0 has the store in which the others may still meet
                 dist.destroy_process_group()
                 AcceleratorState._reset_state(reset_partial_state=True)
         elif what == "object":
