@@ -118,8 +118,8 @@ def test_gradient_checkpointing_changes_no_number(world: World, tmp_path: Path) 
 
 def test_batches_of_similar_lengths_have_each_sample_once_and_are_resumed(world: World, tmp_path: Path) -> None:
     whole = world.results(partial(agents.train, by_length=True), str(tmp_path), patience=PATIENCE)
-    for epoch in (0, 8):
-        assert sorted(index for one in whole for index in one["seen"][epoch : epoch + 8]) == list(range(32))
+    for epoch in (slice(-16, -8), slice(-8, None)):  # before them all were read for their lengths
+        assert sorted(index for one in whole for index in one["seen"][epoch]) == list(range(32))
     resumed = world.results(
         partial(agents.train, by_length=True, resume=str(tmp_path / "checkpoint-3")), str(tmp_path), patience=PATIENCE
     )

@@ -233,8 +233,6 @@ def train(
         trainer, watching = made(folder, data, dropout=0.2, given=given, **options)
         if killed is not None and os.environ["RANK"] == str(killed[0]):
             watching.dies_after = killed[1]
-        trainer.get_train_dataloader()  # which reads lengths
-        data.seen.clear()
         trainer.train(resume_from_checkpoint=resume)
     return {
         "begun": watching.begun,
