@@ -82,6 +82,7 @@ def test_a_state_that_is_loaded_goes_on_bit_for_bit_with_each_agents_own(world: 
         assert all(np.array_equal(*both) for both in zip(one["whole"], one["again"], strict=True))
         for number, mean in enumerate(one["mean"]):
             np.testing.assert_allclose(mean, np.mean([each["saved"][number] for each in found], axis=0), rtol=1e-5)
+    assert len({one["drawn"] for one in found}) == SIZE, "at the mean each agent draws for itself"
     assert not np.array_equal(found[0]["whole"][0], found[1]["whole"][0])
     assert not np.array_equal(found[0]["whole"][-1], found[1]["whole"][-1])
 

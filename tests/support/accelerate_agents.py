@@ -171,7 +171,8 @@ def save_and_resume(folder: str) -> dict[str, Any]:
     parts = prepared(made)
     made.load_state(folder, start="consensus")
     mean = [param.detach().numpy().copy() for param in parts[0].parameters()]
-    return {"whole": whole, "again": again, "seen": (whole_seen, seen), "mean": mean, "saved": saved}
+    found = {"whole": whole, "again": again, "seen": (whole_seen, seen), "mean": mean, "saved": saved}
+    return found | {"drawn": torch.rand(()).item()}
 
 
 def save_model(folder: str) -> dict[str, Any]:

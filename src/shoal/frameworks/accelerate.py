@@ -267,7 +267,8 @@ class ShoalAccelerator(Accelerator):
                 raise FileNotFoundError(f"load_state: nothing was saved in {self.project_dir} yet")
         checkpoint = self._checkpoint()
         self.project_configuration.iteration = checkpoint.load(input_dir, start=start) + 1
-        self._random.restore()
+        if start == "own":  # else all would draw as agent 0
+            self._random.restore()
 
     def _checkpoint(self) -> Checkpoint:
         """All that is prepared or registered."""
