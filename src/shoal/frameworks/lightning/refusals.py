@@ -43,7 +43,7 @@ def check_devices(devices: list[Any] | None) -> None:
     elsewhere = [one for one in devices or () if getattr(one, "type", None) != "cpu"]
     if elsewhere:
         raise ValueError(
-            f"Shoal's strategies train on the CPU for now, and Lightning has taken {elsewhere[0]}. Set accelerator='cpu'"
+            f"Shoal trains on the CPU here for now, and Lightning has taken {elsewhere[0]}. Set accelerator='cpu'"
         )
 
 
