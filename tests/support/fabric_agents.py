@@ -41,7 +41,7 @@ class Training:
         self.state = {"net": self.net, "optimizer": self.optimizer, "epoch": 0}
 
     def epoch(self, accumulate: int = 1) -> None:
-        self.loader.sampler.set_epoch(self.state["epoch"])
+        self.loader._num_iter_calls = self.state["epoch"]  # Fabric counts from 0 in each process
         for number, (inputs, labels, indices) in enumerate(self.loader):
             steps = (number + 1) % accumulate == 0
             with self.fabric.no_backward_sync(self.net, enabled=not steps):
