@@ -47,6 +47,8 @@ def test_what_is_gathered_is_of_all_agents_and_no_example_twice(world: World) ->
     found = world.results(agents.gather, patience=60.0)
     for rank, one in enumerate(found):
         assert one["numbers"] == list(range(agents.EXAMPLES))
+        assert one["stream"] == list(range(agents.EXAMPLES))
+        assert one["full rounds"] == list(range(32))
         assert one["objects"] == [f"a{number}" for number in range(agents.EXAMPLES)]
         assert one["nested"] == (
             "{'bool': tensor([False,  True, False, False]), 'nan': [tensor([nan, nan, nan, nan])]}"
@@ -56,6 +58,23 @@ def test_what_is_gathered_is_of_all_agents_and_no_example_twice(world: World) ->
         assert one["trigger"]
 
 
+def test_functions_of_accelerate_that_were_imported_before_meet_through_shoal(world: World) -> None:
+    found = world.results(agents.functions, patience=60.0)
+    for rank, one in enumerate(found):
+        assert one["gathered"] == [0, 1, 2, 3]
+        assert one["nested"] == (
+            "{'bool': tensor([False,  True, False, False]), 'nan': [tensor([nan, 0., nan, 1., nan, 2., nan, 3.])]}"
+        )
+        assert one["halves"] == [[float(agent)] * 2 for agent in range(SIZE)]
+        assert one["objects"] == ["a0", 0, "a1", 1, "a2", 2, "a3", 3]
+        assert one["reduced"] == [6.0, 1.5, 3.0, 6.0]  # "none" is a sum there
+        assert one["broadcast"] == [2.0, 2.0]
+        assert one["objects of 1"] == [1, {"rank": 1}]
+        assert one["padded"] == [[rank] * (rank + 1) + [-1] * (SIZE - rank - 1)]
+        assert "Process 3: [4]" in one["shapes"]
+    assert len({one["drawn"] for one in found}) == 1
+
+
 def test_a_state_that_is_loaded_goes_on_bit_for_bit_with_each_agents_own(world: World, tmp_path: Path) -> None:
     found = world.results(agents.save_and_resume, str(tmp_path), patience=60.0)
     for one in found:
@@ -63,6 +82,7 @@ def test_a_state_that_is_loaded_goes_on_bit_for_bit_with_each_agents_own(world: 
         assert all(np.array_equal(*both) for both in zip(one["whole"], one["again"], strict=True))
         for number, mean in enumerate(one["mean"]):
             np.testing.assert_allclose(mean, np.mean([each["saved"][number] for each in found], axis=0), rtol=1e-5)
+    assert len({one["drawn"] for one in found}) == SIZE, "at the mean each agent draws for itself"
     assert not np.array_equal(found[0]["whole"][0], found[1]["whole"][0])
     assert not np.array_equal(found[0]["whole"][-1], found[1]["whole"][-1])
 

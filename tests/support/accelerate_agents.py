@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import (  # by name, and before this process is an agent
+    broadcast,
+    broadcast_object_list,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    synchronize_rng_states,
+)
+from accelerate.utils import gather as gather_tensors
+from accelerate.utils.operations import DistributedOperationException
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shoal
 from shoal.frameworks.accelerate import ShoalAccelerator
@@ -30,6 +41,13 @@ def accelerator(**options: Any) -> ShoalAccelerator:
 def dataset() -> TensorDataset:
     number = torch.arange(EXAMPLES)
     return TensorDataset(torch.sin(number[:, None] * torch.arange(1.0, 5.0)), number)
+
+
+class Stream(IterableDataset[int]):
+    """The numbers of the examples, without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(EXAMPLES))
 
 
 def prepared(made: ShoalAccelerator, batch: int = 2) -> tuple[nn.Module, Any, Any, DataLoader[Any]]:
@@ -95,9 +113,41 @@ def gather() -> dict[str, Any]:
     found["nested"] = str(found["nested"])
     found["reduced"] = [made.reduce(torch.tensor(float(rank)), how).item() for how in ("sum", "mean", "max")]
     found["padded"] = made.pad_across_processes(torch.full((1, rank + 1), rank), dim=1, pad_index=-1).tolist()
+    for name, options in (("stream", {}), ("full rounds", {"drop_last": True})):
+        streamed = made.prepare(DataLoader(Stream(), batch_size=4, **options))
+        for _ in range(2):
+            found[name] = torch.cat([made.gather_for_metrics(numbers) for numbers in streamed]).tolist()
     if rank == 2:
         made.set_trigger()
     found["trigger"] = made.check_trigger()
+    return found
+
+
+def functions() -> dict[str, Any]:
+    """What the functions of ``accelerate.utils`` give."""
+    rank = accelerator().process_index
+    nested = {"bool": torch.tensor([rank == 1]), "nan": [torch.tensor([float("nan"), rank])]}
+    halves = torch.full((1, 2), float(rank), dtype=torch.bfloat16)
+    given = torch.full((2,), float(rank), requires_grad=True)
+    synchronize_rng_states(["torch"])
+    found = {
+        "gathered": gather_tensors(torch.tensor(rank)).tolist(),
+        "nested": str(gather_tensors(nested)),
+        "halves": gather_tensors(halves).tolist(),
+        "objects": gather_object([f"a{rank}", rank]),
+        "reduced": [reduce(torch.tensor([float(rank)]), how).item() for how in ("sum", "mean", "max", "none")],
+        "broadcast": broadcast(given, from_process=2).tolist(),
+        "objects of 1": broadcast_object_list([rank, {"rank": rank}], from_process=1),
+        "padded": pad_across_processes(torch.full((1, rank + 1), rank), dim=1, pad_index=-1).tolist(),
+        "drawn": torch.rand(()).item(),
+    }
+    PartialState().debug = True  # has agents compare the shapes of what they gather
+    try:
+        gather_tensors(torch.ones(rank + 1))
+    except DistributedOperationException as error:
+        found["shapes"] = str(error)
+    finally:
+        PartialState().debug = False
     return found
 
 
@@ -121,7 +171,8 @@ def save_and_resume(folder: str) -> dict[str, Any]:
     parts = prepared(made)
     made.load_state(folder, start="consensus")
     mean = [param.detach().numpy().copy() for param in parts[0].parameters()]
-    return {"whole": whole, "again": again, "seen": (whole_seen, seen), "mean": mean, "saved": saved}
+    found = {"whole": whole, "again": again, "seen": (whole_seen, seen), "mean": mean, "saved": saved}
+    return found | {"drawn": torch.rand(()).item()}
 
 
 def save_model(folder: str) -> dict[str, Any]:
@@ -170,6 +221,7 @@ def refused(what: str) -> str:
             try:
                 accelerator()
             finally:
+                shoal.barrier()  # rank 0 has the store in which the others may still meet
                 dist.destroy_process_group()
                 AcceleratorState._reset_state(reset_partial_state=True)
         elif what == "object":

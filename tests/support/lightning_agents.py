@@ -240,3 +240,20 @@ def run_example(arguments: list[str]) -> tuple[float, Params]:
     example = sys.modules["lightning_digits"]
     net, accuracy = example.main(example.parse(arguments))
     return accuracy, params_of(net)
+
+
+def run_cli(folder: str) -> tuple[str, list[int]]:
+    """LightningCLI with the configuration that docs/lightning.md prints; the wrapper, and each optimizer's rounds."""
+    from lightning.pytorch.cli import LightningCLI
+
+    from support import lightning_modules as modules
+
+    [configuration] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    path = Path(folder) / f"config{os.environ['RANK']}.yaml"
+    path.write_text(configuration)
+    quiet = ["--trainer.logger=false", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+    options = [f"--trainer.default_root_dir={folder}", "--trainer.max_epochs=1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that arguments are not the command line's
+        cli = LightningCLI(modules.Net, modules.Samples, args=["fit", f"--config={path}", *quiet, *options])
+    return cli.trainer.strategy._wrapper.__name__, [one.rounds for one in cli.trainer.optimizers]

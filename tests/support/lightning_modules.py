@@ -138,6 +138,16 @@ class Resumable(torch.utils.data.DataLoader[Any]):
         self._skip = state["done"]
 
 
+class Samples(pl.LightningDataModule):
+    """The loaders, as LightningCLI asks for them."""
+
+    def train_dataloader(self) -> Any:
+        return loaders()[0]
+
+    def val_dataloader(self) -> Any:
+        return loaders()[1]
+
+
 def loaders(batch: int = 2, workers: int = 0, resumable: bool = False, uneven: bool = False) -> tuple[Any, Any]:
     kind = Resumable if resumable else torch.utils.data.DataLoader
     samples = torch.utils.data.Subset(TRAIN, range(8 + 2 * shoal.rank())) if uneven else TRAIN

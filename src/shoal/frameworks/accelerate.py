@@ -39,6 +39,7 @@ from ..world.identity import size
 from .exchanges import gathered, gathered_objects, padded, reduced
 from .process_state import process_state, wait_for_everyone
 from .random_state import RandomState
+from .streams import count_samples, samples_of_last_round
 
 Wrapper: TypeAlias = Callable[[torch.optim.Optimizer, list[torch.nn.Module]], DecentralizedOptimizer]
 """What makes an optimizer decentralized: ``shoal.DistributedAdaptThenCombineOptimizer``, or a function around it."""
@@ -141,7 +142,9 @@ class ShoalAccelerator(Accelerator):
                 sampler.generator.manual_seed(self._order)
             state = broadcast_object(sampler.generator.get_state(), 0, Internal("frameworks.sampler"))
             sampler.generator.set_state(state)
-        return super().prepare_data_loader(data_loader, *args, **options)
+        prepared = super().prepare_data_loader(data_loader, *args, **options)
+        count_samples(prepared)
+        return prepared
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
@@ -165,12 +168,10 @@ class ShoalAccelerator(Accelerator):
         except TypeError:
             use_gather_object = True
         data = gathered_objects(input_data) if use_gather_object else self.gather(input_data)
-        state = self.gradient_state
-        if not state.end_of_dataloader or state.remainder <= 0:
+        count = samples_of_last_round(self.gradient_state)
+        if count == 0:
             return data
-        if use_gather_object:
-            return data[: state.remainder]
-        return recursively_apply(lambda one: one[: state.remainder], data)
+        return data[:count] if use_gather_object else recursively_apply(lambda one: one[:count], data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, mean or maximum of all agents' tensors. ``scale`` is for TPUs, and does nothing."""
@@ -266,7 +267,8 @@ class ShoalAccelerator(Accelerator):
                 raise FileNotFoundError(f"load_state: nothing was saved in {self.project_dir} yet")
         checkpoint = self._checkpoint()
         self.project_configuration.iteration = checkpoint.load(input_dir, start=start) + 1
-        self._random.restore()
+        if start == "own":  # else all would draw as agent 0
+            self._random.restore()
 
     def _checkpoint(self) -> Checkpoint:
         """All that is prepared or registered."""

@@ -20,6 +20,7 @@ from ..ops.collective import barrier
 from ..world.agent import current
 from ..world.bootstrap import init
 from ..world.identity import is_initialized, local_rank
+from .functions import meet_through_shoal
 from .requirements import check_agent
 
 _ASKED = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -68,6 +69,7 @@ def process_state(cpu: bool = False) -> PartialState:
     cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
     if not there or there["distributed_type"] is not Decentralized.SHOAL or there["num_processes"] != agent.size:
         AcceleratorState._reset_state(reset_partial_state=True)
+        meet_through_shoal(Decentralized.SHOAL)
         with _asked_nobody():
             PartialState(cpu=cpu)
         there.update(

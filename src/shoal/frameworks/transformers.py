@@ -182,6 +182,8 @@ class ShoalTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._has_agents(checkpoint):
             self._checkpoint().load(Path(checkpoint) / AGENTS, start=self.args.resume_from)
+            if self.args.resume_from == "consensus":
+                self._agents_random = None  # all would draw as agent 0
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """It is among each agent's own state."""

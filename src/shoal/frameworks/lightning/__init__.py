@@ -11,9 +11,10 @@ from ..requirements import not_installed
 
 try:
     from .callbacks import ConsensusDistance as ConsensusDistance
+    from .fabric import ShoalFabricStrategy as ShoalFabricStrategy
     from .strategy import ShoalStrategy as ShoalStrategy
     from .wrapping import Wrapper as Wrapper
 except ModuleNotFoundError as error:
     raise not_installed(error, "lightning") from None
 
-__all__ = ["ConsensusDistance", "ShoalStrategy", "Wrapper"]
+__all__ = ["ConsensusDistance", "ShoalFabricStrategy", "ShoalStrategy", "Wrapper"]

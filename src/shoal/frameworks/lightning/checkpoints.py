@@ -32,11 +32,11 @@ RANDOM = "shoal_random_state"
 """What is added to a checkpoint that is loaded: the state of this agent's generators."""
 _OPTIMIZERS = "optimizer_states"
 _OWN = ("lr_schedulers", "loops")
-_KEPT = 2
+KEPT = 2
 """Where a file is written again and again (``last.ckpt``) the folder keeps the save before, until the file is there."""
 
 
-class _Part:
+class Part:
     """A state that is there already, or has been loaded."""
 
     def __init__(self, state: Any = None) -> None:
@@ -85,7 +85,7 @@ def save_own(
         "checkpoint": {key: checkpoint[key] for key in keys},
         "random": RandomState().state_dict(),
     }
-    _parts(_Part(model), _Part(rest), [_Part(one) for one in optimizers]).save(folder_of(path), step, keep=_KEPT)
+    _parts(Part(model), Part(rest), [Part(one) for one in optimizers]).save(folder_of(path), step, keep=KEPT)
     plain = [{key: value for key, value in one.items() if key != "shoal"} for one in optimizers]
     said = {"agents": size(), "save": token, "step": step, "optimizers": len(optimizers)}
     return {**checkpoint, _OPTIMIZERS: plain, KEY: said}
@@ -105,12 +105,12 @@ def load_own(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
     folder = folder_of(Path(path).resolve())
     there: bool = broadcast_object(folder.is_dir(), 0, Internal("lightning.has_agents"))
     if not there:
-        _warn(f"there is no {folder}, so all agents begin at the mean model, and with the optimizer state of agent 0")
+        warn(f"there is no {folder}, so all agents begin at the mean model, and with the optimizer state of agent 0")
         return checkpoint
-    model, rest, optimizers = _Part(), _Part(), [_Part() for _ in range(said["optimizers"])]
+    model, rest, optimizers = Part(), Part(), [Part() for _ in range(said["optimizers"])]
     as_many = said["agents"] == size()
     if not as_many:
-        _warn(
+        warn(
             f"{path} was saved by {said['agents']} agents, and there are {size()} now: all begin at the mean of those, "
             "with generators of their own"
         )
@@ -147,11 +147,12 @@ def check_one_path(path: str | Path) -> None:
         )
 
 
-def _parts(model: _Part, rest: _Part, optimizers: list[_Part]) -> Checkpoint:
+def _parts(model: Part, rest: Part, optimizers: list[Part]) -> Checkpoint:
     named = {f"optimizer{number}": one for number, one in enumerate(optimizers)}
     return Checkpoint(model=model, rest=rest, **named)
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
+    """Warn, at rank 0."""
     if rank() == 0:
         warnings.warn(text, stacklevel=3)

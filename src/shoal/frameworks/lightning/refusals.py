@@ -37,13 +37,13 @@ def check_devices(devices: list[Any] | None) -> None:
     """Raise ValueError unless it is one, the CPU."""
     if devices is not None and len(devices) > 1:
         raise ValueError(
-            f"Trainer(devices={len(devices)}): with ShoalStrategy each process is one agent with one device, and the "
+            f"devices={len(devices)}: with Shoal's strategies each process is one agent with one device, and the "
             f"launcher says how many there are. Take devices=1, and shoal run -n {len(devices)}"
         )
     elsewhere = [one for one in devices or () if getattr(one, "type", None) != "cpu"]
     if elsewhere:
         raise ValueError(
-            f"ShoalStrategy trains on the CPU for now, and the Trainer has taken {elsewhere[0]}. Set accelerator='cpu'"
+            f"Shoal trains on the CPU here for now, and Lightning has taken {elsewhere[0]}. Set accelerator='cpu'"
         )
 
 

@@ -14,8 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from ...errors import ShoalError
-from ...ops.arguments import Internal
-from ...ops.collective import barrier
 from ...ops.objects import broadcast_parameters
 from ...optim.optimizer import DecentralizedOptimizer
 from ...world.agent import current
@@ -27,12 +25,13 @@ from . import checkpoints, exchanges, metrics, refusals
 from .callbacks import SameNumbers
 from .environment import ShoalEnvironment
 from .mean import MeanModel
+from .together import Together
 from .wrapping import Wrapper, evaluate_first, one_peer_at_a_time
 
 T = TypeVar("T")
 
 
-class ShoalStrategy(ParallelStrategy):
+class ShoalStrategy(Together, ParallelStrategy):
     """Each process is an agent with a model of its own, which averages with a neighbour in every optimizer step.
 
     It makes this process an agent (:func:`shoal.init`), where it is none yet, and opens no process group. All agents
@@ -187,32 +186,6 @@ class ShoalStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean, sum, maximum, minimum or product over the agents; the same bits on all."""
         return exchanges.reduced(tensor, reduce_op, group)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Return when all agents are here, or with an error after ``SHOAL_TIMEOUT`` seconds."""
-        barrier(Internal("lightning.barrier"))
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """One agent's object on all: plain data, tensors and paths."""
-        found: T = exchanges.broadcast(obj, src)
-        return found
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """``[agents, *shape]``, detached.
-
-        Raises:
-            ValueError: ``sync_grads=True``, or shapes that differ.
-        """
-        if sync_grads:
-            raise ValueError(
-                "all_gather(sync_grads=True): an agent's gradients are those of its own loss, and go through no other "
-                "agent. Leave sync_grads out"
-            )
-        return exchanges.stacked(tensor, group)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all agents say so, or any of them."""
-        return bool(exchanges.reduced(torch.tensor(int(decision)), "min" if all else "max"))
 
     def on_train_start(self) -> None:
         batches = torch.tensor(float(self._trainer.num_training_batches))

@@ -1,0 +1,177 @@
+"""The strategy for Lightning's Fabric: the loop is the script's own, and ``setup`` gives decentralized optimizers."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import ParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from ...errors import ShoalError
+from ...ops.arguments import Internal
+from ...ops.objects import broadcast_object, broadcast_parameters
+from ...optim.checkpoint import Checkpoint
+from ...optim.mean_model import consensus
+from ...optim.optimizer import DecentralizedOptimizer
+from ...world.agent import current
+from ...world.bootstrap import init
+from ...world.identity import is_initialized, size
+from ..random_state import RandomState
+from ..requirements import check_agent
+from . import exchanges, refusals
+from .checkpoints import KEPT, KEY, Part, check_one_path, folder_of, warn
+from .environment import ShoalEnvironment
+from .together import Together
+from .wrapping import Wrapper, one_peer_at_a_time
+
+
+class ShoalFabricStrategy(Together, ParallelStrategy):
+    """``Fabric(strategy=ShoalFabricStrategy(), accelerator="cpu", devices=1)``: each process is an agent with a model
+    of its own, which averages with a neighbour in every optimizer step.
+
+    It makes this process an agent (:func:`shoal.init`), where it is none yet, and opens no process group.
+    ``fabric.setup(model, optimizer)`` gives all agents rank 0's weights, and a decentralized optimizer;
+    ``setup_dataloaders`` deals the samples out. ``fabric.save`` writes the mean model, and each agent's own state
+    beside it; ``fabric.load`` goes on with each agent's own.
+
+    Args:
+        wrapper: Makes an optimizer decentralized, of it and the module; as of :class:`ShoalStrategy`.
+        checkpoint_io: Lightning's plugin that writes the checkpoint's file, at rank 0.
+
+    Raises:
+        ValueError: The agents are threads, or go on without those that are lost; or by Fabric, another device than the
+            CPU, and an optimizer that is set up before its model.
+    """
+
+    def __init__(self, wrapper: Wrapper | None = None, *, checkpoint_io: Any = None) -> None:
+        if not is_initialized():
+            init()
+        check_agent(current("ShoalFabricStrategy"), "ShoalFabricStrategy")
+        self._wrapper = wrapper
+        self._modules: list[torch.nn.Module] = []
+        super().__init__(cluster_environment=ShoalEnvironment(), checkpoint_io=checkpoint_io)
+        self._backward_sync_control = _NothingToHoldBack()
+        rank_zero_only.rank = self.global_rank
+
+    # What Fabric sets
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        refusals.check_devices(devices)
+        self._devices = devices
+
+    # From the script to the first step
+
+    def module_to_device(self, module: torch.nn.Module) -> None:
+        module.to(self.root_device)
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """As it is, with rank 0's weights."""
+        state = module.state_dict()
+        broadcast_parameters({name: one for name, one in state.items() if isinstance(one, torch.Tensor)}, 0)
+        self._modules.append(module)
+        return module
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Decentralized.
+
+        Raises:
+            ValueError: Its model has not been set up.
+        """
+        if isinstance(optimizer, DecentralizedOptimizer):
+            return optimizer
+        mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for module in self._modules:
+            if any(id(param) in mine for param in module.parameters()):
+                make = self._wrapper or (lambda one, of: one_peer_at_a_time(one, of, True))
+                return make(optimizer, module)
+        raise ValueError(
+            "ShoalFabricStrategy: the optimizer comes before its model, whose parameters agents average. Set up both "
+            "together: model, optimizer = fabric.setup(model, optimizer)"
+        )
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean, sum, maximum, minimum or product over the agents; the same bits on all."""
+        return exchanges.reduced(tensor, reduce_op, group)
+
+    # Checkpoints: the mean model's file, and a folder beside it with each agent's own state
+
+    def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """This agent's, as any optimizer of torch takes it."""
+        return {key: value for key, value in super().get_optimizer_state(optimizer).items() if key != "shoal"}
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Any] | None = None
+    ) -> None:
+        """All agents call it, between two steps. A ``filter`` is for the file."""
+        check_one_path(path)
+        token = broadcast_object(secrets.token_hex(8), 0, Internal("fabric.save"))
+        parts = {name: one if _is_stateful(one) else Part(one) for name, one in state.items()}
+        _checkpoint(parts, Part(token), RandomState()).save(folder_of(path), 0, keep=KEPT)
+        with ExitStack() as means:
+            for one in state.values():
+                if isinstance(one, torch.nn.Module):
+                    means.enter_context(consensus(one))
+            said = {"agents": size(), "save": token}
+            super().save_checkpoint(path, state | {KEY: said}, storage_options, filter)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Each agent's own state, or, with another number of agents, the mean. All agents call it.
+
+        Raises:
+            ShoalError: The folder beside the file is of another save.
+        """
+        folder = folder_of(Path(path).resolve())
+        there = broadcast_object(folder.is_dir(), 0, Internal("fabric.has_agents"))
+        if not there or not isinstance(state, dict) or not state:
+            found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            if state and isinstance(found, dict) and found.pop(KEY, None):
+                warn(f"there is no {folder}, so all agents begin at the mean model, with agent 0's optimizer state")
+            return found
+        file = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        said = file.pop(KEY)
+        missing = [name for name in state if name not in file]
+        if missing and strict:
+            raise KeyError(f"{path} has no {missing[0]!r}; it has {', '.join(map(repr, file))}")
+        token, random = Part(), RandomState()
+        parts = {name: one if _is_stateful(one) else Part() for name, one in state.items() if name in file}
+        as_many = said["agents"] == size()
+        if not as_many:
+            warn(f"{path} was saved by {said['agents']} agents, and there are {size()} now: all begin at their mean")
+        _checkpoint(parts, token, random).load(folder, start="own" if as_many else "consensus")
+        if token.state != said["save"]:
+            raise ShoalError(f"{folder} is of another save than {path}. Take another checkpoint, or remove the folder")
+        if as_many:
+            random.restore()
+        state.update({name: one.state for name, one in parts.items() if isinstance(one, Part)})
+        return {name: value for name, value in file.items() if name not in state}
+
+
+class _NothingToHoldBack(_BackwardSyncControl):
+    """Gradients stay with their agent in any case."""
+
+    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _is_stateful(one: Any) -> bool:
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+def _checkpoint(parts: dict[str, Any], token: Part, random: RandomState) -> Checkpoint:
+    return Checkpoint(**{f"state_{name}": one for name, one in parts.items()}, token=token, random=random)
