@@ -184,12 +184,6 @@ def test_the_code_on_its_page_runs(world: World, tmp_path: Path) -> None:
     assert [one.rounds for one in found] == [[7]] * SIZE
 
 
-def test_lightning_cli_makes_the_strategy_of_the_configuration_on_its_page(world: World, tmp_path: Path) -> None:
-    pytest.importorskip("jsonargparse")
-    found = world.results(agents.run_cli, str(tmp_path), patience=PATIENCE)
-    assert found == [("DistributedGradientAllreduceOptimizer", [7])] * SIZE
-
-
 def test_what_agents_say_to_each_other(world: World) -> None:
     for one in world.results(agents.exchange):
         assert (one["mean"], one["sum"], one["max"]) == (1.5, [6.0, 6.0], 3)
