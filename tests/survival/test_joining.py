@@ -16,6 +16,7 @@ import torch
 import shoal
 from shoal import topology_util
 from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
+from shoal.coordination.order import Order
 from shoal.topology import Static, Without
 from shoal.world.agent import current
 from support import PROCESS_GROUP
@@ -77,6 +78,41 @@ def test_two_join_one_after_another_and_all_end_at_the_optimum_of_all(way: str, 
     began, x = seen[2].began
     assert began > 0 and x in [one.at.get(began) for one in seen[:2]], "it begins with the parameters of one of them"
     assert len({one.steps for one in seen}) == 1
+
+
+@pytest.mark.transport(PROCESS_GROUP)
+def test_who_joins_has_no_part_in_what_only_some_had_begun_to_order() -> None:
+    """One has begun a round for what it asks for, and the other comes to ask for it while both let in a third."""
+    with beginners({"SHOAL_TRANSPORT": PROCESS_GROUP}) as world:
+        pending = [world.run_on(rank, ask_across_an_entry) for rank in range(BEGIN)]
+        pending.append(world.run_on(world.join(), ask_across_an_entry))
+        found = ends(pending)
+    assert [one[-1] for one in found] == [2.0] * 3, "the mean of all three"
+    assert len(found[0]) > 1 and set(found[0][:-1]) == {1.5} and found[1] == found[0], "those before, of two"
+
+
+def ask_across_an_entry() -> list[float]:
+    """Call what is in flight while all let in who asks, until there are three; then once more. The results."""
+    due, late = Order.due.fget, [False]
+    assert due is not None
+
+    def is_late(order: Order) -> bool:
+        return late[0] and order._until is None and len(order._engine.membership.view.alive) < 3
+
+    Order.due = property(lambda order: not is_late(order) and due(order))  # type: ignore[method-assign]
+    checkpoint = shoal.Checkpoint(model=Point3())
+    step = checkpoint.load(None, missing_ok=True)
+    x, found, limit = torch.full((100_000,), shoal.rank() + 1.0), list[float](), time.monotonic() + 40.0
+    while len(shoal.alive()) < 3:
+        late[0] = shoal.rank() == 1
+        handle = shoal.allreduce_nonblocking(x, name="across")
+        step += 1
+        checkpoint.save(None, step)
+        late[0] = False
+        found.append(handle.wait()[0].item())
+        time.sleep(0.01)
+        assert time.monotonic() < limit
+    return [*found, shoal.allreduce(x, name="all").mean().item()]
 
 
 @over_both
