@@ -12,7 +12,7 @@ import shoal
 from shoal import topology_util
 from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
 from shoal.topology import BaseGraph, OnePeerExponential, OnePeerHypercube
-from support.fault_points import Point, arm, over_both
+from support.fault_points import Point, arm, each_over_one, over_both
 from support.surviving_training import RATE, STEPS, curvature, optimum, resting_place, target, train_through
 from support.survivors import CONTINUE
 from support.world import World
@@ -108,14 +108,13 @@ def train_in_parts(victims: dict[int, Point]) -> list[float]:
     return torch.cat(list(model.numbers)).tolist()
 
 
-@over_both
-@pytest.mark.parametrize("count", [30, 31, 32, 33])
+@each_over_one(["30", "31", "32", "33"])
 def test_parts_that_step_by_themselves_reach_the_optimum_of_those_that_are_left(
-    environment: dict[str, str], count: int
+    environment: dict[str, str], way: str
 ) -> None:
     """The loss may come between the steps of two parts, which then begin anew in different ones."""
     with World(SIZE, environment=environment | CONTINUE) as world:
-        outcomes = world.run(train_in_parts, {VICTIM: Point("sent", count)})
+        outcomes = world.run(train_in_parts, {VICTIM: Point("sent", int(way))})
         assert [one.rank for one in outcomes if one.error] == [VICTIM], [one.trace for one in outcomes]
         for rank in LEFT:
             np.testing.assert_allclose(outcomes[rank].value, optimum(LEFT), rtol=0, atol=1e-10)

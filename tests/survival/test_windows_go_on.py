@@ -14,7 +14,7 @@ import shoal
 from shoal import topology_util
 from shoal.topology import Static
 from shoal.world.agent import current
-from support.fault_points import Point, arm, over_both
+from support.fault_points import Point, arm, each_over_one, over_both
 from support.surviving_training import RATE, Point3, optimum, resting_place, step_of, target
 from support.survivors import CONTINUE
 from support.world import World
@@ -116,8 +116,7 @@ def test_push_sum_of_those_that_are_left_agrees(environment: dict[str, str], poi
     assert (x >= begun.min(0)).all() and (x <= begun.max(0)).all()
 
 
-@over_both
-@pytest.mark.parametrize("way", WAYS)
+@each_over_one(WAYS)
 def test_who_comes_back_has_windows_with_all_others(environment: dict[str, str], way: str) -> None:
     with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
         found = ended(world, way, RATE, Point("finished", 40), returns=1)
