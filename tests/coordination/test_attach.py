@@ -10,11 +10,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 import shoal
 from shoal.cli import certificates
 from shoal.coordination.attach import check_backend
 from shoal.engine.operation import Carried, Exchange
+from shoal.transport.process_group import available
 from shoal.transport.wire import Kind, Message, ProtocolError, Where
 from shoal.world.agent import current
 from support import PROCESS_GROUP
@@ -24,6 +26,11 @@ from support.world import World, plain_environment
 pytestmark = pytest.mark.transport(PROCESS_GROUP)
 SIZE = 3
 BY_GROUPS = {"SHOAL_TRANSPORT": PROCESS_GROUP}
+
+
+def found(engine: str) -> pytest.MarkDecorator:
+    """Passes over a test of an engine that this build of torch has not."""
+    return pytest.mark.skipif(engine not in available(), reason=f"this build of torch has no {engine}")
 
 
 def by_script(script: str) -> list[str]:
@@ -52,11 +59,12 @@ def by_script(script: str) -> list[str]:
     return [out.strip() for out, _ in said]
 
 
-def test_a_group_of_the_scripts_own_moves_tensors_and_stays_the_scripts() -> None:
+@pytest.mark.parametrize("engine", ["gloo", pytest.param("ucc", marks=found("ucc"))])
+def test_a_group_of_the_scripts_own_moves_tensors_and_stays_the_scripts(engine: str) -> None:
     said = by_script(
-        """
+        f"""
         import torch, torch.distributed as dist, shoal
-        dist.init_process_group("gloo")
+        dist.init_process_group("{engine}")
         shoal.init(shoal.RingGraph, process_group=dist.new_group())
         x = torch.full((50_000,), float(shoal.rank()))
         found = [shoal.neighbor_allreduce(x)[0].item(), shoal.allreduce(x)[0].item()]
@@ -70,6 +78,39 @@ def test_a_group_of_the_scripts_own_moves_tensors_and_stays_the_scripts() -> Non
         """
     )
     assert said == ["1.0 1.0 1.0 3.0", "1.0 1.0 1.0 3.0", "1.0 1.0 3.0"]
+
+
+@found("ucc")
+def test_groups_that_shoal_makes_of_ucc_give_the_bits_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[torch.Tensor]:
+        shoal.set_topology(shoal.RingGraph(SIZE))
+        x = torch.randn(50_000, generator=torch.Generator().manual_seed(shoal.rank()))
+        return [shoal.neighbor_allreduce(x), shoal.broadcast(x, 1), shoal.allgather(x)]
+
+    monkeypatch.setenv("SHOAL_PROCESS_GROUP", "ucc")
+    for moved, expected in zip(
+        *(shoal.Fleet(SIZE, transport=way).run(run) for way in (PROCESS_GROUP, "threads")), strict=True
+    ):
+        assert all(torch.equal(one, other) for one, other in zip(moved, expected, strict=True))
+
+
+@found("mpi")
+def test_a_group_of_mpi_moves_tensors() -> None:
+    script = """
+    import torch, torch.distributed as dist, shoal
+    dist.init_process_group("mpi")
+    shoal.init(shoal.RingGraph, process_group=dist.group.WORLD)
+    x = torch.full((50_000,), float(shoal.rank()))
+    print(shoal.neighbor_allreduce(x)[0].item(), shoal.allreduce(x)[0].item())
+    shoal.shutdown()
+    """
+    launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(SIZE), sys.executable, "-c"]
+    environment = plain_environment() | BY_GROUPS | {"SHOAL_TIMEOUT": "20", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*launcher, textwrap.dedent(script)], env=environment, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n") == ["1.0 1.0"] * SIZE + [""]
 
 
 @pytest.mark.parametrize(("size", "rank"), [(2, 0), (3, 1)])
