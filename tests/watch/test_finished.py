@@ -52,6 +52,32 @@ def test_each_moment_has_who_waited_for_whom_and_what_was_sent(tmp_path: Path) -
     assert set(later[0]) == set(row_of(0))
 
 
+def test_who_joined_was_not_started_again_until_it_was(tmp_path: Path) -> None:
+    zero, joined, again = Written(0), Written(1, incarnation=1), Written(1, incarnation=2)
+    zero.call(0, 900)
+    joined.call(300, 500, "y")
+    again.call(700, 900, "z")
+    zero.into(tmp_path)
+    joined.into(tmp_path, "-again1")
+    said = read(tmp_path)
+    assert [text for _, text, _ in said["events"]] == ["rank 1 has joined"]
+    assert said["agents"][1]["again"] == 0
+    again.into(tmp_path, "-again2")
+    said = read(tmp_path)
+    assert [text for _, text, _ in said["events"]] == ["rank 1 has joined", "rank 1 is there, started again"]
+    assert said["agents"][1]["again"] == 1
+
+
+def test_a_record_of_who_joined_says_so_too(tmp_path: Path) -> None:
+    base = {"rank": 1, "lost": [], "entered": [], "alive": [0, 1], "what": "came"}
+    first = base | {"rank": 0, "incarnation": 0, "at": 100.0}
+    (tmp_path / "agent0.jsonl").write_text(json.dumps(first) + "\n")
+    (tmp_path / "agent1.1.jsonl").write_text(json.dumps(base | {"incarnation": 1, "at": 101.0}) + "\n")
+    assert [one["again"] for one in read(tmp_path)["agents"]] == [0, 0]
+    (tmp_path / "agent1.2.jsonl").write_text(json.dumps(base | {"incarnation": 2, "at": 102.0}) + "\n")
+    assert [one["again"] for one in read(tmp_path)["agents"]] == [0, 1]
+
+
 def test_a_record_alone_says_who_was_there(tmp_path: Path) -> None:
     base = {"rank": 0, "incarnation": 0, "lost": [], "entered": [], "alive": [0, 1]}
     lines = [

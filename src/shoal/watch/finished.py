@@ -136,7 +136,7 @@ class _Traced:
         going = state in (COMPUTING, WAITING)
         return row | {
             "host": agent.trace.host,
-            "again": agent.trace.incarnation,
+            "again": agent.trace.incarnation - self._of[rank][0].trace.incarnation,
             "state": state,
             "words": words,
             "waits_for": waits_for,
@@ -176,9 +176,11 @@ class _Traced:
             if (rank, how) not in told:
                 told.add((rank, how))
                 found.append((self._since(at), f"rank {rank} {how}: {cause}", "bad" if how == "died" else ""))
-        for one in self._all:
-            if one.incarnation:
-                found.append((self._since(one.start), f"rank {one.rank} is there, started again", "good"))
+        for rank, agents in self._of.items():
+            for agent in agents:  # who joins is started as if it came back
+                text = f"rank {rank} is there, started again" if agent is not agents[0] else f"rank {rank} has joined"
+                if agent.trace.incarnation:
+                    found.append((self._since(agent.trace.start), text, "good"))
         begin = self._begin / SECOND
         found += [(round(at - begin, 1), text, kind) for at, text, kind in _changes(self._entries)]
         return sorted(found)
@@ -272,10 +274,11 @@ class _Recorded:
 
     def _rows(self, at: float) -> list[dict[str, Any]]:
         state, again = dict.fromkeys(range(self._size), ABSENT), dict.fromkeys(range(self._size), 0)
+        first: dict[int, int] = {}  # who joins is started as if it came back
         for one in self._entries:
             if round(one.at - self._begin, 2) > at:
                 break
-            again[one.rank] = max(again[one.rank], one.incarnation)
+            again[one.rank] = max(again[one.rank], one.incarnation - first.setdefault(one.rank, one.incarnation))
             if one.what == CAME:
                 state[one.rank] = STARTING if one.incarnation else COMPUTING
             elif one.what == LEFT:
