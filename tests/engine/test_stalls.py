@@ -19,6 +19,7 @@ import torch
 import shoal
 from shoal.coordination.order import Order
 from shoal.engine import doing, stalls, watchdog
+from shoal.engine.operation import for_whom
 from shoal.world.agent import current
 from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
@@ -111,6 +112,12 @@ def test_what_all_have_come_to_and_has_not_been_moved_waits_for_nobody(
     until = ", to which all have come, until its tensors are moved"
     assert len(waits) == 1 and f" s{until}; it gives up" in waits[0], waits
     assert f"neighbor_allreduce 'x' round 0{until}, since " in said[0], said
+
+
+def test_only_of_what_is_to_be_moved_it_is_said_that_all_have_come() -> None:
+    """One that computes, or that has not begun, waits for no rank either."""
+    assert (for_whom([3], True), for_whom([], False)) == (" for ranks [3]", "")
+    assert "all have come" in for_whom([], True)
 
 
 @pytest.mark.parametrize("late", [0, 3])

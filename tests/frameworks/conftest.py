@@ -24,3 +24,13 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         yield made
     finally:
         made.destroy()  # what frameworks have imported keeps threads and files of its own
+
+
+@pytest.fixture
+def two() -> Iterator[World]:
+    """Two agents, before ``init``: fewer than saved something."""
+    made = World(2, init=False, timeout=60.0)
+    try:
+        yield made
+    finally:
+        made.destroy()

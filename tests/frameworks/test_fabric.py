@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,15 +22,6 @@ SIZE = 4
 IMPORTS = ("lightning.pytorch", "lightning.fabric")
 PATIENCE = 120.0
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def two() -> Iterator[World]:
-    made = World(2, init=False, timeout=60.0)
-    try:
-        yield made
-    finally:
-        made.destroy()
 
 
 def same(left: Params, right: Params) -> bool:

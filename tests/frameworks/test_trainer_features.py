@@ -30,15 +30,6 @@ def mean_of(found: list[Any]) -> Any:
 
 
 @pytest.fixture
-def two() -> Iterator[World]:
-    made = World(2, init=False, timeout=60.0)
-    try:
-        yield made
-    finally:
-        made.destroy()
-
-
-@pytest.fixture
 def doomed() -> Iterator[World]:
     made = World(SIZE, init=False, timeout=60.0)
     try:

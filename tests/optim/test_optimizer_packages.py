@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.algorithms import ExactDiffusion
+from support.two_optimizers import gradients
 
 AGENTS, STEPS = 2, 4
 UNEVEN = nx.DiGraph(
@@ -71,13 +72,6 @@ def initial() -> nn.Module:
     for param in model.parameters():
         nn.init.normal_(param, std=0.5, generator=draws)
     return model
-
-
-def gradients(model: nn.Module, rank: int, step: int) -> None:
-    """Of data that differ between agents."""
-    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * rank + step)) + rank
-    model.zero_grad()
-    model(inputs).square().mean().backward()
 
 
 def trained(known: Known, way: str, **said: Any) -> Tensor:

@@ -73,7 +73,7 @@ class Doing:
         elif self.waiting:
             first, more = self.waiting[0], len(self.waiting) - 1
             since = f"since {seconds(first.seconds)}" + (f", and in {more} more" if more else "")
-            found = f"it waits in {first.call}{for_whom(first.ranks)}, {since}"
+            found = f"it waits in {first.call}{for_whom(first.ranks, True)}, {since}"
         else:
             found = "it waits in no call of Shoal's, so its script does something else"
         if self.ended:
@@ -118,7 +118,7 @@ class AboutItself:
         waiting = [
             Waiting(str(one)[:_LONGEST], tuple(ranks), now - one.started, one.deadline - now)
             for one in self._matcher.in_flight()
-            if not one.background and ((ranks := self.waited_for(one)) or _is_to_be_moved(one))
+            if not one.background and ((ranks := self.waited_for(one)) or one.moves)
         ]
         for service in self._services.all():
             for call, ranks, since in service.calls_that_wait():
@@ -169,12 +169,6 @@ class AboutItself:
             "calls": self._matcher.calls,
             "bytes_sent": self._outbox.bytes_sent,
         }
-
-
-def _is_to_be_moved(operation: Operation) -> bool:
-    """A carrier has been asked to move its tensors, and has not."""
-    stage = (operation.fused or operation).stage
-    return stage is not None and stage.to_move and stage.asked_for
 
 
 def seconds(count: float) -> str:

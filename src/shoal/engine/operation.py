@@ -390,6 +390,12 @@ class Operation:
         return sorted({rank for one in waiting for rank in behind.get(one, (one,))}) if behind else waiting
 
     @property
+    def moves(self) -> bool:
+        """A carrier has been asked to move its tensors, and has not."""
+        stage = (self.fused or self).stage
+        return stage is not None and stage.to_move and stage.asked_for
+
+    @property
     def has_entered(self) -> bool:
         """It has come to a stage, by itself or with others."""
         part: Operation = self.fused or self
@@ -413,9 +419,9 @@ INTERNAL: Final = "~shoal "
 """Before the names of calls that Shoal makes for a caller."""
 
 
-def for_whom(ranks: Sequence[int]) -> str:
-    """For whom a call waits, as it is said of it."""
-    return f" for ranks {list(ranks)}" if ranks else ", to which all have come, until its tensors are moved"
+def for_whom(ranks: Sequence[int], moves: bool) -> str:
+    """For whom a call waits, as it is said of it; ``moves``: :attr:`Operation.moves` of it."""
+    return f" for ranks {list(ranks)}" if ranks else ", to which all have come, until its tensors are moved" * moves
 
 
 def describe(op: str, name: str, round_: int) -> str:
@@ -464,10 +470,9 @@ class Handle(Generic[T]):
         if not self.done and not self._driver.wait_for(self, timeout):
             if timeout is None:
                 raise NotInitialized(f"{self.operation}: this agent has shut down while it was in flight")
-            missing = self.operation.held_up_by
-            raise DeadlineExceeded(
-                f"{self.operation} is not done after {timeout:g} s; it waits{for_whom(missing)} and goes on", missing
-            )
+            one, missing = self.operation, self.operation.held_up_by
+            whom = for_whom(missing, one.moves)
+            raise DeadlineExceeded(f"{one} is not done after {timeout:g} s; it waits{whom} and goes on", missing)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]

@@ -34,12 +34,14 @@ _LONGEST = 400
 
 
 class _Stalled(NamedTuple):
-    """A call that has waited for long; None where it is not known when it gives up."""
+    """A call that has waited for long, perhaps only until its tensors are moved; None where it is not known when it
+    gives up."""
 
     call: str
     ranks: Sequence[int]
     since: float
     gives_up: float | None
+    moves: bool = False
 
 
 class Stalls:
@@ -87,7 +89,9 @@ class Stalls:
             else:
                 operation.stalled = True
                 waited_for = self._about.waited_for(operation)
-                stalled.append(_Stalled(str(operation), waited_for, operation.started, operation.timeout))
+                stalled.append(
+                    _Stalled(str(operation), waited_for, operation.started, operation.timeout, operation.moves)
+                )
         if now >= self._look_at_services:
             stalled += self._of_services(now)
         following = min(following, self._look_at_services)
@@ -131,7 +135,7 @@ class Stalls:
             others,
             self._rank,
             seconds(now - first.since),
-            for_whom(ranks),
+            for_whom(ranks, first.moves),
             "" if first.gives_up is None else f"; it gives up after {seconds(first.gives_up)}",
         )
         for rank in ranks:

@@ -23,7 +23,7 @@ from ...world.bootstrap import init
 from ...world.identity import is_initialized, size
 from ..random_state import RandomState
 from ..requirements import check_agent
-from . import exchanges, refusals
+from . import exchanges
 from .checkpoints import KEPT, KEY, Part, check_one_path, folder_of, warn
 from .environment import ShoalEnvironment
 from .together import Together
@@ -57,21 +57,6 @@ class ShoalFabricStrategy(Together, ParallelStrategy):
         super().__init__(cluster_environment=ShoalEnvironment(), checkpoint_io=checkpoint_io)
         self._backward_sync_control = _NothingToHoldBack()
         rank_zero_only.rank = self.global_rank
-
-    # What Fabric sets
-
-    @property
-    def root_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        refusals.check_devices(devices)
-        self._devices = devices
 
     # From the script to the first step
 

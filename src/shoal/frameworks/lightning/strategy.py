@@ -75,19 +75,6 @@ class ShoalStrategy(Together, ParallelStrategy):
     # What the Trainer sets
 
     @property
-    def root_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        refusals.check_devices(devices)
-        self._devices = devices
-
-    @property
     def num_nodes(self) -> int:
         """On how many machines there are agents."""
         return self._machines

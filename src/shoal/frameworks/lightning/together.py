@@ -1,4 +1,4 @@
-"""What both of Lightning's strategies, the Trainer's and Fabric's, have all agents do together."""
+"""What Lightning's two strategies, the Trainer's and Fabric's, have in common: the device, where all agents meet."""
 
 from __future__ import annotations
 
@@ -8,13 +8,28 @@ import torch
 
 from ...ops.arguments import Internal
 from ...ops.collective import barrier
-from . import exchanges
+from . import exchanges, refusals
 
 T = TypeVar("T")
 
 
 class Together:
-    """The methods of a strategy in which all agents meet."""
+    """The methods that are the same in both."""
+
+    _devices: list[torch.device] | None
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        refusals.check_devices(devices)
+        self._devices = devices
 
     def barrier(self, name: str | None = None) -> None:
         """Return when all agents are here, or with an error after ``SHOAL_TIMEOUT`` seconds."""
