@@ -25,7 +25,8 @@ def is_sharded(tensor: Tensor) -> bool:
     if type(tensor) in _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    kind = getattr(module, "DTensor", None)  # another thread may be importing it right now
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local(tensor: Tensor) -> Tensor:

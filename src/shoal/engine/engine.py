@@ -39,6 +39,7 @@ from .agreement import WORD, Agreement
 from .callbacks import Callbacks
 from .carrier import Carrier
 from .closing import HANG_UP_SECONDS, LAST_WORD_SECONDS, Drain
+from .devices import Devices
 from .dispatch import Dispatch
 from .doing import AboutItself
 from .entry import Entry
@@ -85,8 +86,9 @@ class Engine:
         self.arena = Arena()
         self.pool = ResultPool()
         self.poller = Poller()
-        self.publisher = Publisher(rank, self.arena)
         self.router = router = Router(rank, self.poller, self.arena, self.pool, incarnation)
+        self.devices = Devices(rank, self.arena, lambda: any(map(router.is_far, range(size))))
+        self.publisher = Publisher(rank, self.arena, self.devices)
         self.progress = progress = Progress(self, self.poller, f"shoal-{rank}")
         self.matcher = matcher = Matcher()
         self.outbox = outbox = Outbox(
@@ -181,7 +183,7 @@ class Engine:
 
     def is_far(self, rank: int) -> bool:
         """What goes to an agent goes over the network, or is to be as short as if it did."""
-        return self.compresses_locally or self.carrier is not None or self.router.transport_to(rank) == "network"
+        return self.compresses_locally or self.carrier is not None or self.router.is_far(rank)
 
     @property
     def may_fuse(self) -> bool:
@@ -420,8 +422,8 @@ class Engine:
         """
         drain = Drain(self.progress, self.lifecycle)
         with held, ExitStack() as last:
-            for give_back in (self.poller.close, self.pool.clear, self.arena.close, self.router.close):
-                last.callback(give_back)
+            for one in (self.poller.close, self.pool.clear, self.devices.close, self.arena.close, self.router.close):
+                last.callback(one)
             last.callback(self.after)
             last.callback(self.progress.stop)
             if not died and self.ended is None:

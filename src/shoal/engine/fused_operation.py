@@ -13,7 +13,7 @@ import torch
 from ..transport.wire import COMMON, MAX_NAME, Kind, Message, Parts, Payload, Where
 from .fused_name import MOST_OPERATIONS, Run, name_of
 from .matching import Channel
-from .operation import Exchange, Fusible, Mover, Operation
+from .operation import Fusible, Mover, Operation, Yields
 
 MOST_BYTES = 1 << 20
 """Of a fused operation: beyond, bytes cost more than bookkeeping."""
@@ -24,7 +24,7 @@ class FusedMover(Protocol):
     """What moves fused operations forward."""
 
     def proceed(
-        self, fused: FusedOperation, item: Exchange | str | None, result: Any, error: BaseException | None, /
+        self, fused: FusedOperation, item: Yields | None, result: Any, error: BaseException | None, /
     ) -> None: ...
 
     def fail(self, fused: FusedOperation, error: BaseException, /) -> None: ...
@@ -79,7 +79,7 @@ class FusedOperation(Operation):
         """Of its tensors, joined."""
         return self.places[self.members[-1]][1] * fusible(self.members[0]).flat.element_size()
 
-    def proceed(self, mover: Mover, item: Exchange | str | None, result: Any, error: BaseException | None) -> None:
+    def proceed(self, mover: Mover, item: Yields | None, result: Any, error: BaseException | None) -> None:
         self.mover.proceed(self, item, result, error)
 
     def fail(self, mover: Mover, error: BaseException) -> None:

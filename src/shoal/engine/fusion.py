@@ -29,7 +29,7 @@ from .fused_operation import MOST_BYTES, FusedOperation, Partial, Received, fusi
 from .lifecycle import Lifecycle
 from .matching import Channel, Matcher, disagreement
 from .membership import Membership
-from .operation import MORE, Exchange, Operation, Stage
+from .operation import MORE, Exchange, Operation, Stage, Yields
 from .outbox import Outbox
 from .progress import Progress
 
@@ -112,9 +112,7 @@ class Fusion:
         fused.generator = parts[0].family.together(fused, parts)
         return fused
 
-    def proceed(
-        self, fused: FusedOperation, item: Exchange | str | None, result: Any, error: BaseException | None
-    ) -> None:
+    def proceed(self, fused: FusedOperation, item: Yields | None, result: Any, error: BaseException | None) -> None:
         """Do what a fused operation asked for when it stopped computing."""
         if fused.error is not None:  # it was split, or failed, meanwhile
             self._lifecycle.close_generator(fused)

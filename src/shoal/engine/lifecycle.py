@@ -23,6 +23,7 @@ from .carrying import Carrying
 from .events import LONG_NS, Events
 from .gate import Gate, cannot_go_on
 from .keeping import Keeping
+from .later import Elsewhere, is_suspended
 from .matching import Channel, Matcher, disagreement, unexpected
 from .membership import WHOLE, Membership, Plan
 from .missed import Missed
@@ -38,6 +39,7 @@ from .operation import (
     Recovery,
     Stage,
     Steps,
+    Yields,
     describe,
 )
 from .outbox import Outbox
@@ -98,6 +100,7 @@ class Lifecycle:
         self._prepare = prepare
         self._planned = planned
         self._keeping = keeping
+        self._elsewhere = Elsewhere(progress, self.fail, self._more_arrived)
         self.missed = Missed(rank, self.gate, outbox, membership)
         self.carrying = Carrying(rank, self.gate, progress, matcher, outbox, membership, self.go_on)
 
@@ -199,7 +202,7 @@ class Lifecycle:
         generator = operation.generator
         assert generator is not None
         start = time.perf_counter_ns() if self._events.active else 0
-        item: Exchange | str | None = None
+        item: Yields | None = None
         result, error = None, None
         try:
             item = resumed(operation, generator, arrived)
@@ -233,12 +236,10 @@ class Lifecycle:
                 continue
             if operation.recovery is not None and operation.recovery.again:
                 self._begin_again(operation, operation.recovery)
-            elif stage is not None:
-                self.resume(operation, stage.arrived)
+            elif stage is not None or is_suspended(operation):
+                self.resume(operation, None if stage is None else stage.arrived)
 
-    def proceed(
-        self, operation: Operation, item: Exchange | str | None, result: Any, error: BaseException | None
-    ) -> None:
+    def proceed(self, operation: Operation, item: Yields | None, result: Any, error: BaseException | None) -> None:
         """Do what an operation asked for when it stopped computing."""
         if operation.error is not None:  # it was failed meanwhile
             self.close_generator(operation)
@@ -249,6 +250,9 @@ class Lifecycle:
             operation.waiting_more = True
         elif isinstance(item, Exchange):
             self._enter(operation, item)
+        elif item is not None and not isinstance(item, str):
+            operation.waiting_more = True
+            self._elsewhere.wait(operation, item)
         elif error is None and operation.unconfirmed:
             self.await_confirmation(operation, result)
         else:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..errors import NotFinite, NotInitialized, ShoalError
 from ..transport.budgets import Budget, cost
-from ..transport.wire import HERE, Message, Where
+from ..transport.wire import HERE, ON_DEVICE, Message, Where
 from .operation import Operation, Stage, describe
 
 WINDOW, SMALL_WINDOW = 2, 256
@@ -350,6 +350,9 @@ def disagreement(operation: Operation, stage: Stage, source: int, message: Messa
         return f"rank {source} and rank {rank} have a different {exchange.digest_of}"
     if source not in stage.missing:
         return unexpected(source, rank)
+    if exchange.on_device is not None and exchange.on_device != bool(message.flags & ON_DEVICE):
+        theirs, ours = ("the CPU", "a device") if exchange.on_device else ("a device", "the CPU")
+        return f"rank {source} has its tensor on {theirs} and rank {rank} on {ours}; move one with tensor.to(device)"
     if exchange.dtype is not None and message.dtype != exchange.dtype:
         return f"rank {source} sent {message.dtype} and rank {rank} expected {exchange.dtype}"
     if exchange.shape is not None and message.shape != exchange.shape and not message.nothing:

@@ -25,6 +25,7 @@ from ..interrupts import held
 from ..transport.link import Lease, Published
 from ..transport.movement import Collective
 from ..transport.wire import Message, Where
+from .later import Later
 from .membership import WHOLE, Plan
 from .seconds import as_seconds
 
@@ -93,10 +94,14 @@ class Exchange:
     """What is sent is for a stage so many before: its receivers go through more of them."""
     carried: Carried | None = None
     """Its tensors may travel by other ways than Shoal's own; else they do not."""
+    on_device: bool | None = None
+    """Whether the callers' tensors are on devices, where that has to be the same on both sides of an edge."""
 
 
-Steps = Generator[Exchange | str, Arrived, T]
-"""An operation in the making: yields exchanges (or :data:`MORE`), is sent what arrived, returns the result."""
+Yields = Exchange | Later | str
+Steps = Generator[Yields, Arrived, T]
+"""An operation in the making: yields exchanges (or :data:`MORE`, or what it waits for), is sent what arrived, returns
+the result."""
 
 
 @dataclass(slots=True)
@@ -201,9 +206,7 @@ class Fusible:
 class Mover(Protocol):
     """What moves operations forward, as an operation knows it: its lifecycle."""
 
-    def proceed(
-        self, operation: Operation, item: Exchange | str | None, result: Any, error: BaseException | None
-    ) -> None: ...
+    def proceed(self, operation: Operation, item: Yields | None, result: Any, error: BaseException | None) -> None: ...
 
     def end(self, operation: Operation, error: BaseException) -> None: ...
 
@@ -314,7 +317,7 @@ class Operation:
     def __str__(self) -> str:
         return describe(self.op, self.name, self.round)
 
-    def proceed(self, mover: Mover, item: Exchange | str | None, result: Any, error: BaseException | None) -> None:
+    def proceed(self, mover: Mover, item: Yields | None, result: Any, error: BaseException | None) -> None:
         """Do what its generator asked for when it stopped computing."""
         mover.proceed(self, item, result, error)
 

@@ -22,6 +22,7 @@ from ..transport.wire import (
     DIED,
     HERE,
     MAX_DIMENSIONS,
+    ON_DEVICE,
     SILENT,
     WANTS_REPLY,
     Kind,
@@ -79,6 +80,7 @@ class Outbox:
         # without that a sender could be any number of rounds ahead.
         often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
         what = (CONFIRM if exchange.checked else 0) | (COMMON if exchange.coordinates else 0)
+        what |= ON_DEVICE if exchange.on_device else 0
         tail = b""
         last: Send | None = None
         view = self._membership.view

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import profiler
 
 from .fused_name import PREFIX, read
-from .operation import INTERNAL, Arrived, Exchange, Operation, Steps
+from .operation import INTERNAL, Arrived, Operation, Steps, Yields
 
 try:
     from torch._C._profiler import _RecordFunctionFast as _Span  # a twentieth of what the public one takes
@@ -37,7 +37,7 @@ def span(op: str, name: str, what: str) -> AbstractContextManager[Any]:
     return found
 
 
-def resumed(operation: Operation, generator: Steps[Any], arrived: Arrived | None) -> Exchange | str:
+def resumed(operation: Operation, generator: Steps[Any], arrived: Arrived | None) -> Yields:
     """Resume what computes an operation: to its first exchange, or with what has come for the last."""
     if arrived is None:
         return next(generator)

@@ -135,6 +135,10 @@ class Progress:
         elif self._driver != threading.get_ident():
             self._poller.wake()
 
+    def wake(self) -> None:
+        """Something can go on. From any thread."""
+        self._poller.wake()
+
     def notify(self) -> None:
         """Something ended that a waiting thread may wait for. With the lock."""
         if self.waiters:

@@ -10,6 +10,7 @@ import torch
 from ..errors import NotFinite
 from ..transport.link import Lease, Published
 from ..transport.memory import Arena
+from .devices import Devices
 from .operation import Operation
 
 PUBLISH_BYTES = 1 << 14
@@ -22,15 +23,23 @@ class Publisher:
     Args:
         rank: Its rank.
         arena: The memory that others can read.
+        devices: Those that its tensors are on.
     """
 
-    def __init__(self, rank: int, arena: Arena) -> None:
+    def __init__(self, rank: int, arena: Arena, devices: Devices) -> None:
         self._rank = rank
         self._arena = arena
+        self._devices = devices
         self.finite = False  # refuse tensors with NaN or infinity; a window may hold what its owner likes
 
     def publish(
-        self, operation: Operation, tensor: torch.Tensor, *, zero_copy: bool = False, pieces: int = 1
+        self,
+        operation: Operation,
+        tensor: torch.Tensor,
+        *,
+        zero_copy: bool = False,
+        pieces: int = 1,
+        on_device: bool = False,
     ) -> Published:
         """Copy a tensor to where other agents can read it, flat, until they all have and the operation has ended.
 
@@ -41,21 +50,28 @@ class Publisher:
                 other is copied all the same. Nobody may change it meanwhile. The operation then ends only when all
                 others have read it; one that fails may leave readers behind, and the tensor must not change any more.
             pieces: In how many messages it goes; small ones travel inside them.
+            on_device: A tensor on a device may stay there: then it is a :class:`~.devices.PublishedOnDevice`, which has
+                still to be written.
         """
         recovery = operation.recovery
         if recovery is None:
-            return self._publish(operation, tensor, zero_copy, pieces)
+            return self._publish(operation, tensor, zero_copy, pieces, on_device)
         if recovery.input is not None and recovery.input[0] is tensor:
             return recovery.input[1]  # it begins anew, and the caller may have changed the tensor since
-        published = self._publish(operation, tensor, zero_copy, pieces)
+        published = self._publish(operation, tensor, zero_copy, pieces, on_device)
         if recovery.input is None:
             recovery.input = tensor, published
         return published
 
-    def _publish(self, operation: Operation, tensor: torch.Tensor, zero_copy: bool, pieces: int) -> Published:
+    def _publish(
+        self, operation: Operation, tensor: torch.Tensor, zero_copy: bool, pieces: int, on_device: bool
+    ) -> Published:
         spoiled = self.problem(operation, tensor)
         if spoiled is not None:
             raise spoiled
+        place = self._devices.place_of(tensor) if on_device else None
+        if place is not None:
+            return place.publish(operation, tensor)
         if tensor.is_cpu and tensor.nbytes <= PUBLISH_BYTES * pieces:
             if tensor.dim() == 1 and tensor.is_contiguous() and not tensor.requires_grad:
                 return Published(tensor.clone())

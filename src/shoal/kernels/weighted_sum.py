@@ -93,7 +93,7 @@ def weigh(
 
 def divide(x: torch.Tensor, number: float, out: torch.Tensor) -> None:
     """Rounded once everywhere: on a device torch multiplies with the reciprocal of a number that is no tensor there."""
-    torch.div(x, number if x.is_cpu else torch.full((), number, dtype=x.dtype, device=x.device), out=out)
+    torch.div(x, number if x.is_cpu else x.new_full((), number), out=out)
 
 
 def weighted_sum(

@@ -71,7 +71,7 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_inference():
         return tensor.detach()
     with torch.inference_mode(False):
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        alias = tensor.new_empty(0)
         alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return alias
 
@@ -105,21 +105,33 @@ def split_name(op: str, self_weight: float | str | None, name: str | None) -> tu
 
 
 class Result:
-    """Where a result goes: ``out``, or memory from the pool. ``flat`` is what the sum is written to."""
+    """Where a result goes: ``out``, or memory from the pool, or with ``on_device`` of the device that ``like`` is on.
+    ``flat`` is what the sum is written to."""
 
-    def __init__(self, agent: Agent, out: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        out: torch.Tensor | None,
+        like: torch.Tensor,
+        shape: tuple[int, ...],
+        *,
+        on_device: bool = False,
+    ) -> None:
         if out is not None and tuple(out.shape) != shape:
             raise RuntimeError(f"out was given with shape {list(shape)} and has shape {list(out.shape)} now")
         self._out = out
-        self._on_cpu, self._device = like.is_cpu, like.device
-        plain = out is not None and not out.is_conj() and not out.is_neg()
-        self._direct = out is not None and plain and out.is_contiguous() and out.is_cpu
-        self._made = writable(out) if out is not None and self._direct else agent.engine.pool.empty(shape, like.dtype)
+        self._goes_to = None if like.is_cpu or on_device else like
+        plain = out is not None and not out.is_conj() and not out.is_neg() and out.is_contiguous()
+        self._direct = out is not None and plain and (out.device == like.device if on_device else out.is_cpu)
+        if out is not None and self._direct:
+            self._made = writable(out)
+        else:
+            self._made = like.new_empty(shape) if on_device else agent.engine.pool.empty(shape, like.dtype)
         self.flat = self._made if self._made.dim() == 1 else self._made.view(-1)
 
     def finish(self) -> torch.Tensor:
         if self._out is None:
-            return self._made if self._on_cpu else self._made.to(self._device)
+            return self._made if self._goes_to is None else self._goes_to.new_empty(self._made.shape).copy_(self._made)
         if not self._direct:
             put(self._made, self._out)
         return self._out
@@ -139,9 +151,10 @@ def rotated(sends: Iterable[Send], agent: Agent) -> list[Send]:
 
 
 def payload(arrived: Arrived, source: int) -> Payload:
+    """What a source has sent, in memory of the CPU."""
     found = arrived[source].payload
     assert found is not None, "every DATA message has a payload once it is matched"
-    return found
+    return found if found.data.device.type == "cpu" else Payload(found.data.cpu(), found.available)
 
 
 def check_gatherable(op: str, tensor: object) -> torch.Tensor:

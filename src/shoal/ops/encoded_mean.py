@@ -6,7 +6,6 @@ Every agent has the same bits: the mean of each share is what the message of the
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,7 +15,7 @@ from ..arithmetic import complete
 from ..compression import Compressor
 from ..compression.draws import Redrawn
 from ..engine.discovery import submit_to_all
-from ..engine.operation import Arrived, Carried, Exchange, Handle, Operation, Send, Steps
+from ..engine.operation import Carried, Exchange, Handle, Operation, Send, Steps
 from ..errors import Mismatch
 from ..transport.wire import Payload
 from ..world.agent import Agent
@@ -117,7 +116,7 @@ def _mean(
 
 def _exchanged(
     agent: Agent, operation: Operation, group: list[int], data: torch.Tensor, cut: list[tuple[int, int]], same: str
-) -> Generator[Exchange | str, Arrived, dict[int, Payload]]:
+) -> Steps[dict[int, Payload]]:
     """Send each of the others its piece of the data; theirs, once all is there."""
     published = agent.engine.publisher.publish(operation, data)
     sends = [

@@ -18,6 +18,7 @@ import torch
 
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
+from ..engine.devices import PublishedOnDevice
 from ..engine.discovery import discover, submit_to_all
 from ..engine.operation import (
     NOTHING,
@@ -47,6 +48,7 @@ from .arguments import (
 )
 from .encoded import Encoded, encoded_by_call
 from .groups import ALL, Group, Within, within
+from .on_device import average as on_its_device
 from .robust import Robust
 from .together import Discovering, WithNeighbours, copied, is_small
 
@@ -358,10 +360,12 @@ def _mix(
     layout: int = 0,
     among: tuple[int, ...] | None = None,
 ) -> Steps[torch.Tensor]:
-    engine, silent = agent.engine, speaks is False
+    engine, silent, on_device = agent.engine, speaks is False, not tensor.is_cpu
     if encoded is not None:
         tensor = encoded.numbers
-    published = engine.publisher.publish(operation, tensor.new_empty(0) if silent else tensor, zero_copy=zero_copy)
+    given = tensor.new_empty(0) if silent else tensor
+    plain = robust is None and encoded is None and engine.carrier is None
+    published = engine.publisher.publish(operation, given, zero_copy=zero_copy, on_device=plain)
     own_data = torch.zeros(tensor.numel(), dtype=tensor.dtype) if silent else published.data
     shape, total = tuple(tensor.shape), own_data.numel()
     sources, destinations = mixing.sources, mixing.destinations
@@ -390,6 +394,8 @@ def _mix(
         sends = encoded.shortened(engine, operation, sends)
         digest, digest_of = digest ^ encoded.digest, "topology, form, compression, shape or dtype"
     sends += [Send(rank, published, 0, 0, (0,), NOTHING) for rank in nothing]
+    if isinstance(published, PublishedOnDevice):
+        yield from published.written()
     arrived = yield Exchange(
         rotated(sends, agent),
         list(sources),
@@ -399,15 +405,20 @@ def _mix(
         digest=digest,
         digest_of=digest_of,
         carried=Carried(among, what=f"topology {digest:08x}" if form in _FORMS else "", confirm=form == "push-pull"),
+        on_device=on_device,
     )
-    result = Result(agent, out, tensor, shape)
     own = mixing.self_weight
     if len(arrived) < len(sources) and form != "push within":
         # What an agent that is gone has not sent weighs here what it would have there; but what it would have given
         # away is lost.
         own += sum(weight for rank, weight in sources.items() if rank not in arrived)
     there = [rank for rank in sources if rank in arrived and not arrived[rank].nothing]  # ascending, as in every Mixing
-    terms = [(payload(arrived, rank), sources[rank] * arrived[rank].scale) for rank in there]
+    weights = [sources[rank] * arrived[rank].scale for rank in there]
+    if isinstance(published, PublishedOnDevice):
+        messages = [(rank, arrived[rank]) for rank in there]
+        return (yield from on_its_device(agent, published, out, shape, own, messages, weights))
+    result = Result(agent, out, tensor, shape)
+    terms = [(payload(arrived, rank), weight) for rank, weight in zip(there, weights, strict=True)]
     if encoded is not None:
         payloads = yield from encoded.decoded(operation, agent, [(rank, arrived[rank]) for rank in there])
         terms = [(one, weight) for one, (_, weight) in zip(payloads, terms, strict=True)]

@@ -35,18 +35,23 @@ class Published:
         self._bytes: memoryview | None = None
         self._checks: dict[tuple[int, int], str] = {}
 
+    @property
+    def on_cpu(self) -> torch.Tensor:
+        """Its numbers where the CPU reads them."""
+        return self.data
+
     def part(self, start: int, stop: int) -> torch.Tensor:
         return self.data[start:stop] if stop - start != self.data.numel() else self.data
 
     def copy(self, start: int, stop: int) -> bytes:
         """Elements ``start`` to ``stop`` as bytes of their own."""
-        size = self.data.element_size()
-        return ctypes.string_at(self.data.data_ptr() + start * size, (stop - start) * size) if stop > start else b""
+        size, address = self.data.element_size(), self.on_cpu.data_ptr()
+        return ctypes.string_at(address + start * size, (stop - start) * size) if stop > start else b""
 
     def bytes(self, start: int, stop: int) -> memoryview:
         """Elements ``start`` to ``stop`` as bytes, where they lie."""
         if self._bytes is None:
-            flat = self.data.view(torch.uint8) if self.data.numel() else torch.empty(0, dtype=torch.uint8)
+            flat = self.on_cpu.view(torch.uint8) if self.data.numel() else torch.empty(0, dtype=torch.uint8)
             self._bytes = memoryview(flat.numpy())  # type: ignore[arg-type]
         size = self.data.element_size()
         return self._bytes[start * size : stop * size]

@@ -14,6 +14,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
+import logging
 import math
 import mmap
 import os
@@ -22,20 +24,26 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from ..device import device as devices
+from ..device.device import Memory
 from ..interrupts import held
 from . import budgets
 from .wire import ProtocolError
 
+log = logging.getLogger("shoal")
 T = TypeVar("T")
 ALIGNMENT = 64
 SMALL = 1 << 18
 """Regions up to this many bytes share a memory file with others of their size; larger ones have one each."""
 SLAB = 1 << 22
 HUGE_PAGE = 1 << 21
+MOST_OF_DEVICE = 1 << 44
+"""Bytes of one piece of a device's memory: more than any has."""
 LATELY = 2.0
 """Seconds: a size that was asked for within them is in use."""
 MADV_POPULATE_WRITE = 23
@@ -101,7 +109,7 @@ class Region:
 
     __slots__ = ("data", "nbytes", "offset", "segment", "size")
 
-    def __init__(self, segment: Segment, offset: int, size: int) -> None:
+    def __init__(self, segment: Memory, offset: int, size: int) -> None:
         self.segment = segment
         self.offset = offset
         self.size = size
@@ -169,18 +177,31 @@ class _Returns(ABC, Generic[T]):
 
 
 class Arena(_Returns[Region]):
-    """This agent's memory that others read. ``allocate`` and ``release`` may be called from any thread."""
+    """This agent's memory that others read. ``allocate`` and ``release`` may be called from any thread.
 
-    def __init__(self, keep: int = 1 << 28) -> None:
+    Args:
+        keep: So many bytes of large regions that nobody uses are kept.
+        make: Makes its memory, of a number and a size: files if not given.
+        beside: Another arena of this agent's, with which it shares the numbers of their memory.
+    """
+
+    def __init__(
+        self,
+        keep: int = 1 << 28,
+        make: Callable[[int, int], Memory] = Segment,
+        beside: Arena | None = None,
+    ) -> None:
         super().__init__()
+        self._make = make
         self._free: dict[int, list[Region]] = defaultdict(list)
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, Memory] = {}
         self._keep = keep
         self._free_large = 0
-        self._next_ident = 1
-        self._slabs: dict[int, tuple[Segment, int]] = {}  # by size: one that is cut into regions, and up to where
+        self._idents: Iterator[int] = itertools.count(1) if beside is None else beside._idents
+        self._slabs: dict[int, tuple[Memory, int]] = {}  # by size: one that is cut into regions, and up to where
         self._of_tensors: dict[int, Region] = {}
-        self.retired: list[int] = []  # memory files that readers may forget; the router tells them
+        # Memory that readers may forget; the router tells them.
+        self.retired: list[int] = [] if beside is None else beside.retired
         self.closed = False
 
     def allocate(self, nbytes: int) -> Region:
@@ -206,10 +227,9 @@ class Arena(_Returns[Region]):
                 self._slabs.pop(size, None)
             return Region(slab, offset, size)
 
-    def _new_segment(self, size: int) -> Segment:
-        segment = Segment(self._next_ident, size)
+    def _new_segment(self, size: int) -> Memory:
+        segment = self._make(next(self._idents), size)
         self._segments[segment.ident] = segment
-        self._next_ident += 1
         return segment
 
     def _take_in(self, one: Region) -> None:
@@ -224,9 +244,7 @@ class Arena(_Returns[Region]):
 
     def next_ident(self) -> int:
         """A number for a memory file that is none of the arena's."""
-        with self._lock:
-            self._next_ident += 1
-            return self._next_ident - 1
+        return next(self._idents)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor in a region of its own, which comes back when the tensor is gone."""
@@ -236,6 +254,7 @@ class Arena(_Returns[Region]):
         with held:
             region = self.allocate(nbytes)
             # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
+            assert isinstance(region.segment, Segment)
             lease = (ctypes.c_char * nbytes).from_buffer(region.segment.area, region.offset)
             tensor = torch.frombuffer(lease, dtype=dtype).view(shape)
             self._of_tensors[tensor.data_ptr()] = region
@@ -277,7 +296,7 @@ class Arena(_Returns[Region]):
 
 
 class PeerMemory:
-    """The memory files of one peer, mapped as their descriptors come."""
+    """The memory files of one peer, and memory of its devices, mapped as their descriptors come."""
 
     def __init__(self) -> None:
         self._segments: dict[int, torch.Tensor] = {}
@@ -286,10 +305,7 @@ class PeerMemory:
     def add(self, ident: int, fd: int, lockable: bool = False) -> None:
         """Map a descriptor that came with a message, and close it, unless its file is to be locked."""
         try:
-            if ident in self._segments:
-                raise ProtocolError(f"memory {ident} shared twice")
-            if len(self._segments) >= budgets.SEGMENTS:
-                raise ProtocolError(f"it has passed its budget of {budgets.SEGMENTS:,} memory files that are shared")
+            self._check_number(ident)
             if lockable and len(self._descriptors) >= budgets.descriptors():
                 raise ProtocolError(f"it has passed its budget of {budgets.descriptors():,} windows")
             seals = fcntl.fcntl(fd, 1034)  # F_GET_SEALS
@@ -308,6 +324,28 @@ class PeerMemory:
         if size >= HUGE_PAGE:
             area.madvise(mmap.MADV_HUGEPAGE)
         self._segments[ident] = torch.frombuffer(area, dtype=torch.uint8)
+
+    def _check_number(self, ident: int) -> None:
+        if ident in self._segments:
+            raise ProtocolError(f"memory {ident} shared twice")
+        if len(self._segments) >= budgets.SEGMENTS:
+            raise ProtocolError(f"it has passed its budget of {budgets.SEGMENTS:,} memory files that are shared")
+
+    def add_of_device(self, ident: int, fd: int, size: int) -> None:
+        """Map memory of a device, and close its descriptor. Where that cannot be, whoever wants it hears of it: its
+        numbers are those of a meta tensor."""
+        try:
+            self._check_number(ident)
+            if size > MOST_OF_DEVICE:
+                raise ProtocolError(f"{size:,} bytes of a device's memory")
+            try:
+                data = devices.map_memory(fd, size)
+            except (devices.Unshareable, MemoryError, RuntimeError) as error:
+                log.warning("memory of another agent's device cannot be mapped: %s", error)
+                data = torch.empty(size, dtype=torch.uint8, device="meta")
+        finally:
+            os.close(fd)
+        self._segments[ident] = data
 
     def forget(self, ident: int) -> None:
         self._segments.pop(ident, None)

@@ -31,7 +31,19 @@ from .poller import Poller
 from .resuming import CutOff
 from .sealing import Checksum
 from .sockets import Incoming, Outgoing
-from .wire import LOCKABLE, PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
+from .wire import (
+    LOCKABLE,
+    ON_DEVICE,
+    PACKET_BYTES,
+    Kind,
+    Message,
+    Payload,
+    ProtocolError,
+    Where,
+    decode,
+    encode,
+    frames,
+)
 
 MANY_BYTES = PACKET_BYTES // 4
 """Of a packet that may have others behind it: messages that are sent at once share packets."""
@@ -93,15 +105,18 @@ class SharedMemoryLink(Outgoing):
             if not message.tail:
                 message.body = published.copy(start, stop)
             return
-        if region.segment.ident not in self._shared:
-            self._share(region.segment.ident, region.segment.fd)
+        segment = region.segment
+        if segment.ident not in self._shared:
+            of_device = segment.size if published.data.device.type != "cpu" else 0
+            self._share(segment.ident, segment.fd, of_device=of_device)
         message.where = Where.SHARED
-        message.segment = region.segment.ident
+        message.segment = segment.ident
         message.offset = region.offset + start * published.data.element_size()
 
-    def _share(self, ident: int, fd: int, lockable: bool = False) -> None:
+    def _share(self, ident: int, fd: int, lockable: bool = False, of_device: int = 0) -> None:
         self._pack()
-        message = Message(Kind.SEGMENT, segment=ident, flags=LOCKABLE if lockable else 0)
+        flags = ON_DEVICE if of_device else LOCKABLE if lockable else 0
+        message = Message(Kind.SEGMENT, segment=ident, flags=flags, nbytes=of_device)
         self._packets.append((encode(message), os.dup(fd)))
         self._shared.add(ident)
 
@@ -190,7 +205,10 @@ class SharedMemoryIncoming(Incoming):
         if message.kind is Kind.SEGMENT:
             if not descriptors:
                 raise ProtocolError("shared memory without its descriptor")
-            self.memory.add(message.segment, descriptors.pop(0), bool(message.flags & LOCKABLE))
+            if message.flags & ON_DEVICE:
+                self.memory.add_of_device(message.segment, descriptors.pop(0), message.nbytes)
+            else:
+                self.memory.add(message.segment, descriptors.pop(0), bool(message.flags & LOCKABLE))
             return
         if message.kind is Kind.FORGET:
             self.memory.forget(message.segment)

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import torch
 
-VERSION = 9
+VERSION = 10
 """Raised whenever the bytes below change their meaning; agents of two versions refuse each other when they connect."""
 
 
@@ -84,6 +84,8 @@ CONFIRM = 128
 """
 COMMON = 256
 """Flag of a DATA message: it says who sends to whom, and of several operations at once the same for each of them."""
+ON_DEVICE = 512
+"""Flag of a DATA message: its sender's tensor is not on the CPU. Of a SEGMENT: memory of a device, ``nbytes`` of it."""
 CERTAIN = 8
 """Flag of a NOTICE: its process has ended, or it says so itself; else a connection has, which may be the network's."""
 

@@ -90,8 +90,10 @@ def init(
         same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
         ``SHOAL_RENDEZVOUS``: ``host:port`` of the store. ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity,
         with :class:`~shoal.NotFinite`. ``SHOAL_COMPRESS_LOCALLY``: 1 to have compressed messages travel within a
-        machine, too, where tensors are else read where they lie. ``SHOAL_TLS``: ``on`` for TLS between machines, with
-        the certificates in the folder ``SHOAL_CERTIFICATES``. ``SHOAL_ON_LOSS``: ``raise`` or ``continue``.
+        machine, too, where tensors are else read where they lie. ``SHOAL_DEVICE_MEMORY``: 1 to have agents of a machine
+        read each other's CUDA tensors on their devices (docs/devices.md). ``SHOAL_TLS``: ``on`` for TLS between
+        machines, with the certificates in the folder ``SHOAL_CERTIFICATES``.
+        ``SHOAL_ON_LOSS``: ``raise`` or ``continue``.
         ``SHOAL_DROP_AFTER``: seconds after which an agent that does not answer (stopped, hung, cut off) counts as lost;
         if unset it is waited for until the deadline of what needs it. An agent that computes answers.
         ``SHOAL_STALL_SECONDS``: after so long (30) a call that waits is reported in the log, with what those are doing
@@ -234,6 +236,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
     deadline = time.monotonic() + timeout
     on_partition = _one_of("SHOAL_ON_PARTITION", CONTINUE, STOP)
     finite, locally = _flag("SHOAL_CHECK_FINITE"), _flag("SHOAL_COMPRESS_LOCALLY")
+    on_devices = _flag("SHOAL_DEVICE_MEMORY")
     wanted = _process_group(mine, launch, forced)
     forced = "" if forced == PROCESS_GROUP else forced
     drop_after = _seconds("SHOAL_DROP_AFTER", float("inf"))
@@ -244,7 +247,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
     launch, of_launcher = _numbered(mine, launch, on_loss, deadline)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
     engine.entry.be_patient(_seconds("SHOAL_ENTRY_TIMEOUT", ENTRY_TIMEOUT))
-    engine.publisher.finite, engine.compresses_locally = finite, locally
+    engine.publisher.finite, engine.compresses_locally, engine.devices.wanted = finite, locally, on_devices
     engine.watchdog.drop_after, engine.stalls.after = drop_after, stall_seconds
     engine.router.certificates = certificates
     if on_loss == CONTINUE:

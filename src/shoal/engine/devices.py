@@ -1,0 +1,206 @@
+"""What an agent does on a device: copies to where others can read, and sums, each in a stream of its own.
+
+The host stays in charge between agents: a message goes out when what it names is written, and memory is given back when
+it has been read, as on the CPU. So a killed agent leaves nobody's stream waiting for a signal that never comes, and a
+sum is never taken of what was half written. What the host does not do is wait: a thread for each stream waits for the
+places in it (:class:`Lane`), while the caller goes on and others drive.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Generator
+
+import torch
+
+from ..device import device as devices
+from ..device.device import Device, Mark, Stream, Unshareable
+from ..interrupts import held
+from ..transport.link import Lease, Published
+from ..transport.memory import Arena, Region
+from .later import Later, reached
+from .operation import Arrived, Operation
+
+log = logging.getLogger("shoal")
+
+FEWEST_BYTES = 1 << 14
+"""Tensors up to this size travel inside messages, by way of the CPU."""
+STOP_SECONDS = 5.0
+"""How long the end waits for a device that does not come to an end."""
+Told = Callable[[BaseException | None], None]
+
+
+class Queued:
+    """Work in a lane. Operations wait for it (:class:`~.operation.Later`), or the host does."""
+
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
+        self._lock = threading.Lock()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._told: list[Told] = []
+
+    @property
+    def done(self) -> bool:
+        """It is done. What went wrong on the device is raised."""
+        if self._error is not None:
+            raise self._error
+        return self._ended
+
+    def tell(self, then: Told) -> None:
+        """Call ``then`` when it is done, or now if it is, with what went wrong."""
+        with self._lock:
+            if not self._ended:
+                self._told.append(then)
+                return
+        then(self._error)
+
+    def wait(self) -> None:
+        """Until it is done; for the lane's thread, and for who cannot go on before."""
+        error = None
+        try:
+            self._mark.wait()
+        except Exception as caught:  # an error of the device: of anything that was queued there
+            error = caught
+        with self._lock:
+            if self._ended:
+                return
+            self._error, self._ended = error, True
+            told, self._told = self._told, []
+        for then in told:
+            then(error)
+
+
+class Lane:
+    """A stream of this agent's, and a thread that waits for what is queued, there or in a caller's."""
+
+    def __init__(self, stream: Stream, name: str) -> None:
+        self.stream = stream
+        self._waiting: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, name=name, daemon=True)
+        self._thread.start()
+
+    def queued(self, stream: Stream | None = None) -> Queued:
+        """All that is queued so far, in its own stream if not given."""
+        one = Queued((stream or self.stream).mark())
+        self._waiting.put(one)
+        return one
+
+    def _wait(self) -> None:
+        while (one := self._waiting.get()) is not None:
+            one.wait()
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._thread.join(STOP_SECONDS)
+
+
+class Place:
+    """A device, as an agent uses it."""
+
+    def __init__(self, device: Device, rank: int, beside: Arena, staged: Callable[[], bool]) -> None:
+        self.device = device
+        self._staged = staged
+        self.arena = Arena(make=device.share, beside=beside)
+        self.copies = Lane(device.stream(), f"shoal-{rank}-copies")
+        self.sums = Lane(device.stream(), f"shoal-{rank}-sums")
+
+    def publish(self, operation: Operation, tensor: torch.Tensor) -> PublishedOnDevice:
+        """Queue a copy of a tensor to where others can read it, in the caller's stream: what the caller queues
+        afterwards may change it. For agents of other machines there is one in memory of the
+        CPU, too."""
+        caller = self.device.current()
+        region = self.arena.allocate(tensor.nbytes)
+        lease = Lease(self.arena, region)
+        operation.leases.append(lease)
+        data = region.as_tensor(tensor.dtype, tensor.numel())
+        data.view(tensor.shape).copy_(tensor.detach())
+        if not self._staged():
+            return PublishedOnDevice(data, region, lease, self, caller, self.copies.queued(caller))
+        staging = self.device.staging(tensor.numel(), tensor.dtype)
+        self.copies.stream.after(caller)  # it takes long, and the caller need not wait for it
+        with self.copies.stream.working():
+            staging.copy_(data, non_blocking=True)
+        return PublishedOnDevice(data, region, lease, self, caller, self.copies.queued(), staging)
+
+    def close(self) -> None:
+        self.copies.close()
+        self.sums.close()
+        self.arena.close()
+
+
+class PublishedOnDevice(Published):
+    """A tensor in memory of its device, which is written some time after it was published.
+
+    Attributes:
+        place: Its device.
+        caller: The stream that it comes from, and that its average goes to.
+    """
+
+    __slots__ = ("_copied", "_staging", "caller", "place")
+
+    def __init__(
+        self,
+        data: torch.Tensor,
+        region: Region,
+        lease: Lease,
+        place: Place,
+        caller: Stream,
+        copied: Queued,
+        staging: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(data, region, lease)
+        self.place, self.caller = place, caller
+        self._copied, self._staging = copied, staging
+
+    @property
+    def on_cpu(self) -> torch.Tensor:
+        if self._staging is None:
+            raise RuntimeError("a tensor on a device is to travel over the network, and was not copied to the CPU")
+        return self._staging
+
+    def written(self) -> Generator[Later, Arrived, None]:
+        """Wait until others can read it."""
+        yield from reached(self._copied)
+
+
+class Devices:
+    """The devices that an agent's tensors are on.
+
+    Args:
+        rank: Of the agent.
+        arena: Its memory on the CPU.
+        staged: Says whether there are agents that read no memory of this machine.
+
+    Attributes:
+        wanted: Tensors there stay there, instead of going through the CPU.
+    """
+
+    def __init__(self, rank: int, arena: Arena, staged: Callable[[], bool]) -> None:
+        self.wanted = False
+        self._rank, self._arena, self._staged = rank, arena, staged
+        self._lock = threading.Lock()
+        self._places: dict[torch.device, Place | None] = {}
+
+    def place_of(self, tensor: torch.Tensor) -> Place | None:
+        """Where a tensor can be exchanged; None where it goes through the CPU."""
+        if not self.wanted or tensor.device.type == "cpu" or tensor.nbytes <= FEWEST_BYTES:
+            return None
+        with held, self._lock:
+            if tensor.device not in self._places:
+                self._places[tensor.device] = self._open(tensor.device)
+            return self._places[tensor.device]
+
+    def _open(self, device: torch.device) -> Place | None:
+        try:
+            return Place(devices.open_device(device), self._rank, self._arena, self._staged)
+        except Unshareable as error:
+            log.warning("rank %d: tensors on %s go through the CPU: %s", self._rank, device, error)
+            return None
+
+    def close(self) -> None:
+        for place in self._places.values():
+            if place is not None:
+                place.close()

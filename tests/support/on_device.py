@@ -1,0 +1,120 @@
+"""Has a test that knows of tensors of the CPU call Shoal with tensors of a device: they go there before each call, and
+what comes of it comes back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.engine import devices
+
+OPERATIONS = (
+    "allgather",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_broadcast",
+    "grouped_neighbor_allreduce",
+    "hierarchical_neighbor_allreduce",
+    "neighbor_allgather",
+    "neighbor_allreduce",
+    "neighbor_alltoall",
+    "pair_gossip",
+)
+Moves = Callable[[torch.Tensor], torch.Tensor]
+
+
+class HandleOfDevice:
+    """Of a call with tensors there; what it gives is on the CPU."""
+
+    def __init__(self, handle: shoal.Handle[Any], back: Callable[[Any], Any]) -> None:
+        self.handle, self._back = handle, back
+
+    def wait(self, timeout: float | None = None) -> Any:
+        return self._back(self.handle.wait(timeout))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.handle, name)
+
+
+class _Call:
+    """The tensors of one call, here and there."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of what is there: here, there
+
+    def there(self, one: Any) -> Any:
+        if isinstance(one, list):
+            return [self.there(item) for item in one]
+        if type(one) is not torch.Tensor or one.layout is not torch.strided or not one.is_cpu or one.requires_grad:
+            return one
+        for here, there in self._there.values():  # a tensor that is both input and out stays one
+            if here is one:
+                return there
+        moved = self._moves(one)
+        self._there[id(moved)] = one, moved
+        return moved
+
+    def back(self, result: Any) -> Any:
+        if isinstance(result, list):
+            return [self.back(item) for item in result]
+        if not isinstance(result, torch.Tensor):
+            return result
+        known = self._there.get(id(result))
+        if known is None:
+            assert not result.is_cpu or not self._there, "the result is on the CPU, and the tensors were not"
+            return result.cpu()
+        here, there = known
+        with torch.no_grad():
+            here.copy_(there.cpu())
+        return here
+
+
+def _wrapped(call: Callable[..., Any], moves: Moves) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def on_device(*args: Any, **kwargs: Any) -> Any:
+        one = _Call(moves)
+        given = [one.there(item) for item in args]
+        named = {name: one.there(item) for name, item in kwargs.items()}
+        result = call(*given, **named)
+        return HandleOfDevice(result, one.back) if isinstance(result, shoal.Handle) else one.back(result)
+
+    return on_device
+
+
+@contextmanager
+def all_on_device(moves: Moves) -> Iterator[None]:
+    """Public operations called meanwhile have their tensors on a device, small ones as well.
+
+    Args:
+        moves: Makes a copy of a tensor there, with its strides.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "FEWEST_BYTES", 0)
+        patch.setenv("SHOAL_DEVICE_MEMORY", "1")
+        for name in OPERATIONS:
+            for variant in (name, f"{name}_nonblocking", f"{name}nonblocking_"):
+                if hasattr(shoal, variant):
+                    patch.setattr(shoal, variant, _wrapped(getattr(shoal, variant), moves))
+        for name in ("wait", "synchronize", "poll"):
+            call = getattr(shoal, name)
+
+            def unwrapped(handle: Any, *args: Any, _call: Callable[..., Any] = call, **kwargs: Any) -> Any:
+                if not isinstance(handle, HandleOfDevice):
+                    return _call(handle, *args, **kwargs)
+                result = _call(handle.handle, *args, **kwargs)
+                return handle._back(result) if isinstance(result, (torch.Tensor, list)) else result
+
+            patch.setattr(shoal, name, unwrapped)
+        yield
