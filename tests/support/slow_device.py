@@ -128,8 +128,11 @@ class Slow(torch.Tensor):
             for at, one in enumerate(func._schema.arguments)
             if one.is_write and (at < len(args) or one.name in kwargs)
         ]
-        if written and (isinstance(written[0], Slow) or (len(args) > 2 and args[2])):  # the latter: a copy that is queued
+        non_blocking = len(args) > 2 and bool(args[2])  # of a copy, which is at once done if it is from or to the CPU
+        if written and (isinstance(written[0], Slow) or non_blocking):
             stream.queue(lambda: func(*given, **named))
+            if func is _aten.copy_.default and not isinstance(args[1], Slow) and not non_blocking:
+                stream.synchronize()
             return written[0]
         stream.synchronize()
         named.pop("device", None)
@@ -181,14 +184,10 @@ class SlowDevice:
         self.longest = longest
         self.full = False
         self._streams: list[SlowStream] = []
-        self._first: SlowStream | None = None
+        self._first = self.stream()
 
     def current(self) -> SlowStream:
-        if getattr(_here, "stream", None) is not None:
-            return _here.stream  # type: ignore[no-any-return]
-        if self._first is None:
-            self._first = self.stream()
-        return self._first
+        return getattr(_here, "stream", None) or self._first
 
     def stream(self) -> SlowStream:
         self._streams.append(SlowStream(self.longest))
