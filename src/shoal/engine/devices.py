@@ -200,6 +200,9 @@ class Devices:
             log.warning("rank %d: tensors on %s go through the CPU: %s", self._rank, device, error)
             return None
 
+    def descriptors(self) -> list[int]:
+        return [fd for place in self._places.values() if place is not None for fd in place.arena.descriptors()]
+
     def close(self) -> None:
         for place in self._places.values():
             if place is not None:

@@ -23,7 +23,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -484,12 +484,11 @@ class Engine:
         self.lock._at_fork_reinit()  # type: ignore[attr-defined]
         self.abandoned = True
         self.lifecycle.gate.refuse_all()
-        found = [*self.router.descriptors(), *self.arena.descriptors(), *self.poller.descriptors()]
-        for fd in [*found, *(fd for service in self.services.all() for fd in service.descriptors())]:
-            try:
-                os.close(fd)
-            except OSError:
-                pass
+        parts = (self.router.descriptors, self.arena.descriptors, self.devices.descriptors, self.poller.descriptors)
+        for descriptors in (*parts, *(service.descriptors for service in self.services.all())):
+            for fd in descriptors():
+                with suppress(OSError):
+                    os.close(fd)
 
 
 def _planned(operation: Operation) -> Generating[Plan]:

@@ -26,6 +26,7 @@ from ..transport.wire import COMMON, CONFIRM, Message, Parts
 from .events import Events
 from .fused_name import keys, runs_of
 from .fused_operation import MOST_BYTES, FusedOperation, Partial, Received, fusible, piece, take
+from .generators import close_generator
 from .lifecycle import Lifecycle
 from .matching import Channel, Matcher, disagreement
 from .membership import Membership
@@ -115,7 +116,7 @@ class Fusion:
     def proceed(self, fused: FusedOperation, item: Yields | None, result: Any, error: BaseException | None) -> None:
         """Do what a fused operation asked for when it stopped computing."""
         if fused.error is not None:  # it was split, or failed, meanwhile
-            self._lifecycle.close_generator(fused)
+            close_generator(fused)
             fused.release()
         elif item is MORE:
             fused.waiting_more = True
@@ -200,7 +201,7 @@ class Fusion:
             stage.arrived = {}
         partial, fused.partial = fused.partial, {}
         self._end(fused, _Split("each goes on by itself"))
-        self._lifecycle.close_generator(fused)
+        close_generator(fused)
         # What has come is put where the members will look for it: its sender may have left, which is nothing to
         # somebody who has its tensor.
         for received in had:
@@ -232,7 +233,7 @@ class Fusion:
     def fail(self, fused: FusedOperation, error: BaseException) -> None:
         """End a fused operation and all its members."""
         self._end(fused, error)
-        self._lifecycle.close_generator(fused)
+        close_generator(fused)
         for operation in fused.members:
             self._lifecycle.fail(operation, error)
 
@@ -240,7 +241,7 @@ class Fusion:
         """The members have been failed; forget what they shared."""
         for fused in list(self._active.values()):
             self._end(fused, error)
-            self._lifecycle.close_generator(fused)
+            close_generator(fused)
 
     def give_up_early(self) -> None:
         """Nobody will begin what neighbours have fused; they may have their memory back."""

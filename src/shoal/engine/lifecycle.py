@@ -22,8 +22,8 @@ from .callbacks import Callbacks
 from .carrying import Carrying
 from .events import LONG_NS, Events
 from .gate import Gate, cannot_go_on
+from .generators import Elsewhere, close_generator, is_suspended
 from .keeping import Keeping
-from .later import Elsewhere, is_suspended
 from .matching import Channel, Matcher, disagreement, unexpected
 from .membership import WHOLE, Membership, Plan
 from .missed import Missed
@@ -242,7 +242,7 @@ class Lifecycle:
     def proceed(self, operation: Operation, item: Yields | None, result: Any, error: BaseException | None) -> None:
         """Do what an operation asked for when it stopped computing."""
         if operation.error is not None:  # it was failed meanwhile
-            self.close_generator(operation)
+            close_generator(operation)
             operation.release()
         elif self.gate.frozen and error is None and operation.restarts:
             pass  # what becomes of it is about to be agreed on
@@ -251,7 +251,6 @@ class Lifecycle:
         elif isinstance(item, Exchange):
             self._enter(operation, item)
         elif item is not None and not isinstance(item, str):
-            operation.waiting_more = True
             self._elsewhere.wait(operation, item)
         elif error is None and operation.unconfirmed:
             self.await_confirmation(operation, result)
@@ -450,15 +449,7 @@ class Lifecycle:
         nobody does."""
         if operation.handle is not None:
             self.settle(operation, None, error)
-            self.close_generator(operation)
-
-    @staticmethod
-    def close_generator(operation: Operation) -> None:
-        try:
-            if operation.generator is not None:
-                operation.generator.close()
-        except ValueError:
-            pass  # it is running; whoever runs it sees the error next
+            close_generator(operation)
 
     def fail_all(self, error: BaseException) -> None:
         """End all operations that are in flight."""

@@ -62,8 +62,7 @@ class Carried:
             nobody but those concerned does, and who that is only they know.
         collective: In the place of sends.
         what: What has to be the same on all, in words, where no messages say it.
-        confirm: Each end of an edge knows of it by itself, so who receives has to confirm that it expects it: else what
-            is sent would be taken for what comes next.
+        confirm: Each end of an edge knows of it by itself, so who receives has to confirm that it expects what is sent.
     """
 
     among: tuple[int, ...] | None = ()
@@ -94,14 +93,12 @@ class Exchange:
     """What is sent is for a stage so many before: its receivers go through more of them."""
     carried: Carried | None = None
     """Its tensors may travel by other ways than Shoal's own; else they do not."""
-    on_device: bool | None = None
-    """Whether the callers' tensors are on devices, where that has to be the same on both sides of an edge."""
+    on_device: bool | None = None  # whether callers' tensors are on devices, where both sides of an edge must agree
 
 
 Yields = Exchange | Later | str
 Steps = Generator[Yields, Arrived, T]
-"""An operation in the making: yields exchanges (or :data:`MORE`, or what it waits for), is sent what arrived, returns
-the result."""
+"""An operation in the making: yields exchanges, or what it waits for; is sent what arrived; returns the result."""
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from .generators import close_generator
 from .lifecycle import Lifecycle
 from .matching import LAST_STAGE
 from .membership import Plan
@@ -40,7 +41,7 @@ def conclude(lifecycle: Lifecycle, operation: Operation) -> None:
     assert recovery is not None and recovery.result is not None
     result = recovery.result
     lifecycle.leave_stage(operation)
-    lifecycle.close_generator(operation)
+    close_generator(operation)
     lifecycle.forget_before(operation, LAST_STAGE)  # that others have it, too
     if operation.unconfirmed:
         operation.outcome = result
@@ -82,7 +83,7 @@ def restart(lifecycle: Lifecycle, operation: Operation, plan: Plan) -> None:
 def _stop(lifecycle: Lifecycle, operation: Operation) -> None:
     """This attempt is over."""
     lifecycle.leave_stage(operation)
-    lifecycle.close_generator(operation)
+    close_generator(operation)
     operation.generator, operation.waiting_more = None, False
     operation.unconfirmed, operation.outcome = {}, None  # by those to whom it was another attempt
 
