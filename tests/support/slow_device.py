@@ -54,7 +54,12 @@ class SlowStream:
         self._work.put(work)
 
     def after(self, other: SlowStream) -> None:
-        self.queue(other.mark().reached.wait)  # type: ignore[arg-type]
+        mark = other.mark()
+
+        def wait() -> None:
+            mark.wait()  # with what went wrong there
+
+        self.queue(wait)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -182,7 +187,6 @@ class SlowDevice:
 
     def __init__(self, longest: float = 0.002) -> None:
         self.longest = longest
-        self.full = False
         self._streams: list[SlowStream] = []
         self._first = self.stream()
 
@@ -194,7 +198,7 @@ class SlowDevice:
         return self._streams[-1]
 
     def share(self, ident: int, size: int) -> SlowMemory:
-        if self.full:
+        if getattr(_here, "full", False):
             raise MemoryError("the device has no memory left")
         return SlowMemory(ident, size)
 
@@ -204,6 +208,16 @@ class SlowDevice:
     def end(self) -> None:
         for stream in self._streams:
             stream.end()
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """The calling thread gets no new memory that others can map."""
+    _here.full = True
+    try:
+        yield
+    finally:
+        _here.full = False
 
 
 _device: SlowDevice | None = None

@@ -197,7 +197,7 @@ class Devices:
         try:
             return Place(devices.open_device(device), self._rank, self._arena, self._staged)
         except Unshareable as error:
-            log.warning("rank %d: tensors on %s go through the CPU: %s", self._rank, device, error)
+            log.warning("rank %d: tensors on %s go through the CPU: %s", self._rank, device, str(error))
             return None
 
     def descriptors(self) -> list[int]:

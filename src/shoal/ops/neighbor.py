@@ -360,7 +360,7 @@ def _mix(
     layout: int = 0,
     among: tuple[int, ...] | None = None,
 ) -> Steps[torch.Tensor]:
-    engine, silent, on_device = agent.engine, speaks is False, not tensor.is_cpu
+    engine, silent, callers = agent.engine, speaks is False, tensor
     if encoded is not None:
         tensor = encoded.numbers
     given = tensor.new_empty(0) if silent else tensor
@@ -405,7 +405,7 @@ def _mix(
         digest=digest,
         digest_of=digest_of,
         carried=Carried(among, what=f"topology {digest:08x}" if form in _FORMS else "", confirm=form == "push-pull"),
-        on_device=on_device,
+        on_device=not callers.is_cpu,
     )
     own = mixing.self_weight
     if len(arrived) < len(sources) and form != "push within":
@@ -417,7 +417,7 @@ def _mix(
     if isinstance(published, PublishedOnDevice):
         messages = [(rank, arrived[rank]) for rank in there]
         return (yield from on_its_device(agent, published, out, shape, own, messages, weights))
-    result = Result(agent, out, tensor, shape)
+    result = Result(agent, out, callers, shape)
     terms = [(payload(arrived, rank), weight) for rank, weight in zip(there, weights, strict=True)]
     if encoded is not None:
         payloads = yield from encoded.decoded(operation, agent, [(rank, arrived[rank]) for rank in there])

@@ -341,7 +341,9 @@ class PeerMemory:
             try:
                 data = devices.map_memory(fd, size)
             except (devices.Unshareable, MemoryError, RuntimeError) as error:
-                log.warning("memory of another agent's device cannot be mapped: %s", error)
+                log.warning(
+                    "memory of another agent's device cannot be mapped: %s", str(error)
+                )  # a record would keep its frames
                 data = torch.empty(size, dtype=torch.uint8, device="meta")
         finally:
             os.close(fd)
