@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from ops.test_equal_weights import *  # noqa: F403
 from ops.test_neighbor_allreduce_dynamic import *  # noqa: F403
 from ops.test_neighbor_allreduce_static import *  # noqa: F403
 from support.on_device import Moves, all_on_device

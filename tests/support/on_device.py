@@ -39,9 +39,16 @@ class HandleOfDevice:
 
     def __init__(self, handle: shoal.Handle[Any], back: Callable[[Any], Any]) -> None:
         self.handle, self._back = handle, back
+        self._result: Any = None
 
     def wait(self, timeout: float | None = None) -> Any:
-        return self._back(self.handle.wait(timeout))
+        result = self.handle.wait(timeout)
+        if self._result is None:
+            self._result = self._back(result)
+        return self._result
+
+    def __repr__(self) -> str:
+        return repr(self.handle)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.handle, name)
@@ -50,8 +57,8 @@ class HandleOfDevice:
 class _Call:
     """The tensors of one call, here and there."""
 
-    def __init__(self, moves: Moves) -> None:
-        self._moves = moves
+    def __init__(self, moves: Moves, in_place: bool) -> None:
+        self._moves, self._in_place = moves, in_place
         self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of what is there: here, there
 
     def there(self, one: Any) -> Any:
@@ -67,6 +74,12 @@ class _Call:
         return moved
 
     def back(self, result: Any) -> Any:
+        if self._in_place:
+            with torch.no_grad():
+                for here, there in self._there.values():
+                    here.copy_(there.cpu())
+            if isinstance(result, torch.Tensor):
+                return here
         if isinstance(result, list):
             return [self.back(item) for item in result]
         if not isinstance(result, torch.Tensor):
@@ -81,10 +94,10 @@ class _Call:
         return here
 
 
-def _wrapped(call: Callable[..., Any], moves: Moves) -> Callable[..., Any]:
+def _wrapped(call: Callable[..., Any], moves: Moves, in_place: bool) -> Callable[..., Any]:
     @functools.wraps(call)
     def on_device(*args: Any, **kwargs: Any) -> Any:
-        one = _Call(moves)
+        one = _Call(moves, in_place)
         given = [one.there(item) for item in args]
         named = {name: one.there(item) for name, item in kwargs.items()}
         result = call(*given, **named)
@@ -104,9 +117,9 @@ def all_on_device(moves: Moves) -> Iterator[None]:
         patch.setattr(devices, "FEWEST_BYTES", 0)
         patch.setenv("SHOAL_DEVICE_MEMORY", "1")
         for name in OPERATIONS:
-            for variant in (name, f"{name}_nonblocking", f"{name}nonblocking_"):
+            for variant in (name, f"{name}_nonblocking", f"{name[:-1]}_nonblocking_"):
                 if hasattr(shoal, variant):
-                    patch.setattr(shoal, variant, _wrapped(getattr(shoal, variant), moves))
+                    patch.setattr(shoal, variant, _wrapped(getattr(shoal, variant), moves, name.endswith("_")))
         for name in ("wait", "synchronize", "poll"):
             call = getattr(shoal, name)
 
@@ -114,7 +127,7 @@ def all_on_device(moves: Moves) -> Iterator[None]:
                 if not isinstance(handle, HandleOfDevice):
                     return _call(handle, *args, **kwargs)
                 result = _call(handle.handle, *args, **kwargs)
-                return handle._back(result) if isinstance(result, (torch.Tensor, list)) else result
+                return handle.wait() if isinstance(result, (torch.Tensor, list)) else result
 
             patch.setattr(shoal, name, unwrapped)
         yield

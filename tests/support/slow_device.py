@@ -146,6 +146,9 @@ class Slow(torch.Tensor):
         return result if leaves else tree_map(_on_device, result)
 
 
+Slow.__name__ = "Tensor"  # as those of a device call themselves
+
+
 def _memory(one: Any) -> Any:
     return one.on_cpu if isinstance(one, Slow) else one
 
@@ -185,7 +188,7 @@ class SlowMemory:
 class SlowDevice:
     """Of one process. ``longest``: seconds that each piece of work takes at most."""
 
-    def __init__(self, longest: float = 0.002) -> None:
+    def __init__(self, longest: float = 0.0005) -> None:
         self.longest = longest
         self._streams: list[SlowStream] = []
         self._first = self.stream()

@@ -12,7 +12,7 @@ from ..compression import Compressor
 from ..compression.draws import Redrawn
 from ..engine.membership import WHOLE
 from ..ops.alltoall import submit as submit_alltoall
-from ..ops.arguments import channel_name
+from ..ops.arguments import channel_name, where
 from ..ops.collective import submit_allreduce
 from ..ops.encoded import Encoded
 from ..ops.neighbor import submit
@@ -103,7 +103,7 @@ class Exchange(Mix):
         self.sent += len(mixing.destinations) * encoded.message.numel()
         agent = current("neighbor_allreduce")
         mixed = submit(agent, x, mixing, name=self._name, encoded=lambda _: encoded).wait()
-        return mixed, encoded.numbers.to(x.device)
+        return mixed, where(x, encoded.numbers)
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         groups = {EVERYBODY: lambda: None, MACHINE: lambda: [*self._cut(0)], COUNTERPARTS: self._counterparts}

@@ -131,10 +131,15 @@ class Result:
 
     def finish(self) -> torch.Tensor:
         if self._out is None:
-            return self._made if self._goes_to is None else self._goes_to.new_empty(self._made.shape).copy_(self._made)
+            return self._made if self._goes_to is None else where(self._goes_to, self._made)
         if not self._direct:
             put(self._made, self._out)
         return self._out
+
+
+def where(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """A result on the device of the caller's tensor."""
+    return result if tensor.is_cpu else tensor.new_empty(result.shape, dtype=result.dtype).copy_(result)
 
 
 def put(result: torch.Tensor, out: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from .arguments import (
     joined,
     payload,
     rotated,
+    where,
 )
 from .by_engine import members as members_of
 from .by_engine import spread_by_engine
@@ -359,7 +360,7 @@ def allgather_nonblocking(
         return (yield from joined(agent, "allgather", tensor, parts))
 
     def take(everything: torch.Tensor) -> torch.Tensor:
-        return everything.to(tensor.device)
+        return where(tensor, everything)
 
     members = within("allgather", group, agent)
     channel, named, taken = members.channel("allgather", name), name is not None, take if members is ALL else None

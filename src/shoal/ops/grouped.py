@@ -24,7 +24,7 @@ from ..errors import Mismatch
 from ..transport.memory import ResultPool
 from ..transport.wire import DTYPES
 from ..world.agent import current
-from .arguments import WEIGHABLE, check_gatherable, check_out, check_tensor, put, split_name
+from .arguments import WEIGHABLE, check_gatherable, check_out, check_tensor, put, split_name, where
 from .collective import as_root, parts_of_all, reducible, spread, submit_allreduce
 from .encoded import encoded_by_call
 from .groups import Group, within
@@ -274,7 +274,7 @@ def grouped_allgather_nonblocking(
         found = []
         for like, (rest, dtype), pieces in zip(bundle.tensors, rests, zip(*each, strict=True), strict=True):
             rows, data = zip(*pieces, strict=True)
-            found.append(torch.cat(data).view(dtype).view(sum(rows), *rest).to(like.device))
+            found.append(where(like, torch.cat(data).view(dtype).view(sum(rows), *rest)))
         return found
 
     channel, named = members.channel(called, name), name is not None
@@ -362,7 +362,7 @@ class _Bundle:
 
     def _placed(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._out is None:
-            return [found.to(one.device) for found, one in zip(results, self.tensors, strict=True)]
+            return [where(one, found) for found, one in zip(results, self.tensors, strict=True)]
         for found, place in zip(results, self._out, strict=True):
             put(found, place)
         return list(self._out)

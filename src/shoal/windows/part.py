@@ -21,6 +21,7 @@ from ..engine.engine import Engine
 from ..engine.operation import MORE, Exchange, Handle, Operation, Send, Steps
 from ..engine.seconds import acquire_until
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
+from ..ops.arguments import where
 from ..topology import Mixing
 from .locks import Busy, Freed
 from .memory import MUTEX, OWN, How, SlotState, WindowMemory
@@ -261,7 +262,7 @@ class WindowPart:
             if self._owner.with_p:
                 self.p = self_weight * self.p + p
             if clone:
-                return out.view(tensor.shape).to(tensor.device)
+                return where(tensor, out.view(tensor.shape))
             if flat is self.memory.own:
                 tensor.copy_(flat.view(tensor.shape))
             elif not self.in_place:
