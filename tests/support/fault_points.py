@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 import shoal
 from shoal import arithmetic
 from shoal.coordination import round as round_
+from shoal.engine import devices
 from shoal.engine.agreement import Agreement
 from shoal.engine.entry import Entry
 from shoal.engine.events import Event
+from shoal.ops import on_device
 from shoal.optim import checkpoint_files
 from shoal.transport import process_group
 from shoal.transport.network import NetworkIncoming, NetworkLink
@@ -111,6 +113,10 @@ def arm(point: Point, act: Callable[[], object] = die) -> None:
         _before(ProcessGroups, "_move", reached)
     elif point.kind == "Meeting":  # the other members of a process group
         _before(process_group, "_make", reached)
+    elif point.kind == "Queued":  # work on a device, that others wait for
+        _before(devices.Lane, "queued", reached)
+    elif point.kind == "Bringing":  # numbers from a neighbour's memory, for a sum on a device
+        _before(on_device, "_brought", reached)
     elif point.kind == "Writing":  # a file of a checkpoint
         _before(checkpoint_files, "_sync", reached)
     else:

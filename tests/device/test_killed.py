@@ -1,0 +1,42 @@
+"""SIGKILL of an agent whose device memory others have mapped: they get its name, and go on with each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.device_agents import average_and_go_on, average_until_it_fails
+from support.fault_points import OVER, Point
+from support.learnt import assert_all_learnt_it
+from support.survivors import CONTINUE
+from support.world import World
+
+SIZE, VICTIM = 4, 2
+POINTS = [
+    Point("Queued", 1),
+    Point("Queued", 6),
+    Point("Bringing", 1),
+    Point("Bringing", 7),
+    Point("sent", 3),
+    Point("received", 4),
+    Point("finished", 2),
+]
+CASES = [
+    pytest.param(point, OVER[name], id=f"{point}-{name}", marks=pytest.mark.transport(name))
+    for number, point in enumerate(POINTS)
+    for name in [["shared_memory", "network"][number % 3 == 2]]
+]
+ON_DEVICES = {"SHOAL_DEVICE_MEMORY": "1"}
+
+
+@pytest.mark.parametrize(("point", "environment"), CASES)
+def test_all_survivors_learn_within_a_second_who_was_killed(point: Point, environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | ON_DEVICES) as world:
+        assert_all_learnt_it(world.run(average_until_it_fails, VICTIM, point), VICTIM)
+
+
+@pytest.mark.parametrize(("point", "environment"), CASES)
+def test_those_that_are_left_go_on_with_each_other(point: Point, environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | ON_DEVICES | CONTINUE) as world:
+        outcomes = world.run(average_and_go_on, VICTIM, point, 5)
+        left = tuple(rank for rank in range(SIZE) if rank != VICTIM)
+        assert [outcomes[rank].value for rank in left] == [left] * len(left)
