@@ -1,0 +1,172 @@
+"""Memory of a device by CUDA's driver, against one made of memory files and NVIDIA's own header."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.device.device import Unshareable
+from shoal.device.driver import Driver
+from support.leftovers import descriptors
+
+SOURCE = Path(__file__).parent.parent / "support" / "libcuda.c"
+HEADERS = [path for path in sorted(Path("/usr/local").glob("cuda*/include")) if (path / "cuda.h").exists()]
+COMPILER = shutil.which("cc")
+STEP = 2 << 20
+NOT_SUPPORTED, OUT_OF_MEMORY = 801, 2
+NEEDS = "there is no C compiler, or no cuda.h of NVIDIA's toolkit in /usr/local"
+pytestmark = pytest.mark.skipif(not HEADERS or COMPILER is None, reason=NEEDS)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = str(tmp_path_factory.mktemp("driver") / "libcuda.so.1")
+    assert COMPILER is not None
+    flags = ["-Wall", "-Werror", "-shared", "-fPIC", f"-I{HEADERS[-1]}"]
+    subprocess.run([COMPILER, *flags, "-o", made, str(SOURCE)], check=True)
+    return made
+
+
+def counts(library: str) -> list[int]:
+    """Handles, reserved ranges and mapped ranges that have not been given back."""
+    found = (ctypes.c_int * 3)()
+    ctypes.CDLL(library).stub_counts(found)
+    return list(found)
+
+
+def fail(library: str, name: str, code: int) -> None:
+    ctypes.CDLL(library).stub_fail(name.encode(), code)
+
+
+def test_memory_is_made_mapped_and_given_back(library: str) -> None:
+    before, driver = descriptors(), Driver(library)
+    assert driver.why_not(0) is None
+    address, size, fd = driver.make(0, 5000)
+    assert size == STEP
+    assert os.fstat(fd).st_size == size
+    ctypes.memset(address, 7, size)
+    assert counts(library) == [0, 1, 1]
+    other, device = driver.map(fd, size)
+    assert (other != address, device) == (True, 1)
+    assert ctypes.string_at(other + size - 1, 1) == b"\7"
+    ctypes.memset(other, 8, 1)
+    assert ctypes.string_at(address, 2) == b"\10\7"
+    driver.unmap(other, size)
+    driver.unmap(address, size)
+    os.close(fd)
+    assert counts(library) == [0, 0, 0]
+    assert descriptors() == before
+
+
+def test_another_process_maps_it_and_keeps_it_when_its_maker_is_killed(library: str) -> None:
+    program = (
+        "import ctypes, os, signal, socket, sys\n"
+        "from shoal.device.driver import Driver\n"
+        "address, size, fd = Driver(sys.argv[1]).make(1, 1)\n"
+        "ctypes.memset(address, 42, size)\n"
+        "socket.send_fds(socket.socket(fileno=int(sys.argv[2])), [b'here'], [fd])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    import socket
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", program, library, str(theirs.fileno())]
+        ended = subprocess.run(command, pass_fds=[theirs.fileno()], check=False, timeout=60)
+        assert ended.returncode == -9
+        _, fds, _, _ = socket.recv_fds(ours, 4, 1)
+    driver = Driver(library)
+    address, _ = driver.map(fds[0], STEP)
+    os.close(fds[0])
+    assert ctypes.string_at(address, STEP) == bytes([42]) * STEP
+    driver.unmap(address, STEP)
+
+
+@pytest.mark.parametrize("size", [2 * STEP, 0, 1])
+def test_a_size_that_is_not_that_of_the_memory_is_refused(library: str, size: int) -> None:
+    driver = Driver(library)
+    address, made, fd = driver.make(0, STEP)
+    before = counts(library)
+    with pytest.raises(Unshareable):
+        driver.map(fd, size)
+    assert counts(library) == before
+    os.close(fd)
+    driver.unmap(address, made)
+
+
+def test_a_descriptor_of_something_else_is_refused(library: str) -> None:
+    with Path(os.devnull).open() as nothing, pytest.raises(Unshareable, match="cuMemImportFromShareableHandle"):
+        Driver(library).map(nothing.fileno(), STEP)
+    assert counts(library) == [0, 0, 0]
+
+
+MAKING = (
+    "cuMemGetAllocationGranularity",
+    "cuMemCreate",
+    "cuMemAddressReserve",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemExportToShareableHandle",
+)
+MAPPING = (
+    "cuMemImportFromShareableHandle",
+    "cuMemGetAllocationPropertiesFromHandle",
+    "cuMemAddressReserve",
+    "cuMemMap",
+    "cuMemSetAccess",
+)
+
+
+@pytest.mark.parametrize("name", MAKING)
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, OUT_OF_MEMORY])
+def test_what_fails_while_memory_is_made_leaves_nothing(library: str, name: str, code: int) -> None:
+    before, driver = descriptors(), Driver(library)
+    fail(library, name, code)
+    try:
+        with pytest.raises(MemoryError if code == OUT_OF_MEMORY else Unshareable, match=name):
+            driver.make(0, STEP)
+    finally:
+        fail(library, "", 0)
+    assert counts(library) == [0, 0, 0]
+    assert descriptors() == before
+    address, size, fd = driver.make(0, STEP)  # and the next goes well
+    driver.unmap(address, size)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("name", MAPPING)
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, OUT_OF_MEMORY])
+def test_what_fails_while_memory_is_mapped_leaves_nothing(library: str, name: str, code: int) -> None:
+    driver = Driver(library)
+    address, size, fd = driver.make(0, STEP)
+    before, open_before = counts(library), descriptors()
+    fail(library, name, code)
+    try:
+        with pytest.raises(MemoryError if code == OUT_OF_MEMORY else Unshareable, match=name):
+            driver.map(fd, size)
+    finally:
+        fail(library, "", 0)
+    assert (counts(library), descriptors()) == (before, open_before)
+    driver.unmap(address, size)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("name", ["cuInit", "cuDeviceGetAttribute"])
+def test_a_driver_that_does_not_work_says_what_it_says(library: str, name: str) -> None:
+    fail(library, name, NOT_SUPPORTED)
+    try:
+        with pytest.raises(Unshareable, match=rf"{name}: operation not supported \(801\)"):
+            Driver(library).why_not(0)
+    finally:
+        fail(library, "", 0)
+
+
+def test_a_machine_without_a_driver_says_so() -> None:
+    with pytest.raises(Unshareable, match="no_such_library"):
+        Driver("no_such_library.so.1")
