@@ -13,6 +13,7 @@ import queue
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ from shoal.transport.memory import PeerMemory, Segment
 CUDA = torch.device("cuda", 0)
 _aten = torch.ops.aten
 _here = threading.local()
+_writes: Counter[int] = Counter()
+"""Of each memory, by its address."""
 
 
 class SlowStream:
@@ -112,6 +115,18 @@ class Slow(torch.Tensor):
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     is_meta = property(lambda self: False)  # type: ignore[assignment]
 
+    @property
+    def data(self) -> Slow:  # type: ignore[override]
+        return Slow(self.on_cpu)
+
+    @data.setter
+    def data(self, other: Slow) -> None:
+        self.on_cpu = other.on_cpu
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        return _writes[self.on_cpu.untyped_storage().data_ptr()]
+
     def data_ptr(self) -> int:
         return self.on_cpu.data_ptr()
 
@@ -136,6 +151,8 @@ class Slow(torch.Tensor):
         non_blocking = len(args) > 2 and bool(args[2])  # of a copy, which is at once done if it is from or to the CPU
         if written and (isinstance(written[0], Slow) or non_blocking):
             stream.queue(lambda: func(*given, **named))
+            if isinstance(written[0], Slow):
+                _writes[written[0].on_cpu.untyped_storage().data_ptr()] += 1
             if func is _aten.copy_.default and not isinstance(args[1], Slow) and not non_blocking:
                 stream.synchronize()
             return written[0]

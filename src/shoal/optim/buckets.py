@@ -118,7 +118,7 @@ class Bucket:
     def _memory(self) -> _Memory:
         first = self.params[0]
         if not first.is_cpu:
-            return _Memory(torch.empty(self.numel, dtype=first.dtype, device=first.device), self._places)
+            return _Memory(first.detach().new_empty(self.numel), self._places)
         return _Memory(current("optim").engine.arena.empty((self.numel,), first.dtype), self._places)
 
     def _move_in(self) -> None:
