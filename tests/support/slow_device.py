@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from shoal.device import device as devices
+from shoal.device import opening
 from shoal.device.device import Unshareable
 from shoal.transport.memory import PeerMemory, Segment
 
@@ -269,8 +269,8 @@ def in_use() -> Iterator[SlowDevice]:
         return Slow(whole[0][:size])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "open_device", opened)
-        patch.setattr(devices, "map_memory", mapped)
+        patch.setattr(opening, "open_device", opened)
+        patch.setattr(opening, "map_memory", mapped)
         patch.setenv("SHOAL_DEVICE_MEMORY", "1")
         try:
             yield device

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shoal
-from shoal.transport.memory import SMALL, Arena, PeerMemory, Region, ResultPool, size_class
+from shoal.transport.memory import MOST_OF_DEVICE, SMALL, Arena, PeerMemory, Region, ResultPool, size_class
 from shoal.transport.wire import ProtocolError
 from support.leftovers import descriptors, resident_bytes
 from support.samples import sample
@@ -372,3 +372,19 @@ def test_the_garbage_collector_may_come_in_the_middle(arena: Arena, monkeypatch:
     for nbytes in (100, 20_000, SMALL + 1, 1 << 20, 1 << 21):
         arena.empty((nbytes,), torch.uint8)
     assert arena.nbytes == held  # all of it had come back
+
+
+def test_memory_of_a_device_that_cannot_be_is_an_error_or_has_no_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    before = descriptors()
+    memory = PeerMemory()
+    with pytest.raises(ProtocolError, match="bytes of a device's memory"):
+        memory.add_of_device(1, os.open(os.devnull, os.O_RDONLY), MOST_OF_DEVICE + 1)
+    memory.add_of_device(1, os.open(os.devnull, os.O_RDONLY), 4096)
+    assert "cannot be mapped" in caplog.text
+    assert memory.view(1, 64, 256, torch.float32).is_meta
+    with pytest.raises(ProtocolError):
+        memory.view(1, 4000, 256, torch.float32)
+    with pytest.raises(ProtocolError, match="shared twice"):
+        memory.add_of_device(1, os.open(os.devnull, os.O_RDONLY), 4096)
+    memory.close()
+    assert descriptors() == before

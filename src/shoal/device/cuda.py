@@ -111,6 +111,6 @@ class Cuda:
 
 
 def map_memory(fd: int, size: int) -> torch.Tensor:
-    """See :func:`shoal.device.device.map_memory`."""
+    """See :func:`shoal.device.opening.map_memory`."""
     address, device = driver().map(fd, size)
     return _as_tensor(address, size, device)

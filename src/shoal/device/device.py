@@ -1,4 +1,4 @@
-"""What a device is to Shoal, and which there are.
+"""What a device is to Shoal.
 
 Work on a device is queued in streams: what is called returns before it is done. Who hands a tensor to another agent
 has to know that it is written, so a place in a stream can be waited for (:class:`Mark`), by a thread that does nothing
@@ -7,7 +7,6 @@ else.
 
 from __future__ import annotations
 
-import functools
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -78,28 +77,3 @@ class Device(Protocol):
 
 class Unshareable(Exception):
     """Memory of a device cannot be shared, or not be mapped; it says why."""
-
-
-@functools.cache
-def open_device(device: torch.device) -> Device:
-    """The device that tensors are on, one for all threads of this process.
-
-    Raises:
-        Unshareable: Other processes could not map its memory.
-    """
-    from .cuda import Cuda
-
-    if device.type != "cuda" or device.index is None:
-        raise Unshareable(f"Shoal shares memory of CUDA devices, and not of {device}")
-    return Cuda(device)
-
-
-def map_memory(fd: int, size: int) -> torch.Tensor:
-    """Memory that another process shares, ``[size]`` in uint8, on the device where it is. ``fd`` stays the caller's.
-
-    Raises:
-        Unshareable: It cannot be mapped here.
-    """
-    from .cuda import map_memory
-
-    return map_memory(fd, size)

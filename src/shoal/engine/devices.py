@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 
 import torch
 
-from ..device import device as devices
+from ..device import opening
 from ..device.device import Device, Mark, Stream, Unshareable
 from ..interrupts import held
 from ..transport.link import Lease, Published
@@ -195,7 +195,7 @@ class Devices:
 
     def _open(self, device: torch.device) -> Place | None:
         try:
-            return Place(devices.open_device(device), self._rank, self._arena, self._staged)
+            return Place(opening.open_device(device), self._rank, self._arena, self._staged)
         except Unshareable as error:
             log.warning("rank %d: tensors on %s go through the CPU: %s", self._rank, device, str(error))
             return None

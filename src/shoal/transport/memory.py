@@ -29,8 +29,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ..device import device as devices
-from ..device.device import Memory
+from ..device import opening
+from ..device.device import Memory, Unshareable
 from ..interrupts import held
 from . import budgets
 from .wire import ProtocolError
@@ -339,8 +339,8 @@ class PeerMemory:
             if size > MOST_OF_DEVICE:
                 raise ProtocolError(f"{size:,} bytes of a device's memory")
             try:
-                data = devices.map_memory(fd, size)
-            except (devices.Unshareable, MemoryError, RuntimeError) as error:
+                data = opening.map_memory(fd, size)
+            except (Unshareable, MemoryError, RuntimeError) as error:
                 log.warning(
                     "memory of another agent's device cannot be mapped: %s", str(error)
                 )  # a record would keep its frames
