@@ -28,7 +28,7 @@ import torch
 
 from ..interrupts import held
 from . import budgets
-from .wire import ProtocolError
+from .protocol import ProtocolError
 
 T = TypeVar("T")
 ALIGNMENT = 64
