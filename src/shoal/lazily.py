@@ -25,8 +25,9 @@ def names_of(package: dict[str, Any], module: str) -> tuple[Callable[[str], obje
     name_of_package = package["__name__"]
 
     def find_all() -> None:
-        found = vars(import_module(f"{name_of_package}.{module}"))
-        package.update({name: value for name, value in found.items() if not name.startswith("_")})
+        for name, value in vars(import_module(f"{name_of_package}.{module}")).items():
+            if not name.startswith("_"):
+                package.setdefault(name, value)  # what somebody has put in the place of a name stays
 
     def find(name: str) -> object:
         if not name.startswith("_"):
