@@ -1,13 +1,143 @@
-"""What ``import shoal`` costs: every agent, and every command of the command line, pays for it."""
+"""What ``import shoal`` costs, and that nobody sees that its names come later: every agent, and every command of the
+command line, pays for it."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+BROKEN = 'raise OSError("libtorch_cpu.so: cannot open shared object file")'
 
 
-def test_importing_shoal_imports_no_compiler_of_torch_and_no_notebook() -> None:
+def said(program: str, *front: Path) -> str:
+    """What a program prints, in an interpreter of its own; with folders in front of what is installed."""
+    path = os.pathsep.join([*map(str, front), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_shoal_imports_nothing_of_others() -> None:
+    unwanted = ("torch", "numpy", "networkx", "rich")
+    assert said(f"import shoal, sys; print([name for name in {unwanted} if name in sys.modules])") == "[]"
+
+
+def test_using_shoal_imports_no_compiler_of_torch_and_no_notebook() -> None:
     unwanted = ("torch._dynamo", "sympy", "IPython")
-    command = f"import shoal, sys; print([name for name in {unwanted} if name in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    program = f"import shoal, sys; shoal.init; print([name for name in {unwanted} if name in sys.modules])"
+    assert said(program) == "[]"
+
+
+def test_topologies_come_without_torch() -> None:
+    assert said("import shoal, sys; shoal.topology.OnePeerExponential(8); print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize("package", ["shoal", "shoal.monitor", "shoal.netmodel"])
+def test_all_names_are_there_from_the_beginning(package: str) -> None:
+    program = f"""
+import {package} as package
+before = set(dir(package))
+import {package}._public as public
+names = [name for name in vars(public) if not name.startswith("_")]
+assert names and before >= {{*names, *getattr(package, "__all__", ())}}
+assert all(vars(package)[name] is vars(public)[name] for name in names)
+from {package} import *
+assert globals()[names[-1]] is vars(public)[names[-1]]
+"""
+    said(program)
+
+
+def test_help_tells_of_them() -> None:
+    assert "neighbor_allreduce(" in said("import pydoc, shoal; print(pydoc.render_doc(shoal))")
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    program = """
+import shoal
+try:
+    shoal.swim
+except AttributeError as error:
+    print(error)
+"""
+    assert said(program) == "module 'shoal' has no attribute 'swim'"
+
+
+def test_an_error_of_torch_is_raised_as_it_is_by_everybody_who_asks(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(BROKEN)
+    program = """
+import shoal
+by_import = lambda: exec("from shoal import rank")
+for ask in (lambda: shoal.rank, lambda: hasattr(shoal, "rank"), lambda: dir(shoal), by_import):
+    try:
+        ask()
+    except OSError as error:
+        print(error)
+"""
+    assert said(program, tmp_path).splitlines() == [BROKEN.partition('"')[2].rpartition('"')[0]] * 4
+
+
+def test_threads_may_all_be_the_first() -> None:
+    program = """
+import importlib, sys, threading, traceback
+import shoal
+sys.setswitchinterval(1e-6)
+ways = [
+    lambda: shoal.rank, lambda: shoal.optim, lambda: shoal.Fleet, lambda: importlib.import_module("shoal.windows"),
+    lambda: dir(shoal), lambda: shoal.monitor.timeline_context, lambda: exec("from shoal import ops, win_put"),
+    lambda: importlib.import_module("shoal.bluefog").init,
+]
+together, went_well = threading.Barrier(len(ways)), []
+def first(way):
+    together.wait()
+    way()
+    went_well.append(way)
+threads = [threading.Thread(target=first, args=(way,)) for way in ways]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(len(went_well) == len(ways))
+"""
+    assert said(program) == "True"
+
+
+def test_what_takes_the_place_of_a_name_stays() -> None:
+    program = """
+import shoal
+shoal.rank = None
+dir(shoal), hasattr(shoal, "swim"), shoal.size
+assert shoal.rank is None
+"""
+    said(program)
+
+
+def test_a_package_that_was_forgotten_comes_again() -> None:
+    program = """
+import sys, shoal
+rank, optim = shoal.rank, shoal.optim
+del sys.modules["shoal"], shoal
+import shoal
+assert shoal.rank is rank and shoal.optim is optim
+"""
+    said(program)
+
+
+def test_who_becomes_an_agent_by_less_than_all_of_it_is_recorded_too(tmp_path: Path) -> None:
+    """Records, traces and what a page shows attach themselves to agents where they are imported."""
+    program = f"""
+import os
+os.environ |= {{name: {str(tmp_path)!r} for name in ("SHOAL_RECORD", "SHOAL_TIMELINE")}}
+from shoal.world.bootstrap import init, shutdown
+init()
+shutdown()
+"""
+    said(program)
+    assert {one.name for one in tmp_path.iterdir()} == {"agent0.jsonl", "shoal-rank0.json"}

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+NONSENSE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What data raise that are not what they should be."""
+
 
 class ShoalError(RuntimeError):
     """Base of all errors that concern other agents. ``ranks`` is the sorted tuple of the ranks concerned."""

@@ -158,7 +158,7 @@ def main() -> None:
     import torch._dynamo  # as the first optimizer does, for seconds
     import torch.utils.data
 
-    import shoal  # noqa: F401
+    from shoal import init  # noqa: F401 - and with the first name all the others
 
     torch.set_num_threads(1)
     _check_that_it_may_fork()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import shoal
 
-# The launcher without the package around it, whose import of torch would be most of such tests' time; the first test of
-# ``tests/cli/test_run.py`` runs the command itself.
+# Of the package that the tests have imported, wherever another one is installed.
 LAUNCHER = f"""
-import sys, types
-sys.modules["shoal"] = package = types.ModuleType("shoal")
-package.__path__ = {list(shoal.__path__)}
+import sys
+sys.path.insert(0, {str(Path(shoal.__path__[0]).parent)!r})
 from shoal.cli import main
 sys.exit(main(["run", *sys.argv[1:]]))
 """

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shoal.transport import network, shared_memory
+from shoal.transport import network, unix_sockets
 
 RESET = struct.pack("ii", 1, 0)
 """To linger for no time: closing resets the connection."""
@@ -131,10 +131,10 @@ def in_the_middle(change: Callable[[], Change]) -> Iterator[None]:
         ours.setblocking(False)
         return ours
 
-    start, connect = network.start_connecting, shared_memory.connect
+    start, connect = network.start_connecting, unix_sockets.connect
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "start_connecting", over_tcp)
-        patch.setattr(shared_memory, "connect", over_unix)
+        patch.setattr(unix_sockets, "connect", over_unix)
         try:
             yield
         finally:

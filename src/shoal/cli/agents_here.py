@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..engine.services import NONSENSE
-from ..transport import shared_memory
+from ..errors import NONSENSE
 from ..transport.handshake import HELLO_SIZE, MAGIC
 from ..transport.inquiries import MOST_BYTES, PACKET_BYTES, QUESTION
+from ..transport.unix_sockets import connect
 from ..world.launch import detect
 
 PROC = Path("/proc")
@@ -117,7 +117,7 @@ class _Question:
         """Connect, where that works."""
         for path in self._paths:
             try:
-                self._sock = shared_memory.connect(path)
+                self._sock = connect(path)
             except OSError as error:
                 self.silent = f"it cannot be asked ({error.strerror or error})"
                 continue

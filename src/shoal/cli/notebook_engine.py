@@ -67,6 +67,8 @@ def main(arguments: list[str]) -> None:
     """Be an engine until told to end."""
     from ipyparallel.engine.app import IPEngine
 
+    from shoal import init  # noqa: F401 - and all with it: before it takes cells, since the first would wait for torch
+
     startup = "__import__('shoal.cli.notebook_engine').cli.notebook_engine.watch_cells(get_ipython())"
     IPEngine.launch_instance([*arguments, f"--IPEngine.startup_command={startup}"])
 

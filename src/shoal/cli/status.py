@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..engine.doing import seconds
+from ..engine.seconds import seconds
 from .agents_here import STOPPED, Process, ask, find
 
 if TYPE_CHECKING:

@@ -11,20 +11,24 @@ import json
 import math
 import sys
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from ..netmodel.candidates import MOST_EDGES
 from ..netmodel.network import Link, Network
-from ..netmodel.recommendation import Recommendation, recommend
-from ..netmodel.training import COMPRESSION, DIFFERENCE, Training, parse_compression
+from ..netmodel.training_words import COMPRESSION, DIFFERENCE
 from ..netmodel.units import format_rate, format_seconds, parse_rate, parse_seconds
 from ..progress_bar import shown
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
 from ..world.launch import detect
 from . import topology_words as words
 from .topology_arguments import above_zero, count, quantity, zero_or_more
+
+if TYPE_CHECKING:
+    from ..compression import Compressor
+    from ..netmodel.recommendation import Recommendation
 
 SHOWN = 12
 DEFAULT_AGENTS = 16
@@ -89,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compression",
-        type=quantity(parse_compression),
+        type=quantity(_compression),
         default=1.0,
         metavar="SHARE|NAME",
         help=f"to train: what messages are of the model's bytes: {COMPRESSION} (1)",
@@ -103,12 +107,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
 
 
+def _compression(text: str) -> float | Compressor:
+    from ..netmodel.training import parse_compression
+
+    return parse_compression(text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Rank and print; under a launcher, rank 0 prints.
 
     Raises:
         ValueError: the request makes no sense, with what to do about it.
     """
+    from ..netmodel.recommendation import recommend
+    from ..netmodel.training import Training
+
     if args.error >= 1:
         raise ValueError(f"--error {args.error:g}: agents begin with an error of 1. Pass a number below it.")
     network = _measured(args) if args.measure else _described(args)

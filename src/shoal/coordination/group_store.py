@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from ..engine.engine import Engine
 from ..engine.outbox import send_alone
-from ..engine.services import NONSENSE, MinimalService, as_tensor, once_whole
+from ..engine.services import MinimalService, as_tensor, once_whole
+from ..errors import NONSENSE
 from ..transport.wire import Kind, Message, ProtocolError
 
 WORD = "~group"

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ..errors import PeerLost, ShoalError
+from ..errors import NONSENSE, PeerLost, ShoalError
 from ..transport.wire import Kind, Message, ProtocolError
 from .callbacks import Callbacks
 from .fusion import Fusion
@@ -42,7 +42,7 @@ from .matching import Matcher
 from .membership import WHOLE, Departure, Membership, Plan
 from .operation import OnLoss, Operation
 from .repair import await_result, conclude, go_on_without, restart
-from .services import NONSENSE, MinimalService, as_tensor, once_whole
+from .services import MinimalService, as_tensor, once_whole
 
 WORD = "~agreement"
 MOST_DECISIONS = 32

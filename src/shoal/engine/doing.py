@@ -21,6 +21,7 @@ from .membership import NOT_YET, Membership
 from .operation import Operation, describe, for_whom
 from .outbox import Outbox
 from .progress import Progress
+from .seconds import seconds
 from .services import Services
 from .steps import Steps
 
@@ -169,8 +170,3 @@ class AboutItself:
             "calls": self._matcher.calls,
             "bytes_sent": self._outbox.bytes_sent,
         }
-
-
-def seconds(count: float) -> str:
-    """Three digits of a short time, and whole seconds of a long one."""
-    return f"{count:.3g} s" if count < 100 else f"{count:.0f} s"

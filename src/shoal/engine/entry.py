@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..errors import DeadlineExceeded, NotInitialized, PeerLost, ShoalError
+from ..errors import NONSENSE, DeadlineExceeded, NotInitialized, PeerLost, ShoalError
 from ..interrupts import held
 from ..transport.lobby import ENTRY
 from ..transport.outside import Sign
@@ -35,7 +35,7 @@ from .membership import Membership, Plan
 from .operation import Operation
 from .outbox import Outbox
 from .progress import Progress
-from .services import NONSENSE, MinimalService, as_tensor, once_whole
+from .services import MinimalService, as_tensor, once_whole
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")

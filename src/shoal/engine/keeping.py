@@ -16,12 +16,13 @@ from functools import partial
 
 import torch
 
+from ..errors import NONSENSE
 from ..transport.memory import ResultPool
 from ..transport.wire import Kind, Message, ProtocolError
 from .matching import Key, Matcher
 from .membership import Membership
 from .operation import Operation
-from .services import NONSENSE, MinimalService, as_tensor, once_whole
+from .services import MinimalService, as_tensor, once_whole
 
 HAD = "~had"
 MOST_BYTES = 1 << 20

@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from ..errors import PeerLost
+from ..errors import NONSENSE, PeerLost
 from ..transport.asking import Asking
 from ..transport.router import Router
 from ..transport.wire import Kind, Message, ProtocolError
@@ -31,7 +31,7 @@ from .gate import Gate
 from .membership import Membership, View
 from .outbox import Outbox
 from .progress import Progress
-from .services import NONSENSE, MinimalService, as_tensor, once_whole
+from .services import MinimalService, as_tensor, once_whole
 
 WORD = "~reunion"
 EVERY = 1.0

@@ -1,4 +1,4 @@
-"""How long a caller is ready to wait, as it says it."""
+"""Seconds: how many a caller is ready to wait, as it says it, and how people read them."""
 
 from __future__ import annotations
 
@@ -37,3 +37,8 @@ def as_seconds(timeout: Any, default: float, *, zero: bool = False, what: str = 
 def acquire_until(lock: threading.Lock | threading.RLock, deadline: float) -> bool:
     """Take a lock of this process if it is free by ``deadline`` (``time.monotonic()``), which may be infinite."""
     return any(lock.acquire(timeout=seconds) for seconds in slices(deadline))
+
+
+def seconds(count: float) -> str:
+    """Three digits of a short time, and whole seconds of a long one."""
+    return f"{count:.3g} s" if count < 100 else f"{count:.0f} s"

@@ -10,9 +10,6 @@ import torch
 
 from ..transport.wire import Message, Payload, ProtocolError
 
-NONSENSE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What data raise that are not what they should be."""
-
 
 class Service(Protocol):
     """Called under the engine's lock, but for ``close``."""

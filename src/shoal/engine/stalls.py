@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..transport.wire import Kind, Message
-from .doing import AboutItself, seconds
+from .doing import AboutItself
 from .matching import Matcher
 from .membership import Membership
 from .operation import for_whom
 from .outbox import Outbox
 from .progress import Progress
+from .seconds import seconds
 from .services import Services
 
 log = logging.getLogger("shoal")

@@ -1,7 +1,13 @@
-"""What a fleet did and how fast: the timeline of each agent."""
+"""What a fleet did and how fast: the timeline of each agent.
 
-from . import record as record
-from . import summaries as summaries
-from .timeline import timeline_context as timeline_context
-from .timeline import timeline_end_activity as timeline_end_activity
-from .timeline import timeline_start_activity as timeline_start_activity
+Its names are imported when they are asked for: who reads what agents have written needs no torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from ..lazily import names_of as _names_of
+
+if TYPE_CHECKING:
+    from ._public import *  # noqa: F403 - as checkers and editors see them
+else:
+    __getattr__, __dir__ = _names_of(globals(), "_public")

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from ..engine.engine import Engine
-from ..transport.shared_memory import connect
+from ..transport.unix_sockets import connect
 from ..world.agent import Agent
 from ..world.bootstrap import on_start, on_stop
 from ..world.launch import WATCH

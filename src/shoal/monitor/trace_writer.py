@@ -22,6 +22,7 @@ from ..engine.events import Event, Fields
 from ..engine.fused_name import PREFIX, keys, read
 from ..engine.operation import INTERNAL
 from .own_files import open_own
+from .trace_words import ASKED, FUSED, MOVING, ORDERING
 
 log = logging.getLogger("shoal")
 
@@ -30,9 +31,7 @@ ROW_LIMIT = 1000
 STEPS, MEASURED, WAITS, ACTIVITIES, EXCHANGE = KINDS = ("steps", "measured", "waits", "activities", "exchange")
 """What rows are of, from the top."""
 _WAYS = {"sent": "to", "received": "from", "arrived": "all from"}
-FUSED, OTHERS = "small calls that travel together", "other names"
-ASKED, ORDERING, MOVING = "asked", "ordering", "moving"
-"""What a process group did with a stage of an operation: it was asked for it, gave it its turn, moved it."""
+OTHERS = "other names"
 
 
 class Activity(NamedTuple):

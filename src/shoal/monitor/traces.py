@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .trace_writer import ASKED, FUSED, MOVING, ORDERING
+from .trace_words import ASKED, FUSED, MOVING, ORDERING
 
 PATTERN = "shoal-rank*.json"
 _TO, _FROM, _ALL = "to ", "from ", "all from "

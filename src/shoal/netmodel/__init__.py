@@ -8,21 +8,15 @@
 agree and by what :class:`Training` on them costs, in a :class:`Recommendation`.
 
 None of this starts agents. What does is not imported here: ``shoal.netmodel.probe``, which measures a real network.
+Its names are imported when they are asked for: ``shoal topology`` needs the torch of :class:`Training` for one of its
+commands only.
 """
 
-from .allreduce import direct_allreduce as direct_allreduce
-from .allreduce import hierarchical as hierarchical
-from .allreduce import hierarchical_allreduce as hierarchical_allreduce
-from .allreduce import parameter_server as parameter_server
-from .allreduce import ring_allreduce as ring_allreduce
-from .allreduce import tree_allreduce as tree_allreduce
-from .messages import Messages as Messages
-from .messages import Step as Step
-from .messages import rounds_of as rounds_of
-from .network import Link as Link
-from .network import Network as Network
-from .recommendation import Recommendation as Recommendation
-from .recommendation import recommend as recommend
-from .simulation import Timeline as Timeline
-from .simulation import simulate as simulate
-from .training import Training as Training
+from typing import TYPE_CHECKING
+
+from ..lazily import names_of as _names_of
+
+if TYPE_CHECKING:
+    from ._public import *  # noqa: F403 - as checkers and editors see them
+else:
+    __getattr__, __dir__ = _names_of(globals(), "_public")

@@ -27,11 +27,9 @@ from ..compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign
 from ..topology.analysis.span import DENSE_LIMIT, Span
 from ..topology.schedule import Schedule
 from .operations import NEIGHBOR
+from .training_words import COMPRESSION, DIFFERENCE
 
 Rows: TypeAlias = NDArray[np.float64]
-
-DIFFERENCE = 0.1
-"""Of shuffled data, whose batches still differ."""
 
 _COLUMNS = 16
 _FEWEST, _MOST = 64, 512
@@ -227,8 +225,6 @@ _NAMES: dict[str, tuple[type[Compressor], type[float] | type[int] | None]] = {
     "sign": (Sign, None),
     "uint8": (MinMaxUInt8, None),
 }
-COMPRESSION = "0.5 (half of the bytes), topk:0.01, randomk:0.01, qsgd:127 (levels), sign or uint8"
-"""How it is written on a command line."""
 
 
 def parse_compression(text: str) -> float | Compressor:

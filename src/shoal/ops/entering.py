@@ -16,8 +16,7 @@ from ..engine.carrier import Carrier
 from ..engine.discovery import submit_to_all
 from ..engine.entry import Newcomer
 from ..engine.operation import Exchange, OnLoss, Operation, Send, Steps
-from ..engine.services import NONSENSE
-from ..errors import DeadlineExceeded, Mismatch, PeerLost, ShoalError
+from ..errors import NONSENSE, DeadlineExceeded, Mismatch, PeerLost, ShoalError
 from ..interrupts import held
 from ..world.agent import Agent
 from . import plain

@@ -14,7 +14,7 @@ import os
 import struct
 from typing import NamedTuple
 
-from .wire import VERSION, ProtocolError
+from .protocol import VERSION, ProtocolError
 
 MAGIC = b"SHOAL"
 _HELLO = struct.Struct(f"<{len(MAGIC)}sH16s")

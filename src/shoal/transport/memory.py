@@ -33,7 +33,7 @@ from ..device import opening
 from ..device.device import Memory, Unshareable
 from ..interrupts import held
 from . import budgets
-from .wire import ProtocolError
+from .protocol import ProtocolError
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")

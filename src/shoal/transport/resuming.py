@@ -12,7 +12,7 @@ import errno
 from collections import deque
 from typing import Generic, TypeVar
 
-from .wire import ProtocolError
+from .protocol import ProtocolError
 
 T = TypeVar("T")
 SAY_AFTER_UNITS = 64

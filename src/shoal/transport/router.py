@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from . import inquiries, network, shared_memory
+from . import inquiries, network, shared_memory, unix_sockets
 from .addresses import LOOPBACK, beside, interface_address, is_loopback, reachable_address
 from .admission import Unauthenticated, origin_of
 from .doors import Doors, listen_for
@@ -30,11 +30,11 @@ from .memory import Arena, ResultPool
 from .place import Endpoint, Place, here
 from .poller import Poller
 from .processes import Processes
+from .protocol import ProtocolError
 from .sealing import strong, sums, unchecked
 from .sockets import GREETING_SECONDS, Incoming, Outgoing
 from .threads import Inbox, ThreadLink
 from .tls import Certificates
-from .wire import ProtocolError
 
 log = logging.getLogger("shoal")
 
@@ -131,7 +131,7 @@ class Router:
         unix, host, port = "", "", 0
         if "shared_memory" in others:
             unix = f"shoal-{uuid.uuid4().hex}"
-            self._doors.open(shared_memory.listen(unix), self._let_in_local)
+            self._doors.open(unix_sockets.listen(unix), self._let_in_local)
             self.open_own_door()
         if "network" in others:
             self._host = host = self._address(interface, rendezvous, reached)
@@ -249,10 +249,10 @@ class Router:
         """To an agent of this machine; where this process may look into its, by the way that others cannot flood."""
         if endpoint.door >= 0 and (place.rank in self._processes or place.process == self.place.process):
             try:
-                return shared_memory.connect(f"/proc/{place.pid}/fd/{endpoint.door}")
+                return unix_sockets.connect(f"/proc/{place.pid}/fd/{endpoint.door}")
             except PermissionError:
                 pass
-        return shared_memory.connect("\0" + endpoint.unix)
+        return unix_sockets.connect("\0" + endpoint.unix)
 
     def _cut(self, link: Outgoing, cause: str, at_once: bool) -> None:
         """A link was cut, as by a peer that has no room while it begins: try again, until an operation's deadline.
@@ -280,7 +280,7 @@ class Router:
                 link.fail(f"connecting to it failed: {error.strerror or error}")
 
     def _let_in_local(self, sock: socket.socket, _address: Any) -> None:
-        pid, uid = shared_memory.peer_credentials(sock)
+        pid, uid = unix_sockets.peer_credentials(sock)
         if uid != os.getuid():  # unheard
             sock.close()
             self.rejected += 1

@@ -21,7 +21,6 @@ import contextlib
 import errno
 import os
 import socket
-import struct
 
 from . import inquiries
 from .handshake import Accepting, Connecting
@@ -47,42 +46,8 @@ from .wire import (
 
 MANY_BYTES = PACKET_BYTES // 4
 """Of a packet that may have others behind it: messages that are sent at once share packets."""
-_CREDENTIALS = struct.Struct("3i")
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _CLOSE = int(socket.MSG_CMSG_CLOEXEC)
-
-
-def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process at the other end, from the kernel."""
-    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, uid
-
-
-def listen(name: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.bind("\0" + name)
-    sock.listen(1024)
-    sock.setblocking(False)
-    return sock
-
-
-def connect(name: str) -> socket.socket:
-    """Without waiting: where there is no room, the first reading says that it is not connected.
-
-    ``name`` begins with a zero byte, or is a path.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.setblocking(False)
-    try:
-        sock.connect(name)
-        if peer_credentials(sock)[1] != os.getuid():
-            raise PermissionError(f"the socket {name!r} belongs to another user")
-    except BlockingIOError:
-        pass
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 class SharedMemoryLink(Outgoing):

@@ -14,8 +14,8 @@ import ssl
 from collections.abc import Iterable
 from pathlib import Path
 
+from .protocol import ProtocolError
 from .resuming import CutOff
-from .wire import ProtocolError
 
 AUTHORITY, REVOKED = "ca.crt", "revoked.crl"
 RECORD_BYTES = 1 << 15

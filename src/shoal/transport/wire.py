@@ -16,8 +16,7 @@ from functools import lru_cache
 
 import torch
 
-VERSION = 10
-"""Raised whenever the bytes below change their meaning; agents of two versions refuse each other when they connect."""
+from .protocol import ProtocolError as ProtocolError
 
 
 class Kind(IntEnum):
@@ -43,10 +42,6 @@ class Where(IntEnum):
     SHARED = 2
     STREAM = 3
     CARRIED = 4  # it travels over another engine, when all have agreed
-
-
-class ProtocolError(Exception):
-    """The bytes that came are no message of ours."""
 
 
 DTYPES: tuple[torch.dtype, ...] = (

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -49,6 +50,8 @@ _abandoned: list[Engine] = []
 on_start: list[Callable[[Agent], None]] = []
 """Called with every new agent; how the timeline and others attach themselves."""
 on_stop: list[Callable[[Agent], None]] = []
+_ATTACHED = "shoal.monitor.attached"
+"""What attaches itself so: a room above this one, which not everybody who imports this one has imported."""
 
 
 def init(
@@ -114,6 +117,7 @@ def init(
         NotInitialized: This process was forked from an agent's.
         ValueError: A variable makes no sense.
     """
+    import_module(_ATTACHED)
     with held:
         _init(agent_context(), topology_fn, is_weighted, on_loss, process_group, mesh)
 

@@ -24,8 +24,8 @@ import torch
 from ...engine.engine import Engine
 from ...engine.operation import Handle
 from ...engine.outbox import send_alone
-from ...engine.services import NONSENSE, MinimalService, as_tensor, once_whole
-from ...errors import DeadlineExceeded, NotInitialized
+from ...engine.services import MinimalService, as_tensor, once_whole
+from ...errors import NONSENSE, DeadlineExceeded, NotInitialized
 from ...interrupts import held
 from ...ops.arguments import Internal
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, barrier, gather_by_rank

@@ -1,0 +1,18 @@
+"""The public names of this room, which ``__init__.py`` hands on when the first of them is asked for."""
+
+from .allreduce import direct_allreduce as direct_allreduce
+from .allreduce import hierarchical as hierarchical
+from .allreduce import hierarchical_allreduce as hierarchical_allreduce
+from .allreduce import parameter_server as parameter_server
+from .allreduce import ring_allreduce as ring_allreduce
+from .allreduce import tree_allreduce as tree_allreduce
+from .messages import Messages as Messages
+from .messages import Step as Step
+from .messages import rounds_of as rounds_of
+from .network import Link as Link
+from .network import Network as Network
+from .recommendation import Recommendation as Recommendation
+from .recommendation import recommend as recommend
+from .simulation import Timeline as Timeline
+from .simulation import simulate as simulate
+from .training import Training as Training
