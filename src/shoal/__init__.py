@@ -8,12 +8,12 @@ command line is a part of this package, and does without torch.
 """
 
 # ruff: noqa: F405 - the names of __all__ come with the star
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from ._version import __version__ as __version__
 from .lazily import names_of as _names_of
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from ._public import *  # noqa: F403 - as checkers and editors see them
 else:
     __getattr__, __dir__ = _names_of(globals(), "_public")
