@@ -15,6 +15,7 @@ import torch
 
 import shoal
 from shoal.cli import doctor, live_check, main
+from shoal.device.device import Unshareable
 
 # Longer than the doctor's own patience, which begins when it has imported torch.
 TIMEOUT = 50
@@ -180,3 +181,24 @@ def test_problems_that_several_checks_share_are_said_once(capsys: pytest.Capture
     report = doctor.Report()
     doctor.report_checks(report, Checks(0.0))
     assert [problem.splitlines()[0] for problem in report.problems] == ["threads, network: no luck"]
+
+
+def test_devices_are_listed_with_the_way_that_their_tensors_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(device: torch.device) -> object:
+        if device.index:
+            raise Unshareable("device 1 has no virtual memory")
+        return object()
+
+    monkeypatch.setattr(doctor, "open_device", opened)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Device {index + 7}")
+    monkeypatch.setattr(doctor, "why_not_triton", lambda: "triton is not installed")
+    one, other = doctor.devices_here()
+    assert one.startswith("cuda:0 Device 7: SHOAL_DEVICE_MEMORY=1 leaves tensors there, summed by torch (triton is")
+    assert other == "cuda:1 Device 8: tensors go through the CPU: device 1 has no virtual memory"
+
+
+def test_a_machine_without_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.devices_here()[0].startswith("none of CUDA")

@@ -26,9 +26,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
+import torch
+
 from .._version import __version__
 from ..bench.machine import cpu_name
 from ..coordination.attach import PROCESS_GROUP, check_backend, check_transport
+from ..device.device import Unshareable
+from ..device.opening import open_device
+from ..kernels.choice import why_not_triton
 from ..transport.addresses import address_towards, interface_address, is_loopback
 from ..transport.process_group import MADE_HERE, available
 from ..transport.tls import certificates_of
@@ -170,7 +175,30 @@ def report_machine(report: Report) -> None:
         )
     report.line("locked memory", _limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], 1024, "KiB"))
     report.line("/dev/shm", f"{_shm()}; Shoal does not use it, data loaders do")
+    try:
+        devices = _in_time(devices_here, "ask CUDA for its devices")
+    except OSError as error:
+        devices = [str(error)]
+    for line in devices:
+        report.line("devices", line)
     report.line("huge pages", f"private memory: {_chosen('enabled')}; shared memory: {_chosen('shmem_enabled')}")
+
+
+def devices_here() -> list[str]:
+    """The CUDA devices of this machine, and how tensors on them travel."""
+    if not torch.cuda.is_available():
+        return [f"none of CUDA{'' if torch.version.cuda else ', for which this torch was not built'}"]
+    why_not = why_not_triton()
+    sums = "Triton" if why_not is None else f"torch ({why_not})"
+    found = []
+    for index in range(torch.cuda.device_count()):
+        try:
+            open_device(torch.device("cuda", index))
+            shared = f"SHOAL_DEVICE_MEMORY=1 leaves tensors there, summed by {sums}; else they go through the CPU"
+        except Unshareable as error:
+            shared = f"tensors go through the CPU: {error}"
+        found.append(f"cuda:{index} {torch.cuda.get_device_name(index)}: {shared}")
+    return found
 
 
 def report_init(report: Report, environ: Mapping[str, str]) -> None:
