@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, cast
 
 import pytest
@@ -162,7 +163,7 @@ def test_what_is_kept_is_a_copy_of_what_is_small_enough(monkeypatch: pytest.Monk
 def test_a_result_is_taken_only_from_who_is_there() -> None:
     agent = Agent()
     operation, taken = agent.begin(), []
-    lifecycle: Any = type("Lifecycle", (), {"leave_stage": lambda *_: None, "close_generator": lambda *_: None})()
+    lifecycle: Any = type("Lifecycle", (), {"leave_stage": lambda *_: None})()
     lifecycle.forget_before = lambda *_: None
     lifecycle.settle = lambda operation, result, error: taken.append(result)
     assert operation.recovery is not None
@@ -191,7 +192,7 @@ def in_the_midst(agent: Agent, take: Callable[[torch.Tensor], Any]) -> Operation
     """An operation of all that waits in a stage; and, of another attempt, for somebody to confirm."""
     operation = agent.begin()
     assert operation.recovery is not None
-    operation.recovery.take, operation.generator = take, cast(Any, iter(()))
+    operation.recovery.take, operation.generator = take, cast(Any, (one for one in ()))
     operation.stage, operation.waiting_more = Stage(0, Exchange([], [1]), {1}, {}), True
     operation.unconfirmed, operation.outcome = {7: 1}, (0,)
     return operation
@@ -201,10 +202,11 @@ def test_who_is_handed_a_result_in_the_midst_of_its_own_drops_that_and_keeps_the
     """Whoever handed it on may be gone before it has done so to all."""
     lifecycle = Steps()
     operation = in_the_midst(Agent(), lambda result: f"taken: {result.tolist()}")
+    generator = operation.generator
     take_result(cast(Lifecycle, lifecycle), operation, RESULT_HERE)
+    assert generator is not None and getgeneratorstate(generator) == GEN_CLOSED
     assert lifecycle.told == [
         ("leave_stage",),
-        ("close_generator",),
         ("forget_before", LAST_STAGE),
         ("settle", "taken: [0.0, 1.0, 2.0]", None),
     ]

@@ -16,7 +16,8 @@ from shoal import netmodel, sim
 def test_its_docstring_names_what_it_exports_and_nothing_else(package: ModuleType) -> None:
     assert package.__doc__ is not None
     named = re.findall(r":(?:class|func):`(\w+)`", package.__doc__)
-    exported = {name for name, one in vars(package).items() if name[0] != "_" and not isinstance(one, ModuleType)}
+    names = {name: getattr(package, name) for name in dir(package) if name[0] != "_"}
+    exported = {name for name, one in names.items() if not isinstance(one, ModuleType)}
     assert sorted(named) == sorted(exported)
 
 

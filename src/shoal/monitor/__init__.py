@@ -3,11 +3,11 @@
 Its names are imported when they are asked for: who reads what agents have written needs no torch.
 """
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from ..lazily import names_of as _names_of
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from ._public import *  # noqa: F403 - as checkers and editors see them
 else:
     __getattr__, __dir__ = _names_of(globals(), "_public")

@@ -12,11 +12,11 @@ Its names are imported when they are asked for: ``shoal topology`` needs the tor
 commands only.
 """
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from ..lazily import names_of as _names_of
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from ._public import *  # noqa: F403 - as checkers and editors see them
 else:
     __getattr__, __dir__ = _names_of(globals(), "_public")
