@@ -8,8 +8,8 @@
 agree and by what :class:`Training` on them costs, in a :class:`Recommendation`.
 
 None of this starts agents. What does is not imported here: ``shoal.netmodel.probe``, which measures a real network.
-Its names are imported when they are asked for: ``shoal topology`` needs the torch of :class:`Training` for one of its
-commands only.
+Its names are imported when they are asked for: ``shoal topology`` needs torch for one of its commands only, for what
+training costs.
 """
 
 import typing as _typing
