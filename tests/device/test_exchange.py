@@ -15,6 +15,7 @@ import torch
 import shoal
 from shoal.device import opening
 from shoal.device.device import Unshareable
+from shoal.ops import on_device
 from support.leftovers import wait_until
 from support.slow_device import Slow, SlowDevice, empty, here, in_use, to_device, without_memory
 
@@ -269,3 +270,32 @@ def test_without_being_asked_for_tensors_go_through_the_cpu(
         assert torch.equal(result.cpu(), expected_of_two(shoal.rank()))
 
     fleet(2).run(run)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_sum_that_fails_or_hangs_fails_its_call_and_the_next_goes_on(
+    fleet: Fleets, device: SlowDevice, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """The thread that waits for sums, and whoever drives, are there for the next."""
+    goes_on = threading.Event()
+
+    def goes_wrong() -> None:
+        if hangs:
+            goes_on.wait(30.0)
+        else:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def run() -> float:
+        rank = shoal.rank()
+        x = to_device(numbers(rank))
+        shoal.barrier()
+        began = time.monotonic()
+        with pytest.raises(shoal.DeadlineExceeded if hangs else RuntimeError):
+            shoal.neighbor_allreduce(x, 0.5, {1 - rank: 0.5}, [1 - rank], name="wrong", timeout=1.0)
+        took = time.monotonic() - began
+        assert shoal.allreduce(torch.ones(1)).item() == 1.0
+        goes_on.set()
+        return took
+
+    monkeypatch.setattr(on_device, "weighted_sum", lambda *_: here().current().queue(goes_wrong))
+    assert max(fleet(2).run(run)) < 8.0

@@ -111,6 +111,10 @@ class Cuda:
 
 
 def map_memory(fd: int, size: int) -> torch.Tensor:
-    """See :func:`shoal.device.opening.map_memory`."""
+    """Memory that another process shares, ``[size]`` in uint8, on the device where it is. ``fd`` stays the caller's.
+
+    Raises:
+        MemoryError, Unshareable: It cannot be mapped here.
+    """
     address, device = driver().map(fd, size)
     return _as_tensor(address, size, device)

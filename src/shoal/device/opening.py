@@ -6,7 +6,8 @@ import functools
 
 import torch
 
-from . import cuda
+from .cuda import Cuda
+from .cuda import map_memory as map_memory
 from .device import Device, Unshareable
 
 
@@ -19,13 +20,4 @@ def open_device(device: torch.device) -> Device:
     """
     if device.type != "cuda" or device.index is None:
         raise Unshareable(f"Shoal shares memory of CUDA devices, and not of {device}")
-    return cuda.Cuda(device)
-
-
-def map_memory(fd: int, size: int) -> torch.Tensor:
-    """Memory that another process shares, ``[size]`` in uint8, on the device where it is. ``fd`` stays the caller's.
-
-    Raises:
-        Unshareable: It cannot be mapped here.
-    """
-    return cuda.map_memory(fd, size)
+    return Cuda(device)

@@ -33,7 +33,7 @@ Told = Callable[[BaseException | None], None]
 
 
 class Queued:
-    """Work in a lane. Operations wait for it (:class:`~.operation.Later`), or the host does."""
+    """Work in a lane. Operations wait for it: it is a :class:`~.later.Later`."""
 
     def __init__(self, mark: Mark) -> None:
         self._mark = mark
@@ -58,15 +58,13 @@ class Queued:
         then(self._error)
 
     def wait(self) -> None:
-        """Until it is done; for the lane's thread, and for who cannot go on before."""
+        """Until it is done; for the lane's thread."""
         error = None
         try:
             self._mark.wait()
         except Exception as caught:  # an error of the device: of anything that was queued there
             error = caught
         with self._lock:
-            if self._ended:
-                return
             self._error, self._ended = error, True
             told, self._told = self._told, []
         for then in told:
@@ -109,8 +107,7 @@ class Place:
 
     def publish(self, operation: Operation, tensor: torch.Tensor) -> PublishedOnDevice:
         """Queue a copy of a tensor to where others can read it, in the caller's stream: what the caller queues
-        afterwards may change it. For agents of other machines there is one in memory of the
-        CPU, too."""
+        afterwards may change it. For agents of other machines there is one in memory of the CPU, too."""
         caller = self.device.current()
         region = self.arena.allocate(tensor.nbytes)
         lease = Lease(self.arena, region)

@@ -87,7 +87,7 @@ class Engine:
         self.pool = ResultPool()
         self.poller = Poller()
         self.router = router = Router(rank, self.poller, self.arena, self.pool, incarnation)
-        self.devices = Devices(rank, self.arena, lambda: any(map(router.is_far, range(size))))
+        self.devices = Devices(rank, self.arena, lambda: "network" in map(router.transport_to, range(size)))
         self.publisher = Publisher(rank, self.arena, self.devices)
         self.progress = progress = Progress(self, self.poller, f"shoal-{rank}")
         self.matcher = matcher = Matcher()
@@ -183,7 +183,7 @@ class Engine:
 
     def is_far(self, rank: int) -> bool:
         """What goes to an agent goes over the network, or is to be as short as if it did."""
-        return self.compresses_locally or self.carrier is not None or self.router.is_far(rank)
+        return self.compresses_locally or self.carrier is not None or self.router.transport_to(rank) == "network"
 
     @property
     def may_fuse(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -44,9 +45,10 @@ def average(
     queued = sums.queued()
     try:
         yield from reached(queued)
-    finally:
-        if not queued.done:  # it was given up, and the memory that it uses is others' from here on
-            queued.wait()
+    except GeneratorExit:  # it was given up: who waits for it here would stand still with the device
+        with suppress(RuntimeError):  # an error of the device, which then does nothing more
+            published.caller.after(sums.stream)  # the memory that it uses is the caller's only after it
+        raise
     published.caller.uses(found)
     return found
 

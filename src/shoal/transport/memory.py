@@ -341,9 +341,8 @@ class PeerMemory:
             try:
                 data = opening.map_memory(fd, size)
             except (Unshareable, MemoryError, RuntimeError) as error:
-                log.warning(
-                    "memory of another agent's device cannot be mapped: %s", str(error)
-                )  # a record would keep its frames
+                why = str(error)  # a record of the error itself would keep its frames, and they memory
+                log.warning("memory of another agent's device cannot be mapped: %s", why)
                 data = torch.empty(size, dtype=torch.uint8, device="meta")
         finally:
             os.close(fd)

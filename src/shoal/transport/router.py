@@ -200,10 +200,6 @@ class Router:
     def transport_to(self, rank: int) -> str:
         return self._kinds[rank]
 
-    def is_far(self, rank: int) -> bool:
-        """What goes to an agent goes over the network."""
-        return self._kinds[rank] == "network"
-
     def place_of(self, rank: int) -> Place:
         return self._places[rank]
 
