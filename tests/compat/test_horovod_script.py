@@ -112,12 +112,13 @@ def test_the_script_learns_what_one_process_learns(tmp_path: Path) -> None:
     torch.save(digits(), tmp_path / "digits.pt")
     torch.save(begin, tmp_path / "begin.pt")
     options = ["--batch-size", str(BATCH), "--epochs", str(EPOCHS), "--lr", str(LR)]
+    path = os.pathsep.join((str(Path(shoal.__file__).parents[1]), os.environ["PYTHONPATH"]))
     done = subprocess.run(
         [sys.executable, "-m", "shoal", "run", "--no-prefix", "-n", str(SIZE), str(script), str(tmp_path), *options],
         capture_output=True,
         text=True,
         timeout=140,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(shoal.__file__).parents[1])},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
     ends = [torch.load(tmp_path / f"end-{rank}.pt") for rank in range(SIZE)]

@@ -84,7 +84,7 @@ def test_shutdown_without_an_agent_does_nothing() -> None:
 
 
 def test_an_agent_that_never_comes_to_init_is_named_at_the_deadline() -> None:
-    # Not less: the store asks for the name of whoever connects, and a name server may lose a question of each.
+    # Not less: to connect to the store takes a second where no name server answers, for the name of 127.0.0.1.
     with World(SIZE, init=False, timeout=4.0) as world:
         for one in world.run(shoal.init, on=[0, 1]):
             assert one.error == "DeadlineExceeded", one.trace

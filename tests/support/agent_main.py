@@ -153,6 +153,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    gc.disable()
     import pytest  # noqa: F401 - test modules import it, and it takes a while
     import torch
     import torch._dynamo  # as the first optimizer does, for seconds
@@ -164,6 +165,7 @@ def main() -> None:
     _check_that_it_may_fork()
     gc.collect()
     gc.freeze()  # a collection in an agent need not look at all of torch, nor copy the pages that it lies on
+    gc.enable()
     work = _serve(control)
     if work is not None:
         _agent(*work)

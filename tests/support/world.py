@@ -51,16 +51,12 @@ _PORTS = range(10000, 20000)  # below those that the system gives to outgoing co
 
 
 def plain_environment() -> dict[str, str]:
-    """This process's environment without anything that a launcher or a user of Shoal sets.
-
-    torch's store looks up the name of whoever connects, 127.0.0.1 too. Where a name server loses one question in fifty
-    that takes five seconds, in which a thread of the store does not end: here it asks again after one.
-    """
+    """This process's environment without anything that a launcher or a user of Shoal sets."""
     return {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_LAUNCH_PREFIXES) and name not in _LAUNCH_NAMES
-    } | {"RES_OPTIONS": "timeout:1 attempts:4"}
+    }
 
 
 @contextlib.contextmanager

@@ -26,7 +26,9 @@ from support.world import World
 SIZE = 2
 TIMEOUT = 120
 ENVIRONMENT = {name: text for name, text in os.environ.items() if not name.startswith(("SHOAL_", "OMP_"))} | {
-    "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), str(Path(shoal.__file__).parents[1])))
+    "PYTHONPATH": os.pathsep.join(
+        (str(Path(__file__).parents[1]), str(Path(shoal.__file__).parents[1]), os.environ["PYTHONPATH"])
+    )
 }
 COMMAND = [*RUN, "-n", str(SIZE), "--on-failure", "restart"]
 

@@ -1,0 +1,27 @@
+"""Interpreters that tests start import torch without collecting garbage, and collect it as ever afterwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+COUNT = """
+import gc, json
+collections = []
+gc.callbacks.append(lambda phase, info: collections.append(phase))
+import torch
+meanwhile, collections[:] = len(collections), []
+for _ in range(10_000):
+    knot = []
+    knot.append(knot)
+print(json.dumps([meanwhile, len(collections), torch.__name__, gc.isenabled()]))
+"""
+
+
+def test_torch_is_imported_without_the_collector_which_goes_on_afterwards() -> None:
+    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True, timeout=50)
+    meanwhile, afterwards, name, enabled = json.loads(done.stdout)
+    assert meanwhile < 30, "it collected all the while: some 400 times"
+    assert afterwards > 10 and enabled
+    assert name == "torch"
