@@ -115,6 +115,35 @@ def test_a_name_server_that_does_not_answer_is_not_waited_for(
     assert report.problems == ["shoal.init() would fail: could not look up far in 0.05 s"]
 
 
+def test_a_slow_lookup_of_the_name_that_init_looks_for_is_noted_with_its_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def look(address: tuple[object, ...], _: int) -> tuple[str, str]:
+        asked.append(address[0])
+        time.sleep(0.05 if len(asked) == 2 else 0.0)
+        return "localhost", "0"
+
+    monkeypatch.setattr(doctor, "SLOW_LOOKUP", 0.04)
+    monkeypatch.setattr("socket.getnameinfo", look)
+    quick, _ = init_report(capsys, {})
+    slow, output = init_report(capsys, TORCHRUN)
+    assert asked == ["::ffff:127.0.0.1"] * 2
+    assert (quick.problems, quick.notes, slow.problems) == ([], [], [])
+    assert re.search(r"name lookup +\d+ ms to look for the name of 127\.0\.0\.1", output)
+    assert len(slow.notes) == 1 and "'::ffff:127.0.0.1 localhost'" in slow.notes[0]
+
+
+def test_no_name_at_all_is_no_fault(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(*_: object) -> tuple[str, str]:
+        raise OSError("name or service not known")
+
+    monkeypatch.setattr("socket.getnameinfo", look)
+    report, _ = init_report(capsys, TORCHRUN)
+    assert (report.problems, report.notes) == ([], [])
+
+
 def test_a_misspelt_variable_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     report, _ = init_report(capsys, {"SHOAL_TRANPORT": "network"})
     assert not report.problems

@@ -45,6 +45,8 @@ T = TypeVar("T")
 
 CHECK_SECONDS = 20.0
 LOOKUP_SECONDS = 5.0
+SLOW_LOOKUP = 0.5
+"""Seconds; whoever asks for a name longer than that has a name server that does not answer."""
 FEWEST_FILES = 1024
 VARIABLES = (
     "SHOAL_AGENTS_PER_MACHINE",
@@ -220,9 +222,34 @@ def report_init(report: Report, environ: Mapping[str, str]) -> None:
         report.line("encryption", _encryption(launch))
         report.line("every wait", f"ends after {default_timeout():g} s (SHOAL_TIMEOUT)")
         report.line("listens on", _listens_on(launch, environ))
+        report_names(report, launch.host or LOOPBACK)
     except (ValueError, OSError) as error:
         report.line("fails", error)
         report.problems.append(f"shoal.init() would fail: {error}")
+
+
+def report_names(report: Report, host: str) -> None:
+    """Print how long the name of where agents meet is looked up: torch's store does so in each of them, in ``init``."""
+    begun = time.monotonic()
+    try:
+        _in_time(lambda: _name_of(host), f"look up the name of {host}")
+    except OSError:
+        pass  # having none is no fault, and one that takes long has taken long
+    seconds = time.monotonic() - begun
+    report.line("name lookup", f"{1e3 * seconds:.0f} ms to look for the name of {host}, as init does")
+    if seconds > SLOW_LOOKUP:
+        report.notes.append(
+            f"after {seconds:.1f} s there was no name for {host}, and init looks for it as long: see whether the name "
+            "servers in /etc/resolv.conf answer. Agents of one machine need none where /etc/hosts has the line "
+            f"'::ffff:{LOOPBACK} localhost'"
+        )
+
+
+def _name_of(host: str) -> str:
+    """As torch's store asks for it: an IPv4 address is mapped into IPv6, which '127.0.0.1' in /etc/hosts is not."""
+    mapped = socket.AI_V4MAPPED | socket.AI_ALL
+    address = socket.getaddrinfo(host, None, socket.AF_INET6, socket.SOCK_STREAM, flags=mapped)[0][4]
+    return socket.getnameinfo(address, socket.NI_NUMERICSERV)[0]  # type: ignore[arg-type]
 
 
 def report_checks(report: Report, checks: LiveChecks) -> None:
