@@ -31,6 +31,20 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNET = 0x40000000
 PACKET_BYTES = 1 << 17
 _libc = ctypes.CDLL(None, use_errno=True)
+IMPORTED = (
+    "encodings.idna",  # the first address of a network
+    "numpy.ma",  # the first tensor that becomes an array
+    "pytest",  # the modules of tests
+    "torch._dynamo",  # the first optimizer, for seconds
+    "torch.profiler",
+    "torch.utils.data",
+    "shoal._public",  # the first name of Shoal
+    "shoal.monitor.attached",  # init
+    "shoal.netmodel",
+    "shoal.sim",
+    "support.world",
+)
+"""What the template imports: else agents would, each for itself, when they first do what is said beside it."""
 
 
 @dataclass(frozen=True)
@@ -154,13 +168,10 @@ def main() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     gc.disable()
-    import pytest  # noqa: F401 - test modules import it, and it takes a while
     import torch
-    import torch._dynamo  # as the first optimizer does, for seconds
-    import torch.utils.data
 
-    from shoal import init  # noqa: F401 - and with the first name all the others
-
+    for name in IMPORTED:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     _check_that_it_may_fork()
     gc.collect()
