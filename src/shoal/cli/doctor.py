@@ -249,7 +249,7 @@ def _name_of(host: str) -> str:
     """As torch's store asks for it: an IPv4 address is mapped into IPv6, which '127.0.0.1' in /etc/hosts is not."""
     mapped = socket.AI_V4MAPPED | socket.AI_ALL
     address = socket.getaddrinfo(host, None, socket.AF_INET6, socket.SOCK_STREAM, flags=mapped)[0][4]
-    return socket.getnameinfo(address, socket.NI_NUMERICSERV)[0]  # type: ignore[arg-type]
+    return socket.getnameinfo(address, socket.NI_NUMERICSERV)[0]
 
 
 def report_checks(report: Report, checks: LiveChecks) -> None:
