@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,29 @@ def test_an_agent_that_never_comes_to_init_is_named_at_the_deadline() -> None:
             assert one.error == "DeadlineExceeded", one.trace
             assert one.ranks == (2,), one.message
             assert one.seconds < 7.0
+
+
+@pytest.mark.parametrize(
+    ("third_comes", "said", "ranks"),
+    [
+        (False, "ranks [2] never came; ranks [1] came, and gave up before. Check", (2,)),
+        (True, "on rank 0: ranks [1] came, and gave up before. Check", (1,)),
+    ],
+)
+def test_one_that_came_and_gave_up_before_is_not_said_to_be_absent(
+    third_comes: bool, said: str, ranks: tuple[int, ...]
+) -> None:
+    with World(SIZE, init=False, timeout=4.0) as world:
+        early = world.run_on(1, shoal.init)
+        time.sleep(1.5)
+        leader = world.run_on(0, shoal.init)
+        assert early.outcome().ranks == (2,)
+        late = [world.run_on(2, shoal.init)] if third_comes else []
+        outcome = leader.outcome()
+        assert (outcome.error, outcome.ranks) == ("DeadlineExceeded", ranks), outcome
+        assert said in outcome.message
+        for one in late:  # rank 0 waits until it has read why, though one that counted has left
+            assert one.outcome().ranks == (1,), one.outcome()
 
 
 # torch.distributed

@@ -172,14 +172,14 @@ def test_a_rendezvous_whose_name_has_several_addresses_is_found_at_any() -> None
 
 def test_an_address_that_this_machine_does_not_have_is_refused() -> None:
     environment = {"SHOAL_INTERFACE": "192.0.2.7", **NETWORK}
-    with World(2, environment=environment, init=False, timeout=2.0) as world:
+    with World(2, environment=environment, init=False, timeout=5.0) as world:
         for one in world.run(shoal.init):
             assert one.error == "ValueError"
             assert "192.0.2.7" in one.message and "no address of this machine" in one.message
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with World(2, environment={"SHOAL_INTERFACE": "nowhere0", **NETWORK}, init=False, timeout=2.0) as world:
+    with World(2, environment={"SHOAL_INTERFACE": "nowhere0", **NETWORK}, init=False, timeout=5.0) as world:
         for one in world.run(shoal.init):
             assert one.error == "ValueError"
             assert "nowhere0" in one.message and "lo" in one.message
@@ -201,7 +201,7 @@ def test_a_network_job_on_one_machine_listens_on_the_loopback_alone() -> None:
 
 
 def test_a_transport_that_cannot_reach_everybody_is_refused_with_the_one_that_can() -> None:
-    with World(2, environment={"SHOAL_TRANSPORT": "threads"}, init=False, timeout=2.0) as world:
+    with World(2, environment={"SHOAL_TRANSPORT": "threads"}, init=False, timeout=5.0) as world:
         for one in world.run(shoal.init):
             assert one.error == "ValueError"
             assert "SHOAL_TRANSPORT=threads" in one.message and "shared_memory" in one.message

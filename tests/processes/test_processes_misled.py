@@ -92,8 +92,9 @@ def wait_and_listen() -> list[str]:
     listener = logging.Handler()
     listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shoal").addHandler(listener)
-    meeting.REPORT_AFTER = rendezvous.REPORT_AFTER = 0.2
-    os.environ["SHOAL_TIMEOUT"] = "1.0"
+    # Longer than a name server is waited for that does not answer: who is to be there must have come.
+    meeting.REPORT_AFTER = rendezvous.REPORT_AFTER = 1.2
+    os.environ["SHOAL_TIMEOUT"] = "3.0"
     with pytest.raises(shoal.DeadlineExceeded):
         shoal.init()
     return heard

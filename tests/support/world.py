@@ -322,6 +322,7 @@ class World:
         try:
             for rank in range(size if begin_with is None else begin_with):
                 self.members.append(start(rank))
+            self.results(os.getpid)  # nobody's deadline begins before all are there
             if init:
                 self._names = {name for name in self.results(_begin) if name}
         except BaseException:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shoal.errors import DeadlineExceeded, PeerLost
 from shoal.world.launch import Launch, current
-from shoal.world.rendezvous import listen, open_store
+from shoal.world.rendezvous import listen, open_store, tell_of_the_end
 from shoal.world.store import Store, ThreadStore
 
 EVERY_BYTE = bytes(range(256))
@@ -279,6 +279,26 @@ def test_a_process_group_finds_the_port_free_and_lends_its_own_store(tmp_path: P
         for rank in "01"
     ]
     assert [agent.wait(50) for agent in agents] == [0, 0]
+
+
+SERVE_LATE = "import sys, time; time.sleep(8); from shoal.world.rendezvous import serve; serve(int(sys.argv[1]))"
+
+
+def test_the_end_of_an_agent_is_told_also_to_a_store_that_is_not_served_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port is there before the process that serves it has imported torch, which takes long on a slow disk."""
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, "-c", SERVE_LATE, str(listener.fileno())]
+    with subprocess.Popen(command, pass_fds=[listener.fileno()]) as server, listener:
+        try:
+            tell_of_the_end("lost", "it was killed")
+            with closing(open_store(current(), soon())) as store:
+                assert b"it was killed" in store.get("lost", soon())
+        finally:
+            server.kill()
 
 
 def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:

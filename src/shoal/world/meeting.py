@@ -243,7 +243,8 @@ class Meeting:
                 if until == self._deadline:
                     raise
             self._report_at = float("inf")
-            missing = self._missing("place")
+            absent, gone = self._missing("place")
+            missing = sorted(absent + gone)
             log.warning(
                 "shoal.init() on rank %d has waited %.0f s: %s; it gives up after %.0f s",
                 self._launch.rank,
@@ -275,7 +276,8 @@ class Meeting:
         rank = self._launch.rank
         if rank and gave_up:
             self._set(f"place/{rank}", b"")
-        elif not self._told and not self.store.has(self._key("over")):
+            return
+        if not self._told and not self.store.has(self._key("over")):
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             ranks = list(getattr(error, "ranks", ()))
             note = {"rank": rank, "why": why[:1000], "ranks": ranks, "again": gave_up}
@@ -283,9 +285,11 @@ class Meeting:
         if rank:
             self.store.add(self._key("left"), 1)
             return
-        joined = sum(self._has_joined(other) for other in range(1, self._launch.begins))
         limit = time.monotonic() + BREAK_UP_SECONDS
-        while self.store.add(self._key("left"), 0) < joined and time.monotonic() < limit:
+        while time.monotonic() < limit:
+            joined = sum(self._has_joined(other) for other in range(1, self._launch.begins))
+            if self.store.add(self._key("left"), 0) >= joined:
+                break
             pause(_LOOK_AGAIN)
 
     def _failed(self, note: dict[str, Any]) -> PeerLost:
@@ -304,22 +308,25 @@ class Meeting:
         rank, size = self._launch.rank, self._launch.begins
         if self.note is not None:
             return given_up(rank, self.note)
-        missing = self._missing(key)
-        who = f"ranks {missing} never came" if missing else "rank 0 did not answer"
+        absent, gone = self._missing(key)
+        who = [f"ranks {absent} never came"] if absent else []
+        who += [f"ranks {gone} came, and gave up before"] if gone else []
         return DeadlineExceeded(
-            f"shoal.init() on rank {rank}: {who}. Check that all {size} agents were started and can reach "
-            f"{join_address(self._launch.host, self._launch.port)}; SHOAL_TIMEOUT sets how long to wait",
-            missing or (0,),
+            f"shoal.init() on rank {rank}: {'; '.join(who) or 'rank 0 did not answer'}. Check that all {size} agents were started "
+            f"and can reach {join_address(self._launch.host, self._launch.port)}; SHOAL_TIMEOUT sets how long to wait",
+            # Who gave up had come in time: it waited for the absent, as this one does.
+            absent or gone or (0,),
         )
 
-    def _missing(self, key: str) -> list[int]:
-        """Who has not said that yet, as far as that can be told."""
+    def _missing(self, key: str) -> tuple[list[int], list[int]]:
+        """Who has not said that yet, and who has taken it back, as far as that can be told."""
         if not self._joined:
-            return [0]
+            return [0], []
         with contextlib.suppress(ShoalError, OSError, RuntimeError):
-            others = (other for other in range(self._launch.begins) if other != self._launch.rank)
-            return [other for other in others if not self._has_joined(other, key)]
-        return []
+            others = [other for other in range(self._launch.begins) if other != self._launch.rank]
+            here = [other for other in others if self.store.has(self._key(f"{key}/{other}"))]
+            return [one for one in others if one not in here], [one for one in here if not self._has_joined(one, key)]
+        return [], []
 
 
 def ended_before(rank: int, said: bytes) -> PeerLost:

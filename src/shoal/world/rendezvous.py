@@ -27,7 +27,7 @@ from ..errors import DeadlineExceeded, PeerLost
 from ..interrupts import pause
 from ..transport.addresses import interface_address, is_loopback, numeric, own_form, resolved, text_of
 from .launch import LOOPBACK, Launch, current, join_address
-from .store import LEAST_SECONDS, Store, TcpStore, ThreadStore
+from .store import Store, TcpStore, ThreadStore
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as NativeStore
@@ -39,6 +39,7 @@ REPORT_AFTER = 30.0
 # A server of a moment ago (the script's own process group, an earlier attempt) may need a little to leave its port.
 _PORT_SECONDS = 3.0
 _BACKLOG = 4096
+_TELL_SECONDS = 300.0
 _HOSTED = "hosted"
 PREFIX = "shoal/"
 ROOM, CLAIMED = "room", "claimed"
@@ -93,9 +94,12 @@ def open_store(launch: Launch, deadline: float) -> Store:
 
 
 def tell_of_the_end(key: str, why: str) -> None:
-    """Say in the store of this environment's job that its agent has ended. For a launcher."""
+    """Say in the store of this environment's job that its agent has ended. For a launcher.
+
+    It tries for as long as others may wait: who serves the store may need as long to import torch as this process does.
+    """
     launch = current()
-    deadline = time.monotonic() + LEAST_SECONDS
+    deadline = time.monotonic() + _TELL_SECONDS
     with contextlib.closing(open_store(launch, deadline)) as store:
         store.set(key, json.dumps({"rank": launch.rank, "why": why}).encode())
 
