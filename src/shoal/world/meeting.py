@@ -309,11 +309,12 @@ class Meeting:
         if self.note is not None:
             return given_up(rank, self.note)
         absent, gone = self._missing(key)
-        who = [f"ranks {absent} never came"] if absent else []
-        who += [f"ranks {gone} came, and gave up before"] if gone else []
+        said = [f"ranks {absent} never came"] if absent else []
+        said += [f"ranks {gone} came, and gave up before"] if gone else []
+        why = "; ".join(said) or "rank 0 did not answer"
         return DeadlineExceeded(
-            f"shoal.init() on rank {rank}: {'; '.join(who) or 'rank 0 did not answer'}. Check that all {size} agents were started "
-            f"and can reach {join_address(self._launch.host, self._launch.port)}; SHOAL_TIMEOUT sets how long to wait",
+            f"shoal.init() on rank {rank}: {why}. Check that all {size} agents were started and can reach "
+            f"{join_address(self._launch.host, self._launch.port)}; SHOAL_TIMEOUT sets how long to wait",
             # Who gave up had come in time: it waited for the absent, as this one does.
             absent or gone or (0,),
         )
