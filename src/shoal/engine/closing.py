@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 
 from ..interrupts import held
+from ..transport.router import Router
 from .carrier import Carrier
 from .lifecycle import Lifecycle
 from .matching import Matcher
+from .outbox import Outbox
 from .progress import Progress
 
 HANG_UP_SECONDS = 1.0
@@ -44,6 +46,16 @@ class Drain:
                 held.checkpoint()
             except BaseException as error:
                 self.interrupt = error
+
+    def hang_up(
+        self, outbox: Outbox, router: Router, last_word: float, deadline: float, deaf: Callable[[], bool]
+    ) -> None:
+        """After the goodbye: until all has been handed to the system, and whoever connected here has heard it."""
+        self(lambda: outbox.empty, last_word, deaf)
+        with self._progress.lock:
+            router.say_goodbye(*router.inbox.last_word, to_all=True)
+        # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
+        self(lambda: not router.heard, min(deadline, time.monotonic() + HANG_UP_SECONDS))
 
     def leave(self, carrier: Carrier, matcher: Matcher, deadline: float) -> None:
         """Take leave of those whose tensors a carrier moves: they must not wait for this agent, which takes what they

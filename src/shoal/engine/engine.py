@@ -447,9 +447,7 @@ class Engine:
                 self._say_goodbye(why, died)
             # After a loss, too: it says whose. A neighbour that is busy, its socket full, would count us as lost.
             last_word = time.monotonic() + LAST_WORD_SECONDS if self.ended is not None else deadline
-            drain(lambda: self.outbox.empty, min(deadline, last_word), lambda: self.failures.deaf)
-            # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
-            drain(lambda: not self.router.heard, min(deadline, time.monotonic() + HANG_UP_SECONDS))
+            drain.hang_up(self.outbox, self.router, min(deadline, last_word), deadline, lambda: self.failures.deaf)
             with self.lock:
                 self.lifecycle.fail_all(_gone())
         if drain.interrupt is not None:

@@ -85,11 +85,12 @@ class FailureDetector:
     def report(self, said: Departure) -> float:
         """An agent is said to be gone, but not by itself, and we would notice. Returns when to come back for it.
 
-        That it left, we hear from itself after all that it has sent to us. That it died, our own connections to it will
-        show in a moment; where they do not, those two have lost each other.
+        That it left, we hear from itself after all that it has sent to us, also where it is still connecting for that.
+        That it died, our own connections to it will show in a moment; where not, those two have lost each other.
         """
         rank = said.rank
-        if rank not in self._membership.view.alive or (not said.died and self._router.hears(rank)):
+        shows = self._router.hears(rank) or (said.told_by != rank and self._router.reaches(rank))
+        if rank not in self._membership.view.alive or (not said.died and shows):
             return float("inf")
         due = time.monotonic() + GRACE
         if rank in self._suspects:
@@ -261,9 +262,9 @@ class Failures:
         if died:
             self._fusion.forget(rank)
             self._matcher.forget(rank)
-            self._router.shut_out(rank)
-        else:
-            self._router.drop(rank)
+        # Also who left: what it had still to send, as an answer that came after its goodbye, would bring all that was
+        # before once more, of which nobody remembers here that it has come.
+        self._router.shut_out(rank)
         if self._agreement.active and (died or self._lifecycle.gate.frozen):
             self._agreement.change()
 

@@ -402,13 +402,15 @@ class Router:
         when = min(self._unauthenticated.oldest + GREETING_SECONDS, self._doors.next_check)
         return min(when, *self._again.values()) if self._again else when
 
-    def say_goodbye(self, lost: int = -1, cause: str = "") -> None:
-        """Tell those that connected to us that we leave, because rank ``lost`` (-1: nobody) was lost for ``cause``."""
+    def say_goodbye(self, lost: int = -1, cause: str = "", to_all: bool = False) -> None:
+        """Tell those that connected to us that we leave, because rank ``lost`` (-1: nobody) was lost for ``cause``; at
+        first only those to whom nothing is on its way, as others would count as missed what comes after it."""
         self._leaving = True
         self.inbox.last_word = lost, cause
-        for connections in self.incoming.values():
-            for connection in connections:
-                connection.say_goodbye(lost, cause)
+        for peer, connections in self.incoming.items():
+            if to_all or peer not in self.links or self.links[peer].idle:
+                for connection in connections:
+                    connection.say_goodbye(lost, cause)
 
     @property
     def heard(self) -> bool:

@@ -279,6 +279,7 @@ class Incoming:
         self.is_shut_out: Callable[[int, int], bool] = lambda rank, incarnation: False
         self.answer: Callable[[int, int], int] = lambda rank, incarnation: 0
         self.on_cut: Callable[[Incoming, str], None] = lambda connection, cause: connection.fail(cause, True)
+        self._said_goodbye = False
         self._greeting = greeting
         self._heard = b""
         self._poller = poller
@@ -360,6 +361,9 @@ class Incoming:
         self._receiver = receiver
 
     def say_goodbye(self, lost: int, cause: str) -> None:
+        if self._said_goodbye:
+            return
+        self._said_goodbye = True
         with contextlib.suppress(OSError, CutOff):  # it left first
             self._say(GOODBYE, lost=lost, cause=cause)
 

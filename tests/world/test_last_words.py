@@ -1,0 +1,102 @@
+"""What an agent sends last comes, once, however late: its goodbye is not counted before, and nothing comes after it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.engine.engine import Engine
+from shoal.transport.router import Router
+from shoal.transport.sockets import Outgoing
+from shoal.transport.wire import Kind, Message
+
+SIZE = 8
+SENDER, RECEIVER = 0, 3
+"""A pair that nothing has connected before; what all do first goes to the next, the next but one, and so on."""
+
+
+def fleet() -> shoal.Fleet:
+    return shoal.Fleet(SIZE, transport="network", timeout=20.0)
+
+
+def send(source: int, target: int, numel: int) -> torch.Tensor | None:
+    rank = shoal.rank()
+    if rank not in (source, target):
+        return None
+    sources, targets = ([source], []) if rank == target else ([], [target])
+    values = torch.full((numel,), float(rank))
+    return shoal.neighbor_allgather(
+        values, f"{source}-{target}", src_ranks=sources, dst_ranks=targets, enable_topo_check=False
+    )
+
+
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("others_leave", [False, True])
+def test_who_leaves_is_not_counted_as_gone_before_what_it_sent_has_come(
+    others_leave: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its receiver is so busy that the connection for it is not there yet when the sender says goodbye to others."""
+    made = Router.outgoing
+    opens: list[float] = []
+
+    def late(self: Router, peer: int, *rest: Any) -> Outgoing:
+        link = made(self, peer, *rest)
+        if (self.rank, peer) == (SENDER, RECEIVER):
+            opens.append(time.monotonic() + 1.5)
+            greet = link._greet
+            monkeypatch.setattr(link, "_greet", lambda: greet() if time.monotonic() > opens[0] else time.sleep(0.01))
+        return link
+
+    monkeypatch.setattr(Router, "outgoing", late)
+
+    def run() -> float:
+        send(RECEIVER, SENDER, 1)  # so that the receiver hears what the sender says to those who connected to it
+        shoal.barrier()
+        got = send(SENDER, RECEIVER, 5)
+        if shoal.rank() not in (SENDER, RECEIVER) and not others_leave:
+            time.sleep(2.0)  # they hear that the sender leaves, and say so
+        return 0.0 if got is None else got.sum().item()
+
+    results = fleet().run(run)
+    assert opens
+    assert results == [0.0] * SIZE  # and nobody had an error
+
+
+@pytest.mark.transport("network")
+def test_what_is_queued_after_the_goodbye_brings_nothing_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who heard the goodbye has hung up, and does not remember what had come: to connect again would repeat it."""
+    say_goodbye = Engine._say_goodbye
+    cut: list[int] = []
+    once_more = Router._cut
+
+    def note(self: Router, link: Outgoing, cause: str, at_once: bool) -> None:
+        if self.rank == 1 and link.peer == 0 and not link.idle:
+            cut.append(link.peer)
+        once_more(self, link, cause, at_once)
+
+    def say_more(self: Engine, why: str, died: bool) -> None:
+        say_goodbye(self, why, died)
+        if self.rank == 1:  # and not handed to the system yet when the other hangs up
+            self.router.links[0].post(Message(Kind.NOTICE, round=1, token=1, text="as I said"))
+
+    monkeypatch.setattr(Engine, "_say_goodbye", say_more)
+    monkeypatch.setattr(Router, "_cut", note)
+
+    def run() -> list[float]:
+        rank = shoal.rank()
+        if rank == 2:
+            time.sleep(1.5)
+        # Rank 0 has all that it wants at once, and waits for rank 2 to confirm what goes there.
+        sources, targets = [[1], [], [0]][rank], [[2], [0], []][rank]
+        got = shoal.neighbor_allgather(torch.full((2,), float(rank)), src_ranks=sources, dst_ranks=targets)
+        return got.tolist()
+
+    began = time.monotonic()
+    results = shoal.Fleet(3, transport="network", timeout=20.0).run(run)
+    assert cut, "nothing was queued when rank 0 hung up"
+    assert results == [[1.0, 1.0], [], [0.0, 0.0]]
+    assert time.monotonic() - began < 8.0
