@@ -238,6 +238,27 @@ def test_a_door_is_not_shut_for_time_in_which_its_process_did_nothing() -> None:
     poller.close()
 
 
+def test_a_door_is_not_shut_for_what_the_interpreter_does_while_somebody_comes() -> None:
+    """A collection of all garbage, say, which may come at any moment: it would answer nobody for 33 times as long."""
+
+    def collect(sock: socket.socket, _: object) -> None:
+        sock.close()
+        ends = time.thread_time() + 0.3
+        while time.thread_time() < ends:
+            pass
+
+    poller = Poller()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        door = Door(listener, poller, collect)
+        with socket.create_connection(listener.getsockname()):
+            for callback, events in poller.poll(5.0):
+                callback(events)
+        assert door.opens == float("inf")
+        door.close()
+    poller.close()
+
+
 # Who has to make room
 
 

@@ -15,23 +15,7 @@ from shoal.transport.sockets import Outgoing
 from shoal.transport.wire import Kind, Message
 
 SIZE = 8
-SENDER, RECEIVER = 0, 3
-"""A pair that nothing has connected before; what all do first goes to the next, the next but one, and so on."""
-
-
-def fleet() -> shoal.Fleet:
-    return shoal.Fleet(SIZE, transport="network", timeout=20.0)
-
-
-def send(source: int, target: int, numel: int) -> torch.Tensor | None:
-    rank = shoal.rank()
-    if rank not in (source, target):
-        return None
-    sources, targets = ([source], []) if rank == target else ([], [target])
-    values = torch.full((numel,), float(rank))
-    return shoal.neighbor_allgather(
-        values, f"{source}-{target}", src_ranks=sources, dst_ranks=targets, enable_topo_check=False
-    )
+SENDER, RECEIVER = 0, 3  # of the star, and of nothing before
 
 
 @pytest.mark.transport("network")
@@ -53,17 +37,18 @@ def test_who_leaves_is_not_counted_as_gone_before_what_it_sent_has_come(
 
     monkeypatch.setattr(Router, "outgoing", late)
 
-    def run() -> float:
-        send(RECEIVER, SENDER, 1)  # so that the receiver hears what the sender says to those who connected to it
-        shoal.barrier()
-        got = send(SENDER, RECEIVER, 5)
+    def run() -> list[float]:
+        sums = []
+        for graph in (shoal.ExponentialTwoGraph(SIZE), shoal.StarGraph(SIZE), shoal.MeshGrid2DGraph(SIZE)):
+            shoal.set_topology(graph)
+            sums.append(shoal.neighbor_allgather(torch.tensor([float(shoal.rank())])).sum().item())
         if shoal.rank() not in (SENDER, RECEIVER) and not others_leave:
             time.sleep(2.0)  # they hear that the sender leaves, and say so
-        return 0.0 if got is None else got.sum().item()
+        return sums
 
-    results = fleet().run(run)
+    results = shoal.Fleet(SIZE, transport="network", timeout=20.0).run(run)
     assert opens
-    assert results == [0.0] * SIZE  # and nobody had an error
+    assert [star for _, star, _ in results] == [28.0, *[0.0] * (SIZE - 1)]  # and nobody had an error
 
 
 @pytest.mark.transport("network")

@@ -30,6 +30,9 @@ SHARE = 0.03
 """Of the agent's time, for those who come to one listener."""
 AT_ONCE_SECONDS = 0.05
 """Time that may be taken at once after a quiet second: some hundreds of agents, that all connect at the beginning."""
+MOST_SECONDS = 0.005
+"""Of that, what one who comes can cost, whose connection takes a tenth of a millisecond to make. What is more is not
+its doing: Python collects garbage in the middle of it, which takes a second where torch is imported."""
 PAUSE_SECONDS = 0.05
 """For which nobody is let in where no descriptor is left."""
 BACKLOG = 1024
@@ -63,8 +66,9 @@ class Door:
         began = time.monotonic()
         self._credit = min(AT_ONCE_SECONDS, self._credit + SHARE * (began - self._counted))
         computed = time.thread_time()  # a process that is stopped meanwhile, for minutes maybe, has spent no time on it
-        pause = 0.0 if self._take_turn() else PAUSE_SECONDS
-        self._credit -= time.thread_time() - computed
+        came, enough = self._take_turn()
+        pause = 0.0 if enough else PAUSE_SECONDS
+        self._credit -= min(time.thread_time() - computed, came * MOST_SECONDS)
         self._counted = time.monotonic()
         if self._credit < 0.0:
             pause = max(pause, -self._credit / SHARE)
@@ -72,21 +76,21 @@ class Door:
             self._poller.remove(self.sock.fileno())
             self.opens = self._counted + pause
 
-    def _take_turn(self) -> bool:
-        """Let in whoever is there. False where the system gives no connection."""
-        for _ in range(A_TURN):
+    def _take_turn(self) -> tuple[int, bool]:
+        """Let in whoever is there: how many came, and False where the system gives no connection."""
+        for came in range(A_TURN):
             try:
                 sock, address = self.sock.accept()
             except BlockingIOError:
-                return True
+                return came, True
             except OSError as error:  # no descriptor is left, or the network failed for this one
                 if not self._short:
                     log.warning("this agent cannot take a connection, and goes on trying: %s", error)
                 self._short = True
-                return False
+                return came, False
             self._short = False
             self._let_in(sock, address)
-        return True
+        return A_TURN, True
 
     def check(self, now: float) -> None:
         """Open it again, if it is time to."""
