@@ -27,6 +27,9 @@ class Connections:
     def hears(self, rank: int) -> bool:
         return rank in self.heard
 
+    def reaches(self, rank: int) -> bool:
+        return rank in self.known
+
     def is_cut_off(self, rank: int) -> bool:
         return rank in self.cut_off
 
@@ -104,6 +107,29 @@ def test_a_goodbye_of_one_that_is_heard_counts_only_from_itself(clock: Clock) ->
     found = detector(Connections())
     assert found.report(left) == clock.now + GRACE
     assert found.confirmed(clock.now + GRACE) == [left]
+
+
+def test_a_goodbye_to_others_counts_only_where_the_link_to_who_leaves_shows_no_other(clock: Clock) -> None:
+    """What it has still to say here may be on its way, over a connection that is not there yet."""
+    left = Departure(2, "it called shoal.shutdown()", False, 1)
+    own = Departure(2, "it called shoal.shutdown()", False, 2)
+    found = detector(Connections(known={2}))
+    assert found.report(left) == found.next == float("inf")
+    assert not found.confirmed(clock.now + 1e6)
+    assert found.report(own) == clock.now + GRACE
+    assert found.confirmed(clock.now + GRACE) == [own]
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_its_link_may_end_without_the_goodbye_that_others_have_heard(clock: Clock, final: bool) -> None:
+    """Where what it sends here ended, and no goodbye with it, it has died since."""
+    left = Departure(2, "it called shoal.shutdown()", False, 1)
+    found = detector(Connections(known={2}))
+    found.report(left)
+    due = found.suspect(2, "closed", final=final, certain=False)
+    assert due == clock.now + (0.0 if final else GRACE)
+    assert found.suspect(2, "its process ended", final=False, certain=True) == due
+    assert found.confirmed(due) == [Departure(2, "closed", True, 0) if final else left]
 
 
 def test_a_goodbye_does_not_undo_the_loss_that_made_it_leave(clock: Clock) -> None:

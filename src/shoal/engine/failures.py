@@ -47,6 +47,9 @@ class FailureDetector:
             if known[1].told_by == peer:  # it has said why it goes; that counts
                 return known[0]
             due = min(due, known[0])
+            if known[0] == float("inf") and not final:  # it leaves, as others say, and its goodbye was lost with this
+                self._suspects[peer] = (due, known[1])
+                return due
         if known is None or due < known[0] or (known[1].died and known[1].told_by != self._rank):
             self._suspects[peer] = (due, Departure(peer, cause, True, self._rank, certain))
         return self._suspects[peer][0]
@@ -89,10 +92,10 @@ class FailureDetector:
         That it died, our own connections to it will show in a moment; where not, those two have lost each other.
         """
         rank = said.rank
-        shows = self._router.hears(rank) or (said.told_by != rank and self._router.reaches(rank))
-        if rank not in self._membership.view.alive or (not said.died and shows):
+        if rank not in self._membership.view.alive or (not said.died and self._router.hears(rank)):
             return float("inf")
-        due = time.monotonic() + GRACE
+        shows = not said.died and said.told_by != rank and self._router.reaches(rank)
+        due = float("inf") if shows else time.monotonic() + GRACE
         if rank in self._suspects:
             due, known = min(due, self._suspects[rank][0]), self._suspects[rank][1]
             said = known if known.died else said
