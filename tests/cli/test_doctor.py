@@ -91,8 +91,9 @@ def test_the_interface_to_listen_on_is_named_with_its_address(capsys: pytest.Cap
         ({"SHOAL_INTERFACE": "eth99"}, "SHOAL_INTERFACE='eth99' is neither an interface nor an address"),
         ({"SHOAL_TLS": "on"}, "SHOAL_TLS=on, but no certificates"),
         (TORCHRUN | {"MASTER_ADDR": "no-such-host.invalid"}, "could not look up no-such-host.invalid"),
+        (TORCHRUN | {"MASTER_ADDR": "no..host"}, "could not look up no..host: "),
     ],
-    ids=["rank", "timeout", "transport", "interface", "certificates", "host"],
+    ids=["rank", "timeout", "transport", "interface", "certificates", "host", "no name"],
 )
 def test_what_init_would_refuse_is_a_problem_with_its_reason(
     environ: dict[str, str],

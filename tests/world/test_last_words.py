@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -85,3 +87,33 @@ def test_what_is_queued_after_the_goodbye_brings_nothing_once_more(monkeypatch: 
     assert cut, "nothing was queued when rank 0 hung up"
     assert results == [[1.0, 1.0], [], [0.0, 0.0]]
     assert time.monotonic() - began < 8.0
+
+
+FLEETS = """
+import sys, time, torch, shoal
+
+def run():
+    for graph in (shoal.ExponentialTwoGraph(8), shoal.StarGraph(8), shoal.MeshGrid2DGraph(8)):
+        shoal.set_topology(graph)
+        shoal.neighbor_allgather(torch.ones(2, 3))
+
+ends, runs = time.monotonic() + float(sys.argv[1]), 0
+while time.monotonic() < ends:
+    shoal.Fleet(8, transport="network", timeout=20.0).run(run)
+    runs += 1
+print(runs)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.transport("network")
+def test_fleets_on_a_machine_with_far_too_much_to_do_end_without_an_error() -> None:
+    """Eighty agents on a core or two, where a thread may wait for its turn for longer than anything takes."""
+    command = [sys.executable, "-c", FLEETS, "80"]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(10)
+    ]
+    for process in processes:
+        said, complained = process.communicate(timeout=300)
+        assert process.returncode == 0, complained[-2000:]
+        assert int(said) > 10

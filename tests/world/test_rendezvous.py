@@ -281,6 +281,14 @@ def test_a_process_group_finds_the_port_free_and_lends_its_own_store(tmp_path: P
     assert [agent.wait(50) for agent in agents] == [0, 0]
 
 
+def test_a_host_that_cannot_be_a_name_is_refused_with_what_to_set() -> None:
+    begun = time.monotonic()
+    impossible = Launch(rank=1, size=2, launcher="test", host="no..host", port=free_port())
+    with pytest.raises(ValueError, match=r"'no\.\.host'.*cannot be the name.*SHOAL_RENDEZVOUS=host:port"):
+        open_store(impossible, soon())
+    assert time.monotonic() - begun < 5.0
+
+
 SERVE_LATE = "import sys, time; time.sleep(8); from shoal.world.rendezvous import serve; serve(int(sys.argv[1]))"
 
 

@@ -231,10 +231,8 @@ def report_init(report: Report, environ: Mapping[str, str]) -> None:
 def report_names(report: Report, host: str) -> None:
     """Print how long the name of where agents meet is looked up: torch's store does so in each of them, in ``init``."""
     begun = time.monotonic()
-    try:
+    with contextlib.suppress(OSError):  # having none is no fault, and one that takes long has taken long
         _in_time(lambda: _name_of(host), f"look up the name of {host}")
-    except OSError:
-        pass  # having none is no fault, and one that takes long has taken long
     seconds = time.monotonic() - begun
     report.line("name lookup", f"{1e3 * seconds:.0f} ms to look for the name of {host}, as init does")
     if seconds > SLOW_LOOKUP:
@@ -321,12 +319,12 @@ def _listens_on(launch: Launch, environ: Mapping[str, str]) -> str:
 
 def _in_time(function: Callable[[], T], what: str) -> T:
     """Call what may take as long as a name server does. Raises ``TimeoutError`` (an ``OSError``)."""
-    answer: queue.SimpleQueue[tuple[T | None, OSError | None]] = queue.SimpleQueue()
+    answer: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
     def call() -> None:
         try:
             answer.put((function(), None))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second: no name can be written so
             answer.put((None, error))
 
     threading.Thread(target=call, daemon=True).start()

@@ -206,6 +206,11 @@ def _await_server(launch: Launch, deadline: float) -> str:
                 if link.getsockname() != link.getpeername():
                     return text_of(link.getpeername())
             problem = "connection refused"
+        except UnicodeError as error:
+            raise ValueError(
+                f"rank {launch.rank}: {host!r}, where agents are to meet, cannot be the name of a machine ({error}); "
+                "set SHOAL_RENDEZVOUS=host:port (or MASTER_ADDR) to the machine of rank 0"
+            ) from None
         except OSError as error:
             problem = str(error)
         now = time.monotonic()
