@@ -113,7 +113,12 @@ def test_fleets_on_a_machine_with_far_too_much_to_do_end_without_an_error() -> N
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(10)
     ]
-    for process in processes:
-        said, complained = process.communicate(timeout=300)
-        assert process.returncode == 0, complained[-2000:]
-        assert int(said) > 10
+    try:
+        for process in processes:
+            said, complained = process.communicate(timeout=300)
+            assert process.returncode == 0, complained[-2000:]
+            assert int(said) > 10
+    finally:
+        for process in processes:
+            with process:
+                process.kill()
