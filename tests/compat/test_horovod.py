@@ -172,17 +172,31 @@ def test_gathers_broadcasts_and_exchanges(fleet: Fleets) -> None:
         ]
 
 
+FACTORS = {
+    "allreduce": 1.0,
+    "grouped_allreduce": 1.0,
+    "allgather": 1 / SIZE,
+    "grouped_allgather": 1 / SIZE,
+    "broadcast": 1 / SIZE,
+    "alltoall": 1.0,
+    "reducescatter": float(SIZE),
+    "reducescatter of a sum": float(SIZE),
+    "grouped_reducescatter": float(SIZE),
+}
+"""What Horovod's gradient is, as a multiple of the derivative of the sum of all agents' losses."""
+
+
 def by_one_process(what: str, xs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
     """The gradients of the sum of all agents' losses, each a product with its weights."""
-    mean = torch.stack(xs).mean(0) if what in ("allreduce", "grouped_allreduce", "reducescatter") else None
+    total = torch.stack(xs).sum(0) if what not in ("allgather", "grouped_allgather") else torch.zeros(())
     loss = torch.zeros((), dtype=torch.float64)
     for rank, weight in enumerate(weights):
         if what in ("allreduce", "grouped_allreduce"):
-            assert mean is not None
-            loss = loss + (1.5 * mean * weight).sum()
-        elif what == "reducescatter":
-            assert mean is not None
-            loss = loss + (2.0 * mean.tensor_split(SIZE)[rank] * weight).sum()
+            loss = loss + (1.5 * total / SIZE * weight).sum()
+        elif what == "reducescatter of a sum":
+            loss = loss + (2.0 * total.tensor_split(SIZE)[rank] * weight).sum()
+        elif what in ("reducescatter", "grouped_reducescatter"):
+            loss = loss + (2.0 * (total / SIZE).tensor_split(SIZE)[rank] * weight).sum()
         elif what in ("allgather", "grouped_allgather"):
             loss = loss + (torch.cat(xs) * weight).sum()
         elif what == "broadcast":
@@ -202,6 +216,8 @@ def by_all(what: str) -> tuple[Tensor, Tensor]:
         "allreduce": lambda: hvd.allreduce(x, prescale_factor=0.5, postscale_factor=3.0),
         "grouped_allreduce": lambda: hvd.grouped_allreduce([x], prescale_factor=1.5, name="g")[0],
         "reducescatter": lambda: hvd.reducescatter(x, postscale_factor=2.0),
+        "reducescatter of a sum": lambda: hvd.reducescatter(x, op=hvd.Sum, prescale_factor=2.0),
+        "grouped_reducescatter": lambda: hvd.grouped_reducescatter([x], postscale_factor=2.0)[0],
         "allgather": lambda: hvd.allgather(x, name="some"),
         "grouped_allgather": lambda: hvd.grouped_allgather([x])[0],
         "broadcast": lambda: hvd.broadcast(x, 1),
@@ -213,16 +229,42 @@ def by_all(what: str) -> tuple[Tensor, Tensor]:
     return x.grad, weight
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["allreduce", "grouped_allreduce", "allgather", "grouped_allgather", "broadcast", "alltoall", "reducescatter"],
-)
-def test_gradients_are_those_of_the_sum_of_all_losses(what: str) -> None:
+@pytest.mark.parametrize("what", FACTORS)
+def test_gradients_are_horovods(what: str) -> None:
     found = shoal.Fleet(SIZE, timeout=20.0).run(by_all, what)
     sizes = [rank + 2 if what.endswith("allgather") else 5 for rank in range(SIZE)]
     xs = [x_of(rank, size).requires_grad_() for rank, size in enumerate(sizes)]
-    for (gradient, _), expected in zip(found, by_one_process(what, xs, [weight for _, weight in found]), strict=True):
-        assert torch.allclose(gradient, expected, rtol=0, atol=1e-14)
+    derivatives = by_one_process(what, xs, [weight for _, weight in found])
+    for (gradient, _), derivative in zip(found, derivatives, strict=True):
+        assert torch.allclose(gradient, FACTORS[what] * derivative, rtol=0, atol=1e-13)
+
+
+def test_gradients_of_process_sets_have_the_factors_of_the_set() -> None:
+    """As Horovod's own tests have them: ones, and with a sum that is scattered the number of the set's agents."""
+
+    def run() -> list[list[float]]:
+        odd, even = hvd.ProcessSet([1, 3, 4]), hvd.ProcessSet([0, 2])
+        hvd.init(process_sets=[odd, even])
+        mine = odd if odd.included() else even
+        root, found = mine.ranks[1], []
+        for call in (
+            lambda x: hvd.allreduce(x, process_set=mine),
+            lambda x: hvd.allgather(x, process_set=mine),
+            lambda x: hvd.grouped_allgather([x], process_set=mine)[0],
+            lambda x: hvd.broadcast(x, root, process_set=mine),
+            lambda x: hvd.reducescatter(x, op=hvd.Sum, process_set=mine),
+            lambda x: hvd.grouped_reducescatter([x], op=hvd.Sum, process_set=mine)[0],
+            lambda x: hvd.reducescatter(x, op=hvd.Average, process_set=mine),
+        ):
+            x = torch.ones(6, requires_grad=True)
+            call(x).sum().backward()
+            assert x.grad is not None
+            found.append(x.grad.unique().tolist())
+        return found
+
+    for rank, found in enumerate(shoal.Fleet(5, timeout=20.0).run(run)):
+        count = 3.0 if rank in (1, 3, 4) else 2.0
+        assert found == [[1.0], [1.0], [1.0], [float(rank in (2, 3))], [count], [count], [1.0]]
 
 
 def test_a_gradient_does_not_go_through_what_is_not_linear() -> None:

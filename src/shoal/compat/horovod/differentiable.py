@@ -2,6 +2,10 @@
 
 The gradient of an operation is one of all agents, too: where this agent's tensor requires a gradient, so must the
 others', or it would wait for them.
+
+The factors are Horovod's. With n agents the gradients of ``allgather`` and ``broadcast`` are 1/n of the derivative of
+the sum of all agents' losses. Those of ``reducescatter`` are n times it. ``allreduce`` and ``alltoall`` have the
+derivative itself.
 """
 
 from __future__ import annotations
@@ -164,7 +168,7 @@ def allgather(
 ) -> torch.Tensor:
     """The tensors of all agents, joined along dimension 0 in rank order; how many rows each has may differ.
 
-    The gradient is this agent's part of the sum of the gradients.
+    The gradient is this agent's rows of the average of all agents' gradients, as in Horovod.
     """
 
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -176,7 +180,7 @@ def allgather(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """:func:`allgather` of several tensors at once."""
+    """:func:`allgather` of several tensors at once, with its gradients."""
     called = "grouped_allgather"
     tensors = listed(called, tensors)
 
@@ -189,13 +193,13 @@ def grouped_allgather(
 def _own_parts(
     called: str, gradients: list[torch.Tensor], tensors: Tensors, name: str | None, process_set: ProcessSet
 ) -> list[torch.Tensor]:
-    """Of the sums of some gradients those of this agent's rows, which it has put in."""
+    """This agent's rows of the averages of some gradients."""
     rows = torch.tensor([len(one) for one in tensors])
     group, here = group_of(called, process_set), current(called).rank
     each = gather_by_rank(rows, f"{_back_name(name) or f'{called}.gradient'} (rows)", group=group)
     before = torch.stack([torch.zeros_like(rows), *(each[rank] for rank in each if rank < here)]).sum(0)
-    sums = reduce_many(called, gradients, How(Sum), _back_name(name), process_set).wait()
-    return [one.narrow(0, int(first), int(count)) for one, first, count in zip(sums, before, rows, strict=True)]
+    means = reduce_many(called, gradients, How(Average), _back_name(name), process_set).wait()
+    return [one.narrow(0, int(first), int(count)) for one, first, count in zip(means, before, rows, strict=True)]
 
 
 def broadcast(
@@ -203,15 +207,15 @@ def broadcast(
 ) -> torch.Tensor:
     """The tensor of ``root_rank``, a rank of all agents', on every agent; a new tensor.
 
-    The gradient is the sum of the gradients at the root, and zero elsewhere.
+    The gradient is the average of all agents' gradients at the root, and zero elsewhere, as in Horovod.
     """
 
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [broadcast_async(tensors[0], root_rank, name, process_set).wait()]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        total = reduce_one("broadcast", gradients[0], How(Sum), _back_name(name), process_set).wait()
-        return [total if current("broadcast").rank == root_rank else torch.zeros_like(total)]
+        mean = reduce_one("broadcast", gradients[0], How(Average), _back_name(name), process_set).wait()
+        return [mean if current("broadcast").rank == root_rank else torch.zeros_like(mean)]
 
     return _through([tensor], there, back)[0]
 
@@ -266,7 +270,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """This agent's rows of what :func:`allreduce` gives: equally many for each, the first have one more if need be.
 
-    The gradient is the gradients of all agents' rows, with the factors.
+    The gradient is the gradients of all agents' rows, with the factors; with ``Sum`` times the number of agents, as in
+    Horovod.
     """
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
@@ -280,7 +285,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """:func:`reducescatter` of several tensors at once."""
+    """:func:`reducescatter` of several tensors at once, with its gradients."""
     called = "reducescatter"
     how = meant(called, None, op, prescale_factor, postscale_factor)
     if any(not one.dim() for one in listed(called, tensors)):
@@ -291,7 +296,7 @@ def grouped_reducescatter(
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         _linear(called, how)
-        factor = how.before * how.after / (process_set.size() if how.op is Average else 1)
+        factor = how.before * how.after * (process_set.size() if how.op is Sum else 1)
         return [one * factor for one in grouped_allgather_async(gradients, _back_name(name), process_set).wait()]
 
     return _through_compressed(listed(called, tensors), compression, there, back)
