@@ -476,6 +476,7 @@ def traced(folder: str) -> None:
     hvd.allreduce(torch.ones(2), name="inside")
     hvd.stop_timeline()
     hvd.stop_timeline()
+    hvd.barrier()  # an agent whose timeline goes on for a moment would write when it receives the other's next message
     hvd.allreduce(torch.ones(2), name="after")
 
 

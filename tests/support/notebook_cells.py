@@ -24,10 +24,12 @@ if __name__ == "__main__":
                 for one in captured.outputs:
                     one.display()
             error = result.error_before_exec or result.error_in_exec
-            told = "" if error is None else "\n".join(str(one) for one in getattr(error, "elist", [error]))
-            print(
-                json.dumps(
-                    {"said": captured.stdout + captured.stderr, "error": told, "seconds": time.monotonic() - began}
-                ),
-                flush=True,
-            )
+            # The text that %%px shows of an error may come after the cell has ended, and is then lost.
+            remote = getattr(getattr(error, "original_error", error), "elist", [])
+            outcome = {
+                "said": captured.stdout + captured.stderr,
+                "error": "" if error is None else str(error),
+                "raised": [f"{name}: {message}" for name, message, *_ in remote],
+                "seconds": time.monotonic() - began,
+            }
+            print(json.dumps(outcome), flush=True)
