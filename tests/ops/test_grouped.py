@@ -104,6 +104,17 @@ def test_broadcasts_and_gathers_of_every_dtype(fleet: Fleets, size: int) -> None
     assert all(fleet(size).run(run))
 
 
+def test_one_number_of_a_strided_tensor_is_broadcast_and_gathered(fleet: Fleets) -> None:
+    def run() -> list[Tensor]:
+        numbers = torch.tensor([1 + 2j]).conj()
+        given = [numbers, numbers.imag, torch.arange(6.0).view(2, 3)[:, 1][:1]]
+        return [*shoal.grouped_broadcast(given, 0), *shoal.grouped_allgather(given)]
+
+    expected = [torch.tensor([1 - 2j]), torch.tensor([-2.0]), torch.tensor([1.0])]
+    for found in fleet(2).run(run):
+        assert all_same(found[:3], expected) and all_same(found[3:], [one.repeat(2) for one in expected])
+
+
 def test_results_go_where_the_caller_wants_them(fleet: Fleets, transport: str) -> None:
     def run() -> bool:
         rank = shoal.rank()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.engine.engine import Engine
 from support.optimizers import LR, MODEL, RING, SIZE, batch, flat, gradient
 
 Fleets = Callable[..., shoal.Fleet]
@@ -613,6 +614,31 @@ def test_consensus_averages_and_puts_back(fleet: Fleets) -> None:
         assert shoal.consensus_distance(model) == pytest.approx(spread * count**0.5)
 
     fleet(SIZE).run(run)
+
+
+def test_the_consensus_of_many_small_tensors_is_a_few_all_reduces(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[str] = []
+    submit = Engine.submit
+
+    def counted(engine: Engine, op: str, *args: Any, **options: Any) -> Any:
+        submitted.append(op)
+        return submit(engine, op, *args, **options)
+
+    monkeypatch.setattr(Engine, "submit", counted)
+
+    def run() -> None:
+        rank = shoal.rank()
+        tensors = [nn.Parameter(torch.full((n % 4,), float(rank + n))) for n in range(300)]
+        model = nn.ParameterList([*tensors, nn.Parameter(torch.full((90_000,), float(rank)))])
+        with shoal.consensus(model):
+            assert all(bool((one == n + 1).all()) for n, one in enumerate(tensors))
+            assert bool((model[-1] == 1).all())
+        assert all(bool((one == n + rank).all()) for n, one in enumerate(tensors))
+
+    fleet(3).run(run)
+    assert sum("allreduce" in op for op in submitted) == 3 * 2
 
 
 def test_a_world_of_one_trains_as_the_plain_optimizer_does() -> None:

@@ -34,6 +34,26 @@ from .neighbor import Weights, mixing_of, submit
 Tensors = Sequence[torch.Tensor]
 _SHOWN = 4
 """Tensors of a group that an error lists, where it is not known which differs."""
+_SMALL_BYTES, _BATCH_BYTES = 1 << 18, 16 << 20
+"""Tensors of this size cost their bytes, and go alone; the memory of a batch of smaller ones."""
+
+
+def in_batches(tensors: Tensors) -> list[list[int]]:
+    """The positions of tensors that go together: small ones of one dtype, up to a limit. The same on all agents whose
+    tensors have the same shapes and dtypes."""
+    batches: list[list[int]] = []
+    open_batches: dict[torch.dtype, tuple[list[int], int]] = {}
+    for position, one in enumerate(tensors):
+        if one.nbytes > _SMALL_BYTES:
+            batches.append([position])
+            continue
+        batch, size = open_batches.get(one.dtype, (None, 0))
+        if batch is None or size + one.nbytes > _BATCH_BYTES:
+            batches.append(batch := [])
+            size = 0
+        batch.append(position)
+        open_batches[one.dtype] = batch, size + one.nbytes
+    return batches
 
 
 def grouped_allreduce(
@@ -383,5 +403,7 @@ def _crc(layout: list[tuple[tuple[int, ...], torch.dtype]]) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.numel() == 1:  # which may have any stride and count as contiguous
+        flat = flat.as_strided((1,), (1,))
+    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,11 +12,12 @@ import torch
 from ..dtensors import local, parts_of_state, spread_as
 from ..engine.discovery import submit_to_all
 from ..engine.operation import Handle, Operation, Steps
-from ..errors import Mismatch
+from ..errors import Mismatch, NotFinite
 from ..world.agent import current
 from . import plain
-from .arguments import Internal, as_ranks, check_tensor
+from .arguments import Internal, as_ranks, check_out, check_tensor, put
 from .collective import allreduce_nonblocking_, as_root, broadcast_nonblocking_, gather_by_rank, spread
+from .grouped import in_batches
 from .groups import Group, within
 
 T = TypeVar("T")
@@ -127,8 +127,9 @@ def broadcast_parameters(
 ) -> None:
     """Give every agent the root's values, in place.
 
-    Names of one memory (tied weights) are one tensor, exchanged once; tensors that share a part of their memory are
-    exchanged one after the other. Of a ``DTensor`` the part that lies here is exchanged, among counterparts
+    Small tensors of one dtype travel together, so many small tensors cost what :func:`grouped_broadcast` costs. Names
+    of one memory (tied weights) are one tensor, exchanged once. If some share a part of their memory on any agent, all
+    are exchanged one after the other. Of a ``DTensor`` the part that lies here is exchanged, among counterparts
     (``init(mesh=)``).
 
     Args:
@@ -146,7 +147,7 @@ def broadcast_parameters(
     within(op, group, current(op)).check(op, "root_rank", [root_rank])
 
     def start(tensor: torch.Tensor, name: str) -> Handle[torch.Tensor]:
-        return broadcast_nonblocking_(tensor, root_rank, Internal(f"{op}.{name}"), group=group, timeout=timeout)
+        return broadcast_nonblocking_(tensor, root_rank, Internal(name), group=group, timeout=timeout)
 
     _exchange(op, _named(op, params), start, group, timeout)
 
@@ -154,8 +155,7 @@ def broadcast_parameters(
 def allreduce_parameters(params: Parameters, *, group: Group | None = None, timeout: float | None = None) -> None:
     """Give every agent the average over all agents, in place. Integer tensors are left alone: they have no average.
 
-    Names of one memory (tied weights) are one tensor, averaged once; tensors that share a part of their memory are
-    averaged one after the other.
+    Small tensors, and tensors that share memory, are treated as in :func:`broadcast_parameters`.
 
     Args:
         params: As for :func:`broadcast_parameters`.
@@ -169,7 +169,7 @@ def allreduce_parameters(params: Parameters, *, group: Group | None = None, time
     named = [(name, tensor) for name, tensor in _named(op, params) if tensor.is_floating_point() or tensor.is_complex()]
 
     def start(tensor: torch.Tensor, name: str) -> Handle[torch.Tensor]:
-        return allreduce_nonblocking_(tensor, name=Internal(f"{op}.{name}"), group=group, timeout=timeout)
+        return allreduce_nonblocking_(tensor, name=Internal(name), group=group, timeout=timeout)
 
     _exchange(op, named, start, group, timeout)
 
@@ -181,31 +181,57 @@ def _exchange(
     group: Group | None,
     timeout: float | None,
 ) -> None:
-    """Exchange each tensor once, in place, those that may share memory with others one after the other."""
+    """Exchange each tensor once, in place."""
     first: dict[Hashable, str] = {}  # of each memory
     distinct: list[tuple[str, torch.Tensor]] = []
     said = []
     for name, given in sorted(named, key=lambda pair: pair[0]):
         check_tensor(op, given)
         tensor = _once_each(given.detach())
+        check_out(op, tensor, tensor.shape, tensor.dtype)
         place = _place(tensor) if tensor.numel() else name
         tied = first.setdefault(place, name)
         what = f"{list(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
         said.append(f"{name!r} ({what}{'' if tied == name else f', tied to {tied!r}'})")
         if tied == name and tensor.numel():
             distinct.append((name, tensor))
-    _agree(op, said, group, timeout)
-    handles: list[Handle[torch.Tensor]] = []
-    under_way: dict[int, list[tuple[int, int, Handle[torch.Tensor]]]] = defaultdict(list)  # by storage
-    for name, tensor in distinct:
-        storage, (begin, end) = tensor.untyped_storage().data_ptr(), _span(tensor)
-        for other_begin, other_end, handle in under_way[storage]:
-            if begin < other_end and other_begin < end:
-                handle.wait()
-        handles.append(start(tensor, name))
-        under_way[storage].append((begin, end, handles[-1]))
-    for handle in handles:
-        handle.wait()
+    # Which tensors overlap may differ between agents, and the batches must not.
+    if _agree(op, said, _overlap([tensor for _, tensor in distinct]), group, timeout):
+        for name, tensor in distinct:
+            start(tensor, f"{op}.{name}").wait()
+        return
+    under_way = []
+    for batch in in_batches([tensor for _, tensor in distinct]):
+        names, tensors = zip(*(distinct[number] for number in batch), strict=True)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        flat = _flat(tensors) if more else tensors[0]
+        under_way.append((names, tensors, flat, start(flat, f"{op}.{names[0]}{more}")))
+    for names, tensors, flat, handle in under_way:
+        try:
+            handle.wait()
+        except NotFinite as error:
+            wrong = [name for name, one in zip(names, tensors, strict=True) if not bool(torch.isfinite(one).all())]
+            raise NotFinite(f"{error}. The tensors with such numbers: {', '.join(wrong)}", error.ranks) from None
+        if flat is not tensors[0]:
+            for one, piece in zip(tensors, torch.split(flat, [one.numel() for one in tensors]), strict=True):
+                put(piece.view(one.shape), one)
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their numbers, one behind the other, on their device, or on the CPU where they have several."""
+    if len({one.device for one in tensors}) > 1:
+        tensors = [one.cpu() for one in tensors]
+    return torch.cat([one.reshape(-1) for one in tensors])
+
+
+def _overlap(tensors: list[torch.Tensor]) -> bool:
+    """Whether two of them share memory."""
+    ends: dict[int, int] = {}  # of what lies before, by storage
+    for storage, (begin, end) in sorted((one.untyped_storage().data_ptr(), _span(one)) for one in tensors):
+        if begin < ends.get(storage, 0):
+            return True
+        ends[storage] = end
+    return False
 
 
 def _once_each(tensor: torch.Tensor) -> torch.Tensor:
@@ -230,21 +256,25 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
-def _agree(op: str, said: list[str], group: Group | None, timeout: float | None) -> None:
-    """Mismatch where the agents are about to exchange different tensors: otherwise some would wait for the others."""
+def _agree(op: str, said: list[str], overlap: bool, group: Group | None, timeout: float | None) -> bool:
+    """Whether tensors overlap on any agent, the same on all.
+
+    Raises:
+        Mismatch: The agents have different tensors; without it some would wait for the others.
+    """
     agent = current(op)
     text = ("\n" + "\n".join(said)).encode()
-    digest = torch.tensor([zlib.crc32(text), len(text)])
+    digest = torch.tensor([zlib.crc32(text), len(text), overlap])
     digests = gather_by_rank(digest, Internal(f"{op}: what there is"), group=group, timeout=timeout)
-    if all(torch.equal(one, digest) for one in digests.values()):
-        return
+    if all(torch.equal(one[:2], digest[:2]) for one in digests.values()):
+        return any(bool(one[2]) for one in digests.values())
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     found = gather_by_rank(own, Internal(f"{op}: names"), group=group, timeout=timeout)
     texts = {rank: one.numpy().tobytes().decode().split("\n") for rank, one in found.items()}
     first = min(texts)
     other = next((rank for rank, lines in texts.items() if lines != texts[first]), None)
-    if other is None:  # who had others is gone
-        return
+    if other is None:  # who had others is gone, and perhaps who had tensors that overlap
+        return True
     mine = [line for line in texts[first] if line not in texts[other]]
     theirs = [line for line in texts[other] if line not in texts[first]]
     raise Mismatch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..dtensors import is_sharded, local, reshard, summed_as
 from ..ops.arguments import Internal
 from ..ops.collective import allreduce, allreduce_nonblocking
+from ..ops.grouped import grouped_allreduce_nonblocking, in_batches
 from ..world.agent import current
 
 DISTANCE = "consensus distance"
@@ -21,6 +22,24 @@ def averaged(model: torch.nn.Module) -> list[torch.Tensor]:
     reshard(model)
     buffers = [one for one in model.buffers() if one.is_floating_point() or one.is_complex()]
     return [local(one).detach() for one in (*model.parameters(), *buffers)]
+
+
+def means(tensors: list[torch.Tensor], name: str, timeout: float | None = None) -> list[torch.Tensor]:
+    """The average of each over all agents. Small ones of one dtype travel together."""
+
+    def start(batch: list[int], name: Internal) -> Callable[[], list[torch.Tensor]]:
+        if len(batch) > 1:
+            return grouped_allreduce_nonblocking([tensors[at] for at in batch], name=name, timeout=timeout).wait
+        alone = allreduce_nonblocking(tensors[batch[0]], name=name, timeout=timeout)  # a large one is not copied twice
+        return lambda: [alone.wait()]
+
+    batches = in_batches(tensors)
+    waits = [start(batch, Internal(f"{name}.{number}")) for number, batch in enumerate(batches)]
+    found = list(tensors)
+    for batch, wait in zip(batches, waits, strict=True):
+        for at, mean in zip(batch, wait(), strict=True):
+            found[at] = mean
+    return found
 
 
 @contextmanager
@@ -52,13 +71,9 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
         timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
     """
     tensors = averaged(model)
-    handles = [
-        allreduce_nonblocking(one, name=Internal(f"consensus.{number}"), timeout=timeout)
-        for number, one in enumerate(tensors)
-    ]
-    means = [handle.wait() for handle in handles]
+    averages = means(tensors, "consensus", timeout)
     own = [one.clone() for one in tensors]
-    for one, mean in zip(tensors, means, strict=True):
+    for one, mean in zip(tensors, averages, strict=True):
         one.copy_(mean)
     sharded = [(param, param.dtype) for param in model.parameters() if is_sharded(param)]
     try:

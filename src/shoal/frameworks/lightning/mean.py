@@ -7,9 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ...ops.arguments import Internal
-from ...ops.collective import allreduce_nonblocking
-from ...optim.mean_model import averaged
+from ...optim.mean_model import averaged, means
 
 
 class MeanModel:
@@ -37,11 +35,7 @@ class MeanModel:
         # Lightning evaluates in inference mode, whose tensors could not be written to afterwards.
         with torch.inference_mode(False), torch.no_grad():
             tensors = averaged(self._module)
-            handles = [
-                allreduce_nonblocking(one, name=Internal(f"lightning.mean.{number}"))
-                for number, one in enumerate(tensors)
-            ]
-            self._others = [handle.wait() for handle in handles]
+            self._others = means(tensors, "lightning.mean")
             self._tensors = tensors
             self._exchange()
 
