@@ -144,6 +144,38 @@ def test_a_goodbye_does_not_undo_the_loss_that_made_it_leave(clock: Clock) -> No
     assert found.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == lost
 
 
+OWN = Departure(2, "it called shoal.shutdown()", False, 2)
+"""What an agent says of itself on the link to it."""
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_the_end_of_a_link_after_its_goodbye_is_no_death(clock: Clock, certain: bool) -> None:
+    """It is counted as gone once what it has sent here has ended, too, and as one that left."""
+    connections = Connections(known={2}, heard={2})
+    found = detector(connections)
+    assert found.report(OWN) == float("inf")
+    assert found.suspect(2, "sending to it failed", final=False, certain=certain) == float("inf")
+    connections.heard.clear()
+    assert found.suspect(2, "closed", final=True, certain=certain) == clock.now
+    assert found.confirmed(clock.now) == [OWN]
+
+
+def test_a_goodbye_on_its_link_explains_the_end_of_its_process(clock: Clock) -> None:
+    found = detector(Connections(known={2}))
+    due = found.suspect(2, "its process ended", final=False, certain=True)
+    assert found.report(OWN) == due
+    assert found.confirmed(due) == [OWN]
+
+
+def test_who_said_goodbye_to_its_link_holds_no_loss_up(clock: Clock) -> None:
+    """Rank 2 left because rank 1 died. The link to it ended first, and rank 3 tells of rank 1."""
+    found = detector(Connections(known={1, 2}, heard={2}))
+    found.report(OWN)
+    found.suspect(2, "sending to it failed", final=False, certain=False)
+    lost = Departure(1, "its process ended", True, 3, certain=True)
+    assert found.notice(3, died(1, told_by=3, certain=True)) == lost
+
+
 def test_it_hears_of_its_own_loss(clock: Clock) -> None:
     said = detector(Connections(known={1})).notice(1, died(0, told_by=1))
     assert said == Departure(0, "its process ended", True, 1)

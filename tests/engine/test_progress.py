@@ -95,3 +95,36 @@ def test_long_calls_one_after_another_wake_it_once(calls: Callable[[list[float]]
 
 def test_short_calls_never_wake_it(calls: Callable[[list[float]], int]) -> None:
     assert calls([SHORT, -LONG] * 10) == 0
+
+
+@pytest.mark.parametrize("held_up", [False, True])
+def test_what_came_while_the_thread_could_not_run_counts_before_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, held_up: bool
+) -> None:
+    """Another thread kept the interpreter lock after the poll had found one message; two more have come since."""
+    clock = Clock()
+    seen: list[str] = []
+
+    class Late(Polled):
+        rest = 3
+
+        def poll(self, timeout: float) -> list[Any]:
+            first = self.rest == 3
+            clock.now += 10.0 if held_up and first else 0.001
+            self.rest -= 1
+            return [self.rest] if self.rest >= 0 else []
+
+        def handle(self, due: list[Any]) -> None:
+            seen.extend(f"message {one}" for one in due)
+
+        def check(self, now: float) -> float:
+            seen.append("deadline")
+            return float("inf")
+
+    late = Late(clock)
+    monkeypatch.setattr(module, "time", clock)
+    progress = Progress(late, late, "test")  # type: ignore[arg-type]
+    progress.next_check = clock.now + (5.0 if held_up else 0.001)
+    progress.drive_until(lambda: "deadline" in seen)
+    messages = [f"message {one}" for one in (2, 1, 0)]
+    assert seen == ([*messages, "deadline"] if held_up else [messages[0], "deadline"])

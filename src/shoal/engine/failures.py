@@ -45,7 +45,10 @@ class FailureDetector:
         known = self._suspects.get(peer)
         if known is not None:
             if known[1].told_by == peer:  # it has said why it goes; that counts
-                return known[0]
+                if known[0] == float("inf"):  # but what it sent here was awaited, of which there may be no more now
+                    follows = float("inf") if self._router.hears(peer) else due
+                    self._suspects[peer] = (time.monotonic() if final else follows, known[1])
+                return self._suspects[peer][0]
             due = min(due, known[0])
             if known[0] == float("inf") and not final:  # it leaves, as others say, and its goodbye was lost with this
                 self._suspects[peer] = (due, known[1])
@@ -89,16 +92,19 @@ class FailureDetector:
         """An agent is said to be gone, but not by itself, and we would notice. Returns when to come back for it.
 
         That it left, we hear from itself after all that it has sent to us, also where it is still connecting for that.
+        Its own goodbye on our link to it is kept until then: the end of that link is no death.
         That it died, our own connections to it will show in a moment; where not, those two have lost each other.
         """
-        rank = said.rank
-        if rank not in self._membership.view.alive or (not said.died and self._router.hears(rank)):
+        rank, own = said.rank, said.told_by == said.rank
+        hears = not said.died and self._router.hears(rank)
+        if rank not in self._membership.view.alive or (hears and not own):
             return float("inf")
-        shows = not said.died and said.told_by != rank and self._router.reaches(rank)
-        due = float("inf") if shows else time.monotonic() + GRACE
+        shows = not said.died and not own and self._router.reaches(rank)
+        due = float("inf") if shows or hears else time.monotonic() + GRACE
         if rank in self._suspects:
             due, known = min(due, self._suspects[rank][0]), self._suspects[rank][1]
-            said = known if known.died else said
+            if known.died and not (own and known.told_by == self._rank):  # an end that we saw is that of its leaving
+                said = known
         self._suspects[rank] = (due, said)
         return due
 

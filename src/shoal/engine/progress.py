@@ -32,6 +32,10 @@ STOP_SECONDS = 5.0
 AFTER_FAILING = 0.1
 """Seconds after which the progress thread tries again where it could not drive."""
 FOREVER = float("inf")
+HELD_UP = 0.05
+"""Seconds after which a poll counts as old: the thread waited for messages, or for the interpreter lock."""
+BACKLOG = 300
+"""Polls at most that take in what came meanwhile: more packets than a Unix socket holds."""
 LONGEST = 1.0
 """Seconds of one system call: a signal that comes just before it would not end it, and memory that somebody has let go
 of is taken in between two."""
@@ -208,11 +212,26 @@ class Progress:
             due = poller.poll(max(0.0, min(self.next_check, limit, now + LONGEST) - now))
             with self.lock:
                 driven.handle(due)
-                now = time.monotonic()
+                asked, now = now, time.monotonic()
                 if now >= self.next_check:
+                    if now - asked > HELD_UP:
+                        self._take_backlog()
+                        now = time.monotonic()
                     self.next_check = FOREVER  # what is done here may find more that is due
                     self.check_by(driven.check(now))
             driven.after()
+
+    def _take_backlog(self) -> None:
+        """Take all that has come, before a deadline is judged.
+
+        The last poll may have returned long ago, to a thread that could not run because another held the interpreter
+        lock. A goodbye, or the loss that explains it, may lie unread since.
+        """
+        for _ in range(BACKLOG):
+            due = self._poller.poll(0.0)
+            if not due:
+                return
+            self._driven.handle(due)
 
     def _progress(self) -> None:
         torch.set_num_threads(1)
