@@ -127,7 +127,7 @@ from shoal.coordination.order import Order
 
 def at_once(self, operation, stage):
     ask(self, operation, stage)
-    (asked,) = self._all_asked()
+    (asked,) = self._pending.all()
     self._groups.move((0, 1), [self._step(asked.request, (0, 1))])
 
 def run():

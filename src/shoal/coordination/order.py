@@ -20,7 +20,6 @@ it leaves.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +38,7 @@ from ..transport.link import Lease
 from ..transport.movement import Movement, Step
 from ..transport.process_group import ABANDON_AFTER, ProcessGroups
 from ..transport.wire import Kind, Message, Payload, Where
-from .asked import Asked
+from .asked import Asked, PendingRequests
 from .decision import Refusal, Response
 from .request import ALL, Entry, Key, Ranks, Request
 from .response_cache import ResponseCache
@@ -84,8 +83,7 @@ class Order(MinimalService):
         self._groups: ProcessGroups
         self._before: list[ProcessGroups] = []  # of those that were there before a loss
         self._cache = ResponseCache(engine.rank, capacity)
-        self._known: dict[Key, deque[Asked]] = {}  # by who takes part
-        self._concerned: list[Asked] = []  # those of which only those know that take part
+        self._pending = PendingRequests(engine.matcher)
         self._moving: dict[Movement, Asked] = {}
         self._gone: set[int] = set()  # who takes part no more, as all have heard in a round
         self._group: Ranks = ()  # of the last round
@@ -135,11 +133,7 @@ class Order(MinimalService):
         peers = tuple(sorted(stage.needs | stage.arrived.keys())) if among is None else None
         kind = movement.collective.kind if movement.collective is not None else ""
         request = Request(Entry(key, operation.op, carried.what, kind), operation.round, peers)
-        asked = Asked(request, operation, stage, movement, leases)
-        if among is None:
-            self._concerned.append(asked)
-        else:
-            self._known.setdefault(key, deque()).append(asked)
+        self._pending.add(Asked(request, operation, stage, movement, leases))
         others = peers if peers is not None else (among or self._there(operation))
         stage.absent = set(others) - {engine.rank}
         stage.asked = False
@@ -150,10 +144,14 @@ class Order(MinimalService):
 
     def begin_anew(self) -> None:
         """See :meth:`~shoal.engine.carrier.Carrier.begin_anew`."""
-        for asked in [*self._moving.values(), *self._all_asked()]:
-            asked.release()
-        self._moving, self._known, self._concerned, self._broken = {}, {}, [], None
+        self._forget_all()
+        self._broken = None
         self._renew_groups()
+
+    def _forget_all(self) -> None:
+        for asked in [*self._moving.values(), *self._pending.all()]:
+            asked.release()
+        self._moving, self._pending = {}, PendingRequests(self._engine.matcher)
 
     def _renew_groups(self) -> None:
         self._groups.stop()
@@ -185,12 +183,12 @@ class Order(MinimalService):
         """See :meth:`~shoal.engine.carrier.Carrier.withdraw`."""
         if any(one.stage is stage for one in self._moving.values()):
             return False
-        for asked in self._all_asked():
+        for asked in self._pending.all():
             if asked.stage is stage:
                 asked.withdrawn = True
                 if asked.committed:
                     return False
-                self._drop(asked)
+                self._pending.drop(asked)
                 break
         return True
 
@@ -203,9 +201,9 @@ class Order(MinimalService):
         if self._until is not None:
             return self._engine.matcher.begun(ROUND) < self._until
         round_, even_so = self._call
-        asks = bool(self._known or self._concerned)
+        asks = bool(self._pending)
         called = round_ >= self._engine.matcher.begun(ROUND) and (asks or even_so)
-        return called or self._leaving or (asks and (self._changed or self._productive))
+        return called or self._leaving or (asks and (self._changed or self._productive or self._pending.is_one_free()))
 
     def begin(self) -> None:
         """Begin a round."""
@@ -236,9 +234,7 @@ class Order(MinimalService):
         for groups in (*self._before, self._groups):
             groups.end(limit)
         with self._engine.lock:
-            for asked in [*self._moving.values(), *self._all_asked()]:
-                asked.release()
-            self._moving, self._known, self._concerned = {}, {}, []
+            self._forget_all()
 
     # A round
 
@@ -254,7 +250,7 @@ class Order(MinimalService):
     def _call_others(self, round_: int) -> None:
         """Tell the others that a round begins, where they might not come to it by themselves."""
         called, even_so = self._call if self._call[0] >= round_ else (-1, False)
-        some_only = self._leaving or bool(self._concerned) or any(key.members for key in self._known)
+        some_only = self._leaving or bool(self._pending.concerned) or any(key.members for key in self._pending.known)
         if (some_only and not even_so) or (not self._productive and called < 0):
             self._call = round_, some_only
             for rank in self._others:
@@ -289,12 +285,10 @@ class Order(MinimalService):
                 self._group = group
             self._changed = False
             self._name_members(group)
-            for asked in self._all_asked():  # what needs somebody who has left fails when the goodbye is heard
-                asked.committed = not asked.withdrawn and asked.partners <= {engine.rank, *group}
-            bits = cache.vector(several[0].request for several in self._known.values() if several[0].committed)
-            news = bool(self._concerned) or any(
-                not cache.knows(several[0].request) for several in self._known.values() if several[0].committed
-            )
+            self._pending.commit(group)
+            first = [several[0].request for several in self._pending.known.values() if several[0].committed]
+            bits = cache.vector(first)
+            news = bool(self._pending.concerned) or not all(map(cache.knows, first))
             own = Vector(cache.digest, bits, news, 1 << engine.rank if self._leaving else 0)
         return coordinate(engine, operation, group, own, cache, self._unready)
 
@@ -302,20 +296,20 @@ class Order(MinimalService):
         """Of what all were to take part in when it was planned: agents may have entered since."""
         if not self._engine.agreement.active:
             return
-        for key in [key for key in self._known if not key.members]:
-            several = self._known.pop(key)
-            for asked in several:
+        known = self._pending.known
+        for key in [key for key in known if not key.members]:
+            for asked in known.pop(key):
                 there = self._there(asked.operation)
                 if there != group:
                     asked.request = replace(asked.request, entry=asked.request.entry.of(there))
-                self._known.setdefault(asked.request.key, deque()).append(asked)
+                self._pending.add(asked)
 
     def _unready(self, ready: Sequence[Entry]) -> dict[Request, list[int]]:
         """What was asked for in this round, but for what is ready."""
         with self._engine.lock:
-            taken = {entry.key for entry in ready}
-            found = [asked for asked in self._all_asked() if asked.committed]
-            first = {id(self._known[key][0]) for key in taken if key in self._known}
+            known = self._pending.known
+            found = [asked for asked in self._pending.all() if asked.committed]
+            first = {id(known[entry.key][0]) for entry in ready if entry.key in known}
             return {asked.request: [self._engine.rank] for asked in found if id(asked) not in first}
 
     def _ended(self, attempt: int, outcome: Outcome | None, error: BaseException | None) -> None:
@@ -336,10 +330,10 @@ class Order(MinimalService):
             self._break(outcome.differs)
             return
         steps = [*self._known_steps(outcome), *self._decided_steps(outcome)]
-        for asked in self._all_asked():
+        for asked in self._pending.all():
             asked.committed = False
             if asked.withdrawn:
-                self._drop(asked)
+                self._pending.drop(asked)
                 self._engine.lifecycle.carrying.say_withdrawn(asked.operation, asked.stage)
         if steps:
             self._groups.move(outcome.group, steps)
@@ -390,9 +384,8 @@ class Order(MinimalService):
         is_collective = bool(request.entry.kind)
         if self._engine.rank not in members:
             return is_collective, None
-        several = self._concerned if request.peers is not None else self._known[request.key]
-        asked = next(one for one in several if one.request.round == request.round and one.request.key == request.key)
-        self._take_out(asked)
+        asked = self._pending.find(request)
+        self._pending.take_out(asked)
         asked.movement.members = members
         asked.stage.absent, asked.stage.moved_with = set(), asked.movement.others - {self._engine.rank}
         self._emit("ordered", asked.operation, asked.stage)
@@ -401,7 +394,7 @@ class Order(MinimalService):
 
     def _refuse(self, refusal: Refusal) -> None:
         place = refusal.name, refusal.stage, refusal.round
-        for asked in self._all_asked():
+        for asked in self._pending.all():
             request = asked.request
             if (request.key.name, request.key.stage, request.round) == place:
                 self._fail(asked, Mismatch(refusal.text, refusal.concerned))
@@ -410,7 +403,7 @@ class Order(MinimalService):
         """Two agents remember different things. What was asked for in this round fails, and all begin with nothing."""
         self._cache.clear()
         here = self._engine.rank
-        for asked in [one for one in self._all_asked() if one.committed]:
+        for asked in [one for one in self._pending.all() if one.committed]:
             what = f"{asked.request} on rank {here}: rank {rank} remembers other operations than others do"
             error = Mismatch(f"{what}; all have forgotten theirs, and the next call begins anew", (rank,))
             self._fail(asked, error)
@@ -418,32 +411,13 @@ class Order(MinimalService):
     def _fail(self, asked: Asked, error: Mismatch) -> None:
         """All hear in this round that it fails, so nobody need be told: it is still committed to."""
         self._engine.lifecycle.fail(asked.operation, error)
-        self._drop(asked)
+        self._pending.drop(asked)
 
     def _emit(self, what: str, operation: Operation, stage: Stage, among: str = "") -> None:
         events = self._engine.events
         if events.active:
             of = operation.op, operation.name, operation.round
             events.emit(what, *of, detail=among, stage=stage.number)
-
-    # What was asked for
-
-    def _all_asked(self) -> list[Asked]:
-        return [*(one for several in self._known.values() for one in several), *self._concerned]
-
-    def _take_out(self, asked: Asked) -> None:
-        key = asked.request.key
-        if asked.request.peers is not None:
-            self._concerned = [one for one in self._concerned if one is not asked]
-        else:
-            self._known[key].remove(asked)
-            if not self._known[key]:
-                del self._known[key]
-
-    def _drop(self, asked: Asked) -> None:
-        """It is asked for no more."""
-        self._take_out(asked)
-        asked.release()
 
     # What was moved
 
