@@ -26,12 +26,13 @@ from ..errors import DeadlineExceeded, Mismatch, PeerLost, ShoalError
 from ..interrupts import pause
 from .launch import Launch, join_address
 from .rendezvous import REPORT_AFTER, open_store
-from .store import Store
+from .store import LEAST_SECONDS, Store
 
 log = logging.getLogger("shoal")
 
-BREAK_UP_SECONDS = 2.0
-"""How long rank 0 keeps the store open for the others to read why the attempt failed."""
+BREAK_UP_SECONDS = 5.0
+"""How long rank 0 keeps the store open for the others to read why the attempt failed. Longer than any of them takes,
+unless its process was killed or is stopped."""
 _LOOK_AGAIN = 0.01
 LOST = "lost"
 """The key, of no attempt, under which a launcher that lets the others live says which agent has ended."""
@@ -112,6 +113,7 @@ class Meeting:
 
     def end(self) -> None:
         """All has been said; what fails from here on, the agents tell each other themselves."""
+        self._need_no_store()
         self._done = True
 
     # Joining
@@ -136,7 +138,7 @@ class Meeting:
                 raise AlreadyMet
             self.store.delete(DIRECTORY)  # of a meeting that is over: who was started again is to come to this one
         self._attempt = secrets.token_hex(8)
-        before = self.store.get("attempt", self._deadline).decode() if self.store.has("attempt") else ""
+        before = self._read("attempt").decode() if self.store.has("attempt") else ""
         self.store.set("attempt", self._attempt.encode())
         if before:
             self.store.set(f"{before}/next", self._attempt.encode())
@@ -176,10 +178,10 @@ class Meeting:
                     note = json.loads(value)
                     if not note["again"]:
                         raise self._failed(note)
-                    self.store.add(self._key("left"), 1)
             self._joined = False
             if self.store.has(self._key("over")):
                 self.note = json.loads(self._get("over"))
+                self._need_no_store()
             self._attempt = self._first("next")[1].decode()
 
     def _check_size(self) -> None:
@@ -203,7 +205,11 @@ class Meeting:
         self.store.set(self._key(key), value)
 
     def _get(self, key: str) -> bytes:
-        return self.store.get(self._key(key), self._deadline)
+        return self._read(self._key(key))
+
+    def _read(self, key: str) -> bytes:
+        """The value of a key that is set: also at the deadline it takes a moment to read it."""
+        return self.store.get(key, max(self._deadline, time.monotonic() + LEAST_SECONDS))
 
     def _first(self, *keys: str) -> tuple[str, bytes]:
         """The first of these that there is, and its value."""
@@ -265,10 +271,14 @@ class Meeting:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is None or self._done or not self._joined:
+        if error is None or self._done:
             return
         with contextlib.suppress(ShoalError, OSError, RuntimeError):  # the store may be what failed
-            self._tell(error)
+            try:
+                if self._joined:
+                    self._tell(error)
+            finally:
+                self._need_no_store()
 
     def _tell(self, error: BaseException) -> None:
         """Say that this agent fails, and why, where the others would wait for it in vain."""
@@ -283,14 +293,21 @@ class Meeting:
             note = {"rank": rank, "why": why[:1000], "ranks": ranks, "again": gave_up}
             self._set("over", json.dumps(note).encode())
         if rank:
-            self.store.add(self._key("left"), 1)
             return
         limit = time.monotonic() + BREAK_UP_SECONDS
-        while time.monotonic() < limit:
-            joined = sum(self._has_joined(other) for other in range(1, self._launch.begins))
-            if self.store.add(self._key("left"), 0) >= joined:
-                break
+        while time.monotonic() < limit and any(map(self._needs_store, range(1, self._launch.begins))):
             pause(_LOOK_AGAIN)
+
+    def _need_no_store(self) -> None:
+        """Tell rank 0 that this agent has read all that it needs from the store, which rank 0 may close."""
+        if self._launch.rank and self._ticket:
+            self.store.set(f"read/{self._launch.rank}", str(self._ticket).encode())
+
+    def _needs_store(self, other: int) -> bool:
+        """Another agent is connected and has not read why this attempt failed, whether it has joined it or not."""
+        key = f"read/{other}"
+        read = int(self._read(key)) if self.store.has(key) else 0
+        return self.store.add(f"came/{other}", 0) > read
 
     def _failed(self, note: dict[str, Any]) -> PeerLost:
         self._told = True
@@ -302,7 +319,7 @@ class Meeting:
 
     def _has_joined(self, other: int, key: str = "place") -> bool:
         name = self._key(f"{key}/{other}")
-        return self.store.has(name) and bool(self.store.get(name, self._deadline))
+        return self.store.has(name) and bool(self._read(name))
 
     def _too_late(self, key: str) -> DeadlineExceeded:
         rank, size = self._launch.rank, self._launch.begins

@@ -44,7 +44,10 @@ class Store(Protocol):
         """
 
     def first(self, keys: Sequence[str], deadline: float) -> tuple[str, bytes]:
-        """Wait until somebody has set one of ``keys``; the first of them that is set, and its value. As :meth:`get`."""
+        """Wait until somebody has set one of ``keys``; the first of them that is set, and its value. As :meth:`get`.
+
+        A key that was set before another, and stands before it in ``keys``, is never passed over for that one.
+        """
 
     def has(self, key: str) -> bool:
         """Whether somebody has set ``key``."""
@@ -160,8 +163,11 @@ class TcpStore:
         seconds = _FIRST_PAUSE
         what = f"get {keys[0]!r} from {self._name}"
         while True:
-            for key in keys:
+            for place, key in enumerate(keys):
                 if self._call(partial(self._check, key), what, deadline):
+                    # Those before it may have been set since they were looked for, and before this one was.
+                    before = (one for one in keys[:place] if self._call(partial(self._check, one), what, deadline))
+                    key = next(before, key)
                     return key, self._call(partial(self._get, key), what, deadline)
             remaining = deadline - time.monotonic()
             if remaining <= 0:
