@@ -202,6 +202,74 @@ time.sleep(60)
     assert "[1] why it failed\n" in err
 
 
+CULPRIT = """
+from shoal.world.exit_notes import write_note
+mark("up")
+wait_for("up.0", "up.1", "up.2")
+if rank == 1:
+    write_note(False)
+    mark("note")
+    time.sleep(3.0)  # it ends after those that fail because of it, and after the wait for an unknown cause
+    sys.exit(9)
+wait_for("note.1")
+write_note(True)
+sys.exit(1)
+"""
+
+
+def test_the_agent_that_failed_is_reported_and_not_those_that_failed_because_of_it(script: Script) -> None:
+    status, _, err = shoal_run("-n", 3, script(CULPRIT))
+    assert status == 9, err
+    assert re.search(r"shoal run: rank 1 \(pid \d+\) exited with code 9 after", err), err
+    assert "another agent was lost" not in err
+
+
+def test_with_on_failure_continue_the_status_is_that_of_the_agent_that_failed_first(script: Script) -> None:
+    status, _, err = shoal_run("-n", 3, "--on-failure", "continue", script(CULPRIT))
+    assert status == 9, err
+    assert "0 of 3 agents finished" in err
+    assert err.count("because another agent was lost") == 2 * 2  # when it is seen, and in the summary
+
+
+def test_a_failure_that_is_due_to_another_machines_agents_is_reported_as_such(script: Script) -> None:
+    body = "from shoal.world.exit_notes import write_note\nif rank == 1: time.sleep(60)\nwrite_note(True)\nsys.exit(5)"
+    status, _, err = shoal_run("-n", 2, script(body))
+    assert status == 5, err
+    assert re.search(
+        r"rank 0 \(pid \d+\) exited with code 5 after [\d.]+ s, because another agent was lost; ending", err
+    )
+
+
+LOSES_AN_AGENT = """
+import torch
+import shoal
+shoal.init()
+for step in range(1000):
+    if step == 3 and rank == 1:
+        {end}
+    shoal.neighbor_allreduce(torch.ones(3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("sys.exit(9)", 9, "its script ended with SystemExit: 9"),
+        ("raise ValueError('no data')", 1, "its script ended with ValueError: no data"),
+        ("os._exit(9)", 9, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, ""),
+    ],
+)
+def test_the_agent_that_ended_is_named_by_the_launcher_and_by_the_others(
+    script: Script, end: str, status: int, said: str
+) -> None:
+    code, _, err = shoal_run("-n", 3, script(LOSES_AN_AGENT.format(end=end)))
+    assert code == status, err
+    assert re.search(r"shoal run: rank 1 \(pid \d+\) (exited|was killed)", err), err
+    errors = [line for line in err.splitlines() if line.startswith(("[0]", "[2]")) and "PeerLost:" in line]
+    assert all("rank 1" in line and said in line for line in errors), err
+
+
 def test_a_killed_agent_gives_128_plus_its_signal(script: Script) -> None:
     status, _, err = shoal_run("-n", 2, script("if rank: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"))
     assert status == 128 + signal.SIGKILL

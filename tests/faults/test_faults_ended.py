@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,23 @@ def test_the_survivors_are_told_the_exception_that_ended_an_agent() -> None:
             assert one.rank == VICTIM or "Unlucky: out of luck" in one.message, one.message
         log = world.members[VICTIM].log.read_text()
         assert "Traceback" in log and "Unlucky: out of luck" in log
+
+
+@pytest.mark.transport("shared_memory")
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (3, "its script ended with SystemExit: 3"),
+        ("no data", "its script ended with SystemExit: no data"),
+        (0, "rank 2 has left (it called shoal.shutdown(), or its script ended)"),
+    ],
+)
+def test_the_survivors_are_told_the_exit_that_ended_an_agent(status: object, said: str) -> None:
+    with World(SIZE) as world:
+        outcomes = [one for one in end_and_rest(world, partial(sys.exit, status)) if one.rank != VICTIM]
+        needed = [one for one in outcomes if said in one.message]
+        assert len(needed) >= (len(outcomes) if status else 1), [one.message for one in outcomes]
+        assert all(one.error == "PeerLost" and one.ranks == (VICTIM,) for one in outcomes)
 
 
 def end_in_time(world: World, end: Callable[[], None]) -> None:

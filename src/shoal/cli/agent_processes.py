@@ -20,13 +20,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 from ..transport.outside import shows
 from ..watch.live import Watch
+from ..world import exit_notes
 from ..world.launch import INCARNATION
 from .agent_output import STDERR, STDOUT, AgentOutput
 from .launcher_signals import Signals
@@ -40,18 +41,29 @@ SETTLE_SECONDS = 0.5
 """How long nothing more must fail before an agent is started again: those that end of one cause end one by one, and
 where none is left nobody would let it in."""
 
+CAUSE_SECONDS = 2.0
+"""After an agent failed because another one was lost: how long to wait for the failure that caused it."""
+CAUSE_EXIT_SECONDS = 30.0
+"""The same while an agent of this machine is known to end: exit handlers and the release of memory may take long."""
+
 # A terminal sends these to a whole process group, ``kill`` sends the others to one process.
 _GROUP_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one agent ended. ``code`` is its exit code, or minus the number of the signal that killed it."""
+    """How one agent ended.
+
+    Attributes:
+        code: Its exit code, or minus the number of the signal that killed it.
+        is_peer_loss: It failed because another agent was lost.
+    """
 
     rank: int
     pid: int
     code: int
     seconds: float
+    is_peer_loss: bool = False
 
     @property
     def exit_status(self) -> int:
@@ -60,7 +72,8 @@ class Outcome:
 
     def __str__(self) -> str:
         how = f"exited with code {self.code}" if self.code >= 0 else f"was killed by {_signal_name(-self.code)}"
-        return f"rank {self.rank} (pid {self.pid}) {how} after {self.seconds:.1f} s"
+        why = ", because another agent was lost" if self.is_peer_loss else ""
+        return f"rank {self.rank} (pid {self.pid}) {how} after {self.seconds:.1f} s{why}"
 
 
 @dataclass(frozen=True)
@@ -124,7 +137,10 @@ class AgentProcesses:
         self._started: Counter[int] = Counter()
         self._again: list[Outcome] = []  # those that are to be started again, at this time
         self._again_at = 0.0
-        self._first_failure: Outcome | None = None
+        self._first_failure: Outcome | None = None  # that is no peer loss, if there is one
+        self._notes = exit_notes.ExitNotes()
+        # The first peer loss, if all are to end and what caused it is not known yet; and when it was seen.
+        self._peer_loss: tuple[Outcome, float] | None = None
         self._helpers: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._tellers: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
         self._telling: list[subprocess.Popen[bytes]] = []
@@ -153,6 +169,7 @@ class AgentProcesses:
         for descriptor in list(self._pipes):
             self._close_pipe(descriptor)
         self._selector.close()
+        self._notes.close()
         if self._output is not None:
             self._output.close()
 
@@ -171,6 +188,7 @@ class AgentProcesses:
     def _start_agent(self, rank: int, command: Sequence[str], environ: Mapping[str, str], keeps_stdin: bool) -> None:
         pipe = subprocess.PIPE if self._output is not None else None
         stdin = None if keeps_stdin else subprocess.DEVNULL
+        environ = {**environ, exit_notes.VARIABLE: self._notes.path}
         process = _start(command, env=environ, stdin=stdin, stdout=pipe, stderr=pipe)
         self._living.append(_Agent(rank, process, time.monotonic()))
         if self._watch is not None:
@@ -201,12 +219,16 @@ class AgentProcesses:
                 key.data()
             self._take_due_step()
             self._reap()
+            self._report_peer_loss()
             self._start_again()
             if self._output is not None:
                 self._output.redraw()
             if self._watch is not None and time.monotonic() >= self._watch.due:
                 self._watch.serve()
-        return self._ending()
+        ending = self._ending()
+        if ending.status == 0 and self._output is not None and self._output.is_incomplete:
+            return replace(ending, status=1)  # as for a program whose last output could not be written
+        return ending
 
     def say(self, text: str) -> None:
         """Tell the user something, on stderr."""
@@ -233,6 +255,7 @@ class AgentProcesses:
 
     def _patience(self) -> float | None:
         due = [self._steps[0][0]] if self._steps else []
+        due += [self._cause_due()] if self._peer_loss is not None and self._steps is None else []
         due += [self._again_at] if self._again else []
         redraw = self._output.next_redraw() if self._output is not None else None
         if redraw is not None:
@@ -302,22 +325,48 @@ class AgentProcesses:
             self._drain([fd for fd, (rank, _) in self._pipes.items() if rank == agent.rank])
             agent.process.wait()
             self._living.remove(agent)
+        now = time.monotonic()
+        losses = self._peer_losses() if ended else set()
         outcomes = [
-            Outcome(agent.rank, agent.process.pid, code, time.monotonic() - agent.started) for agent, code in ended
+            Outcome(agent.rank, agent.process.pid, code, now - agent.started, code > 0 and agent.process.pid in losses)
+            for agent, code in ended
         ]
         # Of those seen in one glance, one that was killed did not fail because of another one's failure.
-        for outcome in sorted(outcomes, key=lambda one: (one.code >= 0, one.rank)):
+        for outcome in sorted(outcomes, key=lambda one: (one.is_peer_loss, one.code >= 0, one.rank)):
             self._outcomes[outcome.rank] = outcome
             if self._watch is not None:
                 self._watch.ended(outcome.rank, str(outcome), outcome.code == 0)
-            if outcome.code != 0 and self._steps is None:
+            if outcome.code == 0 or self._steps is not None:
+                continue
+            if outcome.is_peer_loss and not self._survive:
+                self._peer_loss = self._peer_loss or (outcome, now)
+            else:
                 self._take_failure(outcome)
         for name, process in self._helpers:
             if self._living and process.returncode is None and process.poll() is not None:
                 self.say(f"{name} has ended (code {process.returncode}): agents can no longer find each other")
 
+    def _peer_losses(self) -> set[int]:
+        """The pids of the agents whose scripts failed because another agent was lost."""
+        return {pid for pid, note in self._notes.read().items() if note == exit_notes.PEER_LOSS}
+
+    def _report_peer_loss(self) -> None:
+        """Take a peer loss for the failure of the job where none is found that caused it: it is on another machine."""
+        if self._peer_loss is None or self._steps is not None:
+            return
+        if not self._living or time.monotonic() >= self._cause_due():
+            self._take_failure(self._peer_loss[0])
+
+    def _cause_due(self) -> float:
+        """When to wait no longer for the failure that caused a peer loss, in ``time.monotonic()``."""
+        assert self._peer_loss is not None
+        notes = self._notes.read()
+        ending = any(notes.get(agent.process.pid) == exit_notes.OTHER for agent in self._living)
+        return self._peer_loss[1] + (CAUSE_EXIT_SECONDS if ending else CAUSE_SECONDS)
+
     def _take_failure(self, outcome: Outcome) -> None:
-        self._first_failure = self._first_failure or outcome
+        if self._first_failure is None or (self._first_failure.is_peer_loss and not outcome.is_peer_loss):
+            self._first_failure = outcome
         others, rank = len(self._living), outcome.rank
         again = self._started[rank] < self._restarts and not self._has_finished
         again = again and self._somebody_is_inside()

@@ -113,7 +113,7 @@ class Membership:
         if rank in self.view.died:
             return f"rank {rank} was lost ({self.view.died[rank]})"
         if rank in self.view.left:
-            return f"rank {rank} has left with shoal.shutdown()"
+            return f"rank {rank} has left (it called shoal.shutdown(), or its script ended)"
         if rank not in self.view.alive:
             return f"rank {rank} is not there"
         return f"rank {rank} is there"

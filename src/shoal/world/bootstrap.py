@@ -10,12 +10,10 @@ import atexit
 import contextlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
-from types import TracebackType
 from typing import Any
 
 import networkx as nx
@@ -30,12 +28,14 @@ from ..interrupts import held
 from ..transport.place import Endpoint, Place
 from ..transport.tls import certificates_of
 from .agent import Agent, AgentContext, Machines, agent_context, process_context
+from .exit_notes import write_note
 from .identity import set_topology
 from .introductions import ENDPOINT, Introduced, add_to_directory, directory, introduce, numbered, with_absent
 from .launch import BEGIN_WITH, LAUNCHER, Launch, current, join_address
 from .meeting import DIRECTORY, AlreadyMet, convene
 from .rendezvous import open_store
 from .replicas import among_counterparts, check_that_all_must_live
+from .script_end import failure
 
 log = logging.getLogger("shoal")
 RAISE, CONTINUE, STOP = "raise", "continue", "stop"
@@ -417,24 +417,12 @@ def _machines(places: list[Place], per_machine: int | None, launch: Launch) -> M
     return Machines(tuple(known.setdefault(place.machine, len(known)) for place in places))
 
 
-_crash: list[str] = []
-
-
-def _note_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Remember what ends this process, so that the others hear of it instead of a polite goodbye."""
-    if process_context().agent is not None:
-        text = f"{kind.__name__}: {error}".splitlines()[0]
-        _crash.append(f"its script ended with {text}"[:500])
-    _previous_hook(kind, error, trace)
-
-
-_previous_hook = sys.excepthook
-sys.excepthook = _note_crash
-
-
 def _at_exit() -> None:
+    failed = failure()
+    # Before the goodbye: the launcher must not see those that fail because of it and know nothing of this one.
+    write_note(failed is not None and failed.is_peer_loss)
     try:
-        leave(process_context(), _crash[0] if _crash else "its process ended", died=bool(_crash))
+        leave(process_context(), failed.text if failed is not None else "its process ended", died=failed is not None)
     except Exception:
         log.exception("leaving at the end of the process failed")
 
