@@ -10,7 +10,10 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol, cast
+
+from .streams import run_with_streams
 
 COMMANDS = {
     "run": ("shoal.cli.run", "start the agents of a job on this machine"),
@@ -40,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``shoal`` with these arguments (those of the process if None) and return its exit status."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0] in COMMANDS:
-        return _run(arguments[0], arguments[1:])
+        return run_with_streams(partial(_run, arguments[0], arguments[1:]), f"shoal {arguments[0]}")
+    return run_with_streams(partial(_overview, arguments), "shoal")
+
+
+def _overview(arguments: list[str]) -> int:
     overview = argparse.ArgumentParser(prog="shoal", description="Decentralized training on PyTorch.")
     overview.add_argument("--version", action="store_true", help="print the version and exit")
     commands = overview.add_subparsers(title="commands", metavar="COMMAND")

@@ -35,9 +35,14 @@ class _Stream:
 
 
 class AgentOutput:
-    """Writes what agents print on their ``STDOUT`` and ``STDERR`` to this process's own, prefixed by rank."""
+    """Writes what agents print on their ``STDOUT`` and ``STDERR`` to this process's own, prefixed by rank.
+
+    Attributes:
+        is_incomplete: Some of it could not be written.
+    """
 
     def __init__(self, out: int = STDOUT, err: int = STDERR) -> None:
+        self.is_incomplete = False
         self._descriptors = {STDOUT: out, STDERR: err}
         self._is_terminal = {stream: os.isatty(fd) for stream, fd in self._descriptors.items()}
         self._streams: dict[tuple[int, int], _Stream] = {}
@@ -47,7 +52,7 @@ class AgentOutput:
         self._redraw_at: float | None = None
 
     def feed(self, rank: int, stream: int, data: bytes) -> bool:
-        """Take what ``rank`` printed; False if our own ``stream`` is closed and nobody will ever read it."""
+        """Take what ``rank`` printed; False if our own ``stream`` takes nothing more."""
         source = self._streams.setdefault((rank, stream), _Stream())
         text = source.tail + data
         lines = []
@@ -139,6 +144,7 @@ class AgentOutput:
             self._last_lines.setdefault(rank, deque(maxlen=_KEPT_LINES)).extend(lines)
         prefix = self._prefix(rank, stream)
         self._write(stream, b"".join(prefix + line + b"\n" for line in lines))
+        self.is_incomplete |= stream in self._broken
 
     def _write(self, stream: int, data: bytes) -> None:
         if self._shown and self._is_terminal[stream]:
@@ -149,9 +155,11 @@ class AgentOutput:
             return
         try:
             _write_all(self._descriptors[stream], data)
-        except OSError:
-            # Nobody reads any more (``shoal run ... | head``, or a terminal that was closed).
+        except OSError as error:
+            # Nobody reads any more (``shoal run ... | head``), the disk is full, or the terminal was closed.
             self._broken.add(stream)
+            if stream == STDOUT and not isinstance(error, BrokenPipeError):
+                self.say(f"shoal run: cannot write the output of the agents: {error.strerror}")
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
