@@ -54,6 +54,7 @@ __all__ = [
     "allreduce_nonblocking",
     "allreduce_nonblocking_",
     "allreduce_parameters",
+    "autograd",
     "barrier",
     "bind",
     "broadcast",

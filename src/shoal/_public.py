@@ -1,6 +1,7 @@
 """The public names, one by one: ``shoal/__init__.py`` hands them on when the first of them is asked for."""
 
 from . import algorithms as algorithms
+from . import autograd as autograd
 from . import compression as compression
 from . import data as data
 from . import optim as optim

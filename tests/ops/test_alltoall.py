@@ -158,6 +158,7 @@ def test_the_tensor_may_be_written_to_as_soon_as_the_call_is_back(fleet: Fleets,
     assert fleet(2).run(run) == [True, True]
 
 
+@pytest.mark.filterwarnings("ignore:.*no gradient flows back")
 def test_what_is_given_is_not_changed(fleet: Fleets) -> None:
     def run() -> bool:
         mine = torch.full((1, 5), float(shoal.rank()), requires_grad=True)

@@ -96,6 +96,7 @@ def test_conjugate_and_negative_views_count_as_the_numbers_they_show(fleet: Flee
         assert all(map(same_bits, found, expected))
 
 
+@pytest.mark.filterwarnings("ignore:.*no gradient flows back")
 def test_no_result_requires_grad_and_no_graph_is_recorded(fleet: Fleets) -> None:
     def run() -> None:
         leaf = sample(shoal.rank(), (2, 3)).requires_grad_()

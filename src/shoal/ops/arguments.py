@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -20,7 +22,7 @@ WEIGHABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.
 
 
 def check_tensor(op: str, tensor: object, dtypes: tuple[torch.dtype, ...] = DTYPES) -> torch.Tensor:
-    """A dense tensor of a supported dtype."""
+    """A dense tensor of a supported dtype; warns where the result would lose its graph."""
     if isinstance(tensor, torch.Tensor) and is_sharded(tensor):
         raise TypeError(
             f"{op}: the tensor is a DTensor, of which a part lies here. Give the part, tensor.to_local(), among agents "
@@ -34,9 +36,39 @@ def check_tensor(op: str, tensor: object, dtypes: tuple[torch.dtype, ...] = DTYP
         hint = "; convert it with tensor.float()" if tensor.dtype in DTYPES else ""
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{op} takes {allowed}, not {str(tensor.dtype).removeprefix('torch.')}{hint}")
+    if tensor.requires_grad:
+        _warn_of_lost_graph(op)
     if tensor.is_conj() or tensor.is_neg():
         return tensor.resolve_conj().resolve_neg()
     return tensor
+
+
+def detached(tensor: object) -> object:
+    """The same without a graph, for callers that give it back a gradient, or that never had one to give."""
+    return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+
+
+_WARNED: set[str] = set()
+"""The operations of this process that have warned."""
+
+
+def _warn_of_lost_graph(op: str) -> None:
+    """Once for each operation, and at the line outside of this package that called it."""
+    called = op.split()[0]
+    if called in _WARNED or not torch.is_grad_enabled():
+        return
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("shoal."):
+        frame, level = frame.f_back, level + 1
+    with_gradient = called in ("allgather", "allreduce", "broadcast", "neighbor_allreduce")
+    instead = f"take shoal.autograd.{called} for a gradient, or " if with_gradient else ""
+    warnings.warn(
+        f"{called}: the tensor requires grad, and no gradient flows back from the result; {instead}give "
+        "tensor.detach()",
+        UserWarning,
+        stacklevel=level,
+    )
+    _WARNED.add(called)
 
 
 def check_out(op: str, out: torch.Tensor | None, shape: Iterable[int], dtype: torch.dtype) -> None:

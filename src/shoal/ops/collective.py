@@ -64,7 +64,8 @@ def allreduce(
         timeout: Seconds until the deadline.
 
     Returns:
-        A tensor of the same shape and dtype (``out`` if given). It never requires grad.
+        A tensor of the same shape and dtype (``out`` if given). It is detached: no gradient flows back from it, and a
+        tensor that requires grad is warned about once. :func:`shoal.autograd.allreduce` has a gradient.
     """
     how, agent, among, members = _meant(average, op, is_hierarchical_local, group)
     return submit_allreduce(agent, tensor, how, name, among, members=members, out=out, timeout=timeout).wait()
@@ -200,7 +201,14 @@ def allreduce_nonblocking_(
     """:func:`allreduce_` without waiting; ``tensor`` must not be touched until then."""
     out = tensor.detach()
     return allreduce_nonblocking(
-        tensor, average, is_hierarchical_local, name, op=op, out=out, group=group, timeout=timeout
+        out if tensor.is_leaf else tensor,
+        average,
+        is_hierarchical_local,
+        name,
+        op=op,
+        out=out,
+        group=group,
+        timeout=timeout,
     )
 
 
@@ -215,7 +223,8 @@ def broadcast(
 ) -> torch.Tensor:
     """The tensor of ``root_rank``, on every agent.
 
-    It travels along a binomial tree: ``ceil(log2(n))`` steps, and each agent sends to as many others at most.
+    It travels along a binomial tree: ``ceil(log2(n))`` steps, and each agent sends to as many others at most. The
+    result is detached; :func:`shoal.autograd.broadcast` has a gradient.
 
     Args:
         tensor: Any dtype. On the other agents it only says shape and dtype, which must be those of the root's.
@@ -275,7 +284,9 @@ def broadcast_nonblocking_(
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
     """:func:`broadcast_` without waiting; ``tensor`` must not be touched until then."""
-    return broadcast_nonblocking(tensor, root_rank, name, out=tensor.detach(), group=group, timeout=timeout)
+    out = tensor.detach()
+    given = out if tensor.is_leaf else tensor
+    return broadcast_nonblocking(given, root_rank, name, out=out, group=group, timeout=timeout)
 
 
 def as_root(op: str, root_rank: object, agent: Agent) -> int:
@@ -339,6 +350,8 @@ def allgather(
 ) -> torch.Tensor:
     """The tensors of all agents, joined along dimension 0 in rank order.
 
+    The result is detached; :func:`shoal.autograd.allgather` has a gradient.
+
     Args:
         tensor: Any dtype, at least one dimension. The first dimension may differ between agents, the others not.
         name: What calls are matched by.
@@ -369,7 +382,7 @@ def allgather_nonblocking(
 
 def gather_by_rank(
     tensor: torch.Tensor,
-    name: str,
+    name: str | None,
     *,
     group: Group | None = None,
     timeout: float | None = None,
@@ -394,8 +407,8 @@ def gather_by_rank(
         yield from complete(list(payloads.values()))
         return {rank: payloads[rank].data.view(message.shape).clone() for rank, message in parts}
 
-    channel = members.channel("allgather", name)
-    return submit_to_all(agent.engine, "allgather", channel, steps, timeout, among=members.ranks).wait()
+    channel, named = members.channel("allgather", name), name is not None
+    return submit_to_all(agent.engine, "allgather", channel, steps, timeout, named, among=members.ranks).wait()
 
 
 def parts_of_all(

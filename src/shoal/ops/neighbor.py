@@ -120,7 +120,8 @@ def neighbor_allreduce(
         timeout: Seconds until the deadline; ``SHOAL_TIMEOUT`` (300) if not given.
 
     Returns:
-        A tensor of the same shape and dtype (``out`` if given). It never requires grad.
+        A tensor of the same shape and dtype (``out`` if given). It is detached: no gradient flows back from it, and a
+        tensor that requires grad is warned about once. :func:`shoal.autograd.neighbor_allreduce` has a gradient.
 
     Raises:
         TypeError, ValueError: The arguments are wrong; nothing has been sent.
@@ -456,7 +457,7 @@ def pair_gossip(
     *,
     timeout: float | None = None,
 ) -> torch.Tensor:
-    """Average with one other agent; only the two take part.
+    """Average with one other agent; only the two take part. The result is detached.
 
     Both agents of the pair call it with each other's rank. Calls are counted for each pair by itself.
 

@@ -15,7 +15,7 @@ from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch, NotFinite
 from ..world.agent import current
 from . import plain
-from .arguments import Internal, as_ranks, check_out, check_tensor, put
+from .arguments import Internal, as_ranks, check_out, check_tensor, detached, put
 from .collective import allreduce_nonblocking_, as_root, broadcast_nonblocking_, gather_by_rank, spread
 from .grouped import in_batches
 from .groups import Group, within
@@ -186,7 +186,7 @@ def _exchange(
     distinct: list[tuple[str, torch.Tensor]] = []
     said = []
     for name, given in sorted(named, key=lambda pair: pair[0]):
-        check_tensor(op, given)
+        check_tensor(op, detached(given))
         tensor = _once_each(given.detach())
         check_out(op, tensor, tensor.shape, tensor.dtype)
         place = _place(tensor) if tensor.numel() else name

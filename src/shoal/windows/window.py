@@ -39,7 +39,7 @@ from ..engine.profiling import span
 from ..engine.seconds import as_seconds
 from ..errors import NotInitialized
 from ..interrupts import held
-from ..ops.arguments import as_ranks, channel_name, check_tensor
+from ..ops.arguments import as_ranks, channel_name, check_tensor, detached
 from ..transport.wire import DTYPES
 from ..world.agent import current
 from .memory import How, SlotState
@@ -85,7 +85,7 @@ def create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, timeout:
 def register(op: str, tensor: torch.Tensor, name: str, zero_init: bool, timeout: float | None) -> Window | None:
     """:func:`create`; None if this agent has a window of that name."""
     agent = current(op)
-    check_tensor(op, tensor, _NUMBERS)
+    check_tensor(op, detached(tensor), _NUMBERS)
     if tensor.requires_grad and not tensor.is_leaf:
         raise ValueError(f"{op}: the tensor is the result of a computation with gradients; pass tensor.detach()")
     if name is None:
@@ -443,7 +443,7 @@ class Window:
         """A put or an accumulate, checked."""
         part = self._open(op)
         tensor = part.tensor if tensor is None else tensor
-        check_tensor(op, tensor, _NUMBERS)
+        check_tensor(op, detached(tensor), _NUMBERS)
         layout = part.memory.layout
         if tensor.shape != layout.shape or tensor.dtype != layout.dtype:
             raise ValueError(

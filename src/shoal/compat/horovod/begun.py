@@ -12,7 +12,7 @@ import torch
 
 from ...engine.operation import Handle
 from ...ops.alltoall import alltoall_nonblocking
-from ...ops.arguments import WEIGHABLE, check_gatherable, check_tensor, put
+from ...ops.arguments import WEIGHABLE, check_gatherable, check_tensor, detached, put
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, broadcast_nonblocking
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
 from ...ops.handles import HandleOfMany, wait
@@ -47,7 +47,7 @@ def reduce_one(
     out: torch.Tensor | None = None,
 ) -> Handle[torch.Tensor]:
     """Begin an all-reduce of a tensor; into ``out``, if it is given."""
-    check_tensor(called, tensor)
+    check_tensor(called, detached(tensor))
     group, (op, finish) = group_of(called, process_set), _as_shoals(how, [tensor], process_set)
     sent, direct = scaled(tensor.detach(), how.before), finish is None
     made = allreduce_nonblocking(sent, op=op, name=name, out=out if direct else None, group=group)
@@ -69,7 +69,7 @@ def reduce_many(
     """Begin an all-reduce of several tensors at once; into ``outs``, if they are given."""
     tensors = listed(called, tensors)
     for one in tensors:
-        check_tensor(called, one)
+        check_tensor(called, detached(one))
     group, (op, finish) = group_of(called, process_set), _as_shoals(how, tensors, process_set)
     sent = [scaled(one.detach(), how.before) for one in tensors]
     made = grouped_allreduce_nonblocking(sent, op=op, name=name, out=outs if finish is None else None, group=group)
@@ -128,8 +128,8 @@ def allreduce_async_(
 ) -> Handle[torch.Tensor]:
     """:func:`allreduce_async` in place; ``tensor`` must not be touched until the handle is synchronized."""
     how = meant("allreduce_async_", average, op, prescale_factor, postscale_factor)
-    out = check_tensor("allreduce_async_", tensor).detach()
-    return then(reduce_one("allreduce_async_", tensor, how, name, process_set, out), lambda _: tensor)
+    check_tensor("allreduce_async_", detached(tensor))
+    return then(reduce_one("allreduce_async_", tensor, how, name, process_set, tensor.detach()), lambda _: tensor)
 
 
 def grouped_allreduce_async(
@@ -158,7 +158,9 @@ def grouped_allreduce_async_(
     """:func:`grouped_allreduce_async` in place."""
     called = "grouped_allreduce_async_"
     how = meant(called, average, op, prescale_factor, postscale_factor)
-    outs = [check_tensor(called, one).detach() for one in listed(called, tensors)]
+    for one in listed(called, tensors):
+        check_tensor(called, detached(one))
+    outs = [one.detach() for one in tensors]
     return then(reduce_many(called, tensors, how, name, process_set, outs), lambda _: list(tensors))
 
 
@@ -166,7 +168,7 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
     """``allgather`` without waiting, and without gradients."""
-    group, tensor = group_of("allgather_async", process_set), check_gatherable("allgather_async", tensor).detach()
+    group, tensor = group_of("allgather_async", process_set), check_gatherable("allgather_async", detached(tensor))
     made = allgather_nonblocking(tensor, name, group=group)
     return noted("allgather", "", name, [tensor], process_set, made)
 
@@ -185,7 +187,7 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
     """``broadcast`` without waiting, and without gradients."""
-    group, tensor = group_of("broadcast_async", process_set), check_tensor("broadcast_async", tensor).detach()
+    group, tensor = group_of("broadcast_async", process_set), check_tensor("broadcast_async", detached(tensor))
     made = broadcast_nonblocking(tensor, root_rank, name, group=group)
     return noted("broadcast", "", name, [tensor], process_set, made)
 
@@ -194,7 +196,8 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
     """:func:`broadcast_async` in place; ``tensor`` must not be touched until the handle is synchronized."""
-    group, flat = group_of("broadcast_async_", process_set), check_tensor("broadcast_async_", tensor).detach()
+    check_tensor("broadcast_async_", detached(tensor))
+    group, flat = group_of("broadcast_async_", process_set), tensor.detach()
     made = broadcast_nonblocking(flat, root_rank, name, out=flat, group=group)
     return then(noted("broadcast", "", name, [flat], process_set, made), lambda _: tensor)
 
@@ -216,7 +219,7 @@ def exchange(
     tensor: torch.Tensor, splits: Iterable[int] | torch.Tensor | None, name: str | None, process_set: ProcessSet
 ) -> Handle[tuple[torch.Tensor, list[int]]]:
     """Begin an all-to-all; its result with how many rows have come from each."""
-    group, tensor = group_of("alltoall", process_set), check_gatherable("alltoall", tensor).detach()
+    group, tensor = group_of("alltoall", process_set), check_gatherable("alltoall", detached(tensor))
     return noted("alltoall", "", name, [tensor], process_set, alltoall_nonblocking(tensor, splits, name, group=group))
 
 
@@ -230,7 +233,7 @@ def reducescatter_async(
 ) -> Handle[torch.Tensor]:
     """``reducescatter`` without waiting, and without gradients."""
     how = meant("reducescatter_async", None, op, prescale_factor, postscale_factor)
-    check_gatherable("reducescatter_async", tensor)
+    check_gatherable("reducescatter_async", detached(tensor))
     made = reduce_one("reducescatter_async", tensor, how, name, process_set)
     return then(made, lambda found: share_of(found, process_set))
 
@@ -246,7 +249,7 @@ def grouped_reducescatter_async(
     """``grouped_reducescatter`` without waiting, and without gradients."""
     how = meant("grouped_reducescatter_async", None, op, prescale_factor, postscale_factor)
     for one in listed("grouped_reducescatter_async", tensors):
-        check_gatherable("grouped_reducescatter_async", one)
+        check_gatherable("grouped_reducescatter_async", detached(one))
     made = reduce_many("grouped_reducescatter_async", tensors, how, name, process_set)
     return then(made, lambda found: [share_of(one, process_set) for one in found])
 

@@ -10,15 +10,15 @@ derivative itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from ...autograd import Linear, apply_linear, gradient_name
 from ...ops.collective import barrier as _barrier
 from ...ops.collective import gather_by_rank
-from ...world.agent import bind, current
+from ...world.agent import current
 from .begun import (
     Tensors,
     allgather_async,
@@ -35,40 +35,19 @@ from .begun import (
 from .process_sets import ProcessSet, global_process_set, group_of
 from .reductions import Average, Compression, How, Sum, compressed, listed, meant
 
-ManyToMany = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
-
-class _ThereAndBack(torch.autograd.Function):
-    """What is done with some tensors, and with the gradients of what came of them."""
-
-    @staticmethod
-    def forward(ctx: Any, there: ManyToMany, back: ManyToMany, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.back = back
-        return tuple(there(list(tensors)))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, *ctx.back(list(gradients)))
-
-
-def _through(tensors: Tensors, there: ManyToMany, back: ManyToMany) -> list[torch.Tensor]:
+def _through(tensors: Tensors, there: Linear, back: Linear) -> list[torch.Tensor]:
     """Do it, with a way back for gradients where there are any."""
     if not torch.is_grad_enabled() or not any(one.requires_grad for one in tensors):
         return there(list(tensors))
-    apply: Any = _ThereAndBack.apply
-    return list(apply(there, bind(back), *tensors))
+    return apply_linear(list(tensors), there, back)
 
 
-def _through_compressed(tensors: Tensors, compression: Any, there: ManyToMany, back: ManyToMany) -> list[torch.Tensor]:
+def _through_compressed(tensors: Tensors, compression: Any, there: Linear, back: Linear) -> list[torch.Tensor]:
     """The same of tensors that travel in another form."""
     sent, contexts = compressed(compression, tensors)
     found = _through(sent, there, back)
     return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
-
-
-def _back_name(name: str | None) -> str | None:
-    return None if name is None else f"{name}.gradient"
 
 
 def _linear(called: str, how: How) -> None:
@@ -108,7 +87,7 @@ def allreduce(
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         _linear("allreduce", how)
-        return [reduce_one("allreduce", gradients[0], how, _back_name(name), process_set).wait()]
+        return [reduce_one("allreduce", gradients[0], how, gradient_name(name), process_set).wait()]
 
     return _through_compressed([tensor], compression, there, back)[0]
 
@@ -145,7 +124,7 @@ def grouped_allreduce(
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         _linear(called, how)
-        return reduce_many(called, gradients, how, _back_name(name), process_set).wait()
+        return reduce_many(called, gradients, how, gradient_name(name), process_set).wait()
 
     return _through_compressed(listed(called, tensors), compression, there, back)
 
@@ -196,9 +175,9 @@ def _own_parts(
     """This agent's rows of the averages of some gradients."""
     rows = torch.tensor([len(one) for one in tensors])
     group, here = group_of(called, process_set), current(called).rank
-    each = gather_by_rank(rows, f"{_back_name(name) or f'{called}.gradient'} (rows)", group=group)
+    each = gather_by_rank(rows, f"{gradient_name(name) or f'{called}.gradient'} (rows)", group=group)
     before = torch.stack([torch.zeros_like(rows), *(each[rank] for rank in each if rank < here)]).sum(0)
-    means = reduce_many(called, gradients, How(Average), _back_name(name), process_set).wait()
+    means = reduce_many(called, gradients, How(Average), gradient_name(name), process_set).wait()
     return [one.narrow(0, int(first), int(count)) for one, first, count in zip(means, before, rows, strict=True)]
 
 
@@ -214,7 +193,7 @@ def broadcast(
         return [broadcast_async(tensors[0], root_rank, name, process_set).wait()]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        mean = reduce_one("broadcast", gradients[0], How(Average), _back_name(name), process_set).wait()
+        mean = reduce_one("broadcast", gradients[0], How(Average), gradient_name(name), process_set).wait()
         return [mean if current("broadcast").rank == root_rank else torch.zeros_like(mean)]
 
     return _through([tensor], there, back)[0]
@@ -253,7 +232,7 @@ def alltoall(
         return [found]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [exchange(gradients[0], came, _back_name(name), process_set).wait()[0]]
+        return [exchange(gradients[0], came, gradient_name(name), process_set).wait()[0]]
 
     (found,) = _through([tensor], there, back)
     return found if splits is None else (found, torch.tensor(came, dtype=torch.int32))
@@ -297,7 +276,7 @@ def grouped_reducescatter(
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         _linear(called, how)
         factor = how.before * how.after * (process_set.size() if how.op is Sum else 1)
-        return [one * factor for one in grouped_allgather_async(gradients, _back_name(name), process_set).wait()]
+        return [one * factor for one in grouped_allgather_async(gradients, gradient_name(name), process_set).wait()]
 
     return _through_compressed(listed(called, tensors), compression, there, back)
 
