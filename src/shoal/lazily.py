@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 
@@ -44,3 +45,12 @@ def names_of(package: dict[str, Any], module: str) -> tuple[Callable[[str], obje
         return sorted(package)
 
     return find, names
+
+
+def public_names(package: dict[str, Any]) -> list[str]:
+    """The ``__all__`` of a package whose ``__init__`` imports its public names one by one: so they stand there once.
+
+    Args:
+        package: The ``globals()`` of the package, after its imports. Its modules are not among the names.
+    """
+    return sorted(name for name, one in package.items() if name[0] != "_" and not isinstance(one, ModuleType))

@@ -24,6 +24,8 @@ from .topology._validate import check_size
 from .world.agent import agent_context
 from .world.bootstrap import CONTINUE, RAISE, default_timeout, init, leave, shutdown
 
+__all__ = ["AgentFailed", "train"]
+
 log = logging.getLogger("shoal")
 T = TypeVar("T")
 GRACE_SECONDS = 10.0

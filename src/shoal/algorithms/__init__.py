@@ -4,6 +4,7 @@ An :class:`Algorithm` is a frozen dataclass with ``init`` and ``step``. It runs 
 agents (:class:`shoal.sim.StackedFleet`), and on real ones (:func:`run`): threads, processes, a cluster.
 """
 
+from ..lazily import public_names as _public_names
 from .accum_adam import AccumAdam as AccumAdam
 from .admm import DecentralizedADMM as DecentralizedADMM
 from .algorithm import Algorithm as Algorithm
@@ -48,3 +49,5 @@ from .push_sum import PushSum as PushSum
 from .relay_sum import RelaySum as RelaySum
 from .tracking import GradientTracking as GradientTracking
 from .variance_reduction import DecentralizedSVRG as DecentralizedSVRG
+
+__all__ = _public_names(globals())

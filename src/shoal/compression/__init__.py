@@ -6,6 +6,7 @@ are CHOCO-SGD, DeepSqueeze, BEER and low-precision D-PSGD. Between machines the 
 are read where they lie.
 """
 
+from ..lazily import public_names as _public_names
 from .compressor import Cast as Cast
 from .compressor import Compressor as Compressor
 from .compressor import Identity as Identity
@@ -17,3 +18,5 @@ from .quantise import Sign as Sign
 from .sparse import RandomK as RandomK
 from .sparse import TopK as TopK
 from .zstd import Zstd as Zstd
+
+__all__ = _public_names(globals())

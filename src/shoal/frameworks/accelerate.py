@@ -41,6 +41,8 @@ from .process_state import process_state, wait_for_everyone
 from .random_state import RandomState
 from .streams import count_samples, samples_of_last_round
 
+__all__ = ["ShoalAccelerator"]
+
 Wrapper: TypeAlias = Callable[[torch.optim.Optimizer, list[torch.nn.Module]], DecentralizedOptimizer]
 """What makes an optimizer decentralized: ``shoal.DistributedAdaptThenCombineOptimizer``, or a function around it."""
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")

@@ -38,6 +38,8 @@ from .process_state import wait_for_everyone
 from .random_state import RandomState
 from .training_arguments import ShoalTrainingArguments as ShoalTrainingArguments
 
+__all__ = ["ShoalTrainer", "ShoalTrainingArguments"]
+
 AGENTS = "agents"
 """The folder of a checkpoint that has each agent's own state."""
 _STATE = "trainer_state.json"

@@ -2,6 +2,7 @@
 
 from ..data import AgentSampler as AgentSampler
 from ..data import dirichlet_shards as dirichlet_shards
+from ..lazily import public_names as _public_names
 from .accum_adamw import AccumAdamW as AccumAdamW
 from .bluefog import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
 from .bluefog import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
@@ -26,3 +27,5 @@ from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer
 from .settings import CommunicationType as CommunicationType
 from .settings import Settings as Settings
 from .warmup import Warmup as Warmup
+
+__all__ = _public_names(globals())

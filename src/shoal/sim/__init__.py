@@ -6,8 +6,11 @@ long its steps would take on a :class:`shoal.netmodel.Network`.
 """
 
 from ..algorithms.gradients import per_agent as per_agent
+from ..lazily import public_names as _public_names
 from .networks import StackedModel as StackedModel
 from .networks import loss_of as loss_of
 from .pace import Pace as Pace
 from .stacked import StackedFleet as StackedFleet
 from .stacked import StackedMix as StackedMix
+
+__all__ = _public_names(globals())

@@ -5,6 +5,7 @@ Two conventions run through all of it. ``W[i, j]`` of a mixing matrix is what ag
 This package needs numpy and networkx only, and knows nothing of the rest of Shoal.
 """
 
+from ..lazily import public_names as _public_names
 from . import families as families
 from .analysis.age import Age as Age
 from .analysis.age import age_matrix as age_matrix
@@ -100,3 +101,5 @@ from .weights import mixing_matrix as mixing_matrix
 from .weights import with_metropolis_hastings_weights as with_metropolis_hastings_weights
 from .weights import with_uniform_weights as with_uniform_weights
 from .weights import with_weights as with_weights
+
+__all__ = _public_names(globals())

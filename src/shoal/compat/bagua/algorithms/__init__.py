@@ -8,3 +8,5 @@ from . import decentralized as decentralized
 from . import gradient_allreduce as gradient_allreduce
 from . import q_adam as q_adam
 from .base import Algorithm as Algorithm
+
+__all__ = ["Algorithm", "async_model_average", "bytegrad", "decentralized", "gradient_allreduce", "q_adam"]

@@ -15,6 +15,8 @@ from ....world.agent import current
 from ....world.identity import set_topology
 from .base import Algorithm
 
+__all__ = ["AsyncModelAverageAlgorithm"]
+
 
 class AsyncModelAverageAlgorithm(Algorithm):
     """Each step an agent averages with one of all others, drawn at random, at its own pace

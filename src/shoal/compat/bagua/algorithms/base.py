@@ -8,6 +8,8 @@ import torch
 
 from ....optim.optimizer import DecentralizedOptimizer
 
+__all__ = ["Algorithm"]
+
 
 class Algorithm(ABC):
     """One of BAGUA's algorithms.

@@ -9,6 +9,8 @@ from ....compression import MinMaxUInt8
 from ....optim.optimizer import DecentralizedOptimizer
 from .gradient_allreduce import GradientAllReduceAlgorithm
 
+__all__ = ["ByteGradAlgorithm"]
+
 
 class ByteGradAlgorithm(GradientAllReduceAlgorithm):
     """The same with eight bits for each number, on the way to the mean and back (Gan et al. 2021, arXiv:2107.01499).

@@ -17,6 +17,8 @@ from ....topology.schedule import Schedule
 from ....world.agent import current
 from .base import Algorithm
 
+__all__ = ["DecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithm"]
+
 _MODES = ("all", "shift_one")
 
 

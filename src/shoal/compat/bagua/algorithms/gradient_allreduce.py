@@ -8,6 +8,8 @@ from ....algorithms.gradient_descent import ParallelGradientDescent
 from ....optim.optimizer import DecentralizedOptimizer
 from .base import Algorithm
 
+__all__ = ["GradientAllReduceAlgorithm"]
+
 
 class GradientAllReduceAlgorithm(Algorithm):
     """The mean of all agents' gradients, and then the local step.

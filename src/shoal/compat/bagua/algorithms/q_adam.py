@@ -13,6 +13,8 @@ from ....optim.one_bit_adam import OneBitAdam
 from ....optim.optimizer import DecentralizedOptimizer
 from .base import Algorithm
 
+__all__ = ["QAdamAlgorithm", "QAdamOptimizer"]
+
 
 class QAdamOptimizer(OneBitAdam):
     """:class:`shoal.OneBitAdam` with BAGUA's arguments.
