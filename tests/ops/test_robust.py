@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -13,7 +16,7 @@ import shoal
 from shoal.ops.robust import Robust
 from support.surviving_training import Point3, curvature, target
 
-SIZE = 5
+SIZE = 7
 
 
 def tensors(dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
@@ -22,9 +25,16 @@ def tensors(dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
     return [one.to(dtype) for one in found]
 
 
+def hops(rule: Robust | None) -> list[int]:
+    """To the fewest neighbours that a rule needs, equally many on each side."""
+    reach = 1 if rule is None else (rule.neighbours_needed + 1) // 2
+    return [*range(-reach, 0), *range(1, reach + 1)]
+
+
 def average(numel: int, dtype: torch.dtype, rule: Robust | None, spoil: dict[int, float]) -> torch.Tensor:
-    """A round over a ring in which some send a constant instead of their tensor."""
-    shoal.set_topology(shoal.RingGraph(SIZE))
+    """A round over a ring, or a wider one, in which some send a constant instead of their tensor."""
+    edges = [(rank, (rank + hop) % SIZE) for rank in range(SIZE) for hop in hops(rule)]
+    shoal.set_topology(nx.DiGraph(edges))
     x = tensors(dtype, numel)[shoal.rank()]
     if shoal.rank() in spoil:
         x = torch.full_like(x, spoil[shoal.rank()])
@@ -40,7 +50,7 @@ def average(numel: int, dtype: torch.dtype, rule: Robust | None, spoil: dict[int
 
 def of_paper(rule: Robust, rank: int, x: list[np.ndarray]) -> np.ndarray:
     """The rules again, one neighbour at a time, in float64."""
-    group = [rank, *sorted({(rank - 1) % SIZE, (rank + 1) % SIZE})]
+    group = [rank, *sorted({(rank + hop) % SIZE for hop in hops(rule)})]
     finite = [one for one in group if one == rank or np.isfinite(x[one]).all()]
     own = x[rank]
     if isinstance(rule, shoal.TrimmedMean):
@@ -56,7 +66,7 @@ def of_paper(rule: Robust, rank: int, x: list[np.ndarray]) -> np.ndarray:
     for one in finite:
         step = x[one] - own
         length = np.linalg.norm(step)
-        total += step * min(1.0, radius / length if length else 1.0) / 3
+        total += step * min(1.0, radius / length if length else 1.0) / len(group)
     return total
 
 
@@ -109,11 +119,136 @@ def test_who_sends_what_is_not_finite_is_named(caplog: pytest.LogCaptureFixture)
     assert said == [f"rank {rank} leaves out what rank 2 sends: it is not finite" for rank in (1, 3)]
 
 
+def too_few(call: Callable[[], torch.Tensor]) -> str:
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    try:
+        call()
+    except ValueError as error:
+        shoal.barrier()  # leave no agent behind that has not called it yet
+        return str(error)
+    shoal.barrier()
+    return ""
+
+
+def one_source(form: str, rule: Robust) -> torch.Tensor:
+    """Each agent receives from one other."""
+    rank, size = shoal.rank(), shoal.size()
+    sources = None if form == "push" else {(rank - 1) % size: 0.5}
+    destinations = None if form == "pull" else {(rank + 1) % size: 0.5}
+    return shoal.neighbor_allreduce(torch.ones(2), 0.5, sources, destinations, robust=rule)
+
+
+@pytest.mark.parametrize("rule", [shoal.ClippedGossip(), shoal.TrimmedMean()], ids=str)
+@pytest.mark.parametrize("form", ["static", "push", "pull", "push-pull"])
+def test_too_few_neighbours_in_a_round_are_refused_with_the_remedy(rule: Robust, form: str) -> None:
+    static = partial(shoal.neighbor_allreduce, torch.ones(2), robust=rule)
+    found = shoal.Fleet(4).run(too_few, static if form == "static" else partial(one_source, form, rule))
+    for rank, said in enumerate(found):
+        assert f"robust={rule}: an agent needs at least 3 neighbours" in said
+        assert f"rank {rank} has ranks [" in said
+        assert "FullyConnectedGraph" in said
+
+
+def in_a_group(rule: Robust) -> torch.Tensor:
+    """Agents 0 to 3 of 6, of which each has the three others as neighbours, and 4 and 5 with one."""
+    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    group = [0, 1, 2, 3] if shoal.rank() < 4 else [4, 5]
+    return shoal.neighbor_allreduce(torch.tensor([float(shoal.rank())]), robust=rule, group=group)
+
+
+def test_the_neighbours_of_a_group_count() -> None:
+    found = shoal.Fleet(6).run(too_few, partial(in_a_group, shoal.TrimmedMean()))
+    assert found[:4] == [""] * 4
+    assert all("needs at least 3 neighbours" in said for said in found[4:])
+
+
+def without_a_need() -> list[float]:
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    x = torch.tensor([float(shoal.rank())])
+    rules = (shoal.FiniteOnly(), shoal.ClippedGossip(radius=9.0))
+    found = [shoal.neighbor_allreduce(x, robust=rule).item() for rule in rules]
+    alone = [shoal.neighbor_allreduce(x, 1.0, {}, {}, robust=rule).item() for rule in (shoal.TrimmedMean(), *rules)]
+    return found + alone
+
+
+def test_a_rule_that_needs_no_more_and_an_agent_without_neighbours_are_no_error() -> None:
+    for rank, found in enumerate(shoal.Fleet(4).run(without_a_need)):
+        assert found[0] == found[1] != rank or rank in (1, 2)
+        assert found[2:] == [rank] * 3
+
+
+def with_schedule(schedule: shoal.topology.Schedule, rule: Robust) -> str:
+    model = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=schedule, robust=rule)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_looks_at_the_rounds_of_its_schedule() -> None:
+    gossip = shoal.topology.find("gossip-pga").schedule(4)
+    for said in shoal.Fleet(4).run(with_schedule, gossip, shoal.TrimmedMean()):
+        assert "needs at least 3 neighbours" in said
+        assert "in round 0 of topology= rank 0 has 1" in said
+    whole = shoal.topology.find("fully-connected").schedule(4)
+    assert shoal.Fleet(4).run(with_schedule, whole, shoal.TrimmedMean()) == [""] * 4
+    assert shoal.Fleet(4).run(with_schedule, gossip, shoal.FiniteOnly()) == [""] * 4
+
+
+def by_hand() -> str:
+    model = torch.nn.Linear(1, 1)
+    optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer.robust, rank, size = shoal.ClippedGossip(), shoal.rank(), shoal.size()
+    optimizer.self_weight, optimizer.src_weights = 0.5, {(rank - 1) % size: 0.5}
+    optimizer.dst_weights = [(rank + 1) % size]
+    model(torch.ones(1, 1)).sum().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        shoal.barrier()
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_looks_at_weights_by_hand_in_the_step() -> None:
+    assert all("needs at least 3 neighbours" in said for said in shoal.Fleet(4).run(by_hand))
+
+
+def after_a_loss(rule: Robust) -> list[float]:
+    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    x, found = torch.tensor([float(shoal.rank())]), []
+    for round_ in range(3):
+        if round_ == 1 and shoal.rank() == 3:
+            shoal.shutdown()
+            return found
+        x = shoal.neighbor_allreduce(x, robust=rule)
+        found.append(x.item())
+    return found
+
+
+@pytest.mark.parametrize("rule", [shoal.ClippedGossip(), shoal.TrimmedMean()], ids=str)
+def test_survivors_with_too_few_neighbours_are_warned_once_and_go_on(
+    rule: Robust, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shoal.ops import robust
+
+    robust._warned.clear()
+    monkeypatch.setenv("SHOAL_ON_LOSS", "continue")
+    with caplog.at_level(logging.WARNING, "shoal"):
+        found = shoal.Fleet(4).run(after_a_loss, rule)
+    assert [len(one) for one in found] == [3, 3, 3, 1]
+    said = sorted(record.message for record in caplog.records if "needs at least" in record.message)
+    assert [one.split("and rank ")[1][0] for one in said] == ["0", "1", "2"], said
+    assert all(one.endswith("Agents were lost, so it goes on without that guarantee") for one in said)
+
+
 def train(rule: Robust | None, liar: str) -> list[float]:
     """Rank 4 is dishonest, if it is; the others minimise what they have."""
     rank, model = shoal.rank(), Point3()
     optimizer = shoal.DistributedAdaptThenCombineOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.02), model, topology=shoal.FullyConnectedGraph(SIZE), robust=rule
+        torch.optim.SGD(model.parameters(), lr=0.02), model, topology=shoal.FullyConnectedGraph(5), robust=rule
     )
     c, h = torch.tensor(target(min(rank, 3)) * 0.1), curvature(0)
     draw = torch.Generator().manual_seed(1)
@@ -150,9 +285,9 @@ def train(rule: Robust | None, liar: str) -> list[float]:
 )
 def test_the_others_learn_beside_one_that_lies(rule: Robust, liar: str) -> None:
     honest = np.mean([target(rank) * 0.1 for rank in range(4)], axis=0)
-    found = np.array(shoal.Fleet(SIZE).run(train, rule, liar)[:4])
+    found = np.array(shoal.Fleet(5).run(train, rule, liar)[:4])
     assert np.abs(found - honest).max() < 0.25, found
-    spoiled = np.array(shoal.Fleet(SIZE).run(train, None, liar)[:4])
+    spoiled = np.array(shoal.Fleet(5).run(train, None, liar)[:4])
     assert not np.abs(spoiled - honest).max() < 5.0
 
 
@@ -197,7 +332,7 @@ def refused() -> list[str]:
 
 
 def test_where_a_rule_would_not_count_it_is_refused() -> None:
-    for said in shoal.Fleet(3).run(refused):
+    for said in shoal.Fleet(8).run(refused):
         assert [one.split(":")[0][:20] for one in said] and len(said) == 4, said
         assert "must be a rule" in said[0] and "would not count" in said[1] and "would not count" in said[2]
         assert "no order" in said[3]

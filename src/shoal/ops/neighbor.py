@@ -49,7 +49,7 @@ from .arguments import (
 from .encoded import Encoded, encoded_by_call
 from .groups import ALL, Group, Within, within
 from .on_device import average as on_its_device
-from .robust import Robust
+from .robust import Robust, check_neighbours
 from .together import Discovering, WithNeighbours, copied, is_small
 
 OP = "neighbor_allreduce"
@@ -104,9 +104,8 @@ def neighbor_allreduce(
         src_weights: ``{source: r_ij}``.
         dst_weights: ``{destination: s_ji}``, or a list of destinations for weights of 1.
         enable_topo_check: Confirm on each edge that both sides know of it (see above).
-        robust: A rule in the place of the weighted average, for neighbours that may send nonsense:
-            :class:`~shoal.FiniteOnly`, :class:`~shoal.ClippedGossip` or :class:`~shoal.TrimmedMean`. Agents may have
-            different ones.
+        robust: A rule in the place of the weighted average, for faulty neighbours: :class:`~shoal.FiniteOnly`, or with
+            three neighbours in a round :class:`~shoal.ClippedGossip`, :class:`~shoal.TrimmedMean`. Agents' may differ.
         compression: Between machines a :mod:`message <shoal.compression>` of it travels in the place of the tensor, and
             the result is ``x_i - C(x_i) + w_ii C(x_i) + sum r_ij s_ij C(x_j)``: what a message leaves out stays with
             its agent, so that weights whose columns sum to 1 keep the mean. Within a machine tensors are read where
@@ -124,7 +123,7 @@ def neighbor_allreduce(
         tensor that requires grad is warned about once. :func:`shoal.autograd.neighbor_allreduce` has a gradient.
 
     Raises:
-        TypeError, ValueError: The arguments are wrong; nothing has been sent.
+        TypeError, ValueError: The arguments are wrong; nothing has been sent (but in a push too few for ``robust``).
         Mismatch: Agents disagree on shape, dtype, operation, topology, or on who sends to whom.
         PeerLost, DeadlineExceeded: Agents are gone, or did not come in time.
     """
@@ -245,6 +244,9 @@ def submit(
     elif form in ("push", "pull") and not checked:
         _check_within(agent, known, form)
         form += " within"
+    if robust is not None:
+        ranks = (static.without(rest).mixing if form == "static" else known).source_ranks
+        check_neighbours(agent, robust, ranks, whole=form == "static" or replan is not None)
     plain = robust is None and encoded is None and speaks is None and not layout
     may_fuse = agent.engine.may_fuse_in_stages if form in ("push", "pull") else agent.engine.may_fuse
     together = form == "push-pull" or (form in ("static", "push", "pull") and members is ALL)
@@ -422,10 +424,11 @@ def _mix(
     terms = [(payload(arrived, rank), weight) for rank, weight in zip(there, weights, strict=True)]
     if encoded is not None:
         payloads = yield from encoded.decoded(operation, agent, [(rank, arrived[rank]) for rank in there])
-        terms = [(one, weight) for one, (_, weight) in zip(payloads, terms, strict=True)]
+        terms = list(zip(payloads, weights, strict=True))
     if robust is None:
         yield from weighted_sum(result.flat, own_data, own, terms)
     else:  # it has to look at all of a tensor first
+        check_neighbours(agent, robust, there, whole=False)  # known only now in a push, and after losses
         yield from complete([one for one, _ in terms])
         theirs = [(rank, one.data, weight) for rank, (one, weight) in zip(there, terms, strict=True)]
         robust.combine(agent.rank, result.flat, published.data, own, theirs)

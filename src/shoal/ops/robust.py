@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..arithmetic import weigh_in_blocks
+from ..world.agent import Agent
 
 log = logging.getLogger("shoal")
 BLOCK = 1 << 16
@@ -22,10 +23,20 @@ BLOCK = 1 << 16
 Term = tuple[int, torch.Tensor, float]
 """A neighbour's rank, its tensor (flat) and its weight."""
 _named: set[tuple[int, int]] = set()
+_warned: set[tuple[int, Robust]] = set()
+"""The agents and rules of which the log has said that too few neighbours are left."""
 
 
 class Robust(ABC):
-    """A rule that takes the place of the weighted average; a frozen dataclass, so that agents can compare theirs."""
+    """A rule that takes the place of the weighted average; a frozen dataclass, so that agents can compare theirs.
+
+    Attributes:
+        neighbours_needed: The fewest neighbours that an agent needs in a round, unless it has none at all.
+    """
+
+    @property
+    def neighbours_needed(self) -> int:
+        return 1
 
     def combine(
         self, rank: int, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]
@@ -72,7 +83,9 @@ class ClippedGossip(Robust):
     Args:
         radius: In the norm of a tensor; what honest neighbours are apart. If not given, it is set anew in each round
             for each tensor: the distance of the nearest but ``tolerated``, to which those farther away are clipped.
-        tolerated: How many neighbours of one agent may send nonsense, if ``radius`` is not given.
+        tolerated: How many neighbours of one agent may send nonsense, if ``radius`` is not given. An agent then needs
+            ``2 tolerated + 1`` neighbours in a round: of fewer, the honest ones need not be the majority, and equal
+            neighbours can make the radius 0, so that agents stop at different values.
 
     Raises:
         ValueError: ``radius`` is negative, or no number; ``tolerated`` is not 1 or more.
@@ -86,6 +99,10 @@ class ClippedGossip(Robust):
             raise ValueError(f"ClippedGossip: radius={self.radius!r} must be 0 or more")
         if self.tolerated < 1:
             raise ValueError(f"ClippedGossip: tolerated={self.tolerated!r} must be 1 or more")
+
+    @property
+    def neighbours_needed(self) -> int:
+        return 1 if self.radius is not None else 2 * self.tolerated + 1
 
     def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
         distances = [_distance(own, tensor) for _, tensor, _ in terms]
@@ -105,8 +122,9 @@ class TrimmedMean(Robust):
     """In each coordinate the mean of what is left without the ``count`` largest and the ``count`` smallest numbers
     (Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning", 2018), this agent's own among them.
 
-    All count alike: the weights of the topology say only who takes part. Where fewer than ``2 count + 1`` tensors are
-    there, as many are trimmed as leave one.
+    All count alike: the weights of the topology say only who takes part. An agent needs ``2 count + 1`` neighbours in a
+    round: of fewer, the honest ones need not be the majority, and with two neighbours the median of three can keep
+    agents at different values. Where losses leave an agent fewer, as many are trimmed as leave one.
 
     Args:
         count: How many neighbours of one agent may send nonsense.
@@ -121,6 +139,10 @@ class TrimmedMean(Robust):
         if self.count < 1:
             raise ValueError(f"TrimmedMean: count={self.count!r} must be 1 or more")
 
+    @property
+    def neighbours_needed(self) -> int:
+        return 2 * self.count + 1
+
     def _combine(self, out: torch.Tensor, own: torch.Tensor, own_weight: float, terms: Sequence[Term]) -> None:
         if own.is_complex():
             raise TypeError("TrimmedMean: complex numbers have no order; take ClippedGossip")
@@ -131,6 +153,37 @@ class TrimmedMean(Robust):
         for target, *numbers in zip(*blocks, strict=True):
             ordered = torch.stack([one.to(wide) for one in numbers]).sort(dim=0).values
             target.copy_(ordered[cut : len(tensors) - cut].mean(dim=0))
+
+
+def check_neighbours(agent: Agent, rule: Robust, neighbours: Sequence[int], *, whole: bool) -> None:
+    """Refuse a rule whose agent has too few neighbours in a round; where losses may be why, warn once and go on.
+
+    Args:
+        agent: The agent that averages.
+        rule: Its rule.
+        neighbours: The ranks whose tensors it takes. With none there is nothing to tell apart, and no error.
+        whole: They are those of a topology of all agents, which is too small whoever is lost.
+
+    Raises:
+        ValueError: They are fewer than the rule needs, and that is not for a loss under ``on_loss="continue"``.
+    """
+    if not 0 < len(neighbours) < rule.neighbours_needed:
+        return
+    what, engine = too_few(rule, f"rank {agent.rank} has ranks {list(neighbours)}"), agent.engine
+    if whole or not engine.agreement.active or len(engine.membership.view.alive) == agent.size:
+        raise ValueError(what)
+    if (agent.rank, rule) not in _warned:
+        _warned.add((agent.rank, rule))
+        log.warning("%s. Agents were lost, so it goes on without that guarantee", what)
+
+
+def too_few(rule: Robust, found: str) -> str:
+    """The message of an agent that has too few neighbours in a round, with the remedy."""
+    return (
+        f"robust={rule}: an agent needs at least {rule.neighbours_needed} neighbours in a round to tell honest tensors "
+        f"from others, and {found}; with fewer the average can stop before agents agree. Take a topology with more "
+        "neighbours in a round, such as shoal.FullyConnectedGraph, or ClippedGossip(radius=...) or FiniteOnly()"
+    )
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

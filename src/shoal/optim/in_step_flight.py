@@ -80,6 +80,7 @@ class ParameterFlight(InStepFlight):
     ) -> None:
         super().__init__(params, name, bucket_bytes, settings, schedule)
         self._round: Round | None = None
+        settings.check_neighbours(schedule)
 
     def exchange(self) -> None:
         self.prepare()

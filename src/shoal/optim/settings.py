@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from ..algorithms.agent_schedule import AgentSchedule
+from ..algorithms.needs import LOOKED_AT
 from ..engine.operation import Handle
 from ..ops.collective import submit_allreduce
 from ..ops.hierarchical import machine_mixing
 from ..ops.hierarchical import submit as submit_between_machines
 from ..ops.neighbor import mixing_of, submit
-from ..ops.robust import Robust
+from ..ops.robust import Robust, too_few
 from ..topology._validate import check_size
 from ..topology.mixing import Mixing
 from ..world.agent import Agent, current
@@ -84,6 +85,20 @@ class Settings:
             except (TypeError, ValueError):
                 raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}") from None
         setattr(self, name, value)
+
+    def check_neighbours(self, schedule: AgentSchedule | None) -> None:
+        """All agents have as many neighbours in the rounds of a schedule as ``robust`` needs; else the step checks it.
+
+        Raises:
+            ValueError: An agent has fewer.
+        """
+        among_agents = self.communication_type is CommunicationType.neighbor_allreduce
+        if self.robust is None or schedule is None or not among_agents:
+            return
+        found = schedule.too_few_sources(self.robust.neighbours_needed, LOOKED_AT)
+        if found is not None:
+            round_, rank, received = found
+            raise ValueError(too_few(self.robust, f"in round {round_} of topology= rank {rank} has {received}"))
 
     def next_round(self, schedule: AgentSchedule | None, number: int) -> Round:
         """What the next exchange is, as the settings are now.
