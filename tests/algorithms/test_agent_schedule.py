@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import networkx as nx
+import pytest
 from networkx import DiGraph
 
 from shoal.algorithms.agent_schedule import AgentSchedule
-from shoal.topology import Mixing, OnePeerExponential, RandomMatchings, RingGraph
+from shoal.topology import CecaPairs, Mixing, OnePeerExponential, RandomMatchings, RingGraph, Schedule, Static
 
 
 def test_a_round_is_the_mixing_of_its_graph() -> None:
@@ -37,3 +40,29 @@ def test_its_row_and_column_stochastic_forms_are_those_of_the_stacked_fleet() ->
     schedule = AgentSchedule(graph, 1)
     assert schedule.mixing(0, "pull") == Mixing(1, 1 / 2, {0: 1 / 2}, [2])
     assert schedule.mixing(0, "push") == Mixing(1, 1 / 2, {0: 1 / 3}, [2])
+
+
+def alone(topology: Schedule, gone: tuple[int, ...]) -> Schedule:
+    """What an algorithm might make of its topology that cannot keep the survivors connected."""
+    return Static(nx.DiGraph([(rank, rank) for rank in range(topology.size)]))
+
+
+def test_every_survivor_logs_an_error_where_the_survivors_are_not_connected(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "shoal"):
+        for rank in (1, 3):
+            for round_ in range(3):
+                AgentSchedule(CecaPairs(8), rank).mixing(round_, gone=(0, 2, 4))
+        assert not caplog.records
+        for rank in (1, 3):
+            schedule = AgentSchedule(CecaPairs(8), rank, alone)
+            for round_ in range(3):
+                schedule.mixing(round_, gone=(0, 2))
+    said = [record.message for record in caplog.records]
+    assert [one.split(":")[0] for one in said] == ["rank 1", "rank 3"]
+    assert all("without ranks [0, 2]" in one and "are not connected" in one for one in said)
+
+
+def test_agents_that_were_never_connected_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "shoal"):
+        AgentSchedule(nx.DiGraph([(0, 1), (1, 0), (2, 2), (3, 3)]), 0).mixing(0, gone=(3,))
+    assert not caplog.records

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import networkx as nx
 import numpy as np
 
 from ..topology.healing import Without
+from ..topology.links import separates
 from ..topology.mixing import Mixing
 from ..topology.schedule import AnyTopology, Schedule
 from .weights import Form, Ranks, ScheduleWeights, Weights
 
+log = logging.getLogger("shoal")
 _KEPT = 256
 """Rounds that are remembered; of a schedule without a period they never come again."""
 
@@ -66,6 +69,25 @@ class AgentSchedule:
             self._mixings[key] = found = Mixing(self._rank, own, sources, destinations, size=self.size)
         return found
 
+    def too_few_sources(self, needed: int, rounds: int) -> tuple[int, int, int] | None:
+        """The first agent that receives from others in a round, but from fewer than an operation needs.
+
+        Args:
+            needed: The fewest sources of an agent that has any.
+            rounds: How many rounds to look at, if the period is not shorter.
+
+        Returns:
+            The round, the rank and its number of sources; None if there is no such agent.
+        """
+        schedule = self._weights.schedule
+        for round_ in range(min(schedule.period or rounds, rounds)):
+            weights = self._weights[round_]
+            received = np.bincount(weights.destination[~weights.own], minlength=self.size)
+            few = np.flatnonzero((received > 0) & (received < needed))
+            if len(few):
+                return round_, int(few[0]), int(received[few[0]])
+        return None
+
     def neighbours(self, round_: int, gone: tuple[int, ...] = ()) -> list[int]:
         """The agents that this one has links with, both ways."""
         left = self._left_without(gone)
@@ -80,5 +102,14 @@ class AgentSchedule:
 
     def _left_without(self, gone: tuple[int, ...]) -> ScheduleWeights:
         if gone not in self._left:
-            self._left[gone] = ScheduleWeights(self._healed(self._weights.schedule, gone))
+            whole = self._weights.schedule
+            self._left[gone] = left = ScheduleWeights(self._healed(whole, gone))
+            if separates(whole, left.schedule, gone):
+                log.error(
+                    "rank %d: without ranks %s the agents of %s that are left are not connected, so that they will not "
+                    "agree. Load a checkpoint and begin again with a topology of these agents",
+                    self._rank,
+                    list(gone),
+                    whole.describe(),
+                )
         return self._left[gone]

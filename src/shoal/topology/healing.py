@@ -10,8 +10,9 @@ the stochastic complement of W (Meyer, "Stochastic complementation, uncoupling M
 reducible systems", SIAM Review 31, 1989). Rows that sum to one still do, columns too, symmetric stays symmetric, what
 was connected in a round is connected, and a round of pairs is one of pairs.
 
-What holds over several rounds is another matter: where two hear of each other only because a third meets one and then
-the other, a round by itself does not show it. Families that plan over rounds say for themselves how they go on
+A path over several rounds is another matter: an agent that exchanges with lost agents only, one in each round, would be
+alone. So the survivors' union graph over the period is looked at as well, and :mod:`~shoal.topology.links` joins its
+parts by exchanges of idle agents. Families that plan over rounds say for themselves how they go on
 (:meth:`Schedule.among`).
 """
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from ._edges import Edges, Ranks, Weights, assemble
 from ._validate import check_rank
+from .links import Links
 from .schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
 
 _ALONE = 1e-12
@@ -33,9 +35,15 @@ class Without(EdgeSchedule):
     """A topology without some of its agents: those who heard each other through them do so directly.
 
     Ranks keep their values. Who is gone has a self weight of one and no edges. It is the same on every agent, whatever
-    the order in which agents were lost. The Base-(k+1) graphs, the hyper-hypercube and the one-peer hypercube become a
-    Base-(k+1) graph of the agents that are left, which is exact for any number; in Ring-Star by delegates the next
-    agent of a group takes a lost delegate's place.
+    the order in which agents were lost.
+
+    Survivors that were connected over the rounds of a period stay so. Where leaving out the lost agents alone would
+    separate them, idle agents of different parts exchange in pairs, with weights of 1/2. If that is not enough, rounds
+    of such pairs are added to the period (:mod:`~shoal.topology.links`).
+
+    The Base-(k+1) graphs, the hyper-hypercube and the one-peer hypercube become a Base-(k+1) graph of the agents that
+    are left, which is exact for any number; in Ring-Star by delegates the next agent of a group takes a lost delegate's
+    place.
 
     >>> ring = [[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]  # agent 2 hears agent 1, and that hears agent 0
     >>> Without(ring, [1]).matrix(0)
@@ -69,9 +77,15 @@ class Without(EdgeSchedule):
         self.size = whole.size
         self._left = [rank for rank in range(whole.size) if rank not in lost]
         self._planned = whole.among(self._left) if self._left and lost else None
-        self.period = whole.period if self._planned is None else self._planned.period
+        healed = whole.period if self._planned is None else self._planned.period
+        self._links = Links(self.whole, healed, self._left, self._healed) if lost and healed != 1 else None
+        self.period = healed if self._links is None else self._links.period
 
     def _edges(self, round: int) -> Edges:
+        return self._healed(round) if self._links is None else self._links.edges(round)
+
+    def _healed(self, round: int) -> Edges:
+        """A round by itself, whether or not the survivors are connected over the period."""
         if self._planned is None:
             return _eliminated(self.size, self.whole.edges(round), self.gone)
         edges, left, gone = self._planned.edges(round), np.array(self._left), np.array(self.gone)
