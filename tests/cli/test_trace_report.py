@@ -7,11 +7,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import shoal
 from shoal.cli import main
+from shoal.monitor.breakdown_picture import _draw_steps
 from shoal.monitor.run_report import RunReport
 from support.fault_points import over_both
 from support.namespaces import Namespace, network_namespaces
@@ -78,6 +81,45 @@ def test_it_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         picture = tmp_path / "out" / name
         assert f"drawn: {picture}" in report(capsys, str(tmp_path), "--picture", str(picture))
         assert picture.stat().st_size > 5000
+
+
+def restarted(folder: Path) -> list[Written]:
+    """Rank 1 is killed after step 5 of 20, and its second start takes part from step 11 on; its own first is 1."""
+    lives = [Written(0), Written(1), Written(1, incarnation=1)]
+    for number in range(1, 21):
+        at = 20.0 * number
+        parts = [(lives[0], number)]
+        parts += [(lives[1], number)] if number <= 5 else []
+        parts += [(lives[2], number - 10)] if number > 10 else []
+        for agent, own in parts:
+            agent.call(at + 10.0, at + 20.0, "x", number)
+            agent.step(own, at, at + 20.0)
+    for agent, suffix in zip(lives, ("", "", "-again1"), strict=True):
+        agent.into(folder, suffix, closed=agent is not lives[1])
+    return lives
+
+
+def test_the_steps_of_a_restarted_agent_are_drawn_where_the_others_were_then(tmp_path: Path) -> None:
+    restarted(tmp_path)
+    found = RunReport.of(tmp_path)
+    figure = Figure()
+    axes = figure.add_subplot()
+    _draw_steps(figure, axes, found)
+    [image] = axes.images
+    first, last = (round(image.get_extent()[k] + (0.5, -0.5)[k]) for k in (0, 1))
+    steps = [[first + k for k, cell in enumerate(row) if cell == cell] for row in image.get_array().filled(np.nan)]
+    # The first step of each life is left out.
+    assert steps == [list(range(2, 21)), list(range(2, 6)), list(range(12, 21))]
+    assert (first, last) == (2, 20)
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 1 (restarted)"]
+
+
+def test_a_restarted_agent_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    restarted(tmp_path)
+    said = report(capsys, str(tmp_path), "--steps")
+    assert "1 (restarted) here 20.00" in said and " 1 here 20.00" in said
+    assert "1 (restarted) 10 20.000" in said
+    assert "those of ranks 1 end in the middle" in said
 
 
 def test_every_step_is_listed_where_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..monitor.breakdown import KINDS
 from ..monitor.findings import Typical, size_of, sizes, small_messages
 from ..monitor.run_report import RunReport
+from ..monitor.traces import names_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,7 +66,7 @@ def _what_there_is(report: RunReport) -> list[str]:
     if found.missing:
         missing = ", ".join(map(str, found.missing))
         lines.append(f"  none of rank{'s' if len(found.missing) > 1 else ''} {missing}, so what they did is not known")
-    torn = ", ".join(str(one.rank) for one in found.traces if one.torn)
+    torn = ", ".join(name for one, name in zip(found.traces, names_of(found.traces), strict=True) if one.torn)
     if torn:
         lines.append(f"  those of ranks {torn} end in the middle: the agents were killed, or run still")
     if found.others:
@@ -102,7 +103,7 @@ def _table(report: RunReport) -> Table:
     for name in ("rank", "host", unit, *KINDS):
         table.add_column(name, justify="left" if name == "host" else "right")
     for one in report.typical:
-        table.add_row(str(one.rank), Text(one.host), f"{scale * one.length:.2f}", *_parts(one))
+        table.add_row(one.name, Text(one.host), f"{scale * one.length:.2f}", *_parts(one))
     return table
 
 
@@ -116,10 +117,10 @@ def _steps(report: RunReport) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "step", "ms", *(f"{kind}, ms" for kind in KINDS)):
         table.add_column(name, justify="right")
+    names = names_of(report.traces)
     for one in report.shares:
-        rank = report.traces[one.trace].rank
         times = (one.length, *(one.into[kind] for kind in KINDS))
-        table.add_row(str(rank), str(one.number), *(f"{nanoseconds / 1e6:.3f}" for nanoseconds in times))
+        table.add_row(names[one.trace], str(one.number), *(f"{nanoseconds / 1e6:.3f}" for nanoseconds in times))
     return table
 
 

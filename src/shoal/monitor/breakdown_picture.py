@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER
+from .breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER, Share
 from .findings import size_of, sizes
 from .run_report import RunReport
+from .traces import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,25 +71,52 @@ def _draw_parts(axes: Axes, report: RunReport) -> None:
 
 
 def _draw_steps(figure: Figure, axes: Axes, report: RunReport) -> None:
-    """A cell for each agent and step, by how long it computes."""
-    rows: list[list[float]] = []
-    for number in sorted({one.trace for one in report.shares}):
-        rows.append([one.into[COMPUTING] / 1e6 for one in report.shares if one.trace == number][-MOST_STEPS:])
-    width = max(map(len, rows))
-    cells = [[float("nan")] * (width - len(row)) + row for row in rows]
-    seen = sorted(value for row in rows for value in row)
+    """A cell for each agent and step of the run, by how long it computes."""
+    from matplotlib.ticker import MaxNLocator
+
+    offsets = step_offsets(report.traces, report.shares)
+    placed = [(one.trace, one.number + offsets[one.trace], one.into[COMPUTING] / 1e6) for one in report.shares]
+    last = max(step for _, step, _ in placed)
+    first = max(min(step for _, step, _ in placed), last - MOST_STEPS + 1)
+    rows = {number: row for row, number in enumerate(sorted({one.trace for one in report.shares}))}
+    cells = [[float("nan")] * (last - first + 1) for _ in rows]
+    for number, step, value in placed:
+        if step >= first:
+            cells[rows[number]][step - first] = value
+    seen = sorted(value for _, step, value in placed if step >= first)
     image = axes.imshow(
-        cells, aspect="auto", cmap="Blues", vmin=0.0, vmax=seen[int(0.98 * (len(seen) - 1))], interpolation="nearest"
+        cells,
+        aspect="auto",
+        cmap="Blues",
+        vmin=0.0,
+        vmax=seen[int(0.98 * (len(seen) - 1))],
+        interpolation="nearest",
+        extent=(first - 0.5, last + 0.5, len(rows) - 0.5, -0.5),
     )
     _name_agents(axes, report)
-    last = max(one.number for one in report.shares)
-    ticks = axes.get_xticks()
-    shown = [tick for tick in ticks if 0 <= tick < width]
-    axes.set_xticks(shown, [str(last - width + 1 + round(tick)) for tick in shown])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_title("Milliseconds of computing in each step", loc="left", fontsize=10, color=INK)
     figure.colorbar(image, ax=axes, pad=0.01)
     _plain(axes)
+
+
+def step_offsets(traces: Sequence[Trace], shares: Sequence[Share]) -> list[int]:
+    """What to add to the step numbers of each trace to get those of the run.
+
+    A restarted agent counts its steps from 1 again. Its first step is the one at which the others were at that time.
+    """
+    first: dict[int, Share] = {}
+    for one in sorted(shares, key=lambda share: share.start):
+        first.setdefault(one.trace, one)
+    offsets = [0] * len(traces)
+    reached: list[tuple[int, int]] = []  # when each step of the agents before it began, and its number in the run
+    for number, begin in first.items():
+        if traces[number].incarnation:
+            now = max((step for start, step in reached if start <= begin.start), default=begin.number)
+            offsets[number] = max(0, now - begin.number)
+        reached += [(one.start, one.number + offsets[number]) for one in shares if one.trace == number]
+    return offsets
 
 
 def _draw_sizes(axes: Axes, report: RunReport) -> None:
@@ -107,7 +135,7 @@ def _draw_sizes(axes: Axes, report: RunReport) -> None:
 
 
 def _name_agents(axes: Axes, report: RunReport) -> None:
-    names: Sequence[str] = [f"rank {one.rank}" for one in report.typical]
+    names: Sequence[str] = [f"rank {one.name}" for one in report.typical]
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
 

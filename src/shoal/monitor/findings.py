@@ -13,7 +13,7 @@ from statistics import mean, median, quantiles
 
 from .breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER, Share
 from .flows import Flow
-from .traces import Trace
+from .traces import Trace, names_of
 
 SLOWER = 1.15
 """Who computes so many times as long as the others is told of."""
@@ -39,6 +39,7 @@ class Typical:
 
     Attributes:
         rank, host: Whose.
+        name: The rank, and whether the agent had been restarted.
         steps: Of how many it is.
         length: Seconds.
         into: Seconds, by kind.
@@ -48,6 +49,7 @@ class Typical:
 
     rank: int
     host: str
+    name: str
     steps: int
     length: float
     into: dict[str, float]
@@ -94,7 +96,7 @@ def typical(traces: Sequence[Trace], shares: Sequence[Share]) -> list[Typical]:
     by: dict[int, list[Share]] = defaultdict(list)
     for one in shares:
         by[one.trace].append(one)
-    found = []
+    found, names = [], names_of(traces)
     for number, of in sorted(by.items()):
         steps = len(of)
         into = {kind: sum(one.into[kind] for one in of) / steps / 1e9 for kind in KINDS}
@@ -104,6 +106,7 @@ def typical(traces: Sequence[Trace], shares: Sequence[Share]) -> list[Typical]:
             Typical(
                 traces[number].rank,
                 traces[number].host,
+                names[number],
                 steps,
                 mean(one.length for one in of) / 1e9,
                 into,

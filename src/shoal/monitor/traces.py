@@ -7,8 +7,8 @@ several runs; those that belong together say so in their heads.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -388,6 +388,17 @@ class _Reader:
     def whole(self) -> Trace:
         """All of it."""
         return self.trace
+
+
+def names_of(traces: Sequence[Trace]) -> list[str]:
+    """What a report calls the agent of each trace of a run: its rank, and whether it had been restarted."""
+    found, before = [], Counter[int]()
+    for one in traces:
+        times = before[one.rank]
+        before[one.rank] += 1
+        again = f" (restarted{f' {times} times' if times > 1 else ''})" if times else ""
+        found.append(f"{one.rank}{again}")
+    return found
 
 
 def is_fused(call: Call) -> bool:
