@@ -29,10 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.algorithms import GradientDescent
+from shoal.algorithms.weights import ScheduleWeights
 from shoal.bench.machine import LoadWatch, here
-from shoal.sim import StackedFleet, StackedMix, per_agent
+from shoal.sim import StackedFleet, StackedMix, per_agent, products
 from shoal.topology.families.circulant import ring
-from shoal.topology.families.graphs import ExponentialTwoGraph
+from shoal.topology.families.graphs import ExponentialTwoGraph, MeshGrid2DGraph
 from shoal.topology.families.one_peer import OnePeerExponential, OnePeerHypercube
 from shoal.topology.schedule import Schedule, Static
 from shoal.topology.weights import with_metropolis_hastings_weights
@@ -40,6 +41,8 @@ from shoal.topology.weights import with_metropolis_hastings_weights
 DIMENSION = 100
 ROUND_LIMIT, MEMORY_LIMIT, MINUTE = 2.5, 3.0, 60.0
 MB = 1_000_000
+_CORES = os.cpu_count() or 1
+_ONE_THREAD = products._ONE_THREAD
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,40 @@ def logistic(size: int, steps: int, goal: bool) -> list[Row]:
     return [Row(what, f"{took:.1f} s", compared, *_judge(goal, took, MINUTE, "s"))]
 
 
+def beside_others(repetitions: int) -> list[Row]:
+    """Small sparse products beside busy processes, with one thread and, as a comparison, with several."""
+    found = []
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(max(1, _CORES - 1))]
+    try:
+        for size, dimension in ((16, 10), (64, 100), (256, 1000)):
+            x = torch.randn(size, dimension, generator=torch.Generator().manual_seed(0))
+            weights, out = ScheduleWeights(MeshGrid2DGraph(size))[0], torch.empty_like(x)
+            took = []
+            for limit in (products._ONE_THREAD, 0):
+                products._ONE_THREAD = limit
+                multiply = products.product(weights, "mix", x.dtype, x.device)
+                multiply(out, x)
+                times = []
+                for _ in range(repetitions):
+                    began = time.perf_counter()
+                    multiply(out, x)
+                    times.append(time.perf_counter() - began)
+                took.append((median(times), sum(times) / len(times)))
+            products._ONE_THREAD = _ONE_THREAD
+            (middle, mean), (middle_of_several, mean_of_several) = took
+            what = f"a grid's sparse product beside busy processes, {size} agents, d = {dimension}"
+            compared = (
+                f"mean {1e6 * mean:,.0f} us; with {torch.get_num_threads()} threads {1e6 * middle_of_several:,.0f} us, "
+                f"mean {1e6 * mean_of_several:,.0f} us: {middle_of_several / middle:.1f} times"
+            )
+            found.append(Row(what, f"{1e6 * middle:,.0f} us", compared))
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    return found
+
+
 def cases(quick: bool) -> dict[str, dict[str, Callable[[], list[Row]]]]:
     """What there is to run, by part and name."""
     size, many, repetitions = (2_000, 20_000, 8) if quick else (100_000, 1_000_000, 51)
@@ -163,6 +200,7 @@ def cases(quick: bool) -> dict[str, dict[str, Callable[[], list[Row]]]]:
             "steps": lambda: million(many, quick),
             "ring": lambda: consensus("ring", ring(many), max(8, repetitions // 4), False),
         },
+        "load": {"sparse": lambda: beside_others(20 if quick else 200)},
         "train": {"logistic": lambda: logistic(50 if quick else 1000, 50 if quick else 1000, not quick)},
     }
 
@@ -213,7 +251,7 @@ def _verdict(row: Row) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=["round", "million", "train"], help="these parts only")
+    parser.add_argument("--only", nargs="+", choices=["round", "million", "load", "train"], help="these parts only")
     parser.add_argument("--quick", action="store_true", help="small fleets, no goals")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import networkx as nx
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from shoal.algorithms import GradientDescent, GradientTracking
 from shoal.algorithms.weights import ScheduleWeights
@@ -300,3 +302,38 @@ def test_a_resumed_run_draws_what_the_whole_one_draws() -> None:
     assert whole.records == rest.records
     assert (whole.rounds, whole.sent) == (rest.rounds, rest.sent)
     assert len(half.records) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_small_sparse_product_has_one_thread_and_the_bits_of_two(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    weights = ScheduleWeights(graphs.MeshGrid2DGraph(12))[0]
+    x = torch.randn(12, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with_threads, found, seen = torch.get_num_threads(), [], list[int]()
+    try:
+        torch.set_num_threads(2)
+        for limit in (products._ONE_THREAD, 0):
+            monkeypatch.setattr(products, "_ONE_THREAD", limit)
+            multiply, out = products.product(weights, "mix", dtype, x.device), torch.empty_like(x)
+            with _Counting(seen):
+                multiply(out, x)
+            found.append(out)
+            assert torch.get_num_threads() == 2
+        assert seen == [1, 2]
+        assert torch.equal(*found)
+    finally:
+        torch.set_num_threads(with_threads)
+
+
+class _Counting(TorchFunctionMode):
+    """Notes how many threads a sparse product has."""
+
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("mm", "matmul", "__matmul__", "__rmatmul__"):
+            self._seen.append(torch.get_num_threads())
+        return func(*args, **(kwargs or {}))

@@ -28,6 +28,12 @@ Term = tuple[int, float]
 
 _BLOCK_BYTES = 1 << 22
 """Little enough for a cache, and so much that the threads of a pass do not wait for each other too often."""
+_ONE_THREAD = 1 << 21
+"""Multiplications of a sparse product, about half a millisecond, below which it runs in one thread.
+
+The threads of torch's sparse product wait for each other actively. On a busy machine a wait lasts until the scheduler
+runs the last of them.
+"""
 _MOST_HOPS = 64
 _LITTLE = (torch.float16, torch.bfloat16)
 
@@ -182,7 +188,16 @@ def _sparse(weights: RoundWeights, values: Weights, dtype: torch.dtype, device: 
 
     def multiply(out: torch.Tensor, x: torch.Tensor) -> None:
         flat, into = x.view(len(x), -1), out.view(len(x), -1)
-        total = torch.mm(matrix, flat, out=into) if inner == dtype else matrix @ flat.to(inner)
+        threads = torch.get_num_threads()
+        # A row is summed by one thread in either case, so that the bits are the same.
+        alone = threads > 1 and device.type == "cpu" and len(values) * flat.shape[1] < _ONE_THREAD
+        if alone:
+            torch.set_num_threads(1)
+        try:
+            total = torch.mm(matrix, flat, out=into) if inner == dtype else matrix @ flat.to(inner)
+        finally:
+            if alone:
+                torch.set_num_threads(threads)
         if divide:
             _real(total).view(len(x), -1).div_(divisors)
         if total is not into:
