@@ -76,5 +76,7 @@ def test_tracking_with_rows_alone_ends_elsewhere() -> None:
 
 
 def test_values_that_go_round_in_step_are_refused() -> None:
-    with pytest.raises(ValueError, match="PushPull needs W to be aperiodic"):
+    with pytest.raises(
+        ValueError, match=r"PushPull needs the differences .* row-stochastic form has the eigenvalue 1i"
+    ):
         StackedFleet(nx.cycle_graph(4, create_using=nx.DiGraph)).run(PushPull(0.1), torch.ones(4, 1), lambda x: x, 1)

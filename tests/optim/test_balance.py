@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import shoal
-from shoal.algorithms import ChocoSGD, ExactDiffusion, QuasiGlobalMomentum
+from shoal.algorithms import AveragedMomentum, ChocoSGD, ExactDiffusion, QuasiGlobalMomentum
 from shoal.compression import RandomK
-from shoal.topology import OnePeerExponential, RingStar, RingStarDelegates, ShiftOne, with_uniform_weights
+from shoal.topology import Circulant, OnePeerExponential, RingStar, RingStarDelegates, ShiftOne, with_uniform_weights
 from support.optimizers import ATC, AWC, LR, MODEL, batch
 
 Fleets = Callable[..., shoal.Fleet]
@@ -288,3 +288,60 @@ def test_machines_weights_by_hand_are_looked_at() -> None:
     )
     assert found
     assert all("sums to 1.25" in one for one in found)
+
+
+# Mixings that cannot bring agents together
+
+
+def without_self_weights() -> nx.DiGraph:
+    graph = nx.DiGraph()
+    graph.add_weighted_edges_from([(a, (a + hop) % SIZE, 0.5) for a in range(SIZE) for hop in (1, -1)])
+    return graph
+
+
+def beyond_one(rank: int, step: int) -> dict[str, Any]:
+    """Sums of 1, and the eigenvalue 1.5."""
+    return {"self_weight": 1.25, "src_weights": {(rank - 1) % SIZE: -0.25}, "dst_weights": [(rank + 1) % SIZE]}
+
+
+@pytest.mark.parametrize("wrap", SCHEDULED, ids=lambda one: one.__name__)
+def test_a_topology_on_which_differences_last_is_refused_by_every_wrapper(fleet: Fleets, wrap: Wrap) -> None:
+    def run() -> int:
+        for bad in (without_self_weights(), Circulant(SIZE, {1: 0.5, -1: 0.5})):
+            with pytest.raises(ValueError, match=r"differences between agents to die out.*eigenvalue -1"):
+                make(wrap, topology=bad)
+        with pytest.raises(ValueError, match=r"eigenvalue 1.5"):
+            make(wrap, topology=Circulant(SIZE, {0: 1.25, 1: -0.25}))
+        model, optimizer = make(wrap, topology=without_self_weights(), unchecked="differences die out")
+        one_step(model, optimizer)
+        return optimizer.rounds
+
+    assert fleet(SIZE).run(run) == [1] * SIZE
+
+
+@pytest.mark.parametrize("wrap", STATIC, ids=lambda one: one.__name__)
+def test_a_static_topology_on_which_differences_last_is_warned_of_once(wrap: Wrap) -> None:
+    (told,) = heard(SIZE, lambda: train(wrap, without_self_weights()))
+    assert "differences between agents to die out" in told and "W has the eigenvalue -1" in told
+    assert "Agents then do not come to agree" in told
+    assert heard(SIZE, lambda: train(wrap, without_self_weights(), unchecked="differences die out")) == []
+
+
+def test_push_sum_keeps_shares_of_its_own_where_the_graph_gives_none() -> None:
+    assert heard(SIZE, lambda: train(shoal.DistributedPushSumOptimizer, without_self_weights())) == []
+
+
+def test_weights_by_hand_that_let_differences_grow_are_warned_of() -> None:
+    (found,) = heard(SIZE, lambda: by_hand(beyond_one))
+    assert "differences between agents not to grow in any round, and weights below 0 make them grow up to 1.5" in found
+    assert heard(SIZE, lambda: by_hand(beyond_one, unchecked="differences die out")) == []
+
+
+def test_other_algorithms_are_refused_on_a_static_topology_on_which_differences_last() -> None:
+    def run() -> None:
+        shoal.set_topology(without_self_weights(), is_weighted=True)
+        model, optimizer = make(lambda sgd, model: shoal.DecentralizedOptimizer(sgd, model, AveragedMomentum(1.0, 0.5)))
+        with pytest.raises(ValueError, match=r"differences between agents to die out.*eigenvalue -1"):
+            one_step(model, optimizer)
+
+    shoal.Fleet(SIZE).run(run)

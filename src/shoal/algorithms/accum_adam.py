@@ -9,6 +9,7 @@ import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
+from .growth import Gossip, by_self_weights, dies_out
 from .mix import Mix
 from .momentum import check_beta
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
@@ -63,7 +64,10 @@ class AccumAdam(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, CONNECTED
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, by_self_weights())
+
+    def at_rest(self) -> Algorithm:
+        return Gossip()
 
     def cycle(self, rounds: int) -> int:
         return self.accumulate * rounds

@@ -122,6 +122,11 @@ class Algorithm(ABC):
         """What is left of its topology without some ranks; these keep an edge to themselves at most."""
         return Without(topology, gone)
 
+    def at_rest(self) -> Algorithm:
+        """An algorithm whose steps without a gradient move what agents differ by as this one's do, and are linear in x
+        and in every part of the state that has its shape; itself unless the algorithm says otherwise."""
+        return self
+
     def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
         """What an agent would answer now; ``x`` itself unless the algorithm says otherwise."""
         return x

@@ -11,6 +11,7 @@ from ..compression import Compressor, TopK
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .choco import STATIC_COPIES, contraction
+from .growth import Gossip, by_part_of_the_way, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, SYMMETRIC, Need
 
@@ -40,7 +41,11 @@ class BEER(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED, contraction(self.compressor)
+        averages = dies_out(self, by_part_of_the_way(self.gamma))
+        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED, averages, contraction(self.compressor)
+
+    def at_rest(self) -> Algorithm:
+        return Gossip(self.gamma)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         g, zero = grad(x), torch.zeros_like(x)

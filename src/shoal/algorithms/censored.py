@@ -9,6 +9,7 @@ import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
+from .growth import Gossip, by_self_weights, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, Need
 
@@ -46,7 +47,10 @@ class CensoredGradientDescent(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, STATIC, CONNECTED
+        return DOUBLY_STOCHASTIC, STATIC, CONNECTED, dies_out(self, by_self_weights())
+
+    def at_rest(self) -> Algorithm:
+        return Gossip()
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return torch.zeros_like(x), torch.zeros_like(x)

@@ -10,6 +10,7 @@ import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
+from .growth import Gossip, by_self_weights, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
 
@@ -37,7 +38,10 @@ class DualAveraging(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, CONNECTED
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, by_self_weights())
+
+    def at_rest(self) -> Algorithm:
+        return Gossip()
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return torch.zeros_like(x), x

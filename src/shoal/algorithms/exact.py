@@ -7,13 +7,14 @@ twice the messages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
+from .growth import by_signs, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Facts, Need
 
@@ -29,6 +30,10 @@ def _far_from_minus_a_third(facts: Facts) -> str:
         return ""
     makes = "differences grow" if found < -1 / 3 - 1e-9 else "the noise of gradients adds up and hardly fades"
     return f"the smallest is {found:.4f}, along which {makes}"
+
+
+def _by_smallest(facts: Facts) -> str | None:
+    return "" if by_signs(facts) == "" and facts.smallest_eigenvalue > MARGIN - 1 / 3 else None
 
 
 LARGE_EIGENVALUES = Need(
@@ -65,8 +70,8 @@ class ExactDiffusion(Algorithm):
     @property
     def needs(self) -> tuple[Need, ...]:
         if self.lazy:
-            return FIXED_AND_SYMMETRIC
-        return *FIXED_AND_SYMMETRIC, LARGE_EIGENVALUES
+            return *FIXED_AND_SYMMETRIC, dies_out(self, by_signs)
+        return *FIXED_AND_SYMMETRIC, LARGE_EIGENVALUES, dies_out(self, _by_smallest)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return (x,)
@@ -100,7 +105,7 @@ class EXTRA(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return FIXED_AND_SYMMETRIC
+        return *FIXED_AND_SYMMETRIC, dies_out(self, by_signs)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return (torch.zeros_like(x),)
@@ -138,7 +143,10 @@ class NIDS(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return FIXED_AND_SYMMETRIC
+        return *FIXED_AND_SYMMETRIC, dies_out(self, by_signs)
+
+    def at_rest(self) -> Algorithm:
+        return replace(self, prox=None)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return x, x

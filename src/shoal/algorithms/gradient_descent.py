@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from .algorithm import Algorithm, Gradient, State
+from .growth import by_self_weights, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
 
@@ -34,7 +35,7 @@ class GradientDescent(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, CONNECTED
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, by_self_weights())
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         if self.atc:

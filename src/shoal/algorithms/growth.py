@@ -1,281 +1,269 @@
-"""Momentum that averages with the neighbours may swing their differences up. Does it? By running it without a gradient.
+"""Does averaging bring agents together? Where a mixing is doubly stochastic and connected, differences may still stay.
 
-Then a step is a linear map of what agents have and remember, and so are the steps of a whole period, with all that
-wrappers make of them. Differences die out if its eigenvalues lie within the unit circle. There are three ways to find
-the largest, of which the first that applies is taken: where all rounds have the same eigenvectors, as shifts, tori and
-every static graph do, a small matrix for each; else the matrix of the whole period; else an iteration that applies it.
+The question is asked at learning rate 0, of an algorithm's own steps over a period of the topology. On a ring whose
+agents keep nothing of their own, W has the eigenvalue -1, and differences alternate for ever. Weights below 0 may give
+W eigenvalues beyond 1. Momentum that averages with the neighbours may swing differences up that W alone would shrink.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
+from threading import Lock
+from typing import ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from ..topology.analysis.span import DENSE_LIMIT, EDGE_LIMIT, HELD_LIMIT, LONGEST_PERIOD, Span
-from ..topology.analysis.symmetry import find_invariance
-from .algorithm import Algorithm, Gradient
-from .mix import EVERYBODY, Mix
-from .needs import LOOKED_AT, Facts, Need
-from .weights import RoundWeights
+from ..topology.analysis.reach import Neighbours
+from .algorithm import Algorithm, Gradient, State
+from .linear_map import Growth, growth_of, rounds_of
+from .mix import Mix
+from .needs import DOUBLY_STOCHASTIC, SYMMETRIC, Facts, Need
+from .weights import TOLERANCE, Form, RoundWeights, Weights
 
 DIES_OUT = "differences die out"
-_TOLERANCE = 1e-6
-_LONGEST = 4096
-"""Steps that are taken at most: of a longer period, the first so many."""
-_COLUMNS, _AT_LEAST, _IN_ALL = 8, 64, 2048
-"""Of the iteration: vectors, steps between two looks at them, and steps after which it gives its best answer."""
+_SLOWEST = 1e-3
+"""Times ``1 / n^2``: a period that takes less from differences does not count as one that shrinks them. Connected
+graphs with the usual weights take at least about ``1 / n^2``."""
+_REMEMBERED = 64
 
-Eigenvalues = NDArray[np.complex128]
+Decide = Callable[[Facts], str | None]
+"""Tells without eigenvalues whether differences die out: empty if they do, else what is wrong, or None if unknown."""
 
 
-def dies_out(algorithm: Algorithm) -> Need:
-    """Where there is no gradient, what the agents differ by shrinks, whatever the algorithm remembers of it."""
+def _unknown(facts: Facts) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class _DiesOut(Need):
+    decide: Decide = _unknown
+    under: str = ""
+
+
+def dies_out(algorithm: Algorithm, decide: Decide = _unknown, under: str = "") -> Need:
+    """Where there is no gradient, what the agents differ by shrinks, whatever the algorithm remembers of it.
+
+    Args:
+        algorithm: Its steps are taken as :meth:`Algorithm.at_rest` has them.
+        decide: Tells it from the signs of the weights, where these are enough.
+        under: What swings differences up beside W, for the message.
+    """
 
     def problem(facts: Facts) -> str:
-        found = growth(algorithm, facts)
-        if found < 1 + _TOLERANCE:
+        decided = decide(facts)
+        if decided is not None:
+            return decided
+        found = _remembered(algorithm.at_rest(), facts)
+        if math.isnan(found.logarithm) or found.logarithm < math.log1p(-_negligible(facts)):
             return ""
-        return f"without any gradient they grow {found:.4g} times in a step of {algorithm!r}"
+        of_w = _eigenvalue(found, facts)
+        if found.logarithm < _ROUNDED:
+            return f"without any gradient they never shrink in the steps of {algorithm!r}{of_w}"
+        return f"without any gradient they grow {found.per_step:.4g} times in a step of {algorithm!r}{of_w}"
 
-    return Need(
-        DIES_OUT,
-        problem,
-        "Exchange more often, take a topology that mixes faster or in which agents keep more weight of their own, or "
-        "take Momentum(GradientDescent(lr), beta), whose momentum knows nothing of the averaging.",
-        "the differences between agents to die out under its momentum",
-    )
+    remedy = "Take weights of 0 or more, and give every agent a self weight, as (I + W) / 2 in place of W does."
+    if under:
+        remedy = (
+            "Exchange more often, take a topology that mixes faster or in which agents keep more weight of their own, "
+            "or take Momentum(GradientDescent(lr), beta), whose momentum knows nothing of the averaging."
+        )
+    wanted = "the differences between agents to die out" + (under and f" under {under}")
+    return _DiesOut(DIES_OUT, problem, remedy, wanted, decide, under)
+
+
+_ROUNDED = 1e-6
+"""Eigenvalues as near to the unit circle as this count as on it: weights may have been rounded to float32."""
 
 
 def with_wrapper(wrapper: Algorithm, needs: tuple[Need, ...]) -> tuple[Need, ...]:
-    """What a wrapped algorithm needs, where it matters that it is wrapped."""
-    return tuple(dies_out(wrapper) if need.name == DIES_OUT else need for need in needs)
+    """What a wrapped algorithm needs, where it matters that it is wrapped.
+
+    A wrapper may mend what is wrong, as a mean of all agents does. Where nothing is wrong without it, it does no harm.
+    """
+
+    def of_wrapper(decide: Decide) -> Decide:
+        return lambda facts: "" if decide(facts) == "" else None
+
+    return tuple(
+        dies_out(wrapper, of_wrapper(need.decide), need.under) if isinstance(need, _DiesOut) else need for need in needs
+    )
 
 
 def growth(algorithm: Algorithm, facts: Facts) -> float:
     """The factor by which differences between agents grow in a step in the long run, where there is no gradient.
 
+    NaN where there are no numbers, as with ``lr=0`` in an algorithm that divides by it.
+
     Args:
-        algorithm: Its state must be tensors of the shape of x, and its steps linear in x and in them.
-        facts: Of a doubly stochastic topology.
+        algorithm: :meth:`Algorithm.at_rest` makes its steps linear in x and in what it remembers.
+        facts: Of the topology.
     """
-    rounds = _rounds(facts)
-    steps = min(algorithm.cycle(rounds), _LONGEST)
-    eigenvalues = _eigenvalues(facts, rounds)
-    if eigenvalues is not None:
-        return _of_modes(algorithm, _Modes(facts.size - 1, eigenvalues, rounds), steps)
-    mix = _Rows(facts, rounds)
-    blocks = 1 + len(_state(algorithm, mix, torch.zeros(facts.size, 1, dtype=torch.float64)))
-    if blocks * facts.size <= DENSE_LIMIT:
-        return _of_matrix(algorithm, mix, blocks, steps)
-    return _by_iteration(algorithm, mix, blocks, steps)
+    return growth_of(algorithm.at_rest(), facts).per_step
 
 
-def _rounds(facts: Facts) -> int:
-    """How many rounds to look at: a period, unless it is very long."""
-    period = facts.schedule.period
-    if period is None:
-        return LOOKED_AT
-    return period if period <= LONGEST_PERIOD and period * facts.size <= HELD_LIMIT // 4 else min(period, LOOKED_AT)
+def _negligible(facts: Facts) -> float:
+    return max(1e-13, min(_ROUNDED, _SLOWEST / facts.size**2))
 
 
-# The map
+def _eigenvalue(found: Growth, facts: Facts) -> str:
+    if found.of_w is not None:
+        whose = "W has" if facts.static else f"the product of its {rounds_of(facts)} rounds has"
+        return f"; {whose} the eigenvalue {_written(found.of_w)}"
+    if found.of_steps is not None:
+        whose = "a step has" if found.steps == 1 else f"{found.steps} steps have"
+        return f"; {whose} the eigenvalue {_written(found.of_steps)}"
+    return ""
 
 
-def _zero(x: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(x)
+def _written(eigenvalue: complex) -> str:
+    real, imaginary = (round(part, 6) + 0.0 for part in (eigenvalue.real, eigenvalue.imag))
+    if not imaginary:
+        return f"{real:.6g}"
+    return f"{real:.6g} {'+-'[imaginary < 0]} {abs(imaginary):.6g}i" if real else f"{imaginary:.6g}i"
 
 
-def _state(algorithm: Algorithm, mix: Mix, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    mix.begin(0)
-    state: tuple[torch.Tensor, ...] = tuple(algorithm.init(x, Gradient(_zero), mix))
-    return state
+def _round_grows(facts: Facts) -> str:
+    if all(_nonnegative(facts.rounds[number], "mix") for number in range(facts.looked_at)):
+        return ""
+
+    def problem(weights: RoundWeights) -> str:
+        dense = np.full((facts.size, facts.size), -1 / facts.size)
+        dense[weights.destination, weights.source] += weights.mix
+        largest = float(np.linalg.norm(dense, 2))
+        return "" if largest < 1 + _ROUNDED else f"weights below 0 make them grow up to {largest:.4g} times"
+
+    return facts.first(problem)
 
 
-def _apply(
-    algorithm: Algorithm,
-    mix: Mix,
-    steps: int,
-    tensors: tuple[torch.Tensor, ...],
-    size_of: Callable[[torch.Tensor], torch.Tensor],
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Some steps of x and the state, and the logarithm of what they were divided by, lest they overflow."""
-    grad = Gradient(_zero)
-    scaled = torch.zeros((), dtype=torch.float64)
-    for step in range(steps):
-        mix.begin(step)
-        x, state = algorithm.step(tensors[0], tensors[1:], grad, mix)
-        size = size_of(torch.stack([x, *state]).abs())
-        size = torch.where(size > 0, size, 1.0)
-        tensors = tuple(one / size for one in (x, *state))
-        scaled = scaled + size.log()
-    return tensors, scaled
+NEVER_GROWS = Need(
+    DIES_OUT, _round_grows, "Take weights of 0 or more.", "the differences between agents not to grow in any round"
+)
+"""What is asked of single rounds where those to come are not known: no W that is doubly stochastic and without weights
+below 0 lets differences grow."""
 
 
-def _rate(matrices: torch.Tensor, scaled: torch.Tensor, steps: int) -> float:
-    """What the largest eigenvalue of any matrix grows by in a step.
+# Every agent, and every thread of a fleet, asks the same of the same topology.
 
-    1 where there are no numbers, as with ``lr=0``, of which this condition has nothing to say.
-    """
-    if not bool(matrices.isfinite().all() and scaled.isfinite().all()):
-        return 1.0
-    radius = torch.linalg.eigvals(matrices).abs().amax(-1)
-    return math.exp(float((radius.log() + scaled).max()) / steps)
+_found: OrderedDict[tuple[Algorithm, bytes], Growth] = OrderedDict()
+_one_at_a_time = Lock()
 
 
-def _of_modes(algorithm: Algorithm, mix: _Modes, steps: int) -> float:
-    """A matrix for each eigenvector that is not agreement: of what becomes of x, and of each part of the state."""
-    blocks = 1 + len(_state(algorithm, mix, torch.zeros(mix.size, 1, dtype=torch.complex128)))
-    unit = torch.eye(blocks, dtype=torch.complex128)
-    begin = tuple(row.expand(mix.size, blocks) for row in unit)
-    found, scaled = _apply(algorithm, mix, steps, begin, lambda size: size.amax((0, 2)).unsqueeze(-1))
-    return _rate(torch.stack(found, 1), scaled.view(-1), steps)
+def _remembered(algorithm: Algorithm, facts: Facts) -> Growth:
+    """The growth, looked up by the algorithm and by all weights of the rounds that are looked at."""
+    key = algorithm, _digest(facts)
+    try:
+        hash(algorithm)
+    except TypeError:  # a field of it is a tensor, say
+        return growth_of(algorithm, facts)
+    with _one_at_a_time:
+        if key not in _found:
+            while len(_found) >= _REMEMBERED:
+                _found.popitem(last=False)
+            _found[key] = growth_of(algorithm, facts)
+        return _found[key]
 
 
-def _of_matrix(algorithm: Algorithm, mix: _Rows, blocks: int, steps: int) -> float:
-    size = mix.size
-    differences = torch.eye(size, dtype=torch.float64) - 1 / size
-    begin = tuple(
-        torch.cat([differences if one == here else torch.zeros_like(differences) for one in range(blocks)], 1)
-        for here in range(blocks)
-    )
-    found, scaled = _apply(algorithm, mix, steps, begin, lambda largest: largest.max())
-    return _rate(torch.cat(found), scaled, steps)
+def _digest(facts: Facts) -> bytes:
+    digest = hashlib.blake2b(f"{facts.size} {facts.schedule.period}".encode())
+    for number in range(rounds_of(facts)):
+        weights = facts.rounds[number]
+        if weights.shares is not None:
+            digest.update(repr(sorted(weights.shares.items())).encode())
+            continue
+        for array in (weights.destination, weights.source, weights.mix):
+            digest.update(array.tobytes())
+    return digest.digest()
 
 
-def _by_iteration(algorithm: Algorithm, mix: _Rows, blocks: int, steps: int) -> float:
-    """Subspace iteration: the largest Ritz value that is known to be above 1, or else 1."""
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(blocks, mix.size, _COLUMNS, dtype=torch.float64, generator=generator)
-    basis = torch.linalg.qr((start - start.mean(1, keepdim=True)).flatten(0, 1)).Q
-    rate, steps = 1.0, steps * -(-_AT_LEAST // steps)
-    for _ in range(max(2, _IN_ALL // steps)):
-        tensors = tuple(basis.view(blocks, mix.size, _COLUMNS))
-        found, scaled = _apply(algorithm, mix, steps, tensors, lambda largest: largest.max())
-        image = torch.stack(found)
-        image = (image - image.mean(1, keepdim=True)).flatten(0, 1)
-        if not bool(image.isfinite().all()):
-            return 1.0
-        values, vectors = torch.linalg.eig(basis.T @ image)
-        largest = int(values.abs().argmax())
-        vector = vectors[:, largest]
-        residual = image.to(vector.dtype) @ vector - values[largest] * (basis.to(vector.dtype) @ vector)
-        radius = values[largest].abs()
-        rate = math.exp(float((radius - residual.norm()).clamp(min=0).log() + scaled) / steps)
-        if residual.norm() < 1e-3 * radius:
-            break
-        basis = torch.linalg.qr(image).Q
-    return rate
+# What the signs of the weights tell
 
 
-# What W is
+def by_self_weights(form: Form = "mix") -> Decide:
+    """Weights of 0 or more, where all agents keep a part in every round; or in a graph, where values take ways of
+    lengths that have no divisor in common. Differences then die out in averages by W, its row- or its column-stochastic
+    form, on connected rounds."""
+
+    def decide(facts: Facts) -> str | None:
+        rounds = range(facts.looked_at)
+        if not all(_nonnegative(facts.rounds[number], form) for number in rounds):
+            return None
+        if all(_all_keep(facts.rounds[number], form) for number in rounds):
+            return ""
+        if not facts.static:
+            return None
+        cycle = _cycle(facts.rounds[0], form)
+        if cycle is None or cycle == 1:
+            return "" if cycle else None
+        eigenvalue = _written(complex(math.cos(2 * math.pi / cycle), math.sin(2 * math.pi / cycle)))
+        whose = {"mix": "W", "pull": "its row-stochastic form", "push": "its column-stochastic form"}[form]
+        return f"values go round it in step and never settle: {whose} has the eigenvalue {eigenvalue}"
+
+    return decide
 
 
-def _eigenvalues(facts: Facts, rounds: int) -> Callable[[int], Eigenvalues] | None:
-    """The eigenvalues of a round but that of agreement, [n - 1], in one order for all rounds; None if there is none."""
-    shares = [facts.rounds[number].shares for number in range(rounds)]
-    if all(one is not None for one in shares):
+def by_signs(facts: Facts) -> str | None:
+    """One symmetric W of weights of 0 or more, where the steps average with (I + W) / 2, or shrink what is at -1."""
+    if facts.static and _nonnegative(facts.rounds[0], "mix") and not SYMMETRIC.problem(facts):
+        return None if DOUBLY_STOCHASTIC.problem(facts) else ""
+    return None
 
-        def of_shares(number: int) -> Eigenvalues:
-            column = np.zeros(facts.size)
-            for hop, share in (shares[number] or {}).items():
-                column[hop] = share
-            return np.fft.fft(column)[1:]
 
-        return of_shares
-    if facts.static and facts.size <= DENSE_LIMIT:
-        found = np.linalg.eigvals(_matrix(facts.rounds[0])).astype(np.complex128)
-        others = np.delete(found, int(np.abs(found - 1).argmin()))
-        return lambda number: others
-    if facts.rounds[0].messages > EDGE_LIMIT:
+def by_part_of_the_way(gamma: float) -> Decide:
+    """Steps that go ``gamma`` of the way to the average: below 1, all agents keep a part."""
+
+    def decide(facts: Facts) -> str | None:
+        if gamma == 1:
+            return by_self_weights()(facts)
+        nonnegative = all(_nonnegative(facts.rounds[number], "mix") for number in range(facts.looked_at))
+        return "" if nonnegative and 0 < gamma < 1 else None
+
+    return decide
+
+
+def _nonnegative(weights: RoundWeights, form: Form) -> bool:
+    """All weights are 0 or more, and those between agents not so small that they might as well be 0."""
+    shares = weights.shares_of(form)
+    if shares is not None:
+        return all(share > TOLERANCE if hop else share > -TOLERANCE for hop, share in shares.items())
+    values: Weights = getattr(weights, form)
+    return bool((values > np.where(weights.own, -TOLERANCE, TOLERANCE)).all())
+
+
+def _all_keep(weights: RoundWeights, form: Form) -> bool:
+    shares = weights.shares_of(form)
+    if shares is not None:
+        return shares.get(0, 0.0) > TOLERANCE
+    values: Weights = getattr(weights, form)
+    return bool((values[weights.own] > TOLERANCE).all())
+
+
+def _cycle(weights: RoundWeights, form: Form) -> int | None:
+    """What the lengths of all closed ways have in common; None if not all agents are reached."""
+    used = getattr(weights, form) > TOLERANCE
+    source, destination = weights.source[used], weights.destination[used]
+    hops = Neighbours(weights.size, source, destination).hops_from(0)
+    if (hops < 0).any():
         return None
-    span = Span(facts.schedule, rounds)
-    invariance = find_invariance(span) if len(span) == rounds else None
-    return None if invariance is None else lambda number: invariance.eigenvalues(number)[1:]
+    return int(np.gcd.reduce(hops[source] + 1 - hops[destination]))
 
 
-def _matrix(weights: RoundWeights) -> NDArray[np.float64]:
-    dense = np.zeros((weights.size, weights.size))
-    dense[weights.destination, weights.source] = weights.mix
-    return dense
+@dataclass(frozen=True)
+class Gossip(Algorithm):
+    """``x+ = x + gamma (W x - x)``, what averaging does by itself.
 
+    Args:
+        gamma: How far to go to the average.
+    """
 
-class _Linear(Mix):
-    """W is doubly stochastic, and there are no messages of an edge's own."""
+    gamma: float = 1.0
+    source: ClassVar[str] = "Xiao, Boyd 2004, doi:10.1016/j.sysconle.2004.02.022"
+    one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
 
-    def __init__(self, size: int) -> None:
-        super().__init__(0)
-        self.size = size
-
-    def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x)
-
-    def push(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x)
-
-    def share(self, x: torch.Tensor) -> torch.Tensor:
-        return self.spread(x)
-
-    def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self.spread(x)
-
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        raise TypeError("an algorithm whose messages differ from agent to agent has no growth of this kind")
-
-    def gather(self, messages: torch.Tensor) -> torch.Tensor:
-        return self.spread(messages)
-
-    def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
-        return self.spread(messages)
-
-    def sign(self, like: torch.Tensor) -> torch.Tensor:
-        return self.spread(like)
-
-    def _agents(self, like: torch.Tensor) -> torch.Tensor:
-        return self.spread(like)
-
-
-class _Modes(_Linear):
-    """A row for each common eigenvector of the rounds, without that of agreement, of which others have no part."""
-
-    def __init__(self, size: int, eigenvalues: Callable[[int], Eigenvalues], rounds: int) -> None:
-        super().__init__(size)
-        self._of = lru_cache(LOOKED_AT)(lambda index: torch.from_numpy(eigenvalues(index)).unsqueeze(1))
-        self._rounds = rounds
-
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return x * self._of(self.round % self._rounds)
-
-    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
-        return torch.zeros_like(x)
-
-
-class _Rows(_Linear):
-    """A row for each agent, and W as its edges."""
-
-    def __init__(self, facts: Facts, rounds: int) -> None:
-        super().__init__(facts.size)
-        self._facts, self._rounds = facts, rounds
-        self._edges: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        destination, source, weight = self._of(self.round % self._rounds)
-        return torch.zeros_like(x).index_add_(0, destination, weight * x[source])
-
-    def _of(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if index not in self._edges:
-            weights = self._facts.rounds[index]
-            arrays = (weights.destination, weights.source, weights.mix[:, None])
-            self._edges[index] = tuple(torch.tensor(one) for one in arrays)  # type: ignore[assignment]
-        return self._edges[index]
-
-    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
-        return x.mean(0, keepdim=True).expand_as(x)
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        return x + self.gamma * (mix(x) - x), ()

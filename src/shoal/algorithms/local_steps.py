@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -84,6 +84,9 @@ class _Sometimes(Algorithm):
     @property
     def needs(self) -> tuple[Need, ...]:
         return with_wrapper(self, self.algorithm.needs)
+
+    def at_rest(self) -> Algorithm:
+        return replace(self, algorithm=self.algorithm.at_rest())
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> Any:
         return self.algorithm.init(x, grad, mix)

@@ -11,6 +11,7 @@ from ..compression import Compressor, MinMaxUInt8
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .choco import STATIC_COPIES, contraction
+from .growth import Gossip, by_self_weights, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, SYMMETRIC, Need
 
@@ -46,7 +47,11 @@ class LowPrecision(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED, contraction(self.compressor)
+        averages = dies_out(self, by_self_weights())
+        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED, averages, contraction(self.compressor)
+
+    def at_rest(self) -> Algorithm:
+        return Gossip()
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return (mix(x),)

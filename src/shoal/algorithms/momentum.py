@@ -6,7 +6,7 @@ the error of D-PSGD as large as a step of ``lr / (1 - beta)`` would; the algorit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .exact import ExactDiffusion
 from .gradient_descent import GradientDescent
-from .growth import dies_out, with_wrapper
+from .growth import by_self_weights, by_signs, dies_out, with_wrapper
 from .local_steps import GossipPGA, LocalSteps
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Need
@@ -84,6 +84,9 @@ class Momentum(Algorithm):
     def needs(self) -> tuple[Need, ...]:
         return with_wrapper(self, self.algorithm.needs)
 
+    def at_rest(self) -> Algorithm:
+        return replace(self, algorithm=self.algorithm.at_rest())
+
     def cycle(self, rounds: int) -> int:
         return self.algorithm.cycle(rounds)
 
@@ -140,7 +143,7 @@ class DecentLaM(_OneMomentum):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return STATIC, DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED
+        return STATIC, DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED, dies_out(self, by_signs)
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (m,) = state
@@ -177,7 +180,7 @@ class QuasiGlobalMomentum(_OneMomentum):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self)
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, under="its momentum")
 
     @property
     def _stays(self) -> float:
@@ -220,7 +223,7 @@ class AveragedMomentum(_OneMomentum):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, CONNECTED
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, by_self_weights())
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         (m,) = state

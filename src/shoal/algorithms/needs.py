@@ -44,6 +44,11 @@ class Facts:
         return ""
 
     @cached_property
+    def doubly_stochastic(self) -> bool:
+        """All rows and columns of W sum to 1, in the rounds that are looked at."""
+        return not _doubly(self)
+
+    @cached_property
     def smallest_eigenvalue(self) -> float:
         """Of a static symmetric W; a lower bound where it is only known to some error."""
         from ..topology.analysis.spectrum import smallest_eigenvalue

@@ -52,6 +52,9 @@ class _Outer(Algorithm):
     def needs(self) -> tuple[Need, ...]:
         return with_wrapper(self, self.algorithm.needs)
 
+    def at_rest(self) -> Algorithm:
+        return replace(self, algorithm=self.algorithm.at_rest())
+
     def cycle(self, rounds: int) -> int:
         return math.lcm(self.every, self._base.cycle(rounds))
 
@@ -213,8 +216,11 @@ class NoLoCo(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, under="its momentum")
+
+    def at_rest(self) -> Algorithm:
         # Steps alone change nothing where there is no gradient, and need not be linear in what they remember.
-        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(replace(self, algorithm=GradientDescent(1.0), every=1))
+        return replace(self, algorithm=GradientDescent(1.0), every=1)
 
     def cycle(self, rounds: int) -> int:
         return math.lcm(self.every * rounds, self.algorithm.cycle(1))

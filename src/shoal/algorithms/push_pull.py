@@ -9,9 +9,9 @@ import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
+from .growth import by_self_weights, dies_out
 from .mix import Mix
 from .needs import CONNECTED, Need
-from .push_sum import aperiodic
 from .tracking import check_semi
 
 
@@ -47,7 +47,7 @@ class PushPull(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return CONNECTED, aperiodic("pull"), aperiodic("push")
+        return CONNECTED, dies_out(self, by_self_weights("pull")), dies_out(self, by_self_weights("push"))
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         g = grad(x)

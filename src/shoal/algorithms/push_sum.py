@@ -9,41 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import networkx as nx
 import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
+from .growth import by_self_weights, dies_out
 from .mix import Mix
-from .needs import CONNECTED, Facts, Need
-from .weights import Form, RoundWeights, Weights
-
-
-def aperiodic(form: Form) -> Need:
-    """On a static graph, values do not go round in step for ever.
-
-    Args:
-        form: The weights that matter, ``"pull"`` or ``"push"``.
-    """
-
-    def problem(facts: Facts) -> str:
-        weights = facts.rounds[0]
-        if not facts.static or _keeps(weights, form):
-            return ""
-        used = getattr(weights, form) != 0
-        graph = nx.DiGraph(zip(weights.source[used].tolist(), weights.destination[used].tolist(), strict=True))
-        return "" if nx.is_aperiodic(graph) else "values go round it in step and never settle"
-
-    return Need("aperiodic", problem, "Let agents keep a part of what they have: give them self weights.")
-
-
-def _keeps(weights: RoundWeights, form: Form) -> bool:
-    """Some agent gives itself a part, which is enough on a connected graph."""
-    shares = weights.shares_of(form)
-    if shares is not None:
-        return shares.get(0, 0.0) != 0
-    values: Weights = getattr(weights, form)
-    return bool((values[weights.own] != 0).any())
+from .needs import CONNECTED, Need
 
 
 def push_both(u: torch.Tensor, w: torch.Tensor, mix: Mix) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +29,7 @@ class _Shared(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return CONNECTED, aperiodic("push")
+        return CONNECTED, dies_out(self, by_self_weights("push"))
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return (mix.ones(x),)

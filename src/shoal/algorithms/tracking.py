@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from .algorithm import Algorithm, Gradient, State
+from .growth import by_self_weights, dies_out
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
 
@@ -43,7 +44,7 @@ class GradientTracking(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return DOUBLY_STOCHASTIC, CONNECTED
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, by_self_weights())
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         g = grad(x)

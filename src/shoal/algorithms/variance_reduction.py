@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -52,6 +52,9 @@ class DecentralizedSVRG(Algorithm):
     @property
     def needs(self) -> tuple[Need, ...]:
         return with_wrapper(self, self.algorithm.needs)
+
+    def at_rest(self) -> Algorithm:
+        return replace(self, algorithm=self.algorithm.at_rest())
 
     def cycle(self, rounds: int) -> int:
         return math.lcm(self.period, self.algorithm.cycle(rounds))

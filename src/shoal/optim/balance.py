@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
+from ..algorithms.growth import DIES_OUT, NEVER_GROWS
 from ..algorithms.needs import COLUMN_STOCHASTIC, DOUBLY_STOCHASTIC, ROW_STOCHASTIC, Facts, Need, first_problem
 from ..algorithms.weights import TOLERANCE
 from ..ops.collective import allgather
@@ -44,7 +45,8 @@ class Balance:
             by_hand = bool((lines[:, 4] == 1).any())
             W = _matrix(lines.numpy())
             if by_hand and W is not None:
-                self._tell((DOUBLY_STOCHASTIC,), Static(W, name="weights by hand, of the first round"))
+                asked = [NEVER_GROWS] if any(need.name == DIES_OUT for need in self._needs) else []
+                self._tell((DOUBLY_STOCHASTIC, *asked), Static(W, name="weights by hand, of the first round"))
 
     def look(self, settings: Settings) -> None:
         """Look at the weights of the round that is about to begin with these settings."""
@@ -110,13 +112,14 @@ class Balance:
         found = first_problem(needs, Facts(topology))
         if found is not None:
             need, problem = found
-            self._warn(f"it needs {need.told(problem, topology.describe())}")
+            self._warn(f"it needs {need.told(problem, topology.describe())}", need)
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, what: str, need: Need = DOUBLY_STOCHASTIC) -> None:
         self._said = True
+        then = "Agents then do not come to agree" if need.name == DIES_OUT else "Training then leans to some agents"
         warnings.warn(
-            f"{self._who}: {what} Training then leans to some agents. (unchecked={DOUBLY_STOCHASTIC.name!r}, or the "
-            "name of another condition, says that this is meant.)",
+            f"{self._who}: {what} {then}. (unchecked={need.name!r}, or the name of another condition, says that this "
+            "is meant.)",
             stacklevel=2,
         )
 

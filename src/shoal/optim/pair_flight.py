@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from ..algorithms.agent_schedule import AgentSchedule
+from ..algorithms.growth import DIES_OUT
 from ..algorithms.needs import DOUBLY_STOCHASTIC
 from ..compression import Compressor
 from ..compression.draws import Redrawn
@@ -135,7 +136,7 @@ class PairFlight(WindowFlight):
     """
 
     counts: ClassVar[frozenset[str]] = frozenset()
-    does_without = frozenset((DOUBLY_STOCHASTIC.name,))
+    does_without = frozenset((DOUBLY_STOCHASTIC.name, DIES_OUT))
     compressor: ClassVar[Compressor | None] = None
     staleness: ClassVar[int | None] = None
     seed: ClassVar[int] = 0

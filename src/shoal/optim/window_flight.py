@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..algorithms.agent_schedule import AgentSchedule
+from ..algorithms.growth import DIES_OUT
 from ..algorithms.needs import DOUBLY_STOCHASTIC
 from ..engine.operation import Handle
 from ..errors import DeadlineExceeded, PeerLost
@@ -201,7 +202,7 @@ class PushSumFlight(WindowFlight):
     """
 
     counts = frozenset(("self_weight", "dst_weights"))
-    does_without = frozenset((DOUBLY_STOCHASTIC.name,))
+    does_without = frozenset((DOUBLY_STOCHASTIC.name, DIES_OUT))
 
     def __init__(
         self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
