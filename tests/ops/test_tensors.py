@@ -270,3 +270,116 @@ def test_more_dimensions_than_anybody_needs_are_kept(fleet: Fleets) -> None:
         return shoal.neighbor_allreduce(torch.ones([1] * 40 + [2])).shape
 
     assert fleet(2).run(run) == [torch.Size([1] * 40 + [2])] * 2
+
+
+MOVED = (
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+
+
+def as_bytes(tensor: torch.Tensor) -> list[int]:
+    flat = tensor.contiguous().view(-1)
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).view(torch.uint8).flatten().tolist()
+
+
+@pytest.mark.parametrize("rows", [2, 5000], ids=["inline", "region"])
+def test_dtypes_without_sums_are_moved_bit_for_bit(fleet: Fleets, rows: int) -> None:
+    def made(rank: int, dtype: torch.dtype) -> torch.Tensor:
+        given = torch.arange(rows * 8, dtype=torch.int64).view(rows, 8).mul(7).add(rank).to(torch.uint8)
+        return given.view(torch.float16).view(torch.complex32) if dtype.is_complex else given.view(dtype)
+
+    def run() -> None:
+        for dtype in MOVED:
+            every = [made(rank, dtype) for rank in range(2)]
+            x, other = every[shoal.rank()], every[1 - shoal.rank()]
+            both = as_bytes(every[0]) + as_bytes(every[1])
+            assert as_bytes(shoal.broadcast(x, 1)) == as_bytes(every[1]), dtype
+            assert as_bytes(shoal.allgather(x)) == both, dtype
+            assert as_bytes(shoal.grouped_broadcast([x], 1)[0]) == as_bytes(every[1]), dtype
+            assert as_bytes(shoal.grouped_allgather([x])[0]) == both, dtype
+            assert as_bytes(shoal.neighbor_allgather(x)) == as_bytes(other), dtype
+            assert shoal.allgather(x).dtype == dtype
+            for average in AVERAGES.values():
+                with pytest.raises(TypeError, match=r"not \w+, which only broadcast, allgather and their like move"):
+                    average(x)
+        with pytest.raises(shoal.Mismatch):
+            shoal.broadcast(made(0, MOVED[-shoal.rank() - 1]), 0)
+
+    fleet(2).run(run)
+
+
+NO_NUMBERS = {
+    "meta": (lambda: torch.ones(2, device="meta"), r"on the meta device and has no numbers; .*to_empty"),
+    "lazy": (lambda: torch.nn.UninitializedParameter(), "of a lazy module; run one batch through the model first"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), r"not torch.sparse_coo; use tensor.to_dense\(\)"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        "this one is nested; give tensor.to",
+    ),
+}
+ENTRIES: dict[str, Callable[[torch.Tensor], object]] = {
+    **AVERAGES,
+    "pair_gossip": lambda x: shoal.pair_gossip(x, 0),
+    "allreduce_": shoal.allreduce_,
+    "broadcast": lambda x: shoal.broadcast(x, 0),
+    "broadcast_": lambda x: shoal.broadcast_(x, 0),
+    "allgather": shoal.allgather,
+    "neighbor_allgather": shoal.neighbor_allgather,
+    "neighbor_alltoall": lambda x: shoal.neighbor_alltoall(x, []),
+    "grouped_allreduce": lambda x: shoal.grouped_allreduce([x]),
+    "grouped_neighbor_allreduce": lambda x: shoal.grouped_neighbor_allreduce([x]),
+    "grouped_broadcast": lambda x: shoal.grouped_broadcast([x], 0),
+    "grouped_allgather": lambda x: shoal.grouped_allgather([x]),
+    "broadcast_parameters": lambda x: shoal.broadcast_parameters([("x", x)]),
+    "allreduce_parameters": lambda x: shoal.allreduce_parameters([("x", x)]),
+    "windows.create": lambda x: shoal.windows.create(x, "x"),
+    "autograd.allreduce": lambda x: shoal.autograd.allreduce(x),
+    "autograd.allgather": lambda x: shoal.autograd.allgather(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", NO_NUMBERS)
+def test_a_tensor_without_numbers_of_its_own_is_one_clear_error_at_every_entry(kind: str) -> None:
+    make, message = NO_NUMBERS[kind]
+
+    def run() -> None:
+        for name, entry in ENTRIES.items():
+            with pytest.raises(TypeError, match=message) as raised:
+                entry(make())
+            assert str(raised.value).startswith(name.split(".")[-1].rstrip("_") if "win" not in name else name)
+
+    shoal.Fleet(1).run(run)
+
+
+def test_an_empty_tensor_travels_whatever_its_strides_are(fleet: Fleets) -> None:
+    def run() -> None:
+        for x in (torch.empty_strided((0,), (0,)), torch.empty_strided((0, 3), (0, 0)), torch.ones(1).expand(1)):
+            assert shoal.grouped_broadcast([x], 0)[0].shape == x.shape
+            assert shoal.grouped_allgather([x])[0].shape == (2 * len(x), *x.shape[1:])
+            assert shoal.grouped_allreduce([x])[0].shape == x.shape
+            assert shoal.allgather(x).shape == (2 * len(x), *x.shape[1:])
+            assert shoal.broadcast(x, 0).shape == x.shape
+
+    fleet(2).run(run)
+
+
+def test_empty_takes_a_shape_as_torch_does() -> None:
+    def run() -> None:
+        x = torch.ones(2, 3)
+        assert shoal.empty(x.shape).shape == shoal.empty(2, 3).shape == shoal.empty([2, 3]).shape == x.shape
+        assert shoal.empty(()).shape == shoal.empty().shape == ()
+        assert shoal.empty(4).shape == (4,)
+        with pytest.raises(TypeError, match=r"empty\(\): a dimension must be an int, got 2.5"):
+            shoal.empty(2.5)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"shape \[-1\] has a negative dimension"):
+            shoal.empty(-1)
+
+    shoal.Fleet(1).run(run)

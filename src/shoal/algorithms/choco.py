@@ -19,7 +19,12 @@ STATIC_COPIES = replace(STATIC, remedy="Take a static graph, or DeepSqueeze, whi
 
 
 def contraction(compressor: Compressor) -> Need:
-    """Its messages bring nearer what they are to say, in the mean: else their errors feed on each other."""
+    """Its messages bring nearer what they are to say, in the mean: else their errors feed on each other.
+
+    Of ``Cast`` and ``MinMaxUInt8`` this is true for messages above their smallest number. A smaller message may arrive
+    as zero, so agents stop at about that distance from each other (6e-8 for float16, ``eps`` for ``MinMaxUInt8``), and
+    go no further apart: the next message that is larger is sent.
+    """
 
     def problem(facts: Facts) -> str:
         d = facts.dimension

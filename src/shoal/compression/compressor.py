@@ -63,6 +63,8 @@ class Compressor(ABC):
         """The least known omega with ``E |C(x) - x|^2 <= omega |x|^2`` for every ``x`` of ``d`` numbers.
 
         0 loses nothing; from 1 on the error may be larger than what was to be sent. Infinite if no bound is known.
+        A compressor that converts to a dtype, or that has an ``eps``, has a smallest number. Below it the bound is
+        an absolute error, which the class documents, and omega is that of all larger numbers.
         """
         return math.inf
 

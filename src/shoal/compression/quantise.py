@@ -263,8 +263,9 @@ class MinMaxUInt8(Compressor):
     Args:
         chunk: Numbers with a minimum and a maximum of their own; the whole vector if not given.
         eps: Keeps the scale finite where all numbers are alike.
-        dyadic: Round the scale down to a power of two, so that numbers that are exact in binary stay so. A step is at
-            most twice as wide.
+        dyadic: The scale is the greatest power of two up to ``254 / max(max - min, eps)``, so that numbers that are
+            exact in binary stay so. The range then has at most 254 steps, since both ends may be rounded away from each
+            other. A step is at most about twice as wide.
     """
 
     chunk: int | None = None

@@ -10,6 +10,7 @@ import torch
 from ..errors import NotFinite
 from ..transport.link import Lease, Published
 from ..transport.memory import Arena
+from ..transport.wire import DTYPES
 from .devices import Devices
 from .operation import Operation
 
@@ -103,6 +104,8 @@ class Publisher:
         if not self.finite or operation.one_sided or not (tensor.is_floating_point() or tensor.is_complex()):
             return None
         with torch.no_grad():
+            if tensor.dtype not in DTYPES:  # torch has no sum of it
+                tensor = tensor.to(torch.complex64 if tensor.is_complex() else torch.float32)
             if bool(torch.isfinite(tensor.sum())):
                 return None
             wrong = int(tensor.numel() - torch.isfinite(tensor).sum())

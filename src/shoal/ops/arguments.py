@@ -13,7 +13,7 @@ from ..dtensors import is_sharded
 from ..engine.operation import INTERNAL, Arrived, Send, Steps
 from ..errors import Mismatch
 from ..topology._validate import as_int
-from ..transport.wire import DTYPES, Message, Payload
+from ..transport.wire import DTYPES, MOVABLE, Message, Payload
 from ..world.agent import Agent
 
 LAYOUT = "list of tensors (their number, shapes or dtypes)"
@@ -23,36 +23,80 @@ WEIGHABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.
 
 def check_tensor(op: str, tensor: object, dtypes: tuple[torch.dtype, ...] = DTYPES) -> torch.Tensor:
     """A dense tensor of a supported dtype; warns where the result would lose its graph."""
-    if isinstance(tensor, torch.Tensor) and is_sharded(tensor):
+    dense = check_dense(op, tensor)
+    if dense.dtype not in dtypes:
+        raise TypeError(_wrong_dtype(op, dense.dtype, dtypes))
+    if dense.requires_grad:
+        warn_of_lost_graph(op)
+    if dense.is_conj() or dense.is_neg():
+        return dense.resolve_conj().resolve_neg()
+    return dense
+
+
+def check_dense(op: str, tensor: object) -> torch.Tensor:
+    """A tensor whose numbers lie in one block of memory of this process.
+
+    Raises:
+        TypeError: It is no tensor, or has no such block; the message says what to give instead.
+    """
+    if type(tensor) not in _PLAIN:
+        _refuse_other_kinds(op, tensor)
+    assert isinstance(tensor, torch.Tensor)
+    if tensor.is_nested:
+        raise TypeError(
+            f"{op} takes dense tensors, and this one is nested; give tensor.to_padded_tensor(0.0), or its parts from "
+            "tensor.unbind() one by one"
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{op} takes dense tensors, not {tensor.layout}; use tensor.to_dense()")
+    if tensor.is_meta:
+        raise TypeError(
+            f"{op}: the tensor (shape {list(tensor.shape)}) is on the meta device and has no numbers; make it on a "
+            'device first, as module.to_empty(device="cpu") does for a model'
+        )
+    return tensor
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _refuse_other_kinds(op: str, tensor: object) -> None:
+    """TypeError for an object that is no tensor, and for subclasses of tensors whose numbers are elsewhere."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{op} takes a torch.Tensor, not {type(tensor).__name__}; torch.as_tensor() makes one")
+    if is_sharded(tensor):
         raise TypeError(
             f"{op}: the tensor is a DTensor, of which a part lies here. Give the part, tensor.to_local(), among agents "
             'that have the same part of theirs: shoal.init(mesh=mesh["replicate"])'
         )
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{op} takes a torch.Tensor, not {type(tensor).__name__}; torch.as_tensor() makes one")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{op} takes dense tensors, not {tensor.layout}; use tensor.to_dense()")
-    if tensor.dtype not in dtypes:
-        hint = "; convert it with tensor.float()" if tensor.dtype in DTYPES else ""
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{op} takes {allowed}, not {str(tensor.dtype).removeprefix('torch.')}{hint}")
-    if tensor.requires_grad:
-        _warn_of_lost_graph(op)
-    if tensor.is_conj() or tensor.is_neg():
-        return tensor.resolve_conj().resolve_neg()
-    return tensor
+    if torch.nn.parameter.is_lazy(tensor):
+        raise TypeError(
+            f"{op}: the tensor is an uninitialized {type(tensor).__name__} of a lazy module; run one batch through the "
+            "model first, so that it gets its shape"
+        )
+    if any(kind.__name__ == "FakeTensor" for kind in type(tensor).__mro__):
+        raise TypeError(f"{op}: the tensor is a FakeTensor and has no numbers; call it outside of FakeTensorMode")
+
+
+def _wrong_dtype(op: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str:
+    hint = "; convert it with tensor.float()" if dtype in DTYPES else ""
+    if dtype in MOVABLE and dtype not in DTYPES:
+        wider = "to(torch.complex64)" if dtype.is_complex else "float()" if dtype.is_floating_point else "long()"
+        hint = f", which only broadcast, allgather and their like move; convert it with tensor.{wider}"
+    allowed = ", ".join(str(one).removeprefix("torch.") for one in dtypes)
+    return f"{op} takes {allowed}, not {str(dtype).removeprefix('torch.')}{hint}"
 
 
 def detached(tensor: object) -> object:
     """The same without a graph, for callers that give it back a gradient, or that never had one to give."""
-    return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+    return tensor.detach() if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor) else tensor
 
 
 _WARNED: set[str] = set()
 """The operations of this process that have warned."""
 
 
-def _warn_of_lost_graph(op: str) -> None:
+def warn_of_lost_graph(op: str) -> None:
     """Once for each operation, and at the line outside of this package that called it."""
     called = op.split()[0]
     if called in _WARNED or not torch.is_grad_enabled():
@@ -196,7 +240,7 @@ def payload(arrived: Arrived, source: int) -> Payload:
 
 def check_gatherable(op: str, tensor: object) -> torch.Tensor:
     """A tensor with a dimension 0 to join along."""
-    checked = check_tensor(op, tensor)
+    checked = check_tensor(op, tensor, MOVABLE)
     if not checked.dim():
         raise ValueError(f"{op} joins along dimension 0, and a 0-dimensional tensor has none; use tensor.view(1)")
     return checked

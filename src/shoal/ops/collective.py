@@ -15,19 +15,22 @@ from ..engine.discovery import discover, submit_to_all
 from ..engine.operation import Carried, Exchange, Fusible, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..topology._validate import check_rank
-from ..transport.wire import DTYPES, Kind, Message, Payload
+from ..transport.wire import DTYPES, MOVABLE, Kind, Message, Payload
 from ..world.agent import Agent, current
 from .allreduce import reduced as reduced
 from .arguments import (
     LAYOUT,
     WEIGHABLE,
     Result,
+    check_dense,
     check_gatherable,
     check_out,
     check_tensor,
+    detached,
     joined,
     payload,
     rotated,
+    warn_of_lost_graph,
     where,
 )
 from .by_engine import members as members_of
@@ -132,7 +135,8 @@ def submit_allreduce(
         owned: ``tensor`` is nobody else's, and may become the result.
         fusible: A small tensor may wait for others, to travel with them.
     """
-    tensor = check_tensor(f"allreduce with op {how}", tensor, reducible(how))
+    given = tensor if out is None else detached(tensor)
+    tensor = check_tensor(f"allreduce with op {how}", given, reducible(how))
     check_out("allreduce", out, tensor.shape, tensor.dtype)
     engine = agent.engine
     goes_with_others = fusible and engine.may_fuse_in_stages and not layout and is_small(tensor)
@@ -199,17 +203,18 @@ def allreduce_nonblocking_(
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
     """:func:`allreduce_` without waiting; ``tensor`` must not be touched until then."""
-    out = tensor.detach()
+    out = _memory_of("allreduce", tensor)
     return allreduce_nonblocking(
-        out if tensor.is_leaf else tensor,
-        average,
-        is_hierarchical_local,
-        name,
-        op=op,
-        out=out,
-        group=group,
-        timeout=timeout,
+        out, average, is_hierarchical_local, name, op=op, out=out, group=group, timeout=timeout
     )
+
+
+def _memory_of(op: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Where an operation in place writes to: not a part of a graph, unless it warns. A parameter has none to lose."""
+    out = check_dense(op, tensor).detach()
+    if tensor.grad_fn is not None:
+        warn_of_lost_graph(op)
+    return out
 
 
 def broadcast(
@@ -248,7 +253,7 @@ def broadcast_nonblocking(
 ) -> Handle[torch.Tensor]:
     """:func:`broadcast` without waiting."""
     agent = current("broadcast")
-    tensor = check_tensor("broadcast", tensor)
+    tensor = check_tensor("broadcast", tensor if out is None else detached(tensor), MOVABLE)
     root_rank, members = as_root("broadcast", root_rank, agent), within("broadcast", group, agent)
     members.check("broadcast", "root_rank", [root_rank])
     check_out("broadcast", out, tensor.shape, tensor.dtype)
@@ -284,9 +289,8 @@ def broadcast_nonblocking_(
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
     """:func:`broadcast_` without waiting; ``tensor`` must not be touched until then."""
-    out = tensor.detach()
-    given = out if tensor.is_leaf else tensor
-    return broadcast_nonblocking(given, root_rank, name, out=out, group=group, timeout=timeout)
+    out = _memory_of("broadcast", tensor)
+    return broadcast_nonblocking(out, root_rank, name, out=out, group=group, timeout=timeout)
 
 
 def as_root(op: str, root_rank: object, agent: Agent) -> int:

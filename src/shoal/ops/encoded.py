@@ -21,7 +21,7 @@ from ..engine.operation import Arrived, Operation, Send
 from ..errors import Mismatch
 from ..transport.wire import Message, Payload
 from ..world.agent import Agent
-from .arguments import check_tensor
+from .arguments import check_tensor, detached
 
 DrawsOf = Callable[[int], Draws]
 """What the agent of a rank draws for this message."""
@@ -147,7 +147,7 @@ def check_compression(op: str, tensor: object, compressor: object) -> Compressor
             else "is no compressor"
         )
         raise TypeError(f"{op}: compression={compressor!r} {what}; take one of shoal.compression, such as Sign()")
-    check_tensor(op, tensor, DTYPES)
+    check_tensor(op, detached(tensor), DTYPES)
     return compressor
 
 

@@ -22,9 +22,9 @@ from ..engine.layouts import Layouts, described
 from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch
 from ..transport.memory import ResultPool
-from ..transport.wire import DTYPES
+from ..transport.wire import MOVABLE
 from ..world.agent import current
-from .arguments import WEIGHABLE, check_gatherable, check_out, check_tensor, put, split_name, where
+from .arguments import WEIGHABLE, check_gatherable, check_out, check_tensor, detached, put, split_name, where
 from .collective import as_root, parts_of_all, reducible, spread, submit_allreduce
 from .encoded import encoded_by_call
 from .groups import Group, within
@@ -229,7 +229,7 @@ def grouped_broadcast_nonblocking(
     called, agent = "grouped_broadcast", current("grouped_broadcast")
     root, members = as_root(called, root_rank, agent), within(called, group, agent)
     members.check(called, "root_rank", [root])
-    bundle = _Bundle(agent.engine.layouts, called, tensors, out, DTYPES)
+    bundle = _Bundle(agent.engine.layouts, called, tensors, out, MOVABLE)
     mine = torch.cat([_bytes(one) for one in bundle.tensors] or [torch.empty(0, dtype=torch.uint8)])
 
     def steps(operation: Operation) -> Steps[list[torch.Tensor]]:
@@ -265,7 +265,7 @@ def grouped_allgather_nonblocking(
     """:func:`grouped_allgather` without waiting."""
     called, agent = "grouped_allgather", current("grouped_allgather")
     members = within(called, group, agent)
-    bundle = _Bundle(agent.engine.layouts, called, tensors, None, DTYPES, first_may_differ=True)
+    bundle = _Bundle(agent.engine.layouts, called, tensors, None, MOVABLE, first_may_differ=True)
     for one in bundle.tensors:
         check_gatherable(called, one)
     rests = [(tuple(one.shape[1:]), one.dtype) for one in bundle.tensors]
@@ -319,7 +319,8 @@ class _Bundle:
         first_may_differ: bool = False,
     ) -> None:
         self._layouts = layouts
-        self.tensors = [check_tensor(op, one, dtypes) for one in _listed(op, "tensors", tensors)]
+        listed = _listed(op, "tensors", tensors)
+        self.tensors = [check_tensor(op, one if out is None else detached(one), dtypes) for one in listed]
         self._out = None if out is None else _listed(op, "out", out)
         if self._out is not None and len(self._out) != len(self.tensors):
             raise ValueError(
@@ -404,6 +405,6 @@ def _crc(layout: list[tuple[tuple[int, ...], torch.dtype]]) -> int:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.numel() == 1:  # which may have any stride and count as contiguous
-        flat = flat.as_strided((1,), (1,))
+    if flat.numel() < 2:  # which may have any stride and count as contiguous
+        flat = flat.as_strided(flat.shape, (1,))
     return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)

@@ -20,7 +20,7 @@ from ..engine.operation import Carried, Exchange, Fusible, Handle, Operation, Se
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
 from .allreduce import reduced
-from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, payload, rotated, split_name
+from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, detached, payload, rotated, split_name
 from .encoded import check_compression, encoded_for
 from .owners import allgather_shares, reduce_scatter, shape_digest
 from .together import BetweenMachines, copied, is_small
@@ -131,7 +131,7 @@ def submit(
         compressor: Of what leaves the machine.
         fusible: A small tensor may wait for others of the same round, to travel with them.
     """
-    tensor = check_tensor(OP, tensor, WEIGHABLE)
+    tensor = check_tensor(OP, tensor if out is None else detached(tensor), WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
     agent.engine.entry.check_inside(OP)
     if not agent.machines.homogeneous:

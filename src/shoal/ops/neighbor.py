@@ -42,6 +42,7 @@ from .arguments import (
     channel_name,
     check_out,
     check_tensor,
+    detached,
     payload,
     rotated,
     split_name,
@@ -231,7 +232,7 @@ def submit(
         everybody: All agents call it, whatever their edges; else only those that name each other, in push-pull.
         members: Who calls it; on a round that is given, the ranks that it names are of them.
     """
-    tensor = check_tensor(op, tensor, WEIGHABLE)
+    tensor = check_tensor(op, tensor if out is None else detached(tensor), WEIGHABLE)
     check_out(op, out, tensor.shape, tensor.dtype)
     agent.engine.entry.check_inside(op)
     rest = members.rest(agent.size)

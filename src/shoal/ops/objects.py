@@ -13,9 +13,10 @@ from ..dtensors import local, parts_of_state, spread_as
 from ..engine.discovery import submit_to_all
 from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch, NotFinite
+from ..transport.wire import MOVABLE
 from ..world.agent import current
 from . import plain
-from .arguments import Internal, as_ranks, check_out, check_tensor, detached, put
+from .arguments import Internal, as_ranks, check_dense, check_out, check_tensor, detached, put
 from .collective import allreduce_nonblocking_, as_root, broadcast_nonblocking_, gather_by_rank, spread
 from .grouped import in_batches
 from .groups import Group, within
@@ -114,7 +115,7 @@ def _named(op: str, params: Parameters) -> list[tuple[str, torch.Tensor]]:
     for position, item in enumerate(items):
         name, tensor = item if isinstance(item, tuple) else (str(position), item)
         if isinstance(tensor, torch.Tensor):
-            named.append((str(name), local(tensor)))
+            named.append((str(name), check_dense(op, local(tensor))))
         elif tensor is not None:
             raise TypeError(f"{op}: {name!r} is a {type(tensor).__name__}, not a tensor")
     if len({name for name, _ in named}) != len(named):
@@ -186,7 +187,7 @@ def _exchange(
     distinct: list[tuple[str, torch.Tensor]] = []
     said = []
     for name, given in sorted(named, key=lambda pair: pair[0]):
-        check_tensor(op, detached(given))
+        check_tensor(op, detached(given), MOVABLE)
         tensor = _once_each(given.detach())
         check_out(op, tensor, tensor.shape, tensor.dtype)
         place = _place(tensor) if tensor.numel() else name

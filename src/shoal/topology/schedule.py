@@ -165,6 +165,12 @@ class Static(EdgeSchedule):
     period = 1
 
     def __init__(self, graph: nx.Graph | ArrayLike, *, weighted: bool = True, name: str = "") -> None:
+        if isinstance(graph, Schedule):
+            raise TypeError(
+                f"Static takes a graph or a matrix, not the schedule {type(graph).__name__}. Pass the schedule itself: "
+                "whatever takes a topology takes a schedule, also one whose rounds are all alike. For the graph of one "
+                "round pass schedule.graph(0)."
+            )
         self.size, edges = _edges_of_graph(graph, weighted) if _is_graph(graph) else _edges_of_matrix(graph)
         self._edges_of_all = edges if weighted else _uniform(self.size, edges)
         self._name = name or f"static graph {crc32(b''.join(array.tobytes() for array in self._edges_of_all)):08x}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -58,7 +59,24 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.complex64,
     torch.complex128,
 )
-_DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
+"""Of numbers that can be added up."""
+MOVABLE: tuple[torch.dtype, ...] = (
+    *DTYPES,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+)
+"""Of tensors that can be sent: torch has no sums of the last ones. The order is part of the protocol."""
+_DTYPE_CODE = {dtype: code for code, dtype in enumerate(MOVABLE)}
+with warnings.catch_warnings():
+    # torch warns of the first complex32 tensor of a process. As an error it would end the thread that reads messages.
+    warnings.simplefilter("ignore")
+    torch.empty(0, dtype=torch.complex32)
 
 WANTS_REPLY = 1
 """Flag of a DATA message: answer DONE, also where no memory has to be given back."""
@@ -207,12 +225,12 @@ def decode(frame: memoryview) -> Message:
     if ndim > MAX_DIMENSIONS or n_name > MAX_NAME or at + 8 * ndim + n_op + n_name + n_body != len(frame):
         raise ProtocolError("the parts of a frame do not add up to its length")
     known_kind, known_where = _KINDS.get(kind), _WHERE.get(where)
-    if known_kind is None or known_where is None or code >= len(DTYPES):
+    if known_kind is None or known_where is None or code >= len(MOVABLE):
         raise ProtocolError(f"kind {kind}, place {where} or dtype {code} is unknown")
     body = at + 8 * ndim + n_op + n_name
     about = bytes(frame[at:body])
     shape, op, name = _known_head(about, ndim, n_op) if len(about) < _LONG else _head(about, ndim, n_op)
-    dtype, text, payload = DTYPES[code], "", None
+    dtype, text, payload = MOVABLE[code], "", None
     if known_kind is Kind.DATA:
         if known_where is Where.NOWHERE:
             raise ProtocolError("a tensor that is nowhere")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import networkx as nx
 import torch
@@ -12,6 +12,7 @@ from ..engine.agreement import MembershipChange
 from ..engine.events import Events
 from ..engine.membership import View
 from ..topology import ExponentialTwoGraph
+from ..topology._validate import as_int
 from .agent import agent_context, bind, current
 
 log = logging.getLogger("shoal")
@@ -198,10 +199,21 @@ def bytes_sent() -> int:
     return current("bytes_sent()").engine.bytes_sent
 
 
-def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def empty(*shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """An uninitialised tensor over memory that neighbours on this machine can read where it lies.
+
+    Args:
+        shape: Its dimensions one by one, or one sequence of them, such as ``x.shape``.
+        dtype: Any dtype.
+
+    Raises:
+        TypeError, ValueError: Dimensions that are no whole numbers, or negative ones.
 
     Good as ``out=``, and for a window, which then needs no copy of it. The memory is used again once the tensor is
     gone.
     """
-    return current("empty()").engine.arena.empty(tuple(shape), dtype)
+    given: Iterable[object] = shape[0] if len(shape) == 1 and isinstance(shape[0], Iterable) else shape
+    dimensions = tuple(as_int(one, "empty(): a dimension") for one in given)
+    if min(dimensions, default=0) < 0:
+        raise ValueError(f"empty(): shape {list(dimensions)} has a negative dimension")
+    return current("empty()").engine.arena.empty(dimensions, dtype)

@@ -30,7 +30,7 @@ from ...interrupts import held
 from ...ops.arguments import Internal
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, barrier, gather_by_rank
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
-from ...transport.wire import DTYPES, Kind, Message, ProtocolError
+from ...transport.wire import MOVABLE, Kind, Message, ProtocolError
 from ...world.agent import current
 
 WORD = "~horovod"
@@ -94,7 +94,7 @@ class Joining(MinimalService):
     ) -> None:
         """This agent has begun an operation of all."""
         operation = made.operation
-        said = [(list(one.shape), DTYPES.index(one.dtype)) for one in tensors]
+        said = [(list(one.shape), MOVABLE.index(one.dtype)) for one in tensors]
         call = Call(called, how, name, operation.name, operation.round, said)
         engine = self._engine
         with held, engine.lock:
@@ -241,7 +241,7 @@ def _identities(call: Call) -> list[torch.Tensor]:
     """What changes nothing for the others: zeros, no rows, and what is least or greatest."""
     found = []
     for shape, number in call.tensors:
-        dtype, sizes = DTYPES[number], [int(one) for one in shape]
+        dtype, sizes = MOVABLE[number], [int(one) for one in shape]
         if call.called in _GATHERS:
             found.append(torch.empty([0, *sizes[1:]], dtype=dtype))
         elif call.called in _REDUCES:
