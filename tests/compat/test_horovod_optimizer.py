@@ -241,6 +241,30 @@ def test_who_has_no_gradient_counts_as_zero() -> None:
         assert found == [[0.0, 0.0], pytest.approx([2 / 3] * 2), [1.0], [0.0]]
 
 
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_layer_that_is_frozen_later(everywhere: bool) -> None:
+    """On one agent alone it takes the others' steps all the same; on all it stays, also under momentum and decay."""
+
+    def run() -> tuple[Tensor, bool]:
+        hvd.init()
+        model = deepcopy(MODEL)
+        inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters())
+        before = torch.zeros(0)
+        for step in range(3):
+            if step == 1:
+                before = model[0].weight.detach().clone()
+                model[0].requires_grad_(hvd.rank() != 0 and not everywhere)
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        return flat(model), torch.equal(before, model[0].weight)
+
+    found, stayed = zip(*shoal.Fleet(SIZE, timeout=20.0).run(run), strict=True)
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert stayed == (everywhere,) * SIZE
+
+
 @pytest.mark.parametrize("options", [{}, {"num_groups": 1}, {"gradient_predivide_factor": 2.0}], ids=str)
 @pytest.mark.parametrize("dense", [True, False])
 def test_sparse_gradients(dense: bool, options: dict[str, Any]) -> None:

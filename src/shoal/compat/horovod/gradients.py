@@ -120,9 +120,10 @@ class Gradients:
                 self._failed = error
 
     def _leave(self, number: int) -> None:
-        """Send a group: zeros for gradients that this agent has not."""
+        """Send a group: zeros for gradients that this agent has not, and at the end which parameters it steps."""
         sent, contexts = [], []
-        for param in self._groups[number]:
+        group = self._groups[number]
+        for param in group:
             gradient = param.grad
             if gradient is None:
                 gradient = torch.zeros_like(param)
@@ -133,6 +134,10 @@ class Gradients:
             form, context = self._compression.compress(gradient)
             sent.append(form)
             contexts.append(context)
+        # In the dtype of the others, so that it is in the same message.
+        dtype = sent[0].dtype if sent[0].is_floating_point() else torch.float32
+        steps = [float(param.requires_grad or param.grad is not None) for param in group]
+        sent.append(torch.tensor(steps, dtype=dtype, device=sent[0].device))
         name = f"{self._name}.{number}"
         handle = reduce_many("DistributedOptimizer", sent, self._how, name, self._process_set)
         self._under_way[number] = handle, contexts
@@ -153,13 +158,15 @@ class Gradients:
             self._counts.clear()
             for number in sorted(under_way):
                 handle, contexts = under_way[number]
-                for param, mean, context in zip(self._groups[number], handle.wait(), contexts, strict=True):
-                    self._put(param, self._compression.decompress(mean, context))
+                *means, steps = handle.wait()
+                several = zip(self._groups[number], means, contexts, steps.tolist(), strict=True)
+                for param, mean, context, somewhere in several:
+                    # One that some agents have frozen takes the others' steps, or the models would part.
+                    if somewhere:
+                        self._put(param, self._compression.decompress(mean, context))
         self._is_synchronized = True
 
     def _put(self, param: Param, mean: torch.Tensor) -> None:
-        if not param.requires_grad:
-            return
         if param in self._sparse:
             param.grad = mean.to_sparse(1)
         elif param.grad is None or param.grad.is_sparse:
