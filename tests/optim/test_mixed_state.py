@@ -249,7 +249,7 @@ def test_an_agent_whose_gradients_overflow_passes_its_state_on(make: Any) -> Non
     assert all(one.isfinite().all() for one in shoal.Fleet(SIZE).run(run))
 
 
-def test_frozen_parameters_travel_without_state(fleet: Fleets) -> None:
+def test_frozen_parameters_have_no_state(fleet: Fleets) -> None:
     def run() -> list[int]:
         shoal.set_topology(shoal.RingGraph(SIZE))
         model = deepcopy(MODEL)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 import shoal
 from shoal.algorithms import ExactDiffusion, GradientDescent
-from shoal.optim.window_flight import PutFlight
+from shoal.optim.pair_flight import PairFlight
+from shoal.optim.window_flight import GetFlight, PushSumFlight, PutFlight
 
 Fleets = Callable[..., shoal.Fleet]
 ATC, AWC = GradientDescent(1.0), GradientDescent(1.0, atc=False)
@@ -143,3 +145,215 @@ def test_where_nothing_is_done_to_it_a_parameter_is_not_copied_before_an_exchang
         return len(places)
 
     assert fleet(2).run(run) == [1 if width == 3 else 2] * 2
+
+
+def assign(net: nn.Module) -> None:
+    net.load_state_dict({name: one.clone() for name, one in net.state_dict().items()}, assign=True)
+
+
+def another_layer(net: nn.Module) -> None:
+    net[0] = nn.Linear(3, 3, bias=False)  # type: ignore[operator]
+
+
+def another_parameter(net: nn.Module) -> None:
+    net[1].weight = nn.Parameter(torch.ones(1, 3))  # type: ignore[index, union-attr]
+
+
+def another_parameter_behind(net: nn.Module) -> None:
+    net[1].new = nn.Parameter(torch.ones(1, 3))  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize(
+    "change, names",
+    [(assign, "'0.weight', '1.weight'"), (another_layer, "'0.weight'"), (another_parameter, "'1.weight'")],
+)
+def test_a_parameter_that_was_replaced_is_refused_by_name(
+    fleet: Fleets, change: Callable[[nn.Module], None], names: str
+) -> None:
+    def run() -> None:
+        net = model(3)
+        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net, ATC)
+        for _ in range(2):
+            net(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        change(net)
+        before = flat(net)
+        net(torch.ones(2, 3)).sum().backward()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"other parameters now in the place of {names}, and this"):
+                optimizer.step()
+        assert torch.equal(flat(net), before)
+        optimizer.close()
+
+    fleet(2).run(run)
+
+
+def test_a_model_that_is_changed_but_keeps_its_parameters_goes_on(fleet: Fleets) -> None:
+    """Parametrized, pruned, without a part; a parameter that nobody has is warned about when it comes."""
+
+    def run() -> None:
+        net = model(3)
+        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net, ATC)
+
+        def step() -> None:
+            before = flat(net)
+            optimizer.zero_grad()
+            net(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            assert not torch.equal(flat(net), before)
+
+        step()
+        parametrize.register_parametrization(net[0], "weight", nn.Tanh())
+        step()
+        prune.l1_unstructured(net[1], "weight", amount=1)  # type: ignore[no-untyped-call]
+        step()
+        net.double()
+        net.float()
+        step()
+        another_parameter_behind(net)
+        step()
+        del net[0]
+        step()
+        optimizer.close()
+
+    with pytest.warns(UserWarning, match=r"which are learnt: [01]\.new"):
+        fleet(2).run(run)
+
+
+# Parameters that share memory
+
+
+class Tied(nn.Module):
+    """Two layers that are one in memory, with a buffer that is a view of it, and two that overlap in a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight.data = self.embed.weight.data
+        self.register_buffer("row", self.embed.weight.data[1])
+        numbers = torch.arange(9.0) / 10
+        self.left, self.right = nn.Parameter(numbers[:6]), nn.Parameter(numbers[3:])
+        self.other = nn.Parameter(torch.ones(6))
+
+    def forward(self, i: Tensor) -> Tensor:
+        y: Tensor = self.head(self.embed(i)) * self.left * self.right * self.other
+        return y
+
+    @property
+    def shares(self) -> bool:
+        one = torch.equal(self.embed.weight, self.head.weight) and torch.equal(self.embed.weight[1], self.row)
+        return one and torch.equal(self.left[3:], self.right[:3])
+
+
+SHARING: dict[str, dict[str, Any]] = {
+    "atc": {"algorithm": ATC},
+    "awc": {"algorithm": AWC},
+    "gradients": {"algorithm": shoal.algorithms.ParallelGradientDescent(1.0)},
+    "atc, backward": {"algorithm": ATC, "overlap": "backward", "bucket_bytes": 1},
+    "gradients, backward": {
+        "algorithm": shoal.algorithms.ParallelGradientDescent(1.0),
+        "overlap": "backward",
+        "bucket_bytes": 1,
+    },
+    "equation": {"algorithm": ExactDiffusion(1.0, lazy=True)},
+    "put": {"algorithm": AWC, "flight": PutFlight},
+    "get": {"algorithm": AWC, "flight": GetFlight},
+    "push-sum": {"algorithm": ATC, "flight": PushSumFlight},
+    "ad-psgd": {"algorithm": AWC, "flight": PairFlight},
+}
+
+
+def train(net: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        net(torch.tensor([step % 3, shoal.rank()])).square().sum().backward()
+        optimizer.step()
+        shoal.barrier()
+
+
+@pytest.mark.parametrize("how", [*SHARING])
+def test_parameters_that_share_memory_go_on_to(fleet: Fleets, how: str) -> None:
+    def run() -> tuple[Tensor, bool]:
+        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        net = Tied()
+        shoal.broadcast_parameters(net.state_dict(), root_rank=0)
+        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net, **SHARING[how])
+        train(net, optimizer, range(4))
+        shares = net.shares
+        optimizer.close()
+        return flat(net), shares
+
+    found, shares = zip(*fleet(2).run(run), strict=True)
+    assert all(shares)
+    assert how not in ("atc", "gradients", "atc, backward", "gradients, backward") or torch.allclose(*found, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["atc", "gradients"])
+def test_what_shares_memory_steps_as_it_does_alone(fleet: Fleets, way: str) -> None:
+    """With the same batches on all agents the models are those of one that nobody wraps."""
+    start = Tied().state_dict()
+
+    def run(wrapped: bool, overlap: str | None = None) -> Tensor:
+        shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+        net = Tied()
+        net.load_state_dict(start)
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        if wrapped:
+            algorithm = SHARING[way]["algorithm"]
+            optimizer = shoal.DecentralizedOptimizer(optimizer, net, algorithm, overlap=overlap, bucket_bytes=1)
+        for step in range(4):
+            optimizer.zero_grad()
+            net(torch.tensor([step % 3, 5])).square().sum().backward()
+            optimizer.step()
+        return flat(net)
+
+    plain = fleet(1).run(run, False)[0]
+    for overlap in (None, "backward"):
+        for found in fleet(2).run(run, True, overlap):
+            assert torch.allclose(found, plain, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after two steps"])
+def test_a_model_in_shared_memory_stays_there(fleet: Fleets, late: bool) -> None:
+    def run() -> None:
+        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        net = model(60)
+        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net, ATC)
+        for step in range(4):
+            if step == (2 if late else 0):
+                net.share_memory()
+                seen = [param.detach() for param in net.parameters()]
+            optimizer.zero_grad()
+            net(torch.ones(2, 60) * (1 + shoal.rank())).square().mean().backward()
+            optimizer.step()
+        assert all(param.is_shared() for param in net.parameters())
+        assert all(torch.equal(one, param) for one, param in zip(seen, net.parameters(), strict=True))
+        every = shoal.allgather(flat(net)[None])
+        assert torch.allclose(every[0], every[1], atol=1e-6)
+        optimizer.close()
+
+    fleet(2).run(run)
+
+
+def test_agents_of_which_one_shares_memory_go_on_together_or_are_told(fleet: Fleets) -> None:
+    """Shared memory is an agent's own matter; ties are not."""
+
+    def run() -> None:
+        shoal.set_topology(shoal.FullyConnectedGraph(2))
+        net = model(3)
+        if shoal.rank() == 0:
+            net.share_memory()
+        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(net.parameters(), lr=0.05), net, ATC)
+        for _ in range(2):
+            net(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        optimizer.close()
+        two = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        if shoal.rank() == 0:
+            two[1].weight.data = two[0].weight.data  # type: ignore[union-attr]
+        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(two.parameters(), lr=0.05), two, ATC)
+        two(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(shoal.Mismatch, match=r"1\.weight \[3, 3\] float32, in the memory of 0\.weight"):
+            optimizer.step()
+
+    fleet(2).run(run)

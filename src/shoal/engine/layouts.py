@@ -30,8 +30,8 @@ ANSWER_WITHIN = 1.0
 _LONGEST = 200
 """Characters of a tensor of another's that are shown."""
 
-Layout = Sequence[tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and dtypes, in the order of the call; a dimension of -1 may be any."""
+Layout = Sequence[tuple[tuple[int, ...], torch.dtype] | str]
+"""Shapes and dtypes, in the order of the call; a dimension of -1 may be any. Or what the caller says of each."""
 
 
 class Layouts:
@@ -42,6 +42,7 @@ class Layouts:
         self._kept: OrderedDict[Key, Layout] = OrderedDict()
         self._asked_early: OrderedDict[tuple[int, Key], None] = OrderedDict()  # by whom, for what is not known here
         self._heard: dict[tuple[int, Key], Message | None] = {}  # of those that are asked
+        self._answered: OrderedDict[tuple[int, Key], None] = OrderedDict()
 
     def keep(self, operation: Operation, layout: Layout) -> None:
         """A call of several tensors begins."""
@@ -59,25 +60,36 @@ class Layouts:
 
         Waits for their answers, for up to a second.
         """
-        key, mine = (operation.name, operation.round), described(layout)
+        mine = described(layout)
+        for rank, theirs in self.others(operation, ranks).items():
+            if theirs != mine:
+                return _first_difference(self._rank, mine, rank, theirs)
+        return ""
+
+    def others(self, operation: Operation, ranks: Sequence[int], *, mutual: bool = False) -> dict[int, list[str]]:
+        """The lists of other agents, described, by rank: of those that answer within a second. ``mutual``: wait as long
+        for them to ask this agent, which may end soon after its error."""
+        key = operation.name, operation.round
         with held, self._progress.lock:
             alive = self._membership.view.alive
             asked = {(rank, key) for rank in ranks if rank != self._rank and rank in alive}
             if not asked or self._progress.mine or self._progress.stopped:
-                return ""
+                return {}
             self._heard.update(dict.fromkeys(asked))
             for rank, (name, round_) in sorted(asked):
                 self._outbox.say(rank, Message(Kind.ASK, TENSORS, name, round_))
         limit = time.monotonic() + ANSWER_WITHIN
-        self._progress.drive_until(lambda: all(self._heard.get(one) is not None for one in asked), limit)
+        self._progress.drive_until(
+            lambda: all(self._heard.get(one) is not None and (one in self._answered or not mutual) for one in asked),
+            limit,
+        )
         with held, self._progress.lock:
             said = {rank: self._heard.pop((rank, key), None) for rank, key in sorted(asked)}
-        for rank, answer in said.items():
-            if answer is not None and answer.flags & HERE:
-                theirs = [line[:_LONGEST] for line in answer.text.split("\n")] if answer.text else []
-                if theirs != mine:
-                    return _first_difference(self._rank, mine, rank, theirs)
-        return ""
+        return {
+            rank: [line[:_LONGEST] for line in answer.text.split("\n")] if answer.text else []
+            for rank, answer in said.items()
+            if answer is not None and answer.flags & HERE
+        }
 
     # Others ask. Under the engine's lock.
 
@@ -97,6 +109,9 @@ class Layouts:
         known = len(text) <= MOST_BYTES
         flags, text = (HERE, text) if known else (0, "")
         self._outbox.say(source, Message(Kind.DENY, TENSORS, *key, flags=flags, text=text))
+        self._answered[source, key] = None
+        if len(self._answered) > KEPT:
+            self._answered.popitem(last=False)
 
     def heard(self, source: int, message: Message) -> None:
         """What another's call has."""
@@ -108,8 +123,10 @@ class Layouts:
 def described(layout: Layout) -> list[str]:
     """Each tensor in words."""
     return [
-        f"[{', '.join('*' if size < 0 else str(size) for size in shape)}] {str(dtype).removeprefix('torch.')}"
-        for shape, dtype in layout
+        one
+        if isinstance(one, str)
+        else f"[{', '.join('*' if size < 0 else str(size) for size in one[0])}] {str(one[1]).removeprefix('torch.')}"
+        for one in layout
     ]
 
 

@@ -38,7 +38,7 @@ class Rest:
 
 
 def submit_encoded_mean(
-    agent: Agent, flat: torch.Tensor, compressor: Compressor, name: str, rest: Rest | None = None
+    agent: Agent, flat: torch.Tensor, compressor: Compressor, name: str, rest: Rest | None = None, layout: int = 0
 ) -> Handle[torch.Tensor]:
     """Begin the mean of a flat tensor over all agents; it takes the result, and must not be touched until then.
 
@@ -52,11 +52,12 @@ def submit_encoded_mean(
         compressor: With a wire format.
         name: What calls are matched by.
         rest: What the messages before have left out; it is changed when the result is there.
+        layout: A digest of what the tensor is made of; all agents must have the same.
     """
     seed = zlib.crc32(name.encode())
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return _mean(agent, operation, flat, compressor, seed, rest)
+        return _mean(agent, operation, flat, compressor, seed, rest, layout)
 
     def take(result: torch.Tensor) -> torch.Tensor:
         return flat.copy_(result.view(-1))
@@ -65,7 +66,13 @@ def submit_encoded_mean(
 
 
 def _mean(
-    agent: Agent, operation: Operation, flat: torch.Tensor, compressor: Compressor, seed: int, rest: Rest | None
+    agent: Agent,
+    operation: Operation,
+    flat: torch.Tensor,
+    compressor: Compressor,
+    seed: int,
+    rest: Rest | None,
+    layout: int,
 ) -> Steps[torch.Tensor]:
     group = list(operation.left_of(range(agent.size)))
     cut, position = shares(flat.numel(), len(group)), group.index(agent.rank)
@@ -89,7 +96,7 @@ def _mean(
     if rest is not None and rest.sent is not None:
         own = own + rest.sent
     messages = [compressor.encode(own[low:high], draws(agent.rank, part)) for part, (low, high) in enumerate(cut)]
-    same = f"{flat.numel()} {flat.dtype}"
+    same = f"{flat.numel()} {flat.dtype} {layout}"
     data, ends = torch.cat(messages), list(accumulate(len(one) for one in messages))
     arrived = yield from _exchanged(agent, operation, group, data, list(zip([0, *ends], ends, strict=False)), same)
     mean = own.new_zeros(stop - start)
@@ -131,7 +138,7 @@ def _exchanged(
         others,
         torch.uint8,
         digest=digest,
-        digest_of="number of elements or dtype",
+        digest_of="number of elements or dtype, or list of tensors",
         carried=Carried(),
     )
     payloads = {rank: payload(arrived, rank) for rank in others}

@@ -123,6 +123,7 @@ def submit(
     timeout: float | None = None,
     zero_copy: bool = False,
     fusible: bool = False,
+    layout: int = 0,
 ) -> Handle[torch.Tensor]:
     """Begin an average between machines with a round as it is; as :func:`shoal.ops.neighbor.submit`.
 
@@ -130,6 +131,7 @@ def submit(
         mixing: The round as this agent's machine knows it; None: the static machine topology.
         compressor: Of what leaves the machine.
         fusible: A small tensor may wait for others of the same round, to travel with them.
+        layout: A digest of what the tensor is made of, where it is of several; all agents must have the same.
     """
     tensor = check_tensor(OP, tensor if out is None else detached(tensor), WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
@@ -147,15 +149,15 @@ def submit(
     goes_with_others = fusible and small and engine.may_fuse_in_stages
     if goes_with_others:
         tensor = copied(tensor)
-    by_first = BetweenMachines(agent, known, static.digest if static else 0, checked and static is None)
+    by_first = BetweenMachines(agent, known, (static.digest if static else 0) ^ layout, checked and static is None)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         if small and not operation.gone:
             return by_first.alone(operation, tensor, out)
         if operation.gone:
-            return _by_leaders(agent, operation, tensor, known, static, compressor, out)
+            return _by_leaders(agent, operation, tensor, known, static, compressor, out, layout)
         return _hierarchical(
-            agent, operation, tensor, known, static, compressor, out, checked=checked, zero_copy=zero_copy
+            agent, operation, tensor, known, static, compressor, out, layout, checked=checked, zero_copy=zero_copy
         )
 
     begins: Callable[[Operation], Steps[torch.Tensor]] | Fusible = steps
@@ -198,6 +200,7 @@ def _hierarchical(
     static: StaticTopology | None,
     compressor: Compressor | None,
     out: torch.Tensor | None,
+    layout: int,
     *,
     checked: bool,
     zero_copy: bool,
@@ -206,11 +209,11 @@ def _hierarchical(
     shape = tuple(tensor.shape)
     published = engine.publisher.publish(operation, tensor, zero_copy=zero_copy)
     position = group.index(agent.rank)
-    share = yield from reduce_scatter(agent, operation, published, shape, "average", group)
+    share = yield from reduce_scatter(agent, operation, published, shape, "average", group, layout)
     mean = share.data
 
     counterparts = [machine * len(group) + position for machine in range(agent.machines.count)]
-    digest = shape_digest(shape) ^ (static.digest if static else 0)
+    digest = shape_digest(shape) ^ (static.digest if static else 0) ^ layout
     mixed = yield from _mixed(
         agent,
         operation,
@@ -219,7 +222,7 @@ def _hierarchical(
         counterparts,
         compressor,
         digest=digest,
-        what=f"machine topology {static.digest:08x}" if static is not None else "",
+        what=f"machine topology {static.digest ^ layout:08x}" if static is not None else "",
         checked=checked and static is None,
     )
     result = Result(agent, out, tensor, shape)
@@ -286,6 +289,7 @@ def _by_leaders(
     static: StaticTopology | None,
     compressor: Compressor | None,
     out: torch.Tensor | None,
+    layout: int,
 ) -> Steps[torch.Tensor]:
     """The same where agents are gone, and machines have no counterparts any more: the first agent of each machine
     exchanges that machine's mean, whole. A machine of which nobody is left is gone as an agent of a topology would be.
@@ -295,14 +299,14 @@ def _by_leaders(
     lost = tuple(machine for machine, ranks in enumerate(groups) if not ranks)
     here = static.without(lost).mixing if static is not None else mixing.without(lost)
     group, shape = groups[agent.machine_rank], tuple(tensor.shape)
-    mean = yield from reduced(agent, operation, tensor, "average", group, None, False)
+    mean = yield from reduced(agent, operation, tensor, "average", group, None, False, layout)
     result = Result(agent, out, tensor, shape)
     if agent.rank != group[0]:
         arrived = yield Exchange([], [group[0]], tensor.dtype, shape, stage=_FROM_LEADER)
         yield from complete([payload(arrived, group[0])])
         result.flat.copy_(payload(arrived, group[0]).data)
         return result.finish()
-    leaders, digest = [ranks[0] if ranks else -1 for ranks in groups], shape_digest(shape)
+    leaders, digest = [ranks[0] if ranks else -1 for ranks in groups], shape_digest(shape) ^ layout
     mixed = yield from _mixed(agent, operation, mean, here, leaders, compressor, digest=digest, stage=_BETWEEN_LEADERS)
     told = engine.publisher.publish(operation, mixed)
     yield Exchange([Send(rank, told, 0, mixed.numel(), shape) for rank in group[1:]], [], stage=_FROM_LEADER)

@@ -23,9 +23,10 @@ class Backward:
         self._ready = bind(ready)
         self._hooks: dict[torch.nn.Parameter, RemovableHandle] = {}
         self._buckets: Sequence[Bucket] | None = None
+        self._active: Sequence[int] | None = None
         self._of: dict[torch.nn.Parameter, int] = {}
         self._missing: dict[int, set[torch.nn.Parameter]] = {}
-        self._armed = False
+        self._armed = self._has_left = False
         self._failed: BaseException | None = None
 
     @property
@@ -33,19 +34,26 @@ class Backward:
         """A pass has begun whose step has not come yet."""
         return self._armed
 
-    def arm(self, buckets: Sequence[Bucket]) -> None:
-        """The gradients of the backward pass to come are those of the step. Raises what went wrong in one before."""
+    def arm(self, buckets: Sequence[Bucket], active: Sequence[int]) -> None:
+        """The gradients of the backward pass to come are those of the step. Raises what went wrong in one before.
+
+        Where other parameters are trainable than at the last forward pass, and no bucket has left, it begins anew.
+
+        Args:
+            buckets: All that there are.
+            active: The numbers of those that are exchanged in this step.
+        """
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
-        if self._armed:
+        if self._armed and (self._has_left or (buckets is self._buckets and active is self._active)):
             return
-        self._armed = True
+        self._armed, self._has_left, self._active = True, False, active
         if buckets is not self._buckets:
             self._buckets = buckets
             self._of = {param: number for number, bucket in enumerate(buckets) for param in bucket.params}
         self._missing = {
-            number: {param for param in bucket.params if param.requires_grad} for number, bucket in enumerate(buckets)
+            number: {param for param in buckets[number].params if param.requires_grad} for number in active
         }
         for param in set().union(*self._missing.values()).difference(self._hooks):
             self._hooks[param] = tell_of_gradients(param, self)
@@ -65,7 +73,9 @@ class Backward:
         if not self._armed or self._failed is not None:
             return
         assert isinstance(param, torch.nn.Parameter)
-        number = self._of[param]
+        number = self._of.get(param)
+        if number is None or self._active is None or number not in self._active:
+            return  # it was frozen when the pass began
         missing = self._missing.get(number, set())
         if param not in missing:
             self._failed = RuntimeError(
@@ -78,6 +88,7 @@ class Backward:
         missing.discard(param)
         if not missing:
             del self._missing[number]
+            self._has_left = True
             try:
                 with torch.no_grad():
                     self._ready(number)

@@ -6,7 +6,8 @@ is written to a second bucket, to which the parameters then move. Where they are
 instead, which is one call and not one for each.
 
 Parameters of which only a part lies here (``DTensor``) stay where they are: who has sharded them reads that memory
-himself (FSDP gathers from it), so their parts are copied into the bucket before a round and out of it afterwards.
+himself (FSDP gathers from it), so their parts are copied into the bucket before a round and out of it afterwards. So
+are parameters that share memory with other tensors (``memory_sharing.py``).
 
 What is done for each parameter in a step is done in C, as far as it goes: a thousand calls of Python's cost as much as
 the step of the wrapped optimizer.
@@ -69,6 +70,10 @@ class _Memory:
 class Bucket:
     """Some parameters of one dtype on one device: plain tensors, or the parts of sharded ones that lie here.
 
+    Args:
+        params: Them.
+        stays: They stay in their own memory, and are copied into the bucket and out of it.
+
     Attributes:
         params: In the order in which they lie.
         of: The parameters that they belong to: themselves, but for state of the optimizer.
@@ -78,9 +83,9 @@ class Bucket:
 
     kind = ""
 
-    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+    def __init__(self, params: list[torch.nn.Parameter], stays: bool = False) -> None:
         self.params = self.of = params
-        self._stays = any(map(is_sharded, params))
+        self._stays = stays or any(map(is_sharded, params))
         tensors = self._tensors()
         self.numel = sum(one.numel() for one in tensors)
         # All agents', and for good: what lies where must not depend on what one of them does to a parameter later.
@@ -105,8 +110,21 @@ class Bucket:
     def put(self, numbers: Tensor) -> None:
         """The parameters are these numbers from here on, ``[numel]``."""
         self.flat.copy_(numbers)
+        self.written()
+
+    def written(self) -> None:
+        """Somebody has written the parameters' new values to :attr:`flat`."""
         if self._stays:
             self._copy_out(self._here)
+
+    @property
+    def stays(self) -> bool:
+        """The parameters are in their own memory, and are copied before each round."""
+        return self._stays
+
+    def stay(self) -> None:
+        """From here on the parameters stay in their own memory, where somebody has put them."""
+        self._stays, self._moves = True, False
 
     def _tensors(self) -> Sequence[Tensor]:
         """What of the parameters lies here."""
@@ -235,8 +253,8 @@ class Bucket:
         return self._mean.flat
 
     def spread_gradients(self, mean: Tensor) -> None:
-        """The gradients are what is in the room for the mean, or for the result; who had none, and is learnt, has one
-        from here on."""
+        """The gradients are what is in the room for the mean, or for the result. A parameter without a gradient gets
+        one, also where it was frozen meanwhile: the other agents take this step, too."""
         memory = self._mean if self._mean is not None and mean is self._mean.flat else self._room
         views, grads = [], []
         for param, view in zip(self.params, memory.views, strict=True):
@@ -244,24 +262,44 @@ class Bucket:
             if grad is not None and not grad.is_sparse and placements(grad) == placements(param):
                 views.append(view)
                 grads.append(local(grad))
-            elif param.requires_grad:
+            else:
                 param.grad = like(view.clone(), param)
         if views:
             torch._foreach_copy_(grads, views)
 
 
-def into_buckets(params: Iterable[torch.nn.Parameter], nbytes: float = BUCKET_BYTES) -> list[Bucket]:
-    """Buckets of at most ``nbytes`` each (or of one larger parameter), in the order given."""
+def into_buckets(
+    params: Iterable[torch.nn.Parameter],
+    nbytes: float = BUCKET_BYTES,
+    shared: Sequence[Sequence[torch.nn.Parameter]] = (),
+) -> list[Bucket]:
+    """Buckets of at most ``nbytes`` each (or of one larger parameter), in the order given.
+
+    Args:
+        params: What goes into buckets.
+        nbytes: Of each.
+        shared: Parameters that share memory, as :func:`~shoal.optim.memory_sharing.sharing` gives them. They come into
+            one bucket, which leaves when all of them have been stepped.
+    """
+    params = dict.fromkeys(params)
+    together = {one: group for group in shared for one in group}
+    placed: set[torch.nn.Parameter] = set()
     open_: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     held: dict[tuple[torch.dtype, torch.device], int] = {}
     full: list[list[torch.nn.Parameter]] = []
     for param in params:
-        kind, here = (param.dtype, param.device), local(param).nbytes
+        if param in placed:
+            continue
+        kind = param.dtype, param.device
+        unit = [one for one in together.get(param, [param]) if one in params and (one.dtype, one.device) == kind]
+        placed.update(unit)
+        here = sum(local(one).nbytes for one in unit)
         group = open_.setdefault(kind, [])
         if group and held[kind] + here > nbytes:
             full.append(group)
             group, held[kind] = [], 0
             open_[kind] = group
-        group.append(param)
+        group += unit
         held[kind] = held.get(kind, 0) + here
-    return [Bucket(group) for group in [*full, *open_.values()] if group]
+    groups = [group for group in [*full, *open_.values()] if group]
+    return [Bucket(group, not together.keys().isdisjoint(group)) for group in groups]

@@ -60,6 +60,7 @@ class Equation(StepStrategy):
         unchecked: str | Iterable[str],
     ) -> None:
         super().__init__(flight, local)
+        flight.remembers = True
         self._algorithm, self._topology, self._name, self._unchecked = algorithm, topology, name, unchecked
         self._mix: Exchange | None = None
         self._parts: list[Part] = []
@@ -118,6 +119,12 @@ class Equation(StepStrategy):
         """The parts, where the parameters lie now."""
         self._flight.prepare()
         buckets = self._flight.buckets
+        if len(buckets) > len(self._parts) > 0 and not self._algorithm.separable:
+            new = ", ".join(repr(name) for names in self._flight.layout[len(self._parts) :] for name in names)
+            raise ValueError(
+                f"{self._name}: {type(self._algorithm).__name__} has begun, and takes all parameters as one vector, "
+                f"without {new}, which were frozen then. Have them require gradients before the first step"
+            )
         if len(buckets) > 1 and not self._algorithm.separable:
             raise ValueError(
                 f"{self._name}: {type(self._algorithm).__name__} takes all parameters as one vector, and these have "

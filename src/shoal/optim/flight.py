@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +22,11 @@ from .buckets import Bucket, into_buckets
 from .mixed_state import MixedState, StateBucket
 from .params import check_that_models_agree, check_that_values_agree
 from .settings import Settings
+from .trainable import digest_of, equalize_frozen, trainable
 
 Params = Callable[[], Mapping[torch.nn.Parameter, str]]
+_MOST_SEEN = 64
+"""Sets of trainable parameters of which it is kept which buckets are active."""
 
 
 class Flight(ABC):
@@ -47,9 +51,16 @@ class Flight(ABC):
         balance: Looks at the weights of each round, where no schedule gives them.
         mixed: The optimizer's state that travels beside the parameters, if any does.
         buckets: The parameters, once :meth:`prepare` has been called: in the order in which their gradients come, the
-            last layers' first; one vector of all in the model's order.
+            last layers' first; one vector of all in the model's order. Those that were frozen from the beginning are
+            in none.
+        active: The numbers of the buckets that are exchanged in this round: those with trainable parameters.
+        digest: Of the parameters in the active buckets; 0 where all have been trainable from the beginning.
+        sharing: The parameters that share memory.
+        remembers: Somebody keeps a vector for each bucket: buckets stay as they are, and all are active.
     """
 
+    splits: ClassVar[bool] = True
+    """A bucket of which some parameters are frozen now goes on without these."""
     in_step: ClassVar[bool] = True
     keeps_equal: ClassVar[bool] = False
     counts: ClassVar[frozenset[str]] = frozenset()
@@ -64,7 +75,18 @@ class Flight(ABC):
         self.balance: Balance | None = None
         self.mixed: MixedState | None = None
         self.buckets: list[Bucket] = []
+        self.active: list[int] = []
+        self.digest = 0
+        self.remembers = False
+        self.sharing: Callable[[], list[list[torch.nn.Parameter]]] = list
+        self._shared: list[list[torch.nn.Parameter]] = []
         self._layout: list[list[str]] = []
+        self._groups: list[list[str]] = []
+        self._trainable = b""
+        self._seen: dict[
+            bytes, tuple[list[int], int]
+        ] = {}  # which buckets are active, and their digest, by what learns
+        self._has_changed = self._may_differ = False
         self._params, self._name, self._bucket_bytes, self._schedule = params, name, bucket_bytes, schedule
         self._laid_out = False
         self.grouped = False
@@ -115,27 +137,94 @@ class Flight(ABC):
     # What lies where
 
     def prepare(self) -> None:
-        """Have the parameters lie in the buckets, wherever they have been put since. Once before each round, and before
-        the first one together with all agents: they compare their models."""
+        """Have the parameters lie in the buckets, wherever they have been put since, and find which buckets are active.
+        Once before each round, and before the first one together with all agents: they compare their models."""
         if self.under_way:
             return
-        moved = [bucket for bucket in self.buckets if not bucket.in_place]
+        now = trainable(self._params())
+        changes = now != self._trainable
+        looked_at = self.buckets if changes else [self.buckets[number] for number in self.active]
+        moved = [bucket for bucket in looked_at if not bucket.in_place]
         if any(bucket.outgrown for bucket in moved):
             self.changed()
         if self._laid_out:
+            if not all(bucket.stays for bucket in moved):
+                self._look_for_sharing(moved)
             for bucket in moved:
                 bucket.adopt()
+            if changes:
+                self._follow(now)
             return
+        self._shared = self.sharing()
         if not self.agreed:
             self._agree()
             self.agreed = True
-        params = list(self._params())
-        order = params if self._bucket_bytes == float("inf") else params[::-1]
-        first = self._as_laid_out()
-        held = {param for bucket in first for param in bucket}
-        others = into_buckets((param for param in order if param not in held), self._bucket_bytes)
-        self.buckets, self._laid_out = [*map(Bucket, first), *others], True
+        self.buckets, self._laid_out = [*map(self._bucket_of, self._as_laid_out())], True
         self._lay_out_states()
+        self._arrange(now)
+        self._has_changed = False
+        self._follow(now)
+
+    def _bucket_of(self, params: list[torch.nn.Parameter]) -> Bucket:
+        return Bucket(params, any(not set(group).isdisjoint(params) for group in self._shared))
+
+    def _look_for_sharing(self, moved: list[Bucket]) -> None:
+        """Parameters have been put elsewhere: where that is memory of others, too, leave them there."""
+        shared = {one for group in self.sharing() for one in group}
+        for bucket in moved:
+            if not shared.isdisjoint(bucket.of):
+                bucket.stay()
+
+    def _follow(self, now: bytes) -> None:
+        """Other parameters are trainable than before: ``now``, as :func:`~shoal.optim.trainable.trainable` has it."""
+        self._trainable = now
+        if now not in self._seen:
+            self._arrange(now)
+            active = [
+                number
+                for number, bucket in enumerate(self.buckets)
+                if self.remembers or any(param.requires_grad for param in bucket.params)
+            ]
+            layout = self.layout
+            whole = all(now) and not (self._has_changed or self._layout)
+            if len(self._seen) >= _MOST_SEEN:
+                self._seen.clear()
+            self._seen[now] = active, 0 if whole else digest_of(layout[number] for number in active)
+        self.active, self.digest = self._seen[now]
+
+    def _arrange(self, now: bytes) -> None:
+        """Give trainable parameters that are in no bucket one, and take frozen ones out of buckets with trainable ones.
+
+        A bucket whose parameters are all frozen stays, so that where layers take turns nothing is ever moved again.
+        """
+        params = list(self._params())
+        on = {param for param, learns in zip(params, now, strict=True) if learns}
+        buckets = list(self.buckets)
+        if self.splits and not self.remembers:
+            for number, bucket in enumerate(buckets):
+                kept = [param for param in bucket.params if param in on]
+                if 0 < len(kept) < len(bucket.params):
+                    buckets[number] = self._bucket_of(kept)
+                    self._replaced(number)
+        held = {param for bucket in buckets for param in bucket.params}
+        new = on - held
+        called = {name: param for param, name in self._params().items()}
+        for names in self._groups:
+            group = [called[name] for name in names if called.get(name) in new]
+            buckets += into_buckets(group, float("inf"), self._shared)
+            new.difference_update(group)
+        order = params if self._bucket_bytes == float("inf") else params[::-1]
+        buckets += into_buckets((param for param in order if param in new), self._bucket_bytes, self._shared)
+        if len(buckets) == len(self.buckets) and all(map(is_, buckets, self.buckets)):
+            return
+        self._without_state = self._states_of_our_own()
+        self.buckets = buckets
+        self._seen.clear()
+        self._has_changed = True
+        self._lay_out_states()
+
+    def _replaced(self, number: int) -> None:  # noqa: B027 - only some keep something for a bucket
+        """A bucket has fewer parameters now."""
 
     @property
     def layout(self) -> list[list[str]]:
@@ -148,6 +237,24 @@ class Flight(ABC):
         if layout != self.layout:
             self._forget()
         self._layout = layout
+
+    def group_as(self, groups: list[list[str]]) -> None:
+        """Parameters of one of these groups lie in one bucket, once they are trainable; the others come behind."""
+        self.grouped, self._groups = True, groups
+
+    @property
+    def layout_to_keep(self) -> list[list[str]]:
+        """The buckets, for :meth:`lay_out_as` of another flight. Empty where they would come out the same, and where
+        somebody else remembers them."""
+        if self.remembers:
+            return []
+        held = sum(len(bucket.params) for bucket in self.buckets)
+        return self.layout if self._laid_out and (self._has_changed or held < len(self._params())) else self._layout
+
+    def go_on_with(self, layout: list[list[str]]) -> None:
+        """Have the buckets of a state that is loaded, as :attr:`layout_to_keep` gave them."""
+        if layout != self.layout_to_keep:
+            self.lay_out_as(layout)
 
     def _as_laid_out(self) -> list[list[torch.nn.Parameter]]:
         called = {name: param for param, name in self._params().items()}
@@ -168,17 +275,28 @@ class Flight(ABC):
         if current("optim").size == 1:
             return
         params, keys = dict(self._params()), self.mixed.keys if self.mixed else ()
-        check_that_models_agree(params, self._name, f" with {', '.join(keys)}" if keys else "")
+        beside = f" with {', '.join(keys)}" if keys else ""
+        check_that_models_agree(params, self._name, beside, shared=self._shared)
         if self.keeps_equal:
             check_that_values_agree(params, self._name)
+        self._may_differ = not self.keeps_equal
         if self.balance is not None and self.in_step:
             self.balance.begin(self.settings, self._name)
+
+    def equalize(self) -> None:
+        """Average the frozen parameters that differ between agents: once, behind the first round, whenever in a step
+        that begins. All agents call it after a step."""
+        if self._may_differ:
+            self._may_differ = False
+            equalize_frozen(self._params(), self._name)
 
     def changed(self) -> None:
         """The optimizer has got other parameters: they are laid out anew before the next round."""
         self.abandon()
         self._without_state = self._states_of_our_own()
         self.agreed = False
+        if self._laid_out and not self.remembers:
+            self._layout = []  # all agents begin anew, also those that went on with a layout
         self._forget()
 
     def close(self) -> None:
@@ -189,7 +307,8 @@ class Flight(ABC):
             self._forget()
 
     def _forget(self) -> None:
-        self.buckets, self._beside, self._laid_out = [], [], False
+        self.buckets, self.active, self._beside, self._laid_out = [], [], [], False
+        self._trainable, self._seen = b"", {}
 
     # State
 
@@ -211,10 +330,14 @@ class Flight(ABC):
             for bucket in self.buckets
             if mixed is not None
         ]
+        held = {name for names in self.layout for name in names}
+        self._without_state = {
+            key: {name: one for name, one in states.items() if name not in held} for key, states in saved.items()
+        }
 
     def _states_of_our_own(self) -> dict[str, dict[str, torch.Tensor]]:
         """By key and parameter, the averages of what this agent's optimizer has no state of."""
-        found: dict[str, dict[str, torch.Tensor]] = {}
+        found = {key: dict(states) for key, states in self._without_state.items()}  # of those in no bucket
         for states in itertools.chain.from_iterable(self._beside):
             found.setdefault(states.kind, {}).update(states.of_its_own())
         return found

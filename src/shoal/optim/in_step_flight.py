@@ -11,6 +11,7 @@ import torch
 from ..algorithms.agent_schedule import AgentSchedule
 from ..compression import Compressor
 from ..engine.operation import Handle
+from ..errors import Mismatch
 from ..ops.collective import submit_allreduce
 from ..ops.encoded_mean import Rest, submit_encoded_mean
 from ..world.agent import current
@@ -18,6 +19,10 @@ from .buckets import Bucket
 from .flight import Flight, Params
 from .settings import BY_HAND, Round, Settings
 from .sharding import check_robust
+from .trainable import explained
+
+_MARKER = -1
+"""The number of what is sent in the place of buckets where all parameters are frozen."""
 
 
 class InStepFlight(Flight):
@@ -28,6 +33,7 @@ class InStepFlight(Flight):
     ) -> None:
         super().__init__(params, name, bucket_bytes, settings, schedule)
         self._handles: dict[Bucket, Handle[torch.Tensor] | None] = {}
+        self._marker: Bucket | None = None
 
     @property
     def under_way(self) -> bool:
@@ -35,7 +41,7 @@ class InStepFlight(Flight):
 
     def start(self) -> None:
         self.prepare()
-        for number in range(len(self.buckets)):
+        for number in self._numbers():
             self._begin(number)
 
     def start_bucket(self, number: int) -> None:
@@ -46,6 +52,23 @@ class InStepFlight(Flight):
     @abstractmethod
     def _begin(self, number: int) -> None:
         """Begin the operation of a bucket."""
+
+    def _numbers(self) -> list[int]:
+        """Of the buckets of a round. Where all parameters are frozen it is one number all the same, so that an agent
+        on which they are not does not wait for nothing."""
+        return self.active or [_MARKER]
+
+    def _bucket(self, number: int) -> Bucket:
+        if number != _MARKER:
+            return self.buckets[number]
+        if self._marker is None:
+            self._marker = Bucket([torch.nn.Parameter(torch.zeros(1))])
+        return self._marker
+
+    def _position(self, number: int) -> int:
+        """Of a bucket among those of the round, by which its operations are named: the first is there on all agents,
+        which then find that they exchange different parameters."""
+        return 0 if number == _MARKER else self.active.index(number)
 
     def wait(self) -> None:
         for handle in self._handles.values():
@@ -58,14 +81,17 @@ class InStepFlight(Flight):
     def _results(self) -> list[Bucket]:
         """Wait for what has been under way: the buckets that have a result in their room for it."""
         handles, self._handles = self._handles, {}
+        handle: Handle[torch.Tensor] | None = None
         try:
             for handle in handles.values():
                 if handle is not None:
                     handle.wait()
-        except BaseException:
+        except BaseException as error:
             # The others may still read.
             for bucket in handles:
                 bucket.leave()
+            if type(error) is Mismatch and handle is not None:
+                raise explained(error, handle.operation, self._params(), self._trainable) from None
             raise
         return [bucket for bucket, handle in handles.items() if handle is not None]
 
@@ -84,7 +110,7 @@ class ParameterFlight(InStepFlight):
 
     def exchange(self) -> None:
         self.prepare()
-        for number in range(len(self.buckets)):
+        for number in self._numbers():
             self._begin(number, guarded=False)  # nobody comes in between
         self.finish()
 
@@ -95,16 +121,18 @@ class ParameterFlight(InStepFlight):
             self._round = self.settings.next_round(self._schedule, self.rounds)
             if self._round.robust is not None:
                 check_robust(self._params())
-        travelling: dict[str, Bucket] = {f"{self._name}.{number}": self.buckets[number]}
-        if self.mixed is not None:
+        called = f"{self._name}.{self._position(number)}"
+        travelling: dict[str, Bucket] = {called: self._bucket(number)}
+        if self.mixed is not None and number != _MARKER:
             self._round.check_that_none_is_negative()
             for states in self._beside[number]:
                 states.adopt()
-                travelling[f"{self._name}.{number}.{states.kind}"] = states
+                travelling[f"{called}.{states.kind}"] = states
         first = not self._handles
         for name, bucket in travelling.items():
             bucket.guard(guarded)
-            self._handles[bucket] = self._round.start(bucket.flat, bucket.room_for_result(), name, not self.grouped)
+            room, fusible = bucket.room_for_result(), not self.grouped
+            self._handles[bucket] = self._round.start(bucket.flat, room, name, fusible, self.digest)
         self.rounds += first
 
     def finish(self) -> None:
@@ -151,22 +179,25 @@ class GradientFlight(InStepFlight):
     def exchange(self, *, zeros: bool = False) -> None:
         """Start and finish; ``zeros``: with zeros in the place of this agent's gradients."""
         self.prepare()
-        for number in range(len(self.buckets)):
+        for number in self._numbers():
             self._begin(number, zeros=zeros)
         self.finish()
 
     def _begin(self, number: int, *, zeros: bool = False) -> None:
-        bucket, first = self.buckets[number], not self._handles
+        bucket, first = self._bucket(number), not self._handles
         flat = bucket.room_for_result().zero_() if zeros else bucket.gather_gradients()
-        name = f"{self._name}.gradients.{number}"
+        name = f"{self._name}.gradients.{self._position(number)}"
         if self._compressor is None or self.whole:
             self._means[bucket] = mean = bucket.room_for_mean()
-            handle = submit_allreduce(current("optim"), flat, "average", name, out=mean, zero_copy=True)
-            self._handles[bucket] = handle
+            self._handles[bucket] = submit_allreduce(
+                current("optim"), flat, "average", name, out=mean, zero_copy=True, layout=self.digest
+            )
         else:
             rest = self._rests.setdefault(number, Rest()) if self._feedback else None
             self._means[bucket] = flat
-            self._handles[bucket] = submit_encoded_mean(current("optim"), flat, self._compressor, name, rest)
+            self._handles[bucket] = submit_encoded_mean(
+                current("optim"), flat, self._compressor, name, rest, self.digest
+            )
         self.rounds += first
 
     def finish(self) -> None:
@@ -180,6 +211,9 @@ class GradientFlight(InStepFlight):
             if share != 1.0:
                 mean.mul_(share)
             bucket.spread_gradients(mean)
+
+    def _replaced(self, number: int) -> None:
+        self._rests.pop(number, None)
 
     def _forget(self) -> None:
         super()._forget()

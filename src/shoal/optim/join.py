@@ -68,12 +68,14 @@ class Join:
             if present.wait()[0] == 0:
                 break
             self._strategy.follow()
+            self._flight.equalize()
         self._flight.present = None
 
     def _follow_at_leisure(self) -> None:
         ended = self._count(1.0)
         while not ended.poll():
             self._strategy.follow()
+            self._flight.equalize()
             time.sleep(_PAUSE_SECONDS)
         ended.wait()
         self._flight.settle()

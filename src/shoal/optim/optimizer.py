@@ -164,11 +164,11 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         check_sharding(self._names(), self._models, algorithm, compression, flight.in_step, overlap)
         travels = GradientFlight if algorithm == PARALLEL and flight.in_step else flight
         self._flight = travels(self._names, name, whole, self._settings, schedule)
-        self._flight.grouped = num_groups is not None or groups is not None
+        self._flight.sharing = self._names.sharing
         if num_groups is not None:
-            self._flight.lay_out_as(by_count(self._names(), num_groups))
+            self._flight.group_as(by_count(self._names.trainable or self._names(), num_groups))
         elif groups is not None:
-            self._flight.lay_out_as(as_given(self._names(), groups))
+            self._flight.group_as(as_given(self._names(), groups))
         if overlap and any(isinstance(one, DistributedDataParallel) for one in self._models):
             raise ValueError(
                 'overlap="backward": DistributedDataParallel averages gradients after this optimizer would have used '
@@ -319,7 +319,9 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         local, found = self._local, self.__dict__
         local.closure, local.loss = closure, None
         local.unscale(self._names(), found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step
-        self._names.warn_of_others()
+        self._names.look()
+        if not self._alone:
+            self._names.drop_gradients_of_frozen()
         self._count_passes()
         passes = self._passes.begin_step()
         enough = self._is_enough(passes)
@@ -327,6 +329,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         try:
             with self._join.round(due) if self._joined else nullcontext():
                 self._strategy.step(due)
+            if due:
+                self._flight.equalize()
             if self._flight.mixed is not None and not local.overflowed:
                 self._flight.mixed.confirm(self._names())
         finally:
@@ -396,7 +400,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         """A forward pass of training begins: exchanges that start there do so."""
         self._count_passes()
         enough = self._passes.next >= self._settings.num_steps_per_communication
-        if enough and not self._passes.stepping and not self._alone:
+        # A model that is frozen runs within another one's step, such as the discriminator of a GAN.
+        if enough and not self._passes.stepping and not self._alone and self._names.learn():
             with torch.no_grad():
                 self._strategy.begin_pass()
 
@@ -424,6 +429,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             "rounds": self._flight.rounds,
             "passes": self._passes.kept,
             "way": self._strategy.state(),  # as it was called when the first of these were saved
+            "layout": self._flight.layout_to_keep,
         }
         return {**self._inner.state_dict(), "shoal": own}
 
@@ -449,6 +455,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._inner.load_state_dict(state)
         self._flight.rounds = own.get("rounds", 0)
         self._passes.load(own.get("passes", 0))
+        self._flight.go_on_with(own.get("layout", []))
         self._strategy.load_state(kept)
 
     def hand_over(self) -> dict[str, Any]:
@@ -456,6 +463,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         them anew in :meth:`met`."""
         way = self._strategy.state() if self._flight.in_step else {}
         own = {"rounds": self._flight.rounds, "passes": self._passes.kept, "way": way}
+        own["layout"] = self._flight.layout_to_keep
         return {"state": {**self._inner.state_dict(), "shoal": own}, "agreed": self._flight.agreed}
 
     def take_over(self, handed_over: Mapping[str, Any]) -> None:

@@ -112,7 +112,7 @@ class _Pairs:
             self.before.copy_(flat)
 
     def give_to_model(self) -> None:
-        self.bucket.flat.copy_(self.u)
+        self.bucket.put(self.u)
         self.before.copy_(self.u)
 
 

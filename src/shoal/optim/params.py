@@ -5,21 +5,26 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from contextlib import contextmanager
+from itertools import chain, filterfalse, repeat
+from operator import attrgetter, is_
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..dtensors import described, local
+from ..dtensors import described, is_sharded, local
 from ..engine.engine import Engine
 from ..errors import Mismatch
 from ..ops.collective import gather_by_rank
 from ..ops.groups import Group
 from ..world.agent import current
+from .memory_sharing import sharing
 
 _owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
 """By parameter: a weak reference to the optimizer of ours that has it. Not on the parameter, which may be saved."""
+_END = object()
+_requires_grad, _grad = attrgetter("requires_grad"), attrgetter("grad")
 
 
 class Names:
@@ -39,7 +44,9 @@ class Names:
             raise TypeError("model must be a torch.nn.Module, or a list of them")
         self._models, self._optimizer = models, optimizer
         self._names: dict[torch.nn.Parameter, str] = {}
-        self._warned = False
+        self._views: list[ValuesView[object]] = []
+        self._last: list[object] = []
+        self._looked = False
         self.read(None)
 
     def __call__(self) -> dict[torch.nn.Parameter, str]:
@@ -59,22 +66,87 @@ class Names:
             if _owner_of(param) not in (None, owner):
                 raise ValueError(f"another decentralized optimizer has the parameter {name!r}; call its close() first")
         self._names = found
+        self._remember()
+
+    def _remember(self) -> None:
+        """Note which modules and parameters the models have now."""
+        modules = [module for model in self._models for module in model.modules()]
+        self._views = [view for one in modules for view in (one._parameters.values(), one._modules.values())]
+        self._last = [*chain.from_iterable(self._views), _END]
+
+    def _are_as_remembered(self) -> bool:
+        """Whether the models have the same modules and parameters, without Python code for each: it is asked in every
+        step. The end is compared, too, since one of the two may be longer."""
+        return all(map(is_, chain(chain.from_iterable(self._views), (_END,)), self._last))
 
     def _all(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for number, model in enumerate(self._models):
             for name, param in model.named_parameters():
                 yield name if len(self._models) == 1 else f"{number}.{name}", param
 
-    def warn_of_others(self) -> None:
-        """Warn once of parameters that are learnt and that no decentralized optimizer has."""
-        if self._warned:
+    def look(self) -> None:
+        """Compare the models' modules and parameters with those of the last call, before each step.
+
+        Warns of parameters that require gradients and that no decentralized optimizer has: at the first call, and
+        after a change.
+
+        Raises:
+            RuntimeError: A model has another parameter in the place of one of these.
+        """
+        if self._looked and self._are_as_remembered():
             return
-        self._warned = True
-        left_out = [name for name, param in self._all() if param.requires_grad and _owner_of(param) is None]
+        now = dict(self._all())
+        there = set(now.values())
+        # FSDP2 puts the whole parameter in the place of its shards for a pass.
+        replaced = [
+            name for param, name in self._names.items() if param not in there and name in now and not is_sharded(param)
+        ]
+        if replaced:
+            raise RuntimeError(
+                f"the model has other parameters now in the place of {', '.join(map(repr, replaced))}, and this "
+                "optimizer would go on to step and average those of before. Change parameters in place (param.copy_(), "
+                "load_state_dict() without assign=True), or call close() and make this optimizer anew, with an "
+                "optimizer of the new parameters"
+            )
+        self._remember()
+        self._looked = True
+        left_out = [name for name, param in now.items() if param.requires_grad and _owner_of(param) is None]
         if left_out:
             warnings.warn(
                 f"no optimizer that averages has these parameters, which are learnt: {', '.join(left_out)}. They will "
                 "drift apart between agents. Give them to this optimizer, or to another one.",
+                stacklevel=4,
+            )
+
+    def sharing(self) -> list[list[torch.nn.Parameter]]:
+        """Those that share memory, as :func:`~shoal.optim.memory_sharing.sharing` gives them."""
+        return sharing(self._models, self._names)
+
+    @property
+    def trainable(self) -> dict[torch.nn.Parameter, str]:
+        """Those that require gradients now."""
+        return {param: name for param, name in self._names.items() if param.requires_grad}
+
+    def learn(self) -> bool:
+        """Whether any of them requires gradients."""
+        return any(map(_requires_grad, self._names))
+
+    def drop_gradients_of_frozen(self) -> None:
+        """Remove the gradients that frozen parameters still have: the wrapped optimizer would step these parameters by
+        this agent's own gradients, and no exchange would bring the agents' together again. Warns of gradients that are
+        not zero."""
+        frozen = filterfalse(_requires_grad, self._names)
+        if all(map(is_, map(_grad, frozen), repeat(None))):  # no Python code for each: every step asks
+            return
+        left = [param for param in self._names if not param.requires_grad and param.grad is not None]
+        lost = [self._names[param] for param in left if _is_not_zero(param.grad)]
+        for param in left:
+            param.grad = None
+        if lost:
+            warnings.warn(
+                f"the frozen parameters {', '.join(map(repr, lost))} have gradients, which are dropped: a parameter "
+                "with requires_grad=False is neither stepped nor averaged. Freeze parameters between step() and the "
+                "next backward pass",
                 stacklevel=4,
             )
 
@@ -87,6 +159,10 @@ class Names:
         """Give up the claim on the parameters."""
         for param in self._names:
             _owners.pop(param, None)
+
+
+def _is_not_zero(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and bool(local(gradient).count_nonzero())
 
 
 def _owner_of(param: torch.nn.Parameter) -> object:
@@ -119,18 +195,26 @@ def only(optimizer: torch.optim.Optimizer, params: Iterable[torch.nn.Parameter])
 
 
 def check_that_models_agree(
-    params: dict[torch.nn.Parameter, str], name: str, beside: str = "", *, group: Group | None = None
+    params: dict[torch.nn.Parameter, str],
+    name: str,
+    beside: str = "",
+    *,
+    shared: Sequence[Sequence[torch.nn.Parameter]] = (),
+    group: Group | None = None,
 ) -> None:
-    """Compare names, shapes, dtypes, the order in memory, which part of the whole it is, and what travels beside each
-    parameter with all agents, or with those of a group.
+    """Compare names, shapes, dtypes, the order in memory, which part of the whole it is, whether it requires gradients,
+    which ones share memory, and what travels beside each parameter with all agents, or with those of a group.
 
     Raises:
         Mismatch: Two agents' models differ; it names the first parameter that does.
     """
+    tied = {one: f", in the memory of {params[alike[0]]}" for alike in shared for one in alike[1:]}
     lines = [
         f"{called} {list(local(param).shape)} {str(param.dtype)[6:]}"
         + described(param)
         + ("" if param.is_contiguous() or not is_dense(param) else f" of strides {list(param.stride())}")
+        + ("" if param.requires_grad else ", frozen")
+        + tied.get(param, "")
         + beside
         for param, called in params.items()
     ]
@@ -159,10 +243,10 @@ def check_that_values_agree(params: Mapping[torch.nn.Parameter, str], name: str)
     Raises:
         Mismatch: Two agents' differ; it names the first parameter that does.
     """
-    sums = [zlib.crc32(_bytes_of(param)) for param in params]
     here = current("optim").rank
-    for rank, theirs in gather_by_rank(torch.tensor(sums, dtype=torch.int64), f"{name}.values").items():
-        pairs = zip(params.values(), sums, theirs.tolist(), strict=True)
+    by_rank = checksums_by_rank(params, f"{name}.values")
+    for rank, theirs in by_rank.items():
+        pairs = zip(params.values(), by_rank[here], theirs, strict=True)
         different = [called for called, mine, its in pairs if mine != its]
         if different:
             raise Mismatch(
@@ -171,6 +255,12 @@ def check_that_values_agree(params: Mapping[torch.nn.Parameter, str], name: str)
                 "root_rank=0) before the first step",
                 (here, rank),
             )
+
+
+def checksums_by_rank(params: Iterable[torch.Tensor], name: str) -> dict[int, list[int]]:
+    """The checksums of all agents' parameters, by rank, this agent's among them. All agents call it."""
+    sums = torch.tensor([zlib.crc32(_bytes_of(param)) for param in params], dtype=torch.int64)
+    return {rank: theirs.tolist() for rank, theirs in gather_by_rank(sums, name).items()}
 
 
 def _bytes_of(param: torch.Tensor) -> memoryview:

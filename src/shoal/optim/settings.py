@@ -176,7 +176,7 @@ class Round:
             )
 
     def start(
-        self, tensor: torch.Tensor, out: torch.Tensor, name: str, fusible: bool = True
+        self, tensor: torch.Tensor, out: torch.Tensor, name: str, fusible: bool = True, layout: int = 0
     ) -> Handle[torch.Tensor] | None:
         """Begin the exchange of a flat tensor; its result will be in ``out``. None where nothing is exchanged.
 
@@ -186,12 +186,13 @@ class Round:
             tensor, out: ``[numel]``.
             name: What the exchange is matched by.
             fusible: A small tensor may travel with others.
+            layout: A digest of the parameters that are exchanged; neighbours must have the same.
         """
         if self.kind is CommunicationType.empty:
             return None
         agent, mixing = self.agent, self.mixing
         if self.kind is CommunicationType.allreduce:
-            return submit_allreduce(agent, tensor, "average", name, out=out, zero_copy=True)
+            return submit_allreduce(agent, tensor, "average", name, out=out, zero_copy=True, layout=layout)
         if self.kind is CommunicationType.neighbor_allreduce:
             return submit(
                 agent,
@@ -205,8 +206,11 @@ class Round:
                 fusible=fusible,
                 replan=self.replan,
                 robust=self.robust,
+                layout=layout,
             )
-        return submit_between_machines(agent, tensor, mixing, name, checked=self.checked, out=out, zero_copy=True)
+        return submit_between_machines(
+            agent, tensor, mixing, name, checked=self.checked, out=out, zero_copy=True, layout=layout
+        )
 
 
 NAMES = tuple(field.name for field in fields(Settings))

@@ -164,7 +164,7 @@ class DuringBackward(StepStrategy):
 
     def begin_pass(self) -> None:
         self._flight.prepare()
-        self._backward.arm(self._flight.buckets)
+        self._backward.arm(self._flight.buckets, self._flight.active)
 
     def _leave(self, number: int) -> None:
         """Exchange a bucket, whose gradients are there."""
@@ -172,6 +172,8 @@ class DuringBackward(StepStrategy):
 
     def _arrive(self) -> None:
         """End the step: all buckets have left."""
+        if not self._flight.under_way:  # there was none
+            self._flight.start()
         self._flight.finish()
 
     def step(self, due: bool) -> None:

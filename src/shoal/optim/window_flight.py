@@ -30,6 +30,7 @@ from .settings import Settings
 class WindowFlight(Flight, ABC):
     """Each bucket is a window. A subclass says what is moved at the start, and what becomes of it at the end."""
 
+    splits: ClassVar[bool] = False  # windows are made by all neighbours together, and stay
     in_step: ClassVar[bool] = False
 
     def __init__(
@@ -57,28 +58,29 @@ class WindowFlight(Flight, ABC):
             return
         self.abandon()
         self.prepare()  # the parameters may have been put elsewhere meanwhile
-        self._take_all()
+        self._take_all(self._active_windows())
 
     def exchange(self) -> None:
         self.prepare()
         self._move_all()
         self.abandon()
-        self._take_all()
+        self._take_all(self._active_windows())
 
     def _move_all(self) -> None:
         self._look()
-        self._moves = [self._move(bucket, name) for bucket, name in self._windows_of_buckets()]
+        self._moves = [self._move(bucket, name) for bucket, name in self._active_windows()]
         self.rounds += 1
 
-    def _take_all(self) -> None:
-        for bucket, name in self._windows_of_buckets():
+    def _take_all(self, windows: list[tuple[Bucket, str]]) -> None:
+        for bucket, name in windows:
             self._take(bucket, name)
+            bucket.written()
 
     def settle(self) -> None:
         """All agents have ended: take in what is still in the windows. They call it together."""
         barrier(f"{self._name}.settled")
         self.prepare()
-        self._take_all()
+        self._take_all(self._windows_of_buckets())
 
     def _look(self) -> None:
         if self.balance is not None:
@@ -112,7 +114,8 @@ class WindowFlight(Flight, ABC):
         barrier(f"{self._name}.met")
         if self._windows:
             self.prepare()
-            self._take_all()
+            self._take_all(self._windows_of_buckets())
+        self._layout = self.layout_to_keep  # which agents that entered have been given
         self.close()
         self.agreed = False
 
@@ -135,6 +138,10 @@ class WindowFlight(Flight, ABC):
 
     def _windows_of_buckets(self) -> list[tuple[Bucket, str]]:
         return list(zip(self.buckets, self._windows, strict=True))
+
+    def _active_windows(self) -> list[tuple[Bucket, str]]:
+        """Without those of frozen parameters. Neighbours go on with what they have of these."""
+        return [(self.buckets[number], self._windows[number]) for number in self.active]
 
     def _register(self, bucket: Bucket, name: str) -> None:
         ops.win_create(bucket.flat, name)
