@@ -254,7 +254,7 @@ def test_all_threads_of_a_fleet_are_found_through_one_socket_also_when_its_keepe
             assert all(agent["size"] == 5 and 0 in agent["left"] for agent in found.values())
             (mine,) = [one for one in inquiries.here._agents if one.has_own_door]
             inquiries.here.leave(mine)  # as if it closed
-            mine._doors.close()  # type: ignore[attr-defined]
+            mine.acceptor.close()  # type: ignore[attr-defined]
             inquiries.here.join(mine)
     finally:
         go_on.set()

@@ -11,7 +11,7 @@ import pytest
 
 import shoal
 from shoal.transport.budgets import MESSAGES
-from shoal.transport.handshake import Accepting, Connecting
+from shoal.transport.handshake import QUESTION, REVERSED, Accepting, Connecting
 from shoal.transport.lobby import ENTRY, Threshold
 from shoal.transport.place import Endpoint, here
 from shoal.transport.wire import Kind, Message, ProtocolError
@@ -87,13 +87,14 @@ def test_what_a_stranger_writes_is_not_believed() -> None:
     assert read(store).endpoints[0].unix == "shoal-stranger"
 
 
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("changed", [4, 12], ids=["how often it was started", "whether it only asks"])
-def test_how_often_an_agent_was_started_again_is_a_part_of_what_it_proves(changed: int, asks: bool) -> None:
-    """And whether it only asks, which has nobody hear it."""
-    accepting, connecting = Accepting(b"key", 0, SIZE), Connecting(b"key", 2, 0, incarnation=3, asks=asks)
+@pytest.mark.parametrize("purpose", [0, QUESTION, REVERSED])
+@pytest.mark.parametrize("changed", [4, 12, 16], ids=["how often it was started", "whom it means", "its purpose"])
+def test_how_often_an_agent_was_started_again_is_a_part_of_what_it_proves(changed: int, purpose: int) -> None:
+    """And which process of the other agent it means, and what the connection is for."""
+    accepting, connecting = Accepting(b"key", 0, SIZE), Connecting(b"key", 2, 0, 3, 4, purpose)
     answer = bytearray(connecting.answer(accepting.hello))
-    assert accepting.check(bytes(answer)) == 2 and accepting.incarnation == 3 and accepting.asks == asks
+    assert accepting.check(bytes(answer)) == 2 and accepting.incarnation == 3
+    assert (accepting.expected, accepting.purpose) == (4, purpose)
     answer[changed] ^= 1
     with pytest.raises(ProtocolError, match="secret"):
         accepting.check(bytes(answer))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.transport import doors, router
+from shoal.transport import acceptor, doors, router
 from shoal.transport.admission import HURRY_SECONDS, KNOWN_ROOM, MOST_UNKNOWN, ROOM, Unauthenticated, origin_of
 from shoal.transport.doors import AT_ONCE_SECONDS, SHARE, Door
 from shoal.transport.poller import Poller
@@ -102,7 +102,7 @@ def test_a_flood_by_another_user_keeps_no_agent_out() -> None:
 def test_agents_get_in_beside_a_crowd_in_one_queue(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a system where the agents cannot have a queue of their own."""
     monkeypatch.setattr(doors, "listen_privately", lambda: None)
-    monkeypatch.setattr(router, "listen_for", lambda *_: None)
+    monkeypatch.setattr(acceptor, "listen_for", lambda *_: None)
 
     def run() -> float:
         in_a_ring()
@@ -122,7 +122,7 @@ def test_agents_get_in_beside_a_crowd_in_one_queue(transport: str, monkeypatch: 
 
 def turn_away(count: int) -> None:
     """Let this agent have no room for so many connections."""
-    strangers = current().engine.router._unauthenticated
+    strangers = current().engine.router.acceptor.unauthenticated
     has_room, left = strangers.has_room, [count]
 
     def perhaps(origin: str, now: float) -> bool:

@@ -28,6 +28,7 @@ from shoal.transport.tls import Certificates
 from shoal.transport.wire import ProtocolError
 from shoal.world.agent import current
 from shoal.world.store import ThreadStore
+from support.closed_ports import closed_ports
 from support.leftovers import wait_until
 from support.relay import Change, in_the_middle
 from support.relay_attacks import attack, cuts
@@ -99,6 +100,21 @@ def test_results_are_the_same_bit_for_bit(folder: Path, monkeypatch: pytest.Monk
         assert world.results(fingerprint) == inside
     monkeypatch.setenv("SHOAL_TLS", "off")
     assert shoal.Fleet(SIZE, transport="threads").run(fingerprint) == inside
+
+
+@NETWORK
+def test_reversed_connections_are_inside_tls_too_and_need_the_certificate_of_the_rank(
+    folder: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closed_ports(1):
+        inside = fleet(60.0).run(fingerprint)
+    monkeypatch.setenv("SHOAL_TLS", "off")
+    assert shoal.Fleet(SIZE, transport="threads").run(fingerprint) == inside
+    monkeypatch.setenv("SHOAL_TLS", "on")
+    for kind in ("crt", "key"):
+        shutil.copy(made / f"rank-2.{kind}", folder / f"rank-1.{kind}")
+    with closed_ports(1), pytest.raises(shoal.ShoalError):
+        fleet(20.0).run(fingerprint)
 
 
 @NETWORK
@@ -248,7 +264,7 @@ def test_who_knows_the_secret_and_has_no_certificate_is_not_let_in(folder: Path)
         router = current().engine.router
         endpoint, secret = router._endpoints[shoal.rank()], router._secret
         shoal.barrier()
-        before = router.rejected
+        before = router.acceptor.rejected
         if shoal.rank() == 0:
             with socket.create_connection((endpoint.host, endpoint.port), timeout=5.0) as sock:
                 sock.sendall(Connecting(secret, 2, 0).answer(sock.recv(HELLO_SIZE)))
@@ -268,7 +284,7 @@ def test_who_knows_the_secret_and_has_no_certificate_is_not_let_in(folder: Path)
                     inside.sendall(Connecting(secret, 2, 0).answer(hello))
                     assert await_end(inside) in (b"", REFUSED)
         shoal.barrier()
-        return before, router.rejected
+        return before, router.acceptor.rejected
 
     assert fleet().run(run) == [(0, 3), (0, 0), (0, 0)]
 

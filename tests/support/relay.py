@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shoal.transport import network, unix_sockets
+from shoal.transport import tcp, unix_sockets
 
 RESET = struct.pack("ii", 1, 0)
 """To linger for no time: closing resets the connection."""
@@ -131,9 +131,9 @@ def in_the_middle(change: Callable[[], Change]) -> Iterator[None]:
         ours.setblocking(False)
         return ours
 
-    start, connect = network.start_connecting, unix_sockets.connect
+    start, connect = tcp.start_connecting, unix_sockets.connect
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(network, "start_connecting", over_tcp)
+        patch.setattr(tcp, "start_connecting", over_tcp)
         patch.setattr(unix_sockets, "connect", over_unix)
         try:
             yield

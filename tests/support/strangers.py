@@ -69,7 +69,7 @@ def door() -> Door:
 
 def rejected() -> int:
     """Unauthenticated that this agent has turned away."""
-    return current().engine.router.rejected
+    return current().engine.router.acceptor.rejected
 
 
 def count_of_descriptors() -> int:

@@ -43,7 +43,7 @@ def told(prepare: Callable[[], None], incarnation: int) -> Callable[[], dict[int
                 prepare()
             before = {rank: list(one) for rank, one in router.incoming.items()}
             assert shake_hands(incarnation) == SHUT_OUT
-            assert wait_until(lambda: not list(router._unauthenticated)), "it is kept as one that says nothing"
+            assert wait_until(lambda: not list(router.acceptor.unauthenticated)), "it is kept as one that says nothing"
             assert router.next_check > time.monotonic() and router.incoming == before
         shoal.barrier()
         return current().engine.membership.view.died
@@ -93,7 +93,7 @@ def question(secret: Callable[[bytes], bytes] = bytes) -> tuple[list[int], dict[
         router._secret = kept
     shoal.barrier()
     if shoal.rank() == ASKED:
-        assert wait_until(lambda: not list(router._unauthenticated))
+        assert wait_until(lambda: not list(router.acceptor.unauthenticated))
         assert {one for known in router.incoming.values() for one in known} <= before
     return heard, engine.membership.view.died
 

@@ -38,7 +38,9 @@ from ..transport.addresses import address_towards, interface_address, is_loopbac
 from ..transport.process_group import MADE_HERE, available
 from ..transport.tls import certificates_of
 from ..world.bootstrap import default_timeout
-from ..world.launch import LOOPBACK, Launch, detect, join_address
+from ..world.launch import LOOPBACK, Launch, detect, join_address, parse_address
+from ..world.rendezvous import is_own
+from . import path_check
 from .live_check import FLEET_CHECKS, PAIR_CHECK
 
 T = TypeVar("T")
@@ -63,6 +65,7 @@ VARIABLES = (
     "SHOAL_LAUNCHER",
     "SHOAL_ON_LOSS",
     "SHOAL_ON_PARTITION",
+    "SHOAL_PORTS",
     "SHOAL_PROCESS_GROUP",
     "SHOAL_RECORD",
     "SHOAL_RENDEZVOUS",
@@ -125,13 +128,27 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line: there is nothing to say."""
+    """Declare the command line."""
+    parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="test the path between two machines instead: run this on both, with the address of machine 0 and a free "
+        "port there. SHOAL_PORTS and SHOAL_INTERFACE count as for agents",
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        choices=[0, 1],
+        help="which of the two machines this is, if its addresses do not tell",
+    )
     parser.epilog = "The exit status is 0 if everything works here, else 1."
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if ``init`` would start and every transport works, else 1."""
     report = Report()
+    if args.rendezvous is not None:
+        return run_path(report, args.rendezvous, args.node_rank)
     with LiveChecks(time.monotonic() + CHECK_SECONDS) as checks:
         print(f"shoal doctor, Shoal {__version__}")
         report_versions(report)
@@ -146,6 +163,34 @@ def run(args: argparse.Namespace) -> int:
     if not report.problems:
         print("OK: agents can run on this machine")
     return 1 if report.problems else 0
+
+
+def run_path(report: Report, rendezvous: str, node: int | None) -> int:
+    """Print whether agents of two machines can connect; 0 if they can, also by one direction, else 1."""
+    try:
+        host, port = parse_address(rendezvous, "--rendezvous")
+        here = node if node is not None else int(not is_own(host))
+        print(f"shoal doctor, Shoal {__version__}")
+        report.section(f"the path between two machines; this is machine {here}")
+        directions = path_check.check(host, port, here)
+    except (path_check.PathError, OSError, ValueError) as error:
+        print(f"FAILED: {error}")
+        return 1
+    report.line("rendezvous", f"open: {join_address(host, port)}")
+    for one in directions:
+        report.line(f"{one.source} to {1 - one.source}", one)
+    closed = [one for one in directions if one.problem]
+    print()
+    if len(closed) == 2:
+        print(
+            "FAILED: neither machine can connect to the other. Open ports in one direction at least: SHOAL_PORTS says "
+            "which ports agents take"
+        )
+        return 1
+    if closed:
+        print(f"note: agents of machine {1 - closed[0].source} open the connections for both directions")
+    print("OK: agents of these machines can run together")
+    return 0
 
 
 def report_versions(report: Report) -> None:

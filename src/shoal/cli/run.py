@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..transport.addresses import parse_ports, ports_of_environment
 from ..watch.live import Watch
 from ..world.joining import Room, keep_secret
 from ..world.launch import BEGIN_WITH, INCARNATION, LAUNCHER, LOOPBACK, WATCH, join_address, parse_address
@@ -143,6 +144,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="where machine 0 is reached, and a free port there; needed for several machines (SHOAL_RENDEZVOUS, or "
         f"{node_variables.HOST} and {node_variables.PORT})",
+    )
+    parser.add_argument(
+        "--ports",
+        metavar="FIRST-LAST",
+        help="the ports on which the agents of this machine listen for other machines, one for each agent: open them "
+        "in the firewall (SHOAL_PORTS, else any port)",
     )
     parser.add_argument(
         "--max-agents",
@@ -361,8 +368,9 @@ def _mind(
         if watch is not None and watch.address and not job.attempt:
             agents.say(f"watch the run at {watch.address}")
         defaults = {"SHOAL_ON_LOSS": "continue"} if survive else {}
+        given = {"SHOAL_PORTS": args.ports} if args.ports is not None else {}
         for local_rank in range(args.agents):
-            environ = job.environment(local_rank, {**defaults, **os.environ})
+            environ = job.environment(local_rank, {**defaults, **os.environ, **given})
             rank = int(environ["RANK"])
             agents.start(rank, command, environ, keeps_stdin=local_rank == 0 and args.node_rank == 0)
             if job.joins_at is None:  # nobody has to meet those who join
@@ -417,6 +425,9 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
         raise ValueError(f"--nnodes {args.nnodes}: there is at least this one machine")
     if not 0 <= args.node_rank < args.nnodes:
         raise ValueError(f"--node-rank {args.node_rank} must be 0 to {args.nnodes - 1} with --nnodes {args.nnodes}")
+    ports = parse_ports(*(("--ports", args.ports) if args.ports is not None else ports_of_environment()))
+    if 0 not in ports and len(ports) < args.agents:
+        raise ValueError(f"{len(ports)} ports for {args.agents} agents of this machine: each needs one of its own")
     growing = args.max_agents is not None or args.join is not None
     if growing and args.on_failure == "stop":
         what = "--join" if args.join is not None else "--max-agents"

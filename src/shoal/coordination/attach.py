@@ -9,8 +9,8 @@ from typing import Any
 from ..engine.engine import Engine
 from ..engine.membership import WHOLE, Plan
 from ..transport.addresses import LOOPBACK
+from ..transport.place import TRANSPORTS
 from ..transport.process_group import BACKENDS, MADE_HERE, ProcessGroups, available
-from ..transport.router import TRANSPORTS
 from .group_store import WORD, GroupStores
 from .order import CALL, Order
 

@@ -15,7 +15,7 @@ from .layouts import TENSORS, Layouts
 from .lifecycle import Lifecycle
 from .matching import Matcher, MatchResult
 from .operation import Operation, Stage
-from .outbox import Outbox
+from .outbox import CONNECT, Outbox
 from .services import Services
 from .stalls import DOING, Stalls
 from .watchdog import ALIVE, Watchdog
@@ -167,6 +167,9 @@ class Dispatch:
             return
         if message.name == DOING:
             self._stalls.answer(source)
+            return
+        if message.name == CONNECT:
+            self._outbox.on_connect_request(message)
             return
         if message.op == TENSORS:
             self._layouts.answer(source, message)

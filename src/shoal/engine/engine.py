@@ -153,6 +153,7 @@ class Engine:
         self.stalls = stalls = Stalls(rank, matcher, membership, outbox, about, services, progress)
         self.layouts = layouts = Layouts(rank, membership, outbox, progress)
         router.describe_by(self._describe)
+        router.ask_others_by(outbox.ask_to_connect)
         self.dispatch = Dispatch(
             rank, matcher, outbox, lifecycle, fusion, failures, watchdog, stalls, layouts, services, events
         )

@@ -14,6 +14,7 @@ from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
 from ..transport.shared_memory import SharedMemoryLink
+from ..transport.sockets import Outgoing
 from ..transport.wire import (
     AGAIN,
     CERTAIN,
@@ -27,6 +28,7 @@ from ..transport.wire import (
     WANTS_REPLY,
     Kind,
     Message,
+    ProtocolError,
     Where,
 )
 from .events import COORDINATION, Events
@@ -35,6 +37,9 @@ from .membership import Departure, Membership
 from .operation import Exchange, Operation, Send, Stage
 from .publishing import Publisher
 from .traffic import Traffic
+
+CONNECT = "~connect"
+"""The name under which agents ask each other to open a reversed connection."""
 
 
 class _Unacknowledged(NamedTuple):
@@ -72,6 +77,8 @@ class Outbox:
         self._unacknowledged: dict[int, _Unacknowledged] = {}
         self._news: list[Message] = []  # of losses
         self._dirty: set[Link] = set()
+        self._requests = 0  # for connections, that this agent has sent
+        self._requests_seen: dict[tuple[int, int], int] = {}  # of others, by who asks whom: the last one's number
 
     def post(self, channel: Channel, operation: Operation, stage: Stage) -> None:
         """Send what a stage wants sent."""
@@ -225,6 +232,41 @@ class Outbox:
     def say_here(self, peer: int, what: Operation | Message, stage: int) -> None:
         """Tell a peer that asks that this agent has come to a stage, too, of which nothing comes by a link."""
         self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=HERE))
+
+    def ask_to_connect(self, target: int) -> None:
+        """Have others ask a peer to connect to this agent, which cannot connect to it (``transport/reversing.py``)."""
+        self._requests += 1
+        self._pass_request_on(Message(Kind.ASK, CONNECT, CONNECT, self._requests, self._rank, target))
+
+    def on_connect_request(self, request: Message) -> None:
+        """An agent wants another one to connect to it: do so, or pass the request on, once.
+
+        Raises:
+            ProtocolError: There are no such agents.
+        """
+        origin, target = request.stage, request.token
+        if max(origin, target) >= len(self._router.places):
+            raise ProtocolError(f"rank {origin} is said to ask rank {target} for a connection")
+        if origin == self._rank or request.round <= self._requests_seen.get((origin, target), 0):
+            return
+        self._requests_seen[origin, target] = request.round
+        if target == self._rank:
+            self._router.reversing.connect_back(origin)
+        else:
+            self._pass_request_on(replace(request, tail=b""))
+
+    def _pass_request_on(self, request: Message) -> None:
+        """Over all links that are open: requests in a queue would only be late."""
+        for peer, link in list(self._router.links.items()):
+            if not isinstance(link, Outgoing) or link.open:
+                self.say(peer, request)
+        target = request.token
+        if target not in self._router.links and self._router.transport_to(target) != "network":
+            self.say(target, request)
+
+    def problems_with(self, ranks: list[int]) -> str:
+        """Why this agent has no connection to some of these; empty where it has one to each, or needs none."""
+        return "; ".join(filter(None, map(self._router.reversing.problem_with, ranks)))
 
     def pass_on(self, gone: Departure) -> None:
         """Tell everybody that we have a link to, but those who know, that an agent is gone.

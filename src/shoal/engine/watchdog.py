@@ -140,8 +140,9 @@ class Watchdog:
             behind = min(self._matcher.channel(operation).unacknowledged, default=operation.round)
             waiting = self._outbox.receivers_behind(operation.name)
             what = f"they have not read what was sent to them in round {behind}"
+        why = self._outbox.problems_with(waiting)
         return DeadlineExceeded(
-            f"{operation} on rank {self._rank} waited {operation.timeout:g} s for ranks {waiting}: {what}. If they are "
-            f"only slow, raise SHOAL_TIMEOUT or pass timeout=",
+            f"{operation} on rank {self._rank} waited {operation.timeout:g} s for ranks {waiting}: {what}. "
+            + (f"{why}" if why else "If they are only slow, raise SHOAL_TIMEOUT or pass timeout="),
             waiting,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator
@@ -161,3 +162,26 @@ def _ipv6_addresses() -> Iterator[tuple[str, int, str]]:
 
 def _names() -> str:
     return ", ".join(name for _, name in socket.if_nameindex())
+
+
+def ports_of_environment() -> tuple[str, str]:
+    """What sets the ports that agents listen on, and its value; empty where it is not set."""
+    return "SHOAL_PORTS", os.environ.get("SHOAL_PORTS", "")
+
+
+def parse_ports(where: str, text: str) -> range:
+    """The ports that a setting names: one, or ``FIRST-LAST``; 0, any that is free, where it is empty.
+
+    Raises:
+        ValueError: It names none.
+    """
+    if not text:
+        return range(1)
+    first, dash, last = text.partition("-")
+    try:
+        ports = range(int(first), int(last if dash else first) + 1)
+    except ValueError:
+        ports = range(0)
+    if not ports or ports[0] < 1 or ports[-1] >= 1 << 16:
+        raise ValueError(f"{where}={text!r}: it must be a port or FIRST-LAST, from 1 to 65535, such as 29500-29600")
+    return ports

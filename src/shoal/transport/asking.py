@@ -10,25 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .link import Nobody
 from .router import Router
 from .sockets import Outgoing
-from .wire import Message
-
-
-class Nobody:
-    """The :class:`~.link.Receiver` of a connection that only asks."""
-
-    def on_message(self, source: int, message: Message) -> None: ...
-
-    def on_arrived(self, source: int, message: Message) -> None: ...
-
-    def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None: ...
-
-    def on_cut(self, peer: int, cause: str) -> None: ...
-
-    def on_shut_out(self, peer: int) -> None: ...
-
-    def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None: ...
 
 
 class Asking:

@@ -2,6 +2,7 @@
 
 A link is one-way: from this agent to one peer. Answers come back over the peer's link to this agent. So nobody has to
 agree on who connects to whom, and the order of messages is kept in each direction, which is all that matching needs.
+Where a firewall lets connections through in one direction only, the peer opens the connection (``reversing.py``).
 """
 
 from __future__ import annotations
@@ -116,6 +117,22 @@ class Receiver(Protocol):
         It left because it had lost rank ``lost`` (-1: for reasons of its own), for ``cause``; without a cause it has
         only missed that rank in a one-sided call.
         """
+
+
+class Nobody:
+    """The :class:`Receiver` of a connection that brings no messages."""
+
+    def on_message(self, source: int, message: Message) -> None: ...
+
+    def on_arrived(self, source: int, message: Message) -> None: ...
+
+    def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None: ...
+
+    def on_cut(self, peer: int, cause: str) -> None: ...
+
+    def on_shut_out(self, peer: int) -> None: ...
+
+    def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None: ...
 
 
 class Link(Protocol):

@@ -16,15 +16,15 @@ from typing import NamedTuple, cast
 
 import torch
 
-from .addresses import resolved
 from .budgets import MACHINE_BYTES, Budget
-from .handshake import Accepting, Connecting
+from .handshake import Accepting, Connecting, Keys
 from .link import Published, Receiver
 from .memory import ResultPool
 from .poller import Poller
 from .resuming import CutOff, Had, Sent
 from .sealing import Check, Keyed, Spoiled, sums
-from .sockets import HAD, Incoming, Outgoing
+from .sockets import HAD, Established, Incoming, Outgoing, detached
+from .tcp import UNREACHABLE, tune
 from .tls import RECORD_BYTES, Certificates, Encrypted
 from .wire import PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
 
@@ -35,62 +35,9 @@ TURN_BYTES = 1 << 20
 """How much is read from one connection before the others, and the sums, have their turn."""
 WAKE_BYTES = 1 << 16
 """So much of a tensor comes before the reader is woken: at each packet it would take the core from who computes."""
-DEAD_HOST_SECONDS = 20
-SYN_COUNT = 3
-"""How often a request to connect is repeated: it is given up after 15 s, or 19 on a kernel that begins more evenly."""
-UNSENT_BYTES = 1 << 17
-"""How much the system queues unsent: a small message waits behind no more than this of a large one."""
 _LENGTH = struct.Struct("<II")
 """Of a packet, and once more with all bits turned, so that a wrong one is noticed before more is waited for."""
 _ALL_BITS = (1 << 32) - 1
-
-
-def listen(address: str) -> socket.socket:
-    """Listen on one address, at a port that the system picks."""
-    family, name = resolved(address, 0)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # for the one that is for agents (doors.py)
-        sock.bind(name)
-        sock.listen(1024)
-    except BaseException:
-        sock.close()
-        raise
-    sock.setblocking(False)
-    return sock
-
-
-def start_connecting(address: str, port: int) -> socket.socket:
-    family, name = resolved(address, port)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    tune(sock)
-    try:
-        sock.connect(name)
-    except BlockingIOError:
-        pass
-    except BaseException as error:
-        if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
-            return sock  # no port of our own is free, as in a flood from here: the first reading says so
-        sock.close()
-        raise
-    return sock
-
-
-def tune(sock: socket.socket) -> None:
-    """No delay for small messages; a host that vanished without a word is noticed after ``DEAD_HOST_SECONDS``.
-
-    The side that only listens notices it, by probes that a living host answers whatever its processes do. There is no
-    ``TCP_USER_TIMEOUT`` on the side that sends: it would also give up an agent that is stopped, or busy for so long,
-    and that a deadline is there for.
-    """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_HOST_SECONDS // 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_HOST_SECONDS // 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_COUNT)
 
 
 class Guard(NamedTuple):
@@ -157,6 +104,27 @@ class NetworkLink(Outgoing):
         self._tls = None
         self._sending.clear()
         super().begin_again(sock, greeting)
+
+    def take_over(self, sock: socket.socket, keys: Keys, tls: Encrypted | None = None) -> None:
+        self._tls = tls
+        self._sending.clear()
+        super().take_over(sock, keys)
+
+    def _is_passing(self, error: Exception) -> bool:
+        code = error.errno if isinstance(error, OSError) else None
+        refused = code == errno.ECONNREFUSED and self.may_be_refused(self.peer)
+        return refused or code in UNREACHABLE or super()._is_passing(error)
+
+    @property
+    def is_connected(self) -> bool:
+        """There is a connection, or has been one; whether the peer has proved itself or not."""
+        if self.has_been_open or self._tls is not None:
+            return True
+        try:
+            self.sock.getpeername()
+        except OSError:
+            return False
+        return True
 
     def _go_on_after(self, had: int) -> None:
         self._sent.go_on_after(had)
@@ -279,7 +247,7 @@ class NetworkIncoming(Incoming):
     def __init__(
         self,
         sock: socket.socket,
-        greeting: Accepting,
+        greeting: Accepting | Established,
         poller: Poller,
         receiver: Receiver,
         pool: ResultPool,
@@ -301,6 +269,27 @@ class NetworkIncoming(Incoming):
         self._had = Had()
         self._chunk: _Arriving | None = None  # the one whose chunk follows
         self._wakes_at = 1
+
+    @classmethod
+    def over(
+        cls, link: NetworkLink, incarnation: int, poller: Poller, receiver: Receiver, pool: ResultPool
+    ) -> NetworkIncoming:
+        """Hear a peer over a reversed connection, which this agent has opened as ``link``."""
+        sock, link.sock = link.sock, detached(link.sock, poller)
+        met = Established(link._greeting.keys, link.peer, incarnation)
+        incoming = cls(sock, met, poller, receiver, pool, link._guard)
+        incoming._tls, incoming.is_reversed = link._tls, True
+        return incoming
+
+    def give_to(self, link: NetworkLink, keys: Keys, welcome: bytes) -> None:
+        """Have a link send over this connection, a reversed one, from now on."""
+        sock, self.sock = self.sock, detached(self.sock, self._poller)
+        link.take_over(sock, keys, self._tls)
+        sock.send(welcome)
+
+    def say_count(self) -> None:
+        """End the handshake of a reversed connection: how many units had come over another one."""
+        self._say(HAD, self._had.said())
 
     @property
     def had(self) -> int:

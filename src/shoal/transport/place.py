@@ -8,6 +8,10 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from .addresses import LOOPBACK, interface_address, is_loopback, reachable_address
+
+TRANSPORTS = ("threads", "shared_memory", "network")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -85,3 +89,48 @@ def here(rank: int, incarnation: int = 0) -> Place:
     started = process_start(pid)
     seen = rank, socket.gethostname(), boot, namespace, os.getuid(), _process, pid, started
     return Place(*seen, incarnation, pid_namespace())
+
+
+def choose(mine: Place, places: list[Place], forced: str = "") -> list[str]:
+    """The transport to each rank from one place, empty for agents that have not come yet.
+
+    ``forced`` (``SHOAL_TRANSPORT``) is used for all, or refused with the reason.
+
+    Raises:
+        ValueError: The forced transport cannot reach a rank.
+    """
+    kinds = []
+    for place in places:
+        if not place.known:
+            kinds.append("")
+            continue
+        best = "network"
+        if place.machine == mine.machine:
+            best = "threads" if place.process == mine.process else "shared_memory"
+        if forced and TRANSPORTS.index(forced) < TRANSPORTS.index(best):
+            raise ValueError(
+                f"SHOAL_TRANSPORT={forced} cannot reach rank {place.rank} on {place.host} from rank {mine.rank} on "
+                f"{mine.host}: they share no {'process' if forced == 'threads' else 'machine'}; unset it, or use {best}"
+            )
+        kinds.append(forced or best)
+    return kinds
+
+
+def address_for(mine: Place, places: list[Place], interface: str, rendezvous: str, reached: list[str]) -> str:
+    """Where an agent listens for others that share no memory with it.
+
+    Args:
+        mine, places: Its place, and those of all by rank.
+        interface: An interface or address of this machine, as ``SHOAL_INTERFACE``; empty where none is given.
+        rendezvous, reached: As for :meth:`~.router.Router.listen`.
+    """
+    if interface:
+        far = [address for address in reached if address and not is_loopback(address)]
+        return interface_address(interface, prefer_ipv6=bool(far) and ":" in far[0])
+    there = reached[mine.rank] or rendezvous
+    network_of = {place.rank: (place.boot, place.namespace) for place in places if place.known}
+    whole = len(network_of) == len(places)
+    if len(set(network_of.values())) == 1 and (whole or is_loopback(there)):
+        return LOOPBACK
+    own = network_of[mine.rank]
+    return reachable_address(there, [reached[rank] for rank, other in network_of.items() if other != own])

@@ -5,7 +5,7 @@ Nothing here imports torch: a handshake needs none, and who only asks or makes c
 
 from __future__ import annotations
 
-VERSION = 10
+VERSION = 11
 """Raised whenever the bytes of ``wire.py`` change their meaning; agents of two versions refuse each other when they
 connect."""
 

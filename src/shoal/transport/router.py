@@ -9,36 +9,33 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import random
 import socket
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from . import inquiries, network, shared_memory, unix_sockets
-from .addresses import LOOPBACK, beside, interface_address, is_loopback, reachable_address
-from .admission import Unauthenticated, origin_of
-from .doors import Doors, listen_for
-from .handshake import Accepting, Connecting
+from . import inquiries, network, shared_memory, tcp, unix_sockets
+from .acceptor import Acceptor
+from .addresses import beside, is_loopback
+from .handshake import MESSAGES, QUESTION, Accepting, Connecting
 from .link import Link, Receiver
 from .lobby import Lobby
 from .memory import Arena, ResultPool
-from .place import Endpoint, Place, here
+from .place import Endpoint, Place, address_for, choose, here
 from .poller import Poller
 from .processes import Processes
 from .protocol import ProtocolError
+from .reversing import Reversing
 from .sealing import strong, sums, unchecked
-from .sockets import GREETING_SECONDS, Incoming, Outgoing
+from .sockets import Incoming, Outgoing
 from .threads import Inbox, ThreadLink
 from .tls import Certificates
 
 log = logging.getLogger("shoal")
 
-TRANSPORTS = ("threads", "shared_memory", "network")
 CONNECTIONS = 2
 """Of one agent to another, at most: its link, and that once more where it was cut while it began."""
 AGAIN_SECONDS, AGAIN_AT_MOST = 0.01, 0.1
@@ -69,19 +66,18 @@ class Router:
         self._endpoints: list[Endpoint] = []
         self._kinds: list[str] = []
         self._forced = ""
-        self._unauthenticated = Unauthenticated()
+        self.acceptor = Acceptor(poller, self._make_incoming)
         self._lobby = Lobby()
-        self._outside = False  # this agent waits to enter itself: nobody is let in before
-        self._doors = Doors(poller)
-        self._far: socket.socket | None = None  # listens for agents of other machines
+        self.outside = False  # this agent waits to enter itself: nobody is let in before
         self._leaving = False
         self._again: dict[int, float] = {}  # when links that were cut are tried again
         self._tries: dict[int, int] = {}
         self._shut_out: set[int] = set()  # those that were lost
         self._cut_off: dict[int, Incoming] = {}  # what agents sent came there, until it was cut
         self._answer: Callable[[int, int], int] = lambda rank, incarnation: 0
+        self._ask_others: Callable[[int], None] = lambda peer: None
+        self.reversing = Reversing(self)
         self._processes = Processes(poller, self._on_process_end)
-        self.rejected = 0
 
     def deliver_to(self, receiver: Receiver) -> None:
         """Who is told of what comes; before anything can."""
@@ -91,82 +87,54 @@ class Router:
         """What to say to an agent that only asks, by its rank and incarnation; see :mod:`~.asking`."""
         self._answer = answer
 
+    def ask_others_by(self, ask: Callable[[int], None]) -> None:
+        """How to have other agents ask a peer for a reversed connection; see :mod:`~.reversing`."""
+        self._ask_others = ask
+
     def describe_by(self, describe: Callable[[float], dict[str, Any]]) -> None:
         """What this agent does, for another shell; see :mod:`~.inquiries`."""
         self.describe = describe
 
-    def choose(self, places: list[Place], forced: str = "") -> list[str]:
-        """The transport to each rank. ``forced`` (``SHOAL_TRANSPORT``) is used for all, or refused with the reason."""
-        mine = self.place
-        kinds = []
-        for place in places:
-            if not place.known:
-                kinds.append("")
-                continue
-            best = "network"
-            if place.machine == mine.machine:
-                best = "threads" if place.process == mine.process else "shared_memory"
-            if forced and TRANSPORTS.index(forced) < TRANSPORTS.index(best):
-                raise ValueError(
-                    f"SHOAL_TRANSPORT={forced} cannot reach rank {place.rank} on {place.host} from rank {mine.rank} on "
-                    f"{mine.host}: they share no {'process' if forced == 'threads' else 'machine'}; unset it, or use "
-                    f"{best}"
-                )
-            kinds.append(forced or best)
-        return kinds
-
-    def listen(self, places: list[Place], forced: str, interface: str, rendezvous: str, reached: list[str]) -> Endpoint:
+    def listen(
+        self,
+        places: list[Place],
+        forced: str,
+        interface: str,
+        rendezvous: str,
+        reached: list[str],
+        ports: range = range(1),
+    ) -> Endpoint:
         """Open what this agent needs to be reached, and nothing more.
 
         ``reached`` are the addresses at which the agents, by rank, have reached the rendezvous; empty where unknown.
+        ``ports`` are those to listen on for agents of other machines; 0 is one that the system picks.
         """
         self._places = places
         self._forced = forced
-        self._kinds = self.choose(places, forced)
+        self._kinds = choose(self.place, places, forced)
         others = {kind for rank, kind in enumerate(self._kinds) if rank != self.rank and kind}
         if not all(self._kinds):  # who joins comes from where the rendezvous can be reached
             others.add(forced or "shared_memory")
-            if interface or not is_loopback(self._rendezvous(rendezvous, reached)):
+            if interface or not is_loopback(reached[self.rank] or rendezvous):
                 others.add("network")
         unix, host, port = "", "", 0
         if "shared_memory" in others:
-            unix = f"shoal-{uuid.uuid4().hex}"
-            self._doors.open(unix_sockets.listen(unix), self._let_in_local)
-            self.open_own_door()
+            unix = self.acceptor.listen_here()
         if "network" in others:
-            self._host = host = self._address(interface, rendezvous, reached)
-            self._far = network.listen(host)
-            port = self._far.getsockname()[1]
-            self._doors.open(self._far, self._let_in_remote)
-        endpoint = Endpoint(self.inbox.address, unix, host, port, self._doors.private)
+            self._host = host = address_for(self.place, places, interface, rendezvous, reached)
+            port = self.acceptor.listen_between_machines(host, ports)
+        endpoint = Endpoint(self.inbox.address, unix, host, port, self.acceptor.private)
         inquiries.here.join(self)
         return endpoint
 
     @property
     def has_own_door(self) -> bool:
         """Processes of this user find a socket that is for them."""
-        return self._doors.private >= 0
+        return self.acceptor.private >= 0
 
     def open_own_door(self) -> None:
         """Open that socket, if the system allows."""
-        self._doors.open_private(self._let_in_local)
-
-    def _rendezvous(self, rendezvous: str, reached: list[str]) -> str:
-        """Where the rendezvous is, as this agent has found it."""
-        return reached[self.rank] or rendezvous
-
-    def _address(self, interface: str, rendezvous: str, reached: list[str]) -> str:
-        """Where to listen for agents that share no memory with this one."""
-        if interface:
-            far = [address for address in reached if address and not is_loopback(address)]
-            return interface_address(interface, prefer_ipv6=bool(far) and ":" in far[0])
-        there = self._rendezvous(rendezvous, reached)
-        network_of = {place.rank: (place.boot, place.namespace) for place in self._places if place.known}
-        whole = len(network_of) == len(self._places)
-        if len(set(network_of.values())) == 1 and (whole or is_loopback(there)):
-            return LOOPBACK
-        mine = network_of[self.rank]
-        return reachable_address(there, [reached[rank] for rank, other in network_of.items() if other != mine])
+        self.acceptor.listen_privately()
 
     def meet(self, endpoints: list[Endpoint], secret: bytes, well_kept: bool = False) -> None:
         """Learn where everybody listens, and watch the processes of this machine.
@@ -180,13 +148,7 @@ class Router:
         self._secret = secret
         check = unchecked if self.certificates else strong if well_kept else sums
         self._guard = network.Guard(self.certificates, check)
-        known = [endpoint.host for endpoint in endpoints if endpoint.host]
-        for host in known:
-            self._unauthenticated.expect(origin_of(host))
-        if self._far is not None:
-            for_agents = listen_for(known, self._far)
-            if for_agents is not None:
-                self._doors.open(for_agents, self._let_in_remote)
+        self.acceptor.expect(endpoint.host for endpoint in endpoints)
         for place in self._places:
             self._watch(place)
 
@@ -221,25 +183,39 @@ class Router:
             raise OSError(errno.ENOTCONN, "it has not come yet")
         if kind == "threads":
             return ThreadLink(self.rank, self.inbox, peer, self._endpoints[peer].inbox)
+        self.reversing.begin(peer)
+        self.poller.wake()
         link = self.outgoing(peer, self._receiver)
-        link.on_cut = self._cut
+        link.on_cut, link.on_request = self._cut, self.reversing.connect_back
+        link.may_be_refused = lambda peer: peer not in self._cut_off  # its process has ended, where that was cut
         return link
 
-    def outgoing(self, peer: int, receiver: Receiver, asks: bool = False) -> Outgoing:
+    def outgoing(self, peer: int, receiver: Receiver, asks: bool = False, purpose: int = MESSAGES) -> Outgoing:
         """A connection to a peer in another process; where it only ``asks``, for that."""
-        sock, greeting = self._connect(peer, asks)
+        sock, greeting = self._connect(peer, QUESTION if asks else purpose)
         if self._kinds[peer] == "shared_memory":
             return shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, receiver)
         return network.NetworkLink(sock, peer, greeting, self.poller, receiver, self._guard)
 
-    def _connect(self, peer: int, asks: bool = False) -> tuple[socket.socket, Connecting]:
+    def _connect(self, peer: int, purpose: int = MESSAGES) -> tuple[socket.socket, Connecting]:
         """Begin to connect to a peer."""
-        endpoint = self._endpoints[peer]
+        place = self._places[peer]
         if self._kinds[peer] == "shared_memory":
-            sock = self._connect_here(self._places[peer], endpoint)
+            sock = self._connect_here(place, self._endpoints[peer])
         else:
-            sock = network.start_connecting(beside(endpoint.host, self._host), endpoint.port)
-        return sock, Connecting(self._secret, self.rank, peer, self.place.incarnation, asks)
+            try:
+                sock = tcp.start_connecting(*self.address_of(peer))
+            except OSError as error:
+                if error.errno not in tcp.UNREACHABLE or peer not in self.reversing:
+                    raise
+                self.reversing.unreachable(peer, error)
+                sock = tcp.unconnected(self.address_of(peer)[0])  # the first reading says so
+        return sock, Connecting(self._secret, self.rank, peer, self.place.incarnation, place.incarnation, purpose)
+
+    def address_of(self, peer: int) -> tuple[str, int]:
+        """Where a peer listens for agents of other machines, as seen from here."""
+        endpoint = self._endpoints[peer]
+        return beside(endpoint.host, self._host), endpoint.port
 
     def _connect_here(self, place: Place, endpoint: Endpoint) -> socket.socket:
         """To an agent of this machine; where this process may look into its, by the way that others cannot flood."""
@@ -259,6 +235,11 @@ class Router:
         if self._leaving and link.idle:
             link.fail(cause, certain=True)
             return
+        if link.is_reversed:
+            self.reversing.begin(link.peer, 0.0)
+            self.poller.wake()
+            return
+        self.reversing.failed(link, link.problem)
         tries = self._tries[link.peer] = 0 if at_once else self._tries.get(link.peer, 0) + 1
         pause = min(AGAIN_AT_MOST, AGAIN_SECONDS * 2.0 ** min(tries - 1, LOUD)) * _pauses.uniform(0.5, 1.0)
         self._again[link.peer] = time.monotonic() + (pause if tries else 0.0)
@@ -269,48 +250,61 @@ class Router:
     def _try_again(self, peer: int) -> None:
         del self._again[peer]
         link = self.links.get(peer)
-        if isinstance(link, Outgoing):
+        if isinstance(link, Outgoing) and not link.is_reversed:
             try:
                 link.begin_again(*self._connect(peer))
             except OSError as error:
                 link.fail(f"connecting to it failed: {error.strerror or error}")
 
-    def _let_in_local(self, sock: socket.socket, _address: Any) -> None:
-        pid, uid = unix_sockets.peer_credentials(sock)
-        if uid != os.getuid():  # unheard
-            sock.close()
-            self.rejected += 1
-            return
-        self._admit(
-            sock, f"pid {pid}", lambda s, g: shared_memory.SharedMemoryIncoming(s, g, self.poller, self._receiver)
-        )
+    # Reversed connections
 
-    def _let_in_remote(self, sock: socket.socket, address: Any) -> None:
-        self._admit(sock, origin_of(address[0]), self._over_network)
+    def ask_to_connect(self, peer: int) -> None:
+        """Ask a peer to open a reversed connection: over one of its own, or through other agents."""
+        own = [*self.incoming.get(peer, ()), *self._lobby.of(peer, self._places[peer].incarnation)]
+        direct = next((one for one in own if one.resumes and not one.is_reversed), None)
+        if direct is not None:
+            direct.ask_to_connect()
+        else:
+            self._ask_others(peer)
 
-    def _over_network(self, sock: socket.socket, greeting: Accepting) -> Incoming:
-        return network.NetworkIncoming(sock, greeting, self.poller, self._receiver, self._pool, self._guard)
+    def may_open_for(self, peer: int) -> bool:
+        """This agent may open a reversed connection to a peer."""
+        return self._kinds[peer] == "network" and not self._leaving and peer not in self._shut_out
 
-    def _admit(self, sock: socket.socket, origin: str, make: Callable[[socket.socket, Accepting], Incoming]) -> None:
+    def hear_over(self, link: network.NetworkLink) -> None:
+        """A reversed connection is open: its peer sends over it from now on."""
+        incarnation = self._places[link.peer].incarnation
+        connection = network.NetworkIncoming.over(link, incarnation, self.poller, self._receiver, self._pool)
+        self._attend_to(connection)
         try:
-            if not self._unauthenticated.has_room(origin, time.monotonic()):
-                raise OSError(errno.EAGAIN, "others are before it")
-            connection = make(sock, Accepting(self._secret, self.rank, len(self._places)))
-        except OSError:
-            sock.close()
-            self.rejected += 1
-            return
-        connection.on_known = self._introduce
-        connection.on_end = self._forget
-        connection.on_cut = self._hear_no_more
+            self._introduce(connection)
+            connection.say_count()
+        except (OSError, ProtocolError):  # it asks again
+            connection.close()
+            self._forget(connection)
+
+    def _make_incoming(self, sock: socket.socket, between_machines: bool) -> Incoming:
+        greeting = Accepting(self._secret, self.rank, len(self._places), self.place.incarnation)
+        connection: Incoming
+        if between_machines:
+            connection = network.NetworkIncoming(sock, greeting, self.poller, self._receiver, self._pool, self._guard)
+        else:
+            connection = shared_memory.SharedMemoryIncoming(sock, greeting, self.poller, self._receiver)
+        self._attend_to(connection)
+        return connection
+
+    def _attend_to(self, connection: Incoming) -> None:
+        connection.on_known, connection.on_end, connection.on_cut = self._introduce, self._forget, self._hear_no_more
         connection.is_shut_out, connection.answer = self._is_shut_out, self._answer
-        self._unauthenticated.add(connection, origin)
+        if isinstance(connection, network.NetworkIncoming):
+            connection.on_reversed = self.reversing.send_over
 
     def _introduce(self, connection: Incoming) -> None:
         """A connection has proved to be an agent's; move it to where that agent's connections are."""
-        self._unauthenticated.remove(connection)
+        self.acceptor.unauthenticated.remove(connection)
+        self.reversing.ask_soon(connection.peer)
         incarnation = self._places[connection.peer].incarnation
-        if connection.incarnation > incarnation or self._outside:
+        if connection.incarnation > incarnation or self.outside:
             waiting = self._lobby.of(connection.peer, connection.incarnation)
             if waiting and network.goes_on(connection, waiting[0]):
                 self._lobby.replace(waiting[0], connection)
@@ -331,7 +325,7 @@ class Router:
 
     def _is_shut_out(self, rank: int, incarnation: int) -> bool:
         now = self._places[rank].incarnation
-        return not self._outside and (incarnation < now or (incarnation == now and rank in self._shut_out))
+        return not self.outside and (incarnation < now or (incarnation == now and rank in self._shut_out))
 
     def _hear_no_more(self, connection: Incoming, cause: str) -> None:
         """What comes from an agent was cut. If it lives, it goes on over another connection."""
@@ -343,22 +337,22 @@ class Router:
             self._receiver.on_cut(connection.peer, cause)
 
     def _forget(self, connection: Incoming) -> None:
-        if self._unauthenticated.remove(connection):
-            self.rejected += 1
-        elif self._lobby.remove(connection):
+        if self.acceptor.has_ended(connection):
             return
-        elif connection in self.incoming.get(connection.peer, ()):
+        if self._lobby.remove(connection):
+            return
+        if connection in self.incoming.get(connection.peer, ()):
             self.incoming[connection.peer].remove(connection)
 
     # Those who enter
 
     def wait_outside(self) -> None:
         """This agent waits to enter. What others send is kept until then."""
-        self._outside = True
+        self.outside = True
 
     def stop_waiting(self) -> None:
         """It has entered; :meth:`admit` whom it is with."""
-        self._outside = False
+        self.outside = False
 
     def waits(self, rank: int, incarnation: int) -> bool:
         """An agent is connected, and waits to be let in."""
@@ -371,10 +365,10 @@ class Router:
             self.drop(rank)
             self._processes.forget(rank)
         if endpoint.host and not self._endpoints[rank].host:
-            self._unauthenticated.expect(origin_of(endpoint.host))
+            self.acceptor.expect_one_more(endpoint.host)
         self._shut_out.discard(rank)
         self._places[rank], self._endpoints[rank] = place, endpoint
-        self._kinds[rank] = self.choose([place], self._forced)[0]
+        self._kinds[rank] = choose(self.place, [place], self._forced)[0]
         if rank not in self._processes:
             self._watch(place)
         for connection in self._lobby.of(rank, place.incarnation):
@@ -391,15 +385,15 @@ class Router:
 
     def check(self, now: float) -> None:
         """Whatever is due: connections that say nothing, doors that open, links that are tried again."""
-        self._unauthenticated.forget(now - GREETING_SECONDS)
-        self._doors.check(now)
+        self.acceptor.check(now)
+        self.reversing.check(now)
         for peer in [peer for peer, at in self._again.items() if now >= at]:
             self._try_again(peer)
 
     @property
     def next_check(self) -> float:
         """When something is due."""
-        when = min(self._unauthenticated.oldest + GREETING_SECONDS, self._doors.next_check)
+        when = min(self.acceptor.next_check, self.reversing.due)
         return min(when, *self._again.values()) if self._again else when
 
     def say_goodbye(self, lost: int = -1, cause: str = "", to_all: bool = False) -> None:
@@ -432,7 +426,9 @@ class Router:
     def reaches(self, rank: int) -> bool:
         """There is a link to this rank, or one is being made: if that agent has ended, it will show there."""
         link = self.links.get(rank)
-        return link is not None and (not isinstance(link, Outgoing) or link.sock.fileno() >= 0)
+        if not isinstance(link, Outgoing):
+            return link is not None
+        return link.sock.fileno() >= 0 and not self.reversing.is_refused(rank)
 
     def shared_by(self, peer: int, ident: int) -> tuple[torch.Tensor, int]:
         """A memory file that a peer has shared, and its descriptor, -1 if it is not to be locked."""
@@ -465,13 +461,14 @@ class Router:
         link = self.links.pop(peer, None)
         self._again.pop(peer, None)
         self._cut_off.pop(peer, None)
+        self.reversing.forget(peer)
         if link is not None:
             link.close()
         for connection in self.incoming.pop(peer, []):
             connection.close()
 
     def _connections(self) -> Iterable[Incoming]:
-        yield from self._unauthenticated
+        yield from self.acceptor.unauthenticated
         yield from self._lobby
         for connections in self.incoming.values():
             yield from connections
@@ -482,18 +479,20 @@ class Router:
             link.close()
         for connection in list(self._connections()):
             connection.close()
-        self._doors.close()
+        self.acceptor.close()
+        self.reversing.close()
         self._processes.close()
         self.inbox.close()
-        self.links, self.incoming, self._again, self._cut_off = {}, {}, {}, {}
-        self._unauthenticated, self._lobby = Unauthenticated(), Lobby()
+        self.incoming, self._again, self._cut_off = {}, {}, {}
+        self.links.clear()
+        self._lobby = Lobby()
 
     def descriptors(self) -> list[int]:
         """Every descriptor that a forked child must close, or this agent's end would not be noticed."""
         socks = [getattr(link, "sock", None) for link in self.links.values()]
         socks += [connection.sock for connection in self._connections()]
         found = [sock.fileno() for sock in socks if sock is not None]
-        found += [*self._processes.descriptors(), *self._doors.descriptors()]
+        found += [*self._processes.descriptors(), *self.acceptor.descriptors(), *self.reversing.descriptors()]
         for connection in self._connections():
             if isinstance(connection, shared_memory.SharedMemoryIncoming):
                 found += connection.memory.descriptors()

@@ -1,6 +1,7 @@
 """What the two kinds of socket connection share: who connects to whom, the handshake, and how an end shows.
 
-An :class:`Outgoing` connection only carries messages away; an :class:`Incoming` one only brings them. Messages that are
+An :class:`Outgoing` connection only carries messages away; an :class:`Incoming` one only brings them. The sender of the
+messages opens the connection, or the receiver does where the sender cannot (``reversing.py``). Messages that are
 queued together make a packet, which is sealed when it is sent. One over a network is made again where it is cut
 (``resuming.py``). Subclasses say how packets and tensors become bytes on
 their kind of socket. Everything is non-blocking and driven by the agent's poll loop.
@@ -16,8 +17,21 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
-from .handshake import ANSWER_SIZE, HELLO_SIZE, REFUSED, SHUT_OUT, WELCOME_SIZE, Accepting, Connecting
+from .handshake import (
+    ANSWER_SIZE,
+    HELLO_SIZE,
+    QUESTION,
+    REFUSED,
+    REPLACED,
+    REVERSED,
+    SHUT_OUT,
+    WELCOME_SIZE,
+    Accepting,
+    Connecting,
+    Keys,
+)
 from .link import Published, Receiver
 from .poller import READ, WRITE, Poller
 from .resuming import CutOff, is_cut
@@ -26,8 +40,8 @@ from .wire import PACKET_BYTES, Message, ProtocolError, encode
 
 SAID = struct.Struct("<7sQi128s")
 """What an agent says to those that connected to it, and to nobody else. When it leaves: goodbye, the rank that it had
-lost, and the cause. Over a network, also how many units have come."""
-GOODBYE, HAD = b"goodbye", b"has had"
+lost, and the cause. Over a network, also how many units have come, and the request to open a reversed connection."""
+GOODBYE, HAD, CONNECT = b"goodbye", b"has had", b"connect"
 log = logging.getLogger("shoal")
 
 NO_DESCRIPTOR = -1
@@ -48,9 +62,20 @@ def hear(sock: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def _is_passing(error: Exception) -> bool:
-    """Of a connection that is not made yet: what also one that is flooded does. Where nobody listens, it is refused."""
-    return is_cut(error) or (isinstance(error, OSError) and error.errno == errno.ETIMEDOUT)
+def detached(sock: socket.socket, poller: Poller) -> socket.socket:
+    """A closed socket, to take the place of one whose connection another object goes on with."""
+    poller.remove(sock.fileno())
+    closed = socket.socket()
+    closed.close()
+    return closed
+
+
+class Established(NamedTuple):
+    """A connection whose handshake is over."""
+
+    keys: Keys
+    peer: int
+    incarnation: int
 
 
 class Outgoing:
@@ -70,6 +95,12 @@ class Outgoing:
         self.open = False
         self.on_cut: Callable[[Outgoing, str, bool], None] | None = None  # sees to it that it is tried again; at once?
         self.on_answer: Callable[[int], None] = lambda answer: None  # where it only asks
+        self.on_reversed: Callable[[Outgoing], None] = lambda link: None  # for a reversed connection, when it is open
+        self.on_request: Callable[[int], None] = lambda peer: None  # the peer asks for a reversed connection
+        self.may_be_refused: Callable[[int], bool] = lambda peer: False  # a refusal may be a firewall's
+        self.problem: Exception | None = None  # of the attempt that failed last
+        self.is_reversed = False  # the peer has opened the connection
+        self._awaits_count = False  # of units that have come, the last part of a reversed handshake
         self._since = 0.0  # when it was opened last
         self._left = False  # the peer has said goodbye
         self._cut_by = ""  # what has cut it after it was open
@@ -90,7 +121,24 @@ class Outgoing:
         self.sock.close()
         self.sock, self._greeting = sock, greeting
         self._hello, self._answered, self._heard, self._events = b"", False, b"", READ
+        self.is_reversed = self._awaits_count = False
         self._poller.add(sock.fileno(), self._on_event)
+
+    def take_over(self, sock: socket.socket, keys: Keys) -> None:
+        """Go on over a connection that the peer has opened, once it has said how much had come before."""
+        if self.open:
+            self.open, self._cut_by = False, "the peer has opened another one"
+        if self.sock.fileno() >= 0:
+            self._poller.remove(self.sock.fileno())
+            self.sock.close()
+        self.sock, self._heard, self._events = sock, b"", READ
+        self.is_reversed = self._awaits_count = True
+        self._use(keys)
+        self._poller.add(sock.fileno(), self._on_event)
+
+    def _use(self, keys: Keys) -> None:
+        self._seal = type(self).seal_of(keys.messages)
+        self._goodbye = type(self).seal_of(keys.goodbye)
 
     def post(self, message: Message, published: Published | None = None, start: int = 0, stop: int = 0) -> None:
         if published is not None:
@@ -129,7 +177,8 @@ class Outgoing:
         if self.open:
             may_pass = self.resumes and not self._left and is_cut(error)
         else:  # one that was there before does not come into a flood: who does not answer then is gone
-            may_pass = is_cut(error) if self._cut_by else _is_passing(error)
+            may_pass = is_cut(error) if self._cut_by else self._is_passing(error)
+        self.problem = error
         if may_pass and self.on_cut is not None:
             lasted = self.open and time.monotonic() - self._since > SHORT_SECONDS
             if self.open:
@@ -141,7 +190,15 @@ class Outgoing:
         else:
             self.fail(cause, isinstance(error, ProtocolError))
 
+    def _is_passing(self, error: Exception) -> bool:
+        """Of a connection that is not made yet: what also one that is flooded does. Where nobody listens, it is
+        refused."""
+        return is_cut(error) or (isinstance(error, OSError) and error.errno == errno.ETIMEDOUT)
+
     def _greet(self) -> None:
+        if self._awaits_count:
+            self._hear_count()
+            return
         if not self._hello:
             self._hello = self._whole(HELLO_SIZE)
         if not self._hello or not self._is_private():
@@ -158,15 +215,33 @@ class Outgoing:
         if not welcome:
             return
         had = self._greeting.check(welcome)
-        if self._greeting.asks:
+        if self._greeting.purpose == QUESTION:
             self.close()
             self.on_answer(had)
             return
         if had == SHUT_OUT:
             self._receiver.on_shut_out(self.peer)
             raise ProtocolError("it counts this agent as lost")
-        self._seal = type(self).seal_of(self._greeting.keys.messages)
-        self._goodbye = type(self).seal_of(self._greeting.keys.goodbye)
+        if had == REPLACED:
+            raise ProtocolError("its process has ended, and another one has its port")
+        if self._greeting.purpose == REVERSED:
+            self.on_reversed(self)
+            return
+        self._use(self._greeting.keys)
+        self._begin(had)
+
+    def _hear_count(self) -> None:
+        """The end of the handshake of a reversed connection: how many units had come over another one."""
+        said = self._whole(self._goodbye.size + SAID.size)
+        if said:
+            word, count, _, _ = SAID.unpack(self._goodbye.open(memoryview(said)))
+            if word != HAD:
+                raise ProtocolError("it does not begin with what had come")
+            self._awaits_count = False
+            self._begin(count)
+
+    def _begin(self, had: int) -> None:
+        """The handshake is over, and so many units had come over other connections."""
         self._go_on_after(had)
         self.open, self._since = True, time.monotonic()
         if self._cut_by:
@@ -217,6 +292,8 @@ class Outgoing:
             self._receiver.on_left(self.peer, lost, cause.rstrip(b"\0").decode(errors="replace"))
         elif word == HAD:
             self._on_had(count)
+        elif word == CONNECT and self.resumes:
+            self.on_request(self.peer)
         else:
             raise ProtocolError("it says what nobody says there")
         return True
@@ -261,6 +338,10 @@ class Outgoing:
         self._packets.clear()
 
 
+def _refuse_reversed(connection: Incoming, peer: int, greeting: Accepting) -> None:
+    raise ProtocolError("a reversed connection on one machine")
+
+
 class Incoming:
     """The accepting side: it learns who connects, and then reads messages."""
 
@@ -268,8 +349,12 @@ class Incoming:
     """As for :class:`Outgoing`."""
     resumes = False
     """As for :class:`Outgoing`."""
+    is_reversed = False
+    """This agent has opened the connection."""
 
-    def __init__(self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver) -> None:
+    def __init__(
+        self, sock: socket.socket, greeting: Accepting | Established, poller: Poller, receiver: Receiver
+    ) -> None:
         self.sock = sock
         self.peer = -1
         self.incarnation = 0  # of that agent: how often it has been started again
@@ -279,13 +364,17 @@ class Incoming:
         self.is_shut_out: Callable[[int, int], bool] = lambda rank, incarnation: False
         self.answer: Callable[[int, int], int] = lambda rank, incarnation: 0
         self.on_cut: Callable[[Incoming, str], None] = lambda connection, cause: connection.fail(cause, True)
+        self.on_reversed: Callable[[Incoming, int, Accepting], None] = _refuse_reversed
         self._said_goodbye = False
-        self._greeting = greeting
         self._heard = b""
         self._poller = poller
         self._receiver = receiver
-        sock.setblocking(False)
-        sock.send(greeting.hello)
+        if isinstance(greeting, Established):
+            self._know(*greeting)
+        else:
+            self._greeting = greeting
+            sock.setblocking(False)
+            sock.send(greeting.hello)
         poller.add(sock.fileno(), self.on_event)
 
     def on_event(self, _events: int = 0) -> None:
@@ -325,17 +414,26 @@ class Incoming:
             with contextlib.suppress(OSError):
                 self.sock.send(REFUSED)  # that it need not try again
             raise
-        if self._greeting.asks:
+        if self._greeting.purpose == QUESTION:
             self.sock.send(self._greeting.welcome(self.answer(peer, self._greeting.incarnation)))
             raise CutOff("it has only asked")
         if self.is_shut_out(peer, self._greeting.incarnation):
             self.sock.send(self._greeting.welcome(SHUT_OUT))
             raise CutOff("it counts as lost")  # and its end is no loss: another process may have its rank by now
-        self.peer, self.incarnation = peer, self._greeting.incarnation
-        self._seal = type(self).seal_of(self._greeting.keys.messages)
-        self._goodbye = type(self).seal_of(self._greeting.keys.goodbye)
+        if self._greeting.is_for_another_process:
+            self.sock.send(self._greeting.welcome(REPLACED))
+            raise CutOff("it looks for a process that has ended")
+        if self._greeting.purpose == REVERSED:
+            self.on_reversed(self, peer, self._greeting)
+            return
+        self._know(self._greeting.keys, peer, self._greeting.incarnation)
         self.on_known(self)
         self.sock.send(self._greeting.welcome(self.had))
+
+    def _know(self, keys: Keys, peer: int, incarnation: int) -> None:
+        self.peer, self.incarnation = peer, incarnation
+        self._seal = type(self).seal_of(keys.messages)
+        self._goodbye = type(self).seal_of(keys.goodbye)
 
     @property
     def had(self) -> int:
@@ -366,6 +464,13 @@ class Incoming:
         self._said_goodbye = True
         with contextlib.suppress(OSError, CutOff):  # it left first
             self._say(GOODBYE, lost=lost, cause=cause)
+
+    def ask_to_connect(self) -> None:
+        """Ask the peer to open a reversed connection, for what this agent has to send to it."""
+        try:
+            self._say(CONNECT)
+        except (OSError, CutOff) as error:
+            self.on_cut(self, str(error))
 
     def _say(self, word: bytes, count: int = 0, lost: int = 0, cause: str = "") -> None:
         said = self._goodbye.close(SAID.pack(word, count, lost, cause.encode()[:128]))

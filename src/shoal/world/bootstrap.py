@@ -25,6 +25,7 @@ from ..engine.operation import Operation, Steps
 from ..engine.stalls import STALL_AFTER
 from ..errors import Mismatch, NotInitialized, ShoalError
 from ..interrupts import held
+from ..transport.addresses import parse_ports, ports_of_environment
 from ..transport.place import Endpoint, Place
 from ..transport.tls import certificates_of
 from .agent import Agent, AgentContext, Machines, agent_context, process_context
@@ -88,7 +89,8 @@ def init(
         ``network`` for all pairs; or ``process-group``, to have tensors moved by process groups of
         ``torch.distributed``: of ``SHOAL_PROCESS_GROUP`` (``gloo``), with a response cache of ``SHOAL_CACHE_CAPACITY``
         (1024) entries; see docs/coordination.md.
-        ``SHOAL_INTERFACE``: the interface or address to listen on between machines.
+        ``SHOAL_INTERFACE``: the interface or address to listen on between machines. ``SHOAL_PORTS``: the ports to
+        listen on there, as ``FIRST-LAST``; each agent takes the first that is free. If unset the system picks one.
         ``SHOAL_AGENTS_PER_MACHINE``: group ranks into machines of this many. ``SHOAL_SECRET``: the job's secret, the
         same for all; if unset rank 0 makes one up, and whoever can reach the store meanwhile can read it.
         ``SHOAL_RENDEZVOUS``: ``host:port`` of the store. ``SHOAL_CHECK_FINITE``: 1 to refuse to send NaN and infinity,
@@ -245,6 +247,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
     forced = "" if forced == PROCESS_GROUP else forced
     drop_after = _seconds("SHOAL_DROP_AFTER", float("inf"))
     stall_seconds = _seconds("SHOAL_STALL_SECONDS", STALL_AFTER)
+    parse_ports(*ports_of_environment())
     certificates = certificates_of(launch.rank)
     check_that_all_must_live(launch, on_loss == CONTINUE, certificates is not None)
     _check_room(mine, launch, on_loss)
@@ -319,7 +322,8 @@ def _process_group(mine: AgentContext, launch: Launch, forced: str) -> Wanted | 
 def _listen(engine: Engine, launch: Launch, forced: str, found: list[dict[str, Any]]) -> Endpoint:
     interface, reached = os.environ.get("SHOAL_INTERFACE", ""), [one["reached"] for one in found]
     places = [Place(**one["place"]) for one in found]
-    return engine.router.listen(places, forced, interface, launch.host or "", reached)
+    ports = parse_ports(*ports_of_environment())
+    return engine.router.listen(places, forced, interface, launch.host or "", reached, ports)
 
 
 def _come_back(

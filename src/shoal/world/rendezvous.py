@@ -274,6 +274,11 @@ def _tcp_store(host: str, port: int, deadline: float, **options: Any) -> NativeS
     return cast("NativeStore", TCPStore(host, port, timeout=timeout, wait_for_workers=False, **options))
 
 
+def is_own(host: str) -> bool:
+    """Whether a name or an address means this machine, also where it leads to the loopback interface here."""
+    return bool(_own_address(host)) or any(map(is_loopback, _addresses_of(host)))
+
+
 def _own_address(host: str) -> str:
     """The address of this machine at which others, and it itself, find ``host``; empty where that is not certain."""
     given = numeric(host)

@@ -1,0 +1,176 @@
+"""``shoal doctor --rendezvous``: whether agents of two machines can connect, in both directions.
+
+The same command runs on both machines. Machine 0 listens at the rendezvous, as its launcher would; machine 1 connects.
+Over that connection each says where it listens for data, at an address and a port as an agent's. Then each connects to
+the other's data port, and says whether it could. No secret is sent, and nothing that comes is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..transport import tcp
+from ..transport.addresses import interface_address, parse_ports, ports_of_environment, reachable_address, text_of
+from ..world.launch import join_address
+from ..world.rendezvous import listen
+
+WAIT_SECONDS = 60.0
+"""So long each machine waits for the other one."""
+ANSWER_SECONDS = 12.0
+"""So long a connection may take, as at an agent's first contact (``transport/reversing.py``)."""
+_AGAIN_SECONDS = 0.25
+_MOST_BYTES = 4096
+
+
+class PathError(Exception):
+    """The two machines have not met; the message says why."""
+
+
+@dataclass(frozen=True)
+class Direction:
+    """From one machine to the data port of the other: the problem, empty where the port is open."""
+
+    source: int
+    address: str
+    problem: str
+    seconds: float
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"CLOSED: machine {self.source} cannot connect to {self.address} ({self.problem}: a firewall?)"
+        return f"open: {self.address}, {1e3 * self.seconds:.1f} ms"
+
+
+def check(host: str, port: int, node: int) -> list[Direction]:
+    """Meet the other machine at the rendezvous and try both directions.
+
+    Args:
+        host, port: The rendezvous, which machine 0 listens at.
+        node: Which machine this is, 0 or 1.
+
+    Returns:
+        That from machine 0 to machine 1, and the other one.
+
+    Raises:
+        PathError: The machines have not met.
+        OSError: This machine cannot listen.
+        ValueError: A variable makes no sense.
+    """
+    deadline = time.monotonic() + WAIT_SECONDS
+    ports = parse_ports(*ports_of_environment())
+    with (_accept if node == 0 else _connect)(host, port, deadline) as control:
+        try:
+            return _try_both(control, host, node, ports)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PathError(
+                f"the other machine at {join_address(host, port)} does not answer as it should: {error!r}"
+            ) from None
+
+
+def _try_both(control: socket.socket, host: str, node: int, ports: range) -> list[Direction]:
+    control.settimeout(2 * ANSWER_SECONDS)
+    lines = control.makefile("r", encoding="utf-8")
+    reached = text_of(control.getsockname() if node == 0 else control.getpeername())
+    interface = os.environ.get("SHOAL_INTERFACE", "")
+    own = interface_address(interface, prefer_ipv6=":" in reached) if interface else reachable_address(host, [reached])
+
+    def exchange(mine: dict[str, Any]) -> dict[str, Any]:
+        control.sendall(json.dumps(mine).encode() + b"\n")
+        found = json.loads(lines.readline(_MOST_BYTES))
+        if not isinstance(found, dict):
+            raise ValueError("what it says is no report")
+        return found
+
+    with _listening(own, ports) as (port, token):
+        other = exchange({"node": node, "address": own, "port": port, "token": token})
+        if other["node"] != 1 - node:
+            raise ValueError(f"it says that it is machine {node}, too: give one of them --node-rank {1 - node}")
+        mine = _try(node, str(other["address"]), int(other["port"]), str(other["token"]).encode())
+        said = exchange({"address": mine.address, "problem": mine.problem, "seconds": mine.seconds})
+        theirs = Direction(1 - node, str(said["address"]), str(said["problem"]), float(said["seconds"]))
+    return [mine, theirs] if node == 0 else [theirs, mine]
+
+
+def _accept(host: str, port: int, deadline: float) -> socket.socket:
+    with listen(host, port, os.environ.get("SHOAL_INTERFACE", "")) as listener:
+        listener.settimeout(max(0.1, deadline - time.monotonic()))
+        try:
+            return listener.accept()[0]
+        except TimeoutError:
+            raise PathError(
+                f"nobody has connected to {join_address(host, port)} in {WAIT_SECONDS:g} s. Run the same command on "
+                "the other machine meanwhile; if that has no answer there, a firewall closes this port"
+            ) from None
+
+
+def _connect(host: str, port: int, deadline: float) -> socket.socket:
+    """Machine 0 may listen later: a refusal is no answer until the deadline; silence is, sooner."""
+    silent_at = time.monotonic() + ANSWER_SECONDS
+    while True:
+        try:
+            sock = socket.create_connection(
+                (host, port), timeout=max(0.1, min(ANSWER_SECONDS, deadline - time.monotonic()))
+            )
+            if sock.getsockname() != sock.getpeername():  # Linux may connect a socket to itself
+                return sock
+            sock.close()
+            problem = "connection refused"
+        except TimeoutError:
+            problem = "no answer"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        now = time.monotonic()
+        if now >= (silent_at if problem == "no answer" else deadline):
+            raise PathError(
+                f"this machine cannot connect to {join_address(host, port)} ({problem}: a firewall?). Run the same "
+                "command on that machine meanwhile"
+            )
+        time.sleep(_AGAIN_SECONDS)
+
+
+@contextlib.contextmanager
+def _listening(address: str, ports: range) -> Iterator[tuple[int, str]]:
+    """Listen as an agent does, and say a word to whoever connects: the port, and the word."""
+    token = secrets.token_hex(8)
+    with tcp.listen(address, ports) as listener:
+        over = threading.Event()
+
+        def serve() -> None:
+            listener.settimeout(0.1)
+            while not over.is_set():
+                with contextlib.suppress(OSError):
+                    sock, _ = listener.accept()
+                    with sock:
+                        sock.sendall(token.encode())
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield listener.getsockname()[1], token
+        finally:
+            over.set()
+            thread.join()
+
+
+def _try(source: int, address: str, port: int, token: bytes) -> Direction:
+    """Connect to the other machine's data port."""
+    began = time.monotonic()
+    problem = ""
+    try:
+        with socket.create_connection((address, port), timeout=ANSWER_SECONDS) as sock:
+            if sock.recv(len(token), socket.MSG_WAITALL) != token:
+                problem = "something else answers there"
+    except TimeoutError:
+        problem = "no answer"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    return Direction(source, join_address(address, port), problem, time.monotonic() - began)

@@ -1,0 +1,119 @@
+"""Accepts connections for one agent: opens its listeners, and keeps connections until they have proved themselves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from . import tcp, unix_sockets
+from .admission import Unauthenticated, origin_of
+from .doors import Doors, listen_for
+from .poller import Poller
+from .sockets import GREETING_SECONDS, Incoming
+
+
+class Acceptor:
+    """The accepting side of one agent.
+
+    Args:
+        poller: The agent's.
+        make: Makes a connection of an accepted socket: one between machines where the second argument is true.
+
+    Attributes:
+        unauthenticated: The connections that have not proved themselves yet.
+        rejected: How many connections never did.
+    """
+
+    def __init__(self, poller: Poller, make: Callable[[socket.socket, bool], Incoming]) -> None:
+        self.unauthenticated = Unauthenticated()
+        self.rejected = 0
+        self._make = make
+        self._doors = Doors(poller)
+        self._far: socket.socket | None = None  # listens for agents of other machines
+
+    @property
+    def private(self) -> int:
+        """The descriptor by which processes of this user find the socket that is for them; -1: there is none."""
+        return self._doors.private
+
+    def listen_here(self) -> str:
+        """Listen for processes of this machine; the name of the socket."""
+        name = f"shoal-{uuid.uuid4().hex}"
+        self._doors.open(unix_sockets.listen(name), self._accept_local)
+        self.listen_privately()
+        return name
+
+    def listen_privately(self) -> None:
+        """Open the socket for processes of this user, if the system allows."""
+        self._doors.open_private(self._accept_local)
+
+    def listen_between_machines(self, host: str, ports: range) -> int:
+        """Listen on an address, at the first free one of some ports; which that is."""
+        self._far = tcp.listen(host, ports)
+        self._doors.open(self._far, self._accept_remote)
+        return int(self._far.getsockname()[1])
+
+    def expect(self, hosts: Iterable[str]) -> None:
+        """Agents of the job are at these addresses: they get a queue of their own, if the system allows."""
+        known = [host for host in hosts if host]
+        for host in known:
+            self.unauthenticated.expect(origin_of(host))
+        for_agents = listen_for(known, self._far) if self._far is not None else None
+        if for_agents is not None:
+            self._doors.open(for_agents, self._accept_remote)
+
+    def expect_one_more(self, host: str) -> None:
+        """An agent has come later, which is at this address."""
+        self.unauthenticated.expect(origin_of(host))
+
+    def _accept_local(self, sock: socket.socket, _address: Any) -> None:
+        pid, uid = unix_sockets.peer_credentials(sock)
+        if uid != os.getuid():  # unheard
+            sock.close()
+            self.rejected += 1
+        else:
+            self._accept(sock, f"pid {pid}", False)
+
+    def _accept_remote(self, sock: socket.socket, address: Any) -> None:
+        self._accept(sock, origin_of(address[0]), True)
+
+    def _accept(self, sock: socket.socket, origin: str, between_machines: bool) -> None:
+        try:
+            if not self.unauthenticated.has_room(origin, time.monotonic()):
+                raise OSError(errno.EAGAIN, "others are before it")
+            connection = self._make(sock, between_machines)
+        except OSError:
+            sock.close()
+            self.rejected += 1
+            return
+        self.unauthenticated.add(connection, origin)
+
+    def has_ended(self, connection: Incoming) -> bool:
+        """A connection has ended; False where it had proved itself before."""
+        if not self.unauthenticated.remove(connection):
+            return False
+        self.rejected += 1
+        return True
+
+    def check(self, now: float) -> None:
+        """Close connections that say nothing; look at listeners again."""
+        self.unauthenticated.forget(now - GREETING_SECONDS)
+        self._doors.check(now)
+
+    @property
+    def next_check(self) -> float:
+        """When something is due."""
+        return min(self.unauthenticated.oldest + GREETING_SECONDS, self._doors.next_check)
+
+    def descriptors(self) -> list[int]:
+        """What a forked child must close, without those of connections."""
+        return self._doors.descriptors()
+
+    def close(self) -> None:
+        self._doors.close()
+        self.unauthenticated = Unauthenticated()

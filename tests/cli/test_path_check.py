@@ -1,0 +1,110 @@
+"""``shoal doctor --rendezvous`` on two machines."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from shoal import cli
+from shoal.cli import path_check
+from support.namespaces import Namespace, network_namespaces
+from support.world import plain_environment
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def doctor_on(machines: list[Namespace], port: int) -> Iterator[list[subprocess.Popen[str]]]:
+    command = [sys.executable, "-m", "shoal", "doctor", "--rendezvous", f"{machines[0].address}:{port}"]
+    found = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", machine.name, *command],
+            env=plain_environment() | {"SHOAL_PORTS": "29500-29600"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for machine in machines
+    ]
+    try:
+        yield found
+    finally:
+        for one in found:
+            one.kill()
+            one.communicate()
+
+
+@pytest.mark.transport("namespaces")
+@pytest.mark.timeout(180)
+def test_two_machines_find_each_other_and_say_that_all_is_open() -> None:
+    with network_namespaces(2) as machines, doctor_on(machines, 29400) as doctors:
+        for node, one in enumerate(doctors):
+            output, _ = one.communicate(timeout=170)
+            assert one.returncode == 0, output
+            assert f"this is machine {node}" in output and "OK: agents of these machines can run together" in output
+            assert "0 to 1" in output and f"open: {machines[1].address}:29500" in output
+
+
+def test_each_direction_is_named_with_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two threads are the machines; connections to the data port of machine 1 are refused."""
+    monkeypatch.delenv("SHOAL_PORTS", raising=False)
+    monkeypatch.setenv("SHOAL_INTERFACE", "127.0.0.1")
+    attempt = path_check._try
+
+    def refused(source: int, address: str, port: int, token: bytes) -> path_check.Direction:
+        return attempt(source, address, free_port() if source == 0 else port, token)
+
+    monkeypatch.setattr(path_check, "_try", refused)
+    port = free_port()
+    found: list[int] = []
+
+    def run(node: int) -> None:
+        found.append(cli.main(["doctor", "--rendezvous", f"127.0.0.1:{port}", "--node-rank", str(node)]))
+
+    threads = [threading.Thread(target=run, args=(node,)) for node in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    output = capsys.readouterr().out
+    assert found == [0, 0], output
+    assert output.count("CLOSED: machine 0 cannot connect to 127.0.0.1:") == 2
+    assert output.count("(Connection refused: a firewall?)") == 2
+    assert output.count("note: agents of machine 1 open the connections for both directions") == 2
+
+
+def test_where_the_other_machine_does_not_come_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(path_check, "WAIT_SECONDS", 0.5)
+    for node, word in ((0, "nobody has connected to"), (1, "cannot connect to")):
+        where = f"127.0.0.1:{free_port()}"
+        assert cli.main(["doctor", "--rendezvous", where, "--node-rank", str(node)]) == 1
+        output = capsys.readouterr().out
+        assert f"{word} {where}" in output and "same command" in output
+
+
+def test_a_stranger_at_the_rendezvous_is_a_failure_and_no_crash(capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    found: list[int] = []
+    thread = threading.Thread(
+        target=lambda: found.append(cli.main(["doctor", "--rendezvous", f"127.0.0.1:{port}", "--node-rank", "0"]))
+    )
+    thread.start()
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as sock:
+            sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            break
+    thread.join(60.0)
+    assert found == [1] and "does not answer as it should" in capsys.readouterr().out
