@@ -65,6 +65,7 @@ def rows(section: str) -> dict[str, str]:
 
 
 SAME, ALIASES, ONLY = rows("The same"), rows("Another word in Shoal"), rows("Only in `shoal.bluefog`")
+DIFFERENT = rows("Different in `shoal.bluefog`")
 
 
 def test_every_name_of_bluefog_is_in_the_module() -> None:
@@ -73,7 +74,7 @@ def test_every_name_of_bluefog_is_in_the_module() -> None:
 
 
 def test_the_page_says_of_every_name_what_became_of_it() -> None:
-    assert sorted([*SAME, *ALIASES, *ONLY]) == sorted(bf.__all__)
+    assert sorted([*SAME, *DIFFERENT, *ALIASES, *ONLY]) == sorted(bf.__all__)
     assert [name for name in rows("Left out") if hasattr(bf, name)] == []
 
 
@@ -81,6 +82,34 @@ def test_the_page_says_of_every_name_what_became_of_it() -> None:
 def test_a_name_that_is_the_same_is_shoals_own(name: str) -> None:
     assert getattr(bf, name) is getattr(shoal, name)
     assert name in shoal.__all__
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_name_that_differs_is_another_function_than_shoals(name: str) -> None:
+    assert getattr(bf, name) is not getattr(shoal, name)
+    assert name in shoal.__all__
+
+
+def test_init_again_sets_the_exponential_graph_unless_it_is_given_another() -> None:
+    def run() -> list[bool]:
+        found = []
+        for again in (bf.init, lambda: bf.init(bf.StarGraph), shoal.init):
+            shoal.set_topology(shoal.RingGraph(4), is_weighted=True)
+            again()
+            graphs = [bf.ExponentialTwoGraph(4), bf.StarGraph(4), bf.RingGraph(4)]
+            found.append([bf.IsTopologyEquivalent(bf.load_topology(), graph) for graph in graphs])
+            found.append(bf.is_topo_weighted())
+        return found
+
+    here = [[True, False, False], False, [False, True, False], False, [False, False, True], True]
+    assert shoal.Fleet(4).run(run) == [here] * 4
+
+
+@pytest.mark.parametrize(("old", "new"), [("neighbor_weights", "src_weights"), ("send_neighbors", "dst_weights")])
+def test_an_argument_of_an_older_bluefog_is_an_error_that_names_the_present_one(old: str, new: str) -> None:
+    for operation in (bf.neighbor_allreduce, bf.neighbor_allreduce_nonblocking):
+        with pytest.raises(TypeError, match=rf"neighbor_allreduce\w*: {old}= was renamed in BlueFog 0.3; give {new}="):
+            operation(torch.ones(1), self_weight=0.5, **{old: {0: 0.5}})
 
 
 @pytest.mark.parametrize("name", ALIASES)

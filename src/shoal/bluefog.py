@@ -9,6 +9,11 @@ the end are those that only such a script asks for.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import networkx as nx
 
 from . import topology_util as topology_util
 from .monitor.timeline import timeline_context as timeline_context
@@ -30,8 +35,8 @@ from .ops.handles import synchronize as synchronize
 from .ops.handles import wait as wait
 from .ops.hierarchical import hierarchical_neighbor_allreduce as hierarchical_neighbor_allreduce
 from .ops.hierarchical import hierarchical_neighbor_allreduce_nonblocking as hierarchical_neighbor_allreduce_nonblocking
-from .ops.neighbor import neighbor_allreduce as neighbor_allreduce
-from .ops.neighbor import neighbor_allreduce_nonblocking as neighbor_allreduce_nonblocking
+from .ops.neighbor import neighbor_allreduce as _neighbor_allreduce
+from .ops.neighbor import neighbor_allreduce_nonblocking as _neighbor_allreduce_nonblocking
 from .ops.neighbor import pair_gossip as pair_gossip
 from .ops.neighbor import pair_gossip_nonblocking as pair_gossip_nonblocking
 from .ops.neighbor_allgather import neighbor_allgather as neighbor_allgather
@@ -93,11 +98,12 @@ from .windows.by_name import win_update as win_update
 from .windows.by_name import win_update_then_collect as win_update_then_collect
 from .windows.by_name import win_wait as win_wait
 from .world.agent import current
-from .world.bootstrap import init as init
+from .world.bootstrap import init as _init
 from .world.bootstrap import shutdown as shutdown
 from .world.identity import in_neighbor_machine_ranks as in_neighbor_machine_ranks
 from .world.identity import in_neighbor_ranks as in_neighbor_ranks
 from .world.identity import is_homogeneous as is_homogeneous
+from .world.identity import is_initialized as _is_initialized
 from .world.identity import is_machine_topo_weighted as is_machine_topo_weighted
 from .world.identity import is_topo_weighted as is_topo_weighted
 from .world.identity import load_machine_topology as load_machine_topology
@@ -221,6 +227,44 @@ __all__ = [
     "win_update_then_collect",
     "win_wait",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False, **options: Any) -> None:
+    """:func:`shoal.init`; called again without a topology, it sets the exponential graph, as BlueFog's does.
+
+    Args:
+        topology_fn, is_weighted, options: As of :func:`shoal.init`, which keeps the topology in such a call.
+    """
+    again = _is_initialized()
+    _init(topology_fn, is_weighted, **options)
+    if again and topology_fn is None:
+        set_topology()
+
+
+_RENAMED = {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
+"""Arguments of BlueFog before 0.3."""
+
+
+def _names_renamed_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function; for an argument of BlueFog before 0.3 its error says what the argument is called now."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not _RENAMED.keys().isdisjoint(kwargs):
+            old = next(name for name in kwargs if name in _RENAMED)
+            raise TypeError(
+                f"{function.__name__}: {old}= was renamed in BlueFog 0.3; give {_RENAMED[old]}=, with the same value"
+            )
+        return function(*args, **kwargs)
+
+    return call
+
+
+neighbor_allreduce = _names_renamed_arguments(_neighbor_allreduce)
+neighbor_allreduce_nonblocking = _names_renamed_arguments(_neighbor_allreduce_nonblocking)
 
 _skipping: weakref.WeakSet[object] = weakref.WeakSet()
 """The engines of the agents that have switched the negotiation off."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import shoal
 import shoal.compat.horovod as hvd
+from shoal.compat.horovod import compression, mpi_ops
 
 Fleets = Callable[..., shoal.Fleet]
 SIZE = 3
@@ -292,6 +293,16 @@ def test_what_is_asked_for_wrongly_is_refused() -> None:
             hvd.grouped_allreduce(torch.ones(2))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="a 0-dimensional tensor has none"):
             hvd.reducescatter(torch.tensor(1.0))
+        for call in (hvd.reducescatter, hvd.reducescatter_async):
+            with pytest.raises(RuntimeError, match=rf"{call.__name__}: op=Adasum is no reduction"):  # as in Horovod
+                call(torch.ones(2), op=hvd.Adasum)
+        for kind in (ValueError, hvd.HorovodInternalError):
+            with pytest.raises(kind, match=r"alltoall: splits must be an int, got 1.0"):
+                hvd.alltoall(torch.ones(1), torch.ones(1))
+            with pytest.raises(kind, match=r"alltoall_async: .*splits=\[2\]"):
+                hvd.alltoall_async(torch.ones(1), [2])
+        with pytest.raises(TypeError, match=r"it takes a tensor of layout torch.sparse_coo"):
+            hvd.sparse_allreduce_async(torch.ones(1), "x", hvd.Sum)
         with pytest.raises(ValueError, match="leave comm out"):
             hvd.init(comm=[0])  # type: ignore[arg-type]
         assert hvd.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
@@ -488,3 +499,55 @@ def test_a_timeline_from_one_moment_to_another(tmp_path: Path) -> None:
         assert "inside" in written
         assert "before" not in written
         assert "after" not in written
+
+
+ROOT = dict.fromkeys([name for name in hvd.__all__ if name.startswith("broadcast")], (0,))
+CALLS = [
+    name
+    for name in hvd.__all__
+    if any(word in name for word in ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter"))
+    and not any(word in name for word in ("object", "parameters", "state", "sparse"))
+]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_error_names_the_operation_that_was_called(name: str) -> None:
+    def run() -> None:
+        hvd.init()
+        x = torch.eye(2).to_sparse()
+        with pytest.raises(TypeError, match=rf"^{name} takes "):
+            getattr(hvd, name)([x] if name.startswith("grouped") else x, *ROOT.get(name, ()))
+
+    shoal.Fleet(1).run(run)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_sparse_tensors_are_reduced_wherever_their_entries_lie(op: hvd.ReduceOp) -> None:
+    def mine(rank: int) -> Tensor:
+        return torch.sparse_coo_tensor(torch.tensor([[rank, 3, 3]]), x_of(rank, 3, 2), (4, 2), check_invariants=True)
+
+    def run() -> list[Tensor]:
+        hvd.init()
+        handle = hvd.sparse_allreduce_async(mine(hvd.rank()), "table", op)
+        assert handle().is_coalesced()
+        return [hvd.synchronize(handle).to_dense(), handle().to_dense()]
+
+    total = torch.stack([mine(rank).to_dense() for rank in range(SIZE)]).sum(0)
+    for found in shoal.Fleet(SIZE, timeout=20.0).run(run):
+        for one in found:
+            assert torch.allclose(one, total / (SIZE if op == hvd.Average else 1), rtol=0, atol=1e-14)
+
+
+def test_an_error_of_an_operation_is_horovods() -> None:
+    def run() -> None:
+        hvd.init()
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.allreduce(torch.ones(2 + hvd.rank()), name="differs")
+
+    shoal.Fleet(2, timeout=20.0).run(run)
+
+
+def test_the_modules_that_scripts_import_have_its_names() -> None:
+    assert compression.Compression is hvd.Compression
+    for name in mpi_ops.__all__:
+        assert getattr(mpi_ops, name) is getattr(hvd, name)

@@ -102,6 +102,7 @@ def test_the_model_that_is_saved_is_the_mean(world: World, tmp_path: Path) -> No
         ("hook", "calls no hooks"),
         ("environment", "shares one model"),
         ("dispatch", "from rank 0 over a process group"),
+        ("dispatching loader", "from rank 0 over a process group"),
         ("object", "object"),
         ("group", "already opened a process group"),
     ],

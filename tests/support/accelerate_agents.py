@@ -214,6 +214,12 @@ def refused(what: str) -> str:
             from accelerate.utils import DataLoaderConfiguration
 
             accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+        elif what == "dispatching loader":
+            from accelerate.data_loader import prepare_data_loader
+
+            accelerator()
+            loader = torch.utils.data.DataLoader(torch.arange(4.0))
+            prepare_data_loader(loader, dispatch_batches=True, put_on_device=True, device=torch.device("cpu"))
         elif what == "group":
             accelerator()
             AcceleratorState._reset_state(reset_partial_state=True)

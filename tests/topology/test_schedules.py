@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shoal.topology
 from shoal.topology import (
     Clock,
     ExponentialTwoGraph,
@@ -157,3 +158,8 @@ def test_a_clock_goes_through_the_rounds():
 def test_a_clock_takes_a_graph():
     clock = Clock(ExponentialTwoGraph(8), 0)
     assert next(clock) == next(clock) == Mixing.from_graph(ExponentialTwoGraph(8), 0)
+
+
+def test_a_schedule_in_place_of_a_graph_is_an_error_that_says_what_to_pass():
+    with pytest.raises(TypeError, match=r"not the schedule Circulant\. Pass the schedule itself"):
+        Static(shoal.topology.Circulant(4, [1]))

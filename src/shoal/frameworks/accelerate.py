@@ -37,6 +37,7 @@ from ..optim.optimizer import DecentralizedOptimizer
 from ..topology.families.one_peer import OnePeerExponential
 from ..world.identity import size
 from .exchanges import gathered, gathered_objects, padded, reduced
+from .functions import NO_DISPATCH
 from .process_state import process_state, wait_for_everyone
 from .random_state import RandomState
 from .streams import count_samples, samples_of_last_round
@@ -85,10 +86,7 @@ class ShoalAccelerator(Accelerator):
             split_batches=options.get("split_batches") is True, use_seedable_sampler=True
         )
         if loading.dispatch_batches:
-            raise ValueError(
-                "ShoalAccelerator: dispatch_batches=True sends all samples from rank 0 over a process group, and there "
-                "is none. Leave it out: each agent then takes its own part of the dataset"
-            )
+            raise ValueError(f"ShoalAccelerator: {NO_DISPATCH}")
         loading.dispatch_batches = False
         super().__init__(**options | {"dataloader_config": loading})
         self._wrapper = wrapper

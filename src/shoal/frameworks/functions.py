@@ -10,9 +10,11 @@ imported before, too; nobody else's ``torch`` is another.
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Any
 
 import torch
+from accelerate import data_loader
 from accelerate.state import PartialState
 from accelerate.utils import operations, random
 
@@ -21,6 +23,11 @@ from ..ops.arguments import Internal
 from ..ops.collective import allreduce, broadcast, gather_by_rank
 from ..ops.objects import broadcast_object
 from .bits import as_bits
+
+NO_DISPATCH = (
+    "dispatch_batches=True sends all samples from rank 0 over a process group, and there is none. Leave it out: each "
+    "agent then takes its own part of the dataset"
+)
 
 
 class _OverAgents:
@@ -81,3 +88,17 @@ def meet_through_shoal(agents: enum.Enum) -> None:
     operations.TORCH_DISTRIBUTED_OPERATION_TYPES = [*operations.TORCH_DISTRIBUTED_OPERATION_TYPES, agents]
     random.CUDA_DISTRIBUTED_TYPES = [*random.CUDA_DISTRIBUTED_TYPES, agents]
     operations.torch = random.torch = _Torch(agents)
+    _refuse_dispatching(agents)
+
+
+def _refuse_dispatching(agents: enum.Enum) -> None:
+    """ValueError for a loader that would send all samples from rank 0, where it is made and not in its first batch."""
+    make = data_loader.DataLoaderDispatcher.__init__
+
+    @functools.wraps(make)
+    def made(self: Any, *args: Any, **options: Any) -> None:
+        if PartialState._shared_state.get("distributed_type") is agents:
+            raise ValueError(NO_DISPATCH)
+        make(self, *args, **options)
+
+    data_loader.DataLoaderDispatcher.__init__ = made

@@ -38,6 +38,7 @@ from .begun import (
     grouped_allreduce_async_,
     grouped_reducescatter_async,
     reducescatter_async,
+    sparse_allreduce_async,
     synchronize,
 )
 from .differentiable import (
@@ -57,7 +58,7 @@ from .differentiable import (
 from .joining import join
 from .optimizers import DistributedOptimizer
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from .reductions import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
+from .reductions import Adasum, Average, Compression, HorovodInternalError, Max, Min, Product, ReduceOp, Sum
 from .states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .timelines import start_timeline, stop_timeline
 
@@ -66,6 +67,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "Max",
     "Min",
     "ProcessSet",
@@ -125,6 +127,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",

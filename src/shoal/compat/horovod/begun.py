@@ -16,9 +16,10 @@ from ...ops.arguments import WEIGHABLE, check_gatherable, check_tensor, detached
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, broadcast_nonblocking
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
 from ...ops.handles import HandleOfMany, wait
+from ...transport.wire import MOVABLE
 from .joining import note
 from .process_sets import ProcessSet, global_process_set, group_of
-from .reductions import Average, How, listed, meant, scaled
+from .reductions import Adasum, Average, How, InvalidArgument, Sum, listed, meant, scaled
 
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
@@ -128,8 +129,15 @@ def allreduce_async_(
 ) -> Handle[torch.Tensor]:
     """:func:`allreduce_async` in place; ``tensor`` must not be touched until the handle is synchronized."""
     how = meant("allreduce_async_", average, op, prescale_factor, postscale_factor)
-    check_tensor("allreduce_async_", detached(tensor))
-    return then(reduce_one("allreduce_async_", tensor, how, name, process_set, tensor.detach()), lambda _: tensor)
+    return reduce_in_place("allreduce_async_", tensor, how, name, process_set)
+
+
+def reduce_in_place(
+    called: str, tensor: torch.Tensor, how: How, name: str | None, process_set: ProcessSet
+) -> Handle[torch.Tensor]:
+    """Begin an all-reduce of a tensor into itself."""
+    check_tensor(called, detached(tensor))
+    return then(reduce_one(called, tensor, how, name, process_set, tensor.detach()), lambda _: tensor)
 
 
 def grouped_allreduce_async(
@@ -156,8 +164,14 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """:func:`grouped_allreduce_async` in place."""
-    called = "grouped_allreduce_async_"
-    how = meant(called, average, op, prescale_factor, postscale_factor)
+    how = meant("grouped_allreduce_async_", average, op, prescale_factor, postscale_factor)
+    return reduce_many_in_place("grouped_allreduce_async_", tensors, how, name, process_set)
+
+
+def reduce_many_in_place(
+    called: str, tensors: Tensors, how: How, name: str | None, process_set: ProcessSet
+) -> Handle[list[torch.Tensor]]:
+    """Begin an all-reduce of several tensors into themselves."""
     for one in listed(called, tensors):
         check_tensor(called, detached(one))
     outs = [one.detach() for one in tensors]
@@ -168,7 +182,12 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
     """``allgather`` without waiting, and without gradients."""
-    group, tensor = group_of("allgather_async", process_set), check_gatherable("allgather_async", detached(tensor))
+    return gather_one("allgather_async", tensor, name, process_set)
+
+
+def gather_one(called: str, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Handle[torch.Tensor]:
+    """Begin an all-gather of a tensor."""
+    group, tensor = group_of(called, process_set), check_gatherable(called, detached(tensor))
     made = allgather_nonblocking(tensor, name, group=group)
     return noted("allgather", "", name, [tensor], process_set, made)
 
@@ -177,8 +196,15 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[list[torch.Tensor]]:
     """``grouped_allgather`` without waiting, and without gradients."""
-    called = "grouped_allgather_async"
-    group, tensors = group_of(called, process_set), [one.detach() for one in listed(called, tensors)]
+    return gather_many("grouped_allgather_async", tensors, name, process_set)
+
+
+def gather_many(called: str, tensors: Tensors, name: str | None, process_set: ProcessSet) -> Handle[list[torch.Tensor]]:
+    """Begin an all-gather of several tensors at once."""
+    group, tensors = (
+        group_of(called, process_set),
+        [check_gatherable(called, detached(one)) for one in listed(called, tensors)],
+    )
     made = grouped_allgather_nonblocking(tensors, name, group=group)
     return noted("grouped_allgather", "", name, tensors, process_set, made)
 
@@ -187,7 +213,14 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
     """``broadcast`` without waiting, and without gradients."""
-    group, tensor = group_of("broadcast_async", process_set), check_tensor("broadcast_async", detached(tensor))
+    return spread_one("broadcast_async", tensor, root_rank, name, process_set)
+
+
+def spread_one(
+    called: str, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+) -> Handle[torch.Tensor]:
+    """Begin a broadcast."""
+    group, tensor = group_of(called, process_set), check_tensor(called, detached(tensor), MOVABLE)
     made = broadcast_nonblocking(tensor, root_rank, name, group=group)
     return noted("broadcast", "", name, [tensor], process_set, made)
 
@@ -196,8 +229,15 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
     """:func:`broadcast_async` in place; ``tensor`` must not be touched until the handle is synchronized."""
-    check_tensor("broadcast_async_", detached(tensor))
-    group, flat = group_of("broadcast_async_", process_set), tensor.detach()
+    return spread_in_place("broadcast_async_", tensor, root_rank, name, process_set)
+
+
+def spread_in_place(
+    called: str, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+) -> Handle[torch.Tensor]:
+    """Begin a broadcast into the tensor itself."""
+    check_tensor(called, detached(tensor), MOVABLE)
+    group, flat = group_of(called, process_set), tensor.detach()
     made = broadcast_nonblocking(flat, root_rank, name, out=flat, group=group)
     return then(noted("broadcast", "", name, [flat], process_set, made), lambda _: tensor)
 
@@ -209,18 +249,30 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[Any]:
     """``alltoall`` without waiting, and without gradients."""
-    made = exchange(tensor, splits, name, process_set)
+    made = exchange("alltoall_async", tensor, splits, name, process_set)
     if splits is None:
         return then(made, lambda found: found[0])
     return then(made, lambda found: (found[0], torch.tensor(found[1], dtype=torch.int32)))
 
 
 def exchange(
-    tensor: torch.Tensor, splits: Iterable[int] | torch.Tensor | None, name: str | None, process_set: ProcessSet
+    called: str,
+    tensor: torch.Tensor,
+    splits: Iterable[int] | torch.Tensor | None,
+    name: str | None,
+    process_set: ProcessSet,
 ) -> Handle[tuple[torch.Tensor, list[int]]]:
-    """Begin an all-to-all; its result with how many rows have come from each."""
-    group, tensor = group_of("alltoall", process_set), check_gatherable("alltoall", detached(tensor))
-    return noted("alltoall", "", name, [tensor], process_set, alltoall_nonblocking(tensor, splits, name, group=group))
+    """Begin an all-to-all; its result with how many rows have come from each.
+
+    Raises:
+        InvalidArgument: The splits are no whole numbers, or their sum is not the number of rows.
+    """
+    group, tensor = group_of(called, process_set), check_gatherable(called, detached(tensor))
+    try:
+        made = alltoall_nonblocking(tensor, splits, name, group=group)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{called}: {str(error).removeprefix('alltoall: ')}") from None
+    return noted("alltoall", "", name, [tensor], process_set, made)
 
 
 def reducescatter_async(
@@ -232,8 +284,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[torch.Tensor]:
     """``reducescatter`` without waiting, and without gradients."""
-    how = meant("reducescatter_async", None, op, prescale_factor, postscale_factor)
-    check_gatherable("reducescatter_async", detached(tensor))
+    how = scattered("reducescatter_async", [tensor], op, prescale_factor, postscale_factor)
     made = reduce_one("reducescatter_async", tensor, how, name, process_set)
     return then(made, lambda found: share_of(found, process_set))
 
@@ -247,11 +298,72 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[list[torch.Tensor]]:
     """``grouped_reducescatter`` without waiting, and without gradients."""
-    how = meant("grouped_reducescatter_async", None, op, prescale_factor, postscale_factor)
-    for one in listed("grouped_reducescatter_async", tensors):
-        check_gatherable("grouped_reducescatter_async", detached(one))
+    how = scattered("grouped_reducescatter_async", tensors, op, prescale_factor, postscale_factor)
     made = reduce_many("grouped_reducescatter_async", tensors, how, name, process_set)
     return then(made, lambda found: [share_of(one, process_set) for one in found])
+
+
+def scattered(called: str, tensors: Tensors, op: int, before: float, after: float) -> How:
+    """What the arguments of a call that scatters rows ask for, and that its tensors have rows.
+
+    Raises:
+        InvalidArgument: The op is Adasum, which Horovod does not scatter either.
+    """
+    if op == Adasum:
+        raise InvalidArgument(f"{called}: op=Adasum is no reduction whose rows can be scattered; take hvd.Average")
+    for one in listed(called, tensors):
+        if isinstance(one, torch.Tensor) and not one.dim():
+            raise ValueError(f"{called}: rows are scattered, and a 0-dimensional tensor has none; use tensor.view(1)")
+        check_gatherable(called, detached(one))
+    return meant(called, None, op, before, after)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> SparseHandle:
+    """The sum or the average of sparse tensors, as a sparse tensor; their entries may lie at different places.
+
+    Args:
+        tensor: ``torch.sparse_coo``; the same shape and dtype on all.
+        name: What calls are matched by.
+        op: ``Average`` or ``Sum``.
+        process_set: Over these agents, which call it.
+
+    Returns:
+        A handle, whose result is also that of calling it, as Horovod's. The result is coalesced.
+
+    Raises:
+        TypeError: The tensor is not sparse.
+        ValueError: Another op.
+    """
+    called = "sparse_allreduce_async"
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        raise TypeError(f"{called}: it takes a tensor of layout torch.sparse_coo; for a dense one take allreduce_async")
+    how = meant(called, None, op)
+    if how.op not in (Average, Sum):
+        raise ValueError(f"{called}: op={how.word}; sparse tensors are averaged or added up: hvd.Average or hvd.Sum")
+    own = tensor.detach().coalesce()
+    made = gather_many(called, [own.indices().T.contiguous(), own.values()], name, process_set)
+    count = process_set.size()
+
+    def finish(found: list[Any]) -> torch.Tensor:
+        indices, values = found[0]
+        placed = torch.sparse_coo_tensor(
+            indices.T, values, own.shape, dtype=own.dtype, device=own.device, check_invariants=True
+        )
+        total = placed.coalesce()
+        return total / count if how.op is Average else total
+
+    return SparseHandle([made], finish)
+
+
+class SparseHandle(HandleOfMany[torch.Tensor]):
+    """A handle that is called for its result, as Horovod's of a sparse all-reduce."""
+
+    __slots__ = ()
+
+    def __call__(self) -> torch.Tensor:
+        return self.wait()
 
 
 def share_of(whole: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:

@@ -21,16 +21,17 @@ from ...ops.collective import gather_by_rank
 from ...world.agent import current
 from .begun import (
     Tensors,
-    allgather_async,
-    allreduce_async_,
-    broadcast_async,
-    broadcast_async_,
     exchange,
-    grouped_allgather_async,
-    grouped_allreduce_async_,
+    gather_many,
+    gather_one,
+    reduce_in_place,
     reduce_many,
+    reduce_many_in_place,
     reduce_one,
+    scattered,
     share_of,
+    spread_in_place,
+    spread_one,
 )
 from .process_sets import ProcessSet, global_process_set, group_of
 from .reductions import Average, Compression, How, Sum, compressed, listed, meant
@@ -102,7 +103,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """:func:`allreduce` in place, without gradients."""
-    return allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait()
+    how = meant("allreduce_", average, op, prescale_factor, postscale_factor)
+    return reduce_in_place("allreduce_", tensor, how, name, process_set).wait()
 
 
 def grouped_allreduce(
@@ -139,7 +141,8 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """:func:`grouped_allreduce` in place, without gradients."""
-    return grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set).wait()
+    how = meant("grouped_allreduce_", average, op, prescale_factor, postscale_factor)
+    return reduce_many_in_place("grouped_allreduce_", tensors, how, name, process_set).wait()
 
 
 def allgather(
@@ -151,7 +154,7 @@ def allgather(
     """
 
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [allgather_async(tensors[0], name, process_set).wait()]
+        return [gather_one("allgather", tensors[0], name, process_set).wait()]
 
     return _through([tensor], there, lambda found: _own_parts("allgather", found, [tensor], name, process_set))[0]
 
@@ -164,7 +167,7 @@ def grouped_allgather(
     tensors = listed(called, tensors)
 
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return grouped_allgather_async(tensors, name, process_set).wait()
+        return gather_many(called, tensors, name, process_set).wait()
 
     return _through(tensors, there, lambda found: _own_parts(called, found, tensors, name, process_set))
 
@@ -190,7 +193,7 @@ def broadcast(
     """
 
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [broadcast_async(tensors[0], root_rank, name, process_set).wait()]
+        return [spread_one("broadcast", tensors[0], root_rank, name, process_set).wait()]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         mean = reduce_one("broadcast", gradients[0], How(Average), gradient_name(name), process_set).wait()
@@ -203,7 +206,7 @@ def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """:func:`broadcast` in place, without gradients."""
-    return broadcast_async_(tensor, root_rank, name, process_set).wait()
+    return spread_in_place("broadcast_", tensor, root_rank, name, process_set).wait()
 
 
 def alltoall(
@@ -227,12 +230,12 @@ def alltoall(
     came: list[int] = []
 
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        found, rows = exchange(tensors[0], splits, name, process_set).wait()
+        found, rows = exchange("alltoall", tensors[0], splits, name, process_set).wait()
         came.extend(rows)
         return [found]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [exchange(gradients[0], came, gradient_name(name), process_set).wait()[0]]
+        return [exchange("alltoall", gradients[0], came, gradient_name(name), process_set).wait()[0]]
 
     (found,) = _through([tensor], there, back)
     return found if splits is None else (found, torch.tensor(came, dtype=torch.int32))
@@ -252,7 +255,8 @@ def reducescatter(
     The gradient is the gradients of all agents' rows, with the factors; with ``Sum`` times the number of agents, as in
     Horovod.
     """
-    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
+    how = scattered("reducescatter", [tensor], op, prescale_factor, postscale_factor)
+    return _scattered("reducescatter", [tensor], how, name, compression, process_set)[0]
 
 
 def grouped_reducescatter(
@@ -265,18 +269,20 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """:func:`reducescatter` of several tensors at once, with its gradients."""
-    called = "reducescatter"
-    how = meant(called, None, op, prescale_factor, postscale_factor)
-    if any(not one.dim() for one in listed(called, tensors)):
-        raise ValueError(f"{called}: rows are scattered, and a 0-dimensional tensor has none; use tensor.view(1)")
+    how = scattered("grouped_reducescatter", tensors, op, prescale_factor, postscale_factor)
+    return _scattered("grouped_reducescatter", tensors, how, name, compression, process_set)
 
+
+def _scattered(
+    called: str, tensors: Tensors, how: How, name: str | None, compression: Any, process_set: ProcessSet
+) -> list[torch.Tensor]:
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [share_of(one, process_set) for one in reduce_many(called, tensors, how, name, process_set).wait()]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         _linear(called, how)
         factor = how.before * how.after * (process_set.size() if how.op is Sum else 1)
-        return [one * factor for one in grouped_allgather_async(gradients, gradient_name(name), process_set).wait()]
+        return [one * factor for one in gather_many(called, gradients, gradient_name(name), process_set).wait()]
 
     return _through_compressed(listed(called, tensors), compression, there, back)
 

@@ -35,7 +35,6 @@ class Gradients:
         passes: After how many backward passes they leave.
         how: What becomes of them.
         groups: How many groups, or which.
-        sparse_as_dense: What is sparse becomes dense for good.
         process_set: The agents.
     """
 
@@ -47,11 +46,10 @@ class Gradients:
         passes: int,
         how: How,
         groups: int | Sequence[Sequence[Param]] | None,
-        sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
         self._optimizer, self._compression, self._how = optimizer, compression, how
-        self._sparse_as_dense, self._process_set = sparse_as_dense, process_set
+        self._process_set = process_set
         self._passes = passes
         self._send = bind(self._leave)
         self._name = f"horovod.{name_of_optimizer()}"
@@ -128,8 +126,7 @@ class Gradients:
             if gradient is None:
                 gradient = torch.zeros_like(param)
             elif gradient.is_sparse:
-                if not self._sparse_as_dense:
-                    self._sparse.add(param)
+                self._sparse.add(param)
                 gradient = gradient.to_dense()
             form, context = self._compression.compress(gradient)
             sent.append(form)

@@ -81,8 +81,8 @@ def DistributedOptimizer(
             multiplied by.
         num_groups: In how many groups of about equal size parameters travel; of 4 MiB if not given.
         groups: The same, or which parameters travel together; those in no list go as if there were none.
-        sparse_as_dense: Sparse gradients become dense; else they become sparse again where they have been. They travel
-            dense.
+        sparse_as_dense: Ignored: sparse gradients travel dense, and are sparse again before the step, as with True in
+            Horovod.
         process_set: The agents; the others step by themselves.
 
     Raises:
@@ -119,7 +119,6 @@ def DistributedOptimizer(
         check_size(backward_passes_per_step, "backward_passes_per_step"),
         how,
         groups,
-        sparse_as_dense,
         process_set,
     )
     own: Any = type(optimizer)

@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 
+from ...errors import ShoalError
 from ...ops.arguments import WEIGHABLE
 from ...topology._validate import as_weight
+
+HorovodInternalError = ShoalError
+"""What Horovod raises of an operation that fails is the base class of Shoal's errors here."""
+
+
+class InvalidArgument(HorovodInternalError, ValueError):
+    """An argument that Horovod refuses only when the operation runs: there by one of these types, or by the other."""
 
 
 class ReduceOp(IntEnum):
