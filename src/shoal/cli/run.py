@@ -377,7 +377,7 @@ def _mind(
                 # Those that have met find out by themselves; those that have not would wait for it.
                 agents.tell_of(rank, [sys.executable, "-c", TELL, LOST], environ)
         if listener is not None:
-            # The agents may connect already: the kernel lets them in, and they are answered once torch is imported.
+            # The agents may connect already: the kernel accepts their connections until that process serves them.
             serve = [sys.executable, "-c", SERVE, str(listener.fileno()), room]
             agents.start_helper("the rendezvous store", serve, listener.fileno())
             listener.close()

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..errors import DeadlineExceeded, PeerLost
 from ..interrupts import pause
 from ..transport.addresses import interface_address, is_loopback, numeric, own_form, resolved, text_of
+from . import store_server
 from .launch import LOOPBACK, Launch, current, join_address
 from .store import Store, TcpStore, ThreadStore
 
@@ -131,13 +132,19 @@ def listen(host: str, port: int, interface: str = "") -> socket.socket:
 def serve(descriptor: int, room: str = "") -> None:
     """Serve a store on an inherited listening socket until this process is ended: a launcher's helper process.
 
+    It is :class:`~.store_server.StoreServer`, or torch's own where the clients of a newer torch may ask for more.
+
     Args:
         descriptor: The socket.
         room: What it says to those who may join the run; empty: nobody may.
     """
-    store = _server(socket.socket(fileno=descriptor), time.monotonic() + threading.TIMEOUT_MAX)
-    store.set(PREFIX + CLAIMED, "0 nobody")
-    store.set(PREFIX + ROOM, room)
+    listener = socket.socket(fileno=descriptor)
+    values = {PREFIX + CLAIMED: b"0 nobody", PREFIX + ROOM: room.encode()}
+    if store_server.is_supported():
+        store_server.StoreServer(listener, values).serve()
+    store = _server(listener, time.monotonic() + threading.TIMEOUT_MAX)
+    for key, value in values.items():
+        store.set(key, value.decode())
     try:
         while True:
             signal.pause()

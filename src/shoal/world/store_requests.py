@@ -1,0 +1,144 @@
+"""The requests of the clients of torch's ``TCPStore``, and how their arguments are read.
+
+A request is a byte that says which, then its arguments in the byte order of the machine: strings and values with their
+lengths before them (64 bits), numbers (64 bits), several keys with their count before them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from itertools import chain, repeat
+
+LONGEST_KEY, LONGEST_VALUE, MOST_KEYS, LONGEST_REQUEST = 1 << 13, 1 << 23, 1 << 17, 1 << 28
+"""What torch's server takes of one request; the last: of all of it."""
+INT, LENGTH, WORD = struct.Struct("=q"), struct.Struct("=Q"), struct.Struct("=I")
+
+
+class Request(IntEnum):
+    """The first byte of a request."""
+
+    VALIDATE = 0
+    SET = 1
+    COMPARE_SET = 2
+    GET = 3
+    ADD = 4
+    CHECK = 5
+    WAIT = 6
+    NUM_KEYS = 7
+    DELETE_KEY = 8
+    APPEND = 9
+    MULTI_GET = 10
+    MULTI_SET = 11
+    CANCEL_WAIT = 12
+    PING = 13
+    QUEUE_PUSH = 14
+    QUEUE_POP = 15
+    QUEUE_LEN = 16
+    LIST_KEYS = 17
+    BARRIER = 18
+
+
+class Refused(Exception):
+    """A request that cannot be, or that exceeds a quota: its connection is closed."""
+
+
+_SHAPES = {
+    Request.VALIDATE: "w",
+    Request.SET: "sv",
+    Request.COMPARE_SET: "svv",
+    Request.GET: "s",
+    Request.ADD: "sn",
+    Request.CHECK: "S",
+    Request.WAIT: "S",
+    Request.NUM_KEYS: "",
+    Request.DELETE_KEY: "s",
+    Request.APPEND: "sv",
+    Request.MULTI_GET: "S",
+    Request.MULTI_SET: "P",
+    Request.CANCEL_WAIT: "",
+    Request.PING: "w",
+    Request.QUEUE_PUSH: "sv",
+    Request.QUEUE_POP: "s",
+    Request.QUEUE_LEN: "s",
+    Request.LIST_KEYS: "",
+    Request.BARRIER: "sn",
+}
+"""Arguments: a string (s), value (v), number (n) or word (w), several strings (S), or pairs of string and value (P)."""
+_LIMITS = {"s": LONGEST_KEY, "v": LONGEST_VALUE}
+_SIZES = {"n": INT.size, "w": WORD.size}
+_REPEATED = {"S": "s", "P": "sv"}
+
+
+def scan(data: bytearray) -> Iterator[int]:
+    """Find the end of the request with which a buffer begins.
+
+    Each call of ``next`` goes on where the last one stopped, so that a client which sends many keys one by one costs no
+    more than one that sends them at once.
+
+    Args:
+        data: The buffer. It may grow, at its end, between two calls.
+
+    Yields:
+        0 while the request is not complete, then its length.
+
+    Raises:
+        Refused: There is no such request, or it is longer than any may be.
+    """
+    if data[0] not in _SHAPES:
+        raise Refused
+    end = 1
+    for shape in _SHAPES[Request(data[0])]:
+        fields: Iterable[str] = shape
+        if shape in _REPEATED:
+            while len(data) < end + LENGTH.size:
+                yield 0
+            [count] = LENGTH.unpack_from(data, end)
+            if count > MOST_KEYS:
+                raise Refused
+            end += LENGTH.size
+            fields = chain.from_iterable(repeat(_REPEATED[shape], count))
+        for one in fields:
+            size = _SIZES.get(one, 0)
+            if not size:
+                while len(data) < end + LENGTH.size:
+                    yield 0
+                [length] = LENGTH.unpack_from(data, end)
+                if length > _LIMITS[one]:
+                    raise Refused
+                size = LENGTH.size + length
+            end += size
+            if end > LONGEST_REQUEST:
+                raise Refused
+    while len(data) < end:
+        yield 0
+    yield end
+
+
+class Arguments:
+    """Reads the arguments of a request that is complete, in their order."""
+
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+        self._at = 1
+
+    def _take(self, count: int) -> bytes:
+        begin, self._at = self._at, self._at + count
+        return bytes(self._data[begin : self._at])
+
+    def number(self) -> int:
+        return int(INT.unpack(self._take(INT.size))[0])
+
+    def count(self) -> int:
+        return int(LENGTH.unpack(self._take(LENGTH.size))[0])
+
+    def word(self) -> bytes:
+        return self._take(WORD.size)
+
+    def text(self) -> bytes:
+        """A string, or a value."""
+        return self._take(self.count())
+
+    def texts(self) -> list[bytes]:
+        return [self.text() for _ in range(self.count())]

@@ -1,0 +1,458 @@
+"""The rendezvous store that a launcher serves: the protocol of torch's ``TCPStore``, with a quota for strangers.
+
+torch's own server stores what anybody sends, without a limit: another user of the machine could fill its memory. It
+also has to be the store of the script's process groups, whose clients are torch's, so nobody can be asked for a proof.
+The kernel knows the user of a connection from the same machine. What this process's own user and root store is not
+limited, as in torch's server. Any other user of the machine, and each other address, has a quota: for what it has
+stored, for requests that are not complete, and for connections. A connection that exceeds it is closed.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import resource
+import selectors
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from .socket_owner import address_of, owner_of
+from .store_requests import INT, LENGTH, WORD, Arguments, Refused, Request, scan
+
+NEWEST_TORCH = (2, 13)
+"""The newest version of torch whose requests are known to be all of :class:`Request`."""
+LOCAL_QUOTA = 1 << 20
+"""Bytes for each other user of this machine."""
+REMOTE_QUOTA = 1 << 26
+"""Bytes for each other address: all agents of a machine may come from one."""
+TOTAL_QUOTA = 1 << 28
+"""Bytes for all of these together."""
+CONNECTION_COST, KEY_COST, PART_COST = 1 << 14, 1 << 8, 1 << 7
+"""Bytes that count for a connection, for a key, and for a part of an answer, besides its own."""
+_MAGIC = 0x3C85F7CE
+_PREFIX = b"/"
+"""What torch's clients put before each key."""
+_CHUNK, _MOST_WAITING = 1 << 16, 1 << 20
+_PAUSE_SECONDS = 0.1
+_READY, _NOT_READY = b"\0", b"\1"
+_STOP_WAITING, _WAIT_CANCELED = b"\0", b"\1"
+
+
+def is_supported() -> bool:
+    """Whether the clients of the torch that is installed make no other requests."""
+    try:
+        major, minor = importlib.metadata.version("torch").split(".")[:2]
+        return (int(major), int(minor)) <= NEWEST_TORCH
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return False
+
+
+@dataclass(eq=False)
+class _Quota:
+    """What one source, or all together, may have this server keep; None: any amount."""
+
+    limit: int | None
+    total: _Quota | None = None
+    used: int = 0
+
+    def acquire(self, count: int) -> None:
+        if self.limit is not None:
+            if self.used + count > self.limit:
+                raise Refused
+            if self.total is not None:
+                self.total.acquire(count)
+        self.used += count
+
+    def release(self, count: int) -> None:
+        self.used -= count
+        if self.limit is not None and self.total is not None:
+            self.total.release(count)
+
+
+@dataclass(eq=False)
+class _Value:
+    data: bytes
+    quota: _Quota
+    cost: int
+
+
+@dataclass(eq=False)
+class _Connection:
+    sock: socket.socket
+    quota: _Quota
+    inbox: bytearray = field(default_factory=bytearray)
+    scan: Iterator[int] | None = None
+    outbox: deque[memoryview] = field(default_factory=deque)
+    unsent: int = 0
+    events: int = selectors.EVENT_READ
+    is_valid: bool = False
+    awaited: set[bytes] = field(default_factory=set)
+    awaited_cost: int = 0
+    barrier: bytes | None = None
+
+
+class StoreServer:
+    """Serves a store on a listening socket, in the caller's thread.
+
+    Args:
+        listener: The socket; this object closes it.
+        values: What is stored at the beginning.
+    """
+
+    def __init__(self, listener: socket.socket, values: Mapping[str, bytes]) -> None:
+        self._listener = listener
+        self._trusted = _Quota(None)
+        self._total = _Quota(TOTAL_QUOTA)
+        self._sources: dict[object, _Quota] = {}
+        self._values: dict[bytes, _Value] = {}
+        self._queues: dict[bytes, deque[_Value]] = {}
+        self._waiting: dict[bytes, list[_Connection]] = {}
+        self._barriers: dict[bytes, list[_Connection]] = {}
+        self._connections: set[_Connection] = set()
+        self._is_full = False
+        self._selector = selectors.DefaultSelector()
+        self._handlers: dict[int, Callable[[_Connection, Arguments], None]] = {
+            Request.SET: self._set,
+            Request.COMPARE_SET: self._compare_set,
+            Request.GET: self._get,
+            Request.ADD: self._add,
+            Request.CHECK: self._check,
+            Request.WAIT: self._wait,
+            Request.NUM_KEYS: lambda one, _: self._send(one, INT.pack(len(self._values))),
+            Request.DELETE_KEY: self._delete,
+            Request.APPEND: self._append,
+            Request.MULTI_GET: self._multi_get,
+            Request.MULTI_SET: self._multi_set,
+            Request.CANCEL_WAIT: self._cancel_wait,
+            Request.PING: lambda one, arguments: self._send(one, arguments.word()),
+            Request.QUEUE_PUSH: self._queue_push,
+            Request.QUEUE_POP: self._queue_pop,
+            Request.QUEUE_LEN: self._queue_len,
+            Request.LIST_KEYS: self._list_keys,
+            Request.BARRIER: self._barrier,
+        }
+        for key, data in values.items():
+            self._put(_PREFIX + key.encode(), data, self._trusted)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def serve(self) -> NoReturn:
+        """Serve until the process is ended."""
+        # As many connections as the system allows: a job has several of each agent.
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        while True:
+            self.step(None)
+
+    def step(self, seconds: float | None) -> None:
+        """Serve what comes within a time."""
+        if self._is_full:
+            seconds = _PAUSE_SECONDS if seconds is None else min(seconds, _PAUSE_SECONDS)
+        events = self._selector.select(seconds)
+        if self._is_full:
+            self._is_full = False
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        for key, mask in events:
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.data in self._connections:
+                self._serve(key.data, mask)
+
+    def close(self) -> None:
+        for one in list(self._connections):
+            self._close(one)
+        self._selector.close()
+        self._listener.close()
+
+    # Connections
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError:  # no descriptors: a connection that ends may leave one
+            self._selector.unregister(self._listener)
+            self._is_full = True
+            return
+        sock.setblocking(False)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            quota = self._quota_of(sock)
+            quota.acquire(CONNECTION_COST)
+        except (OSError, Refused):
+            sock.close()
+            return
+        one = _Connection(sock, quota)
+        self._connections.add(one)
+        self._selector.register(sock, selectors.EVENT_READ, one)
+
+    def _quota_of(self, sock: socket.socket) -> _Quota:
+        peer, own = address_of(sock.getpeername()), address_of(sock.getsockname())
+        try:
+            uid = owner_of(peer, own)
+        except OSError:  # a sandbox without socket diagnosis: as torch's server
+            return self._trusted
+        if uid in (0, os.geteuid()):
+            return self._trusted
+        source: object = peer[0] if uid is None else uid
+        is_local = uid is not None or peer[0].is_loopback or peer[0] == own[0]
+        # A stranger that makes itself known by ever new addresses adds one entry for each, within the total.
+        if source not in self._sources:
+            self._total.acquire(KEY_COST)
+            self._sources[source] = _Quota(LOCAL_QUOTA if is_local else REMOTE_QUOTA, self._total)
+        return self._sources[source]
+
+    def _close(self, one: _Connection) -> None:
+        self._connections.discard(one)
+        self._stop_waiting(one)
+        self._selector.unregister(one.sock)
+        one.sock.close()
+        one.quota.release(CONNECTION_COST + len(one.inbox) + one.unsent)
+
+    def _serve(self, one: _Connection, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                self._flush(one)
+            if mask & selectors.EVENT_READ:
+                self._read(one)
+            self._answer(one)
+        except Exception:  # whatever a client sends, the others must be served: refused, gone, or too much for memory
+            self._close(one)
+
+    def _read(self, one: _Connection) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = one.sock.recv(_CHUNK)
+            if not data:
+                raise Refused
+            one.quota.acquire(len(data))
+            one.inbox += data
+
+    def _answer(self, one: _Connection) -> None:
+        """Answer all requests that are complete, while the client takes the answers."""
+        while one.inbox and one.unsent <= _MOST_WAITING:
+            one.scan = one.scan or scan(one.inbox)
+            size = next(one.scan)
+            if not size:
+                break
+            one.scan = None
+            request, arguments = one.inbox[0], Arguments(one.inbox)
+            if one.is_valid and request in self._handlers:
+                self._handlers[request](one, arguments)
+            else:
+                self._validate(one, request, arguments)
+            del one.inbox[:size]
+            one.quota.release(size)
+        self._flush(one)
+
+    def _validate(self, one: _Connection, request: int, arguments: Arguments) -> None:
+        """The first request of torch's clients, and no other one."""
+        if one.is_valid or request != Request.VALIDATE or arguments.word() != WORD.pack(_MAGIC):
+            raise Refused
+        one.is_valid = True
+
+    def _send(self, one: _Connection, *parts: bytes) -> None:
+        for part in parts:
+            if part:
+                one.quota.acquire(len(part) + PART_COST)
+                one.unsent += len(part) + PART_COST
+                one.outbox.append(memoryview(part))
+
+    def _flush(self, one: _Connection) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while one.outbox:
+                part = one.outbox[0]
+                sent = one.sock.send(part)
+                one.outbox[0] = part[sent:]
+                taken = sent
+                if sent == len(part):
+                    one.outbox.popleft()
+                    taken += PART_COST
+                one.unsent -= taken
+                one.quota.release(taken)
+        # What a client does not take must not grow: its next requests wait until it does.
+        reads = selectors.EVENT_READ if one.unsent <= _MOST_WAITING else 0
+        events = reads | (selectors.EVENT_WRITE if one.outbox else 0)
+        if events != one.events:
+            one.events = events
+            self._selector.modify(one.sock, events, one)
+
+    def _reply_later(self, one: _Connection, *parts: bytes) -> None:
+        """Answer a client whose request came earlier, while the request of another one is served."""
+        try:
+            self._send(one, *parts)
+            self._flush(one)
+        except (Refused, OSError):
+            self._close(one)
+
+    # Values
+
+    def _put(self, key: bytes, data: bytes, quota: _Quota) -> None:
+        cost = len(key) + len(data) + KEY_COST
+        quota.acquire(cost)
+        self._forget(key)
+        self._values[key] = _Value(data, quota, cost)
+        for one in self._waiting.pop(key, []):
+            self._arrived(one, key)
+
+    def _forget(self, key: bytes) -> bool:
+        old = self._values.pop(key, None)
+        if old is not None:
+            old.quota.release(old.cost)
+        return old is not None
+
+    def _value(self, key: bytes) -> bytes:
+        return self._values[key].data if key in self._values else b""
+
+    def _has(self, key: bytes) -> bool:
+        return key in self._values or bool(self._queues.get(key))
+
+    def _set(self, one: _Connection, arguments: Arguments) -> None:
+        key, data = arguments.text(), arguments.text()
+        self._put(key, data, one.quota)
+
+    def _compare_set(self, one: _Connection, arguments: Arguments) -> None:
+        key, expected, desired = arguments.text(), arguments.text(), arguments.text()
+        if key not in self._values and expected:
+            self._send_value(one, expected)
+            return
+        if self._value(key) == expected:
+            self._put(key, desired, one.quota)
+        self._send_value(one, self._value(key))
+
+    def _send_value(self, one: _Connection, data: bytes) -> None:
+        self._send(one, LENGTH.pack(len(data)), data)
+
+    def _get(self, one: _Connection, arguments: Arguments) -> None:
+        self._send_value(one, self._value(arguments.text()))
+
+    def _add(self, one: _Connection, arguments: Arguments) -> None:
+        key, amount = arguments.text(), arguments.number()
+        count = self._count(key, amount)
+        self._put(key, str(count).encode(), one.quota)
+        self._send(one, INT.pack(count))
+
+    def _count(self, key: bytes, amount: int) -> int:
+        """A counter, with an amount added to it."""
+        try:
+            count = int(self._value(key) or b"0") + amount
+            INT.pack(count)
+        except (ValueError, struct.error):
+            raise Refused from None
+        return count
+
+    def _check(self, one: _Connection, arguments: Arguments) -> None:
+        self._send(one, _READY if all(map(self._has, arguments.texts())) else _NOT_READY)
+
+    def _delete(self, one: _Connection, arguments: Arguments) -> None:
+        self._send(one, INT.pack(self._forget(arguments.text())))
+
+    def _append(self, one: _Connection, arguments: Arguments) -> None:
+        key, data = arguments.text(), arguments.text()
+        self._put(key, self._value(key) + data, one.quota)
+
+    def _multi_get(self, one: _Connection, arguments: Arguments) -> None:
+        for key in arguments.texts():
+            self._send_value(one, self._value(key))
+
+    def _multi_set(self, one: _Connection, arguments: Arguments) -> None:
+        for key, data in [(arguments.text(), arguments.text()) for _ in range(arguments.count())]:
+            self._put(key, data, one.quota)
+
+    def _list_keys(self, one: _Connection, arguments: Arguments) -> None:
+        self._send(one, INT.pack(len(self._values)))
+        for key in self._values:
+            self._send_value(one, key)
+
+    # Waiting
+
+    def _wait(self, one: _Connection, arguments: Arguments) -> None:
+        missing = {key for key in arguments.texts() if not self._has(key)}
+        if not missing:
+            self._send(one, _STOP_WAITING)
+            return
+        self._stop_waiting(one)
+        cost = sum(len(key) + KEY_COST for key in missing)
+        one.quota.acquire(cost)
+        one.awaited, one.awaited_cost = missing, cost
+        for key in missing:
+            self._waiting.setdefault(key, []).append(one)
+
+    def _arrived(self, one: _Connection, key: bytes) -> None:
+        one.awaited.discard(key)
+        if not one.awaited:
+            self._stop_waiting(one)
+            self._reply_later(one, _STOP_WAITING)
+
+    def _cancel_wait(self, one: _Connection, arguments: Arguments) -> None:
+        self._stop_waiting(one)
+        self._send(one, _WAIT_CANCELED)
+
+    def _stop_waiting(self, one: _Connection) -> None:
+        for key in one.awaited:
+            self._leave(self._waiting, key, one)
+        one.quota.release(one.awaited_cost)
+        one.awaited, one.awaited_cost = set(), 0
+        if one.barrier is not None:
+            self._leave(self._barriers, one.barrier, one)
+            one.barrier = None
+
+    @staticmethod
+    def _leave(table: dict[bytes, list[_Connection]], key: bytes, one: _Connection) -> None:
+        others = [other for other in table.get(key, []) if other is not one]
+        if others:
+            table[key] = others
+        else:
+            table.pop(key, None)
+
+    def _barrier(self, one: _Connection, arguments: Arguments) -> None:
+        """The value of the key is the number of arrivals."""
+        key, size = arguments.text(), arguments.number()
+        self._stop_waiting(one)
+        count = self._count(key, 1)
+        self._put(key, str(count).encode(), one.quota)
+        if count < size:
+            one.barrier = key
+            self._barriers.setdefault(key, []).append(one)
+            return
+        for other in self._barriers.pop(key, []):
+            other.barrier = None
+            self._reply_later(other, _STOP_WAITING)
+        self._send(one, _STOP_WAITING)
+
+    # Queues
+
+    def _queue_push(self, one: _Connection, arguments: Arguments) -> None:
+        key, data = arguments.text(), arguments.text()
+        cost = len(key) + len(data) + KEY_COST
+        one.quota.acquire(cost)
+        self._queues.setdefault(key, deque()).append(_Value(data, one.quota, cost))
+        waiting = self._waiting.get(key)
+        if waiting:
+            first = waiting[0]
+            self._leave(self._waiting, key, first)
+            self._arrived(first, key)
+
+    def _queue_pop(self, one: _Connection, arguments: Arguments) -> None:
+        key = arguments.text()
+        queue = self._queues.get(key)
+        if not queue:
+            self._send(one, INT.pack(0))
+            return
+        first = queue.popleft()
+        if not queue:
+            del self._queues[key]
+        first.quota.release(first.cost)
+        self._send(one, INT.pack(1))
+        self._send_value(one, first.data)
+
+    def _queue_len(self, one: _Connection, arguments: Arguments) -> None:
+        self._send(one, INT.pack(len(self._queues.get(arguments.text(), ()))))
