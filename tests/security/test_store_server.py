@@ -166,7 +166,7 @@ HELD = {
     "one value that grows": [b"\11" + string(b"key") + string(bytes(10_000))] * 500,
     "a queue": [PUSH + string(bytes(10_000))] * 500,
     "half a request": [b"\1" + string(b"key") + struct.pack("=Q", 8 << 20), bytes(2 << 20)],
-    "keys that are waited for": [WAIT + struct.pack("=Q", 100_000), *[string(b"%d" % k) for k in range(100_000)]],
+    "keys that are waited for": [WAIT + struct.pack("=Q", 10_000), *[string(b"%d" % k) for k in range(10_000)]],
     "answers that are not read": [set_(b"key", bytes(500_000)), *[GET] * 1000],
 }
 
