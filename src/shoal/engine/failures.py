@@ -18,7 +18,7 @@ from .events import Events
 from .fusion import Fusion
 from .lifecycle import Lifecycle
 from .matching import Matcher
-from .membership import Departure, Membership
+from .membership import NEEDED, Departure, Membership
 from .outbox import Outbox
 from .progress import Progress
 from .services import Services
@@ -162,6 +162,7 @@ class Failures:
         self._services = services
         self._agreement = agreement
         self._events = events
+        lifecycle.missed.lose_by(lambda gone: self._miss(Departure(gone, NEEDED, True, rank, certain=True)))
 
     # What shows that an agent is gone
 
@@ -243,9 +244,8 @@ class Failures:
             missed = died and rank in self._membership.view.left  # it left, and somebody needed it after that
             if missed and self._agreement.active:
                 self._agreement.missed(rank)
-            elif missed and self._lifecycle.gate.ended is None:
-                self._outbox.pass_on(gone)
-                self._lose(f"rank {rank} is gone: {cause}", rank)
+            elif missed:
+                self._miss(gone)
             return
         if self._events.active:
             self._events.emit("lost", "died" if died else "left", "", 0, peer=rank, detail=cause)
@@ -264,10 +264,10 @@ class Failures:
             # It also waits for somebody of whose tensor a part is still missing.
             if rank not in operation.waiting_for and (stage.posted or not stage.sends_to(rank)):
                 continue
-            if self._agreement.active and not operation.one_sided:
-                self._lifecycle.missed.tell_of(operation, [rank])  # what becomes of it is agreed on
-            else:
+            if operation.one_sided:
                 self._lifecycle.fail(operation, self._lifecycle.missed.error(operation, [rank]))
+            else:  # it ends, or what becomes of it is agreed on
+                self._lifecycle.missed.tell_of([rank])
         if died:
             self._fusion.forget(rank)
             self._matcher.forget(rank)
@@ -277,9 +277,17 @@ class Failures:
         if self._agreement.active and (died or self._lifecycle.gate.frozen):
             self._agreement.change()
 
+    def _miss(self, gone: Departure) -> None:
+        """An agent that has left is needed, here or by others: a loss, which ends the same calls everywhere."""
+        if self._lifecycle.gate.ended is None:
+            self._outbox.pass_on(gone)
+            self._lose(*self._explained(gone))
+
     def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:
         """What is to be said of a loss, and the ranks that it is about."""
         rank, cause, _, told_by, certain, _, _ = gone
+        if cause == NEEDED:
+            return f"rank {rank} {cause.removeprefix('it ')}", rank
         if told_by in (self._rank, rank):
             return f"rank {rank} was lost ({cause})", rank
         if not certain and self._router.knows(rank):

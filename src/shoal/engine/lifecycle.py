@@ -291,10 +291,10 @@ class Lifecycle:
             ended = self.gate.reason_against(operation.one_sided)
             if ended is not None:
                 self.fail(operation, type(ended)(f"{operation} on rank {self._rank}: {ended}", ended.ranks))
-            elif gone and (operation.one_sided or not self.missed.survived):
+            elif gone and operation.one_sided:
                 self.fail(operation, self.missed.error(operation, gone))
             elif gone:
-                self.missed.tell_of(operation, gone)
+                self.missed.tell_of(gone)
                 if operation.recovery is not None and operation.recovery.on_loss is OnLoss.GO_ON:
                     stage.missing.difference_update(gone)
         if operation.error is not None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 NOT_YET = "it has not come yet"
+NEEDED = "it has left with shoal.shutdown(), and is still needed"
+"""The cause of a loss where an agent left in good order. All agents give the same one, whoever noticed first."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import PeerLost
 from .gate import Gate
-from .membership import Departure, Membership
+from .membership import NEEDED, Departure, Membership
 from .operation import Operation
 from .outbox import Outbox
 
@@ -27,23 +27,21 @@ class Missed:
         """A loss does not end what needs everybody; ``on_missed`` is told when somebody is missed who has left."""
         self.survived, self._on_missed = True, on_missed
 
-    def error(self, operation: Operation, ranks: Sequence[int]) -> PeerLost:
-        """An operation needs agents that have left, and ends. The others hear of it; but not where nobody else takes
-        part."""
-        what = "; ".join(self._membership.describe(one) for one in ranks)
-        error = PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
-        if operation.one_sided:
-            return error
-        self.tell_of(operation, ranks)
-        self._gate.end(PeerLost(f"{what}, and was needed; shut down and start again", ranks))
-        return error
+    def lose_by(self, lose: Callable[[int], None]) -> None:
+        """``lose`` ends what needs everybody, here and on all others, when an agent is missed that has left."""
+        self._lose = lose
 
-    def tell_of(self, operation: Operation, ranks: Sequence[int]) -> None:
-        """Agents that have left are missed: all others must hear of it."""
+    def error(self, operation: Operation, ranks: Sequence[int]) -> PeerLost:
+        """A one-sided operation needs agents that are gone, and ends; nobody else takes part in it."""
+        what = "; ".join(self._membership.describe(one) for one in ranks)
+        return PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
+
+    def tell_of(self, ranks: Sequence[int]) -> None:
+        """Agents that have left are missed, by what is not one-sided: all others must hear of it."""
+        if not self.survived:
+            self._lose(ranks[0])
+            return
         left, gone = self._membership.view.left, self._gate.gone
-        missed = [rank for rank in ranks if rank in left and rank not in gone] if self.survived else ranks[:1]
-        for rank in missed:
-            cause = f"it left while rank {self._rank} needed it for {operation}"
-            self._outbox.pass_on(Departure(rank, cause, True, self._rank, certain=True))
-            if self.survived:
-                self._on_missed(rank)
+        for rank in [rank for rank in ranks if rank in left and rank not in gone]:
+            self._outbox.pass_on(Departure(rank, NEEDED, True, self._rank, certain=True))
+            self._on_missed(rank)

@@ -1,0 +1,57 @@
+"""An agent that leaves with ``shutdown()`` while others need it is a loss, in the same words and extent on all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.engine.membership import NEEDED
+
+SIZE, LEAVES = 4, 3
+Fleets = Callable[..., shoal.Fleet]
+
+
+def failure(call: Callable[[], Any]) -> tuple[str, tuple[int, ...], str]:
+    """The error of a call: its type, its ranks, and what it says of the one that left."""
+    with pytest.raises(shoal.ShoalError) as caught:
+        call()
+    text = str(caught.value)
+    return type(caught.value).__name__, caught.value.ranks, text[text.find(f"rank {LEAVES} ") :]
+
+
+EXPECTED = (
+    "PeerLost",
+    (LEAVES,),
+    f"rank {LEAVES} {NEEDED.removeprefix('it ')}; the agents that are left can shut down and start again",
+)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_who_notices_first_makes_no_difference(fleet: Fleets, first: int) -> None:
+    """One agent needs it and all others wait in calls among themselves, which end on all of them."""
+    left, waits = threading.Event(), threading.Barrier(SIZE - 1)
+
+    def run() -> list[Any]:
+        shoal.set_topology(shoal.FullyConnectedGraph(SIZE))
+        shoal.barrier()
+        rank = shoal.rank()
+        if rank == LEAVES:
+            shoal.shutdown()
+            left.set()
+            return []
+        assert left.wait(10)
+        others = [one for one in range(SIZE) if one not in (rank, LEAVES)]
+        among = shoal.allgather_nonblocking(torch.ones(1), name="others", group=[0, 1, 2]) if rank != first else None
+        waits.wait(10)
+        found = [failure(lambda: shoal.neighbor_allreduce(torch.ones(3)))] if rank == first else []
+        if among is not None:
+            found.append(failure(among.wait))
+        found.append(failure(lambda: shoal.neighbor_allreduce(torch.ones(2), 0.5, {others[0]: 0.5}, {others[0]: 0.5})))
+        return found
+
+    assert fleet(SIZE).run(run) == [[EXPECTED] * 2] * (SIZE - 1) + [[]]
