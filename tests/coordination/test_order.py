@@ -519,3 +519,19 @@ def test_a_round_is_seen_as_what_it_is_by_whoever_looks(fleet: Fleets) -> None:
         return [kind for kind in kinds if kind in ("submitted", "asked", "ordered", "moved", "summed", "finished")]
 
     assert fleet(2).run(run) == [["submitted", "asked", "ordered", "moved", "summed", "finished"]] * 2
+
+
+@pytest.mark.parametrize("what", ["begin_anew", "enter"])
+def test_a_loss_that_is_agreed_on_while_an_agent_closes_leaves_no_thread(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    stop = Order.stop
+
+    def stopped_and_then_told(self: Order) -> None:
+        stop(self)
+        with self._engine.lock:
+            getattr(self, what)()
+
+    monkeypatch.setattr(Order, "stop", stopped_and_then_told)
+    fleet(2).run(lambda: shoal.allreduce(torch.ones(2), name="x"))
+    assert wait_until(lambda: not [one.name for one in threading.enumerate() if one.name.endswith("-gloo")])

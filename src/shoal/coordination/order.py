@@ -97,6 +97,7 @@ class Order(MinimalService):
         self._have_said_so: set[int] = set()  # perhaps before it has heard itself that it may leave
         self._call = -1, False  # the last round to which this agent was called, and even if it asks for nothing
         self._broken: tuple[float, BaseException] | None = None
+        self._stopped = False
 
     def move_by(self, make_groups: Callable[[Plan], ProcessGroups]) -> None:
         """What makes that which moves the tensors, given who is there. Before anything is asked for."""
@@ -154,6 +155,8 @@ class Order(MinimalService):
         self._moving, self._pending = {}, PendingRequests(self._engine.matcher)
 
     def _renew_groups(self) -> None:
+        if self._stopped:  # a loss may still be agreed on while this agent closes: nobody would end the new thread
+            return
         self._groups.stop()
         self._before.append(self._groups)
         self._groups = self._make_groups(self._engine.lifecycle.gate.plan)
@@ -228,7 +231,8 @@ class Order(MinimalService):
 
     def stop(self) -> None:
         """See :meth:`~shoal.engine.carrier.Carrier.stop`."""
-        self.left = True
+        with self._engine.lock:
+            self.left = self._stopped = True
         limit = time.monotonic() + ABANDON_AFTER
         self._groups.stop()  # those before it have been
         for groups in (*self._before, self._groups):
