@@ -97,7 +97,7 @@ def submit_to_all(
         recovery.copy = copy_to_keep(result, engine.pool) if take is not None else None
         if recovery.copy is not None:
             return result
-        recovery.keep(result)
+        recovery.result = (result,)  # whether all others have it, is to be seen
         yield from discover(engine, operation, (), _ALL_HAVE_IT)
         return result
 

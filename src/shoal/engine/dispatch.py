@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..errors import DeadlineExceeded, Mismatch, PeerLost
 from ..transport.wire import AGAIN, DIED, HERE, Kind, Message, ProtocolError, Where
+from .deadlock import DEADLOCK, Deadlocks
 from .events import Events
 from .failures import Failures
 from .fused_name import PREFIX
@@ -35,6 +36,7 @@ class Dispatch:
         watchdog: Watchdog,
         stalls: Stalls,
         layouts: Layouts,
+        deadlocks: Deadlocks,
         services: Services,
         events: Events,
     ) -> None:
@@ -47,6 +49,7 @@ class Dispatch:
         self._watchdog = watchdog
         self._stalls = stalls
         self._layouts = layouts
+        self._deadlocks = deadlocks
         self._services = services
         self._events = events
 
@@ -174,6 +177,9 @@ class Dispatch:
         if message.op == TENSORS:
             self._layouts.answer(source, message)
             return
+        if message.op == DEADLOCK:
+            self._deadlocks.serve(source, message)
+            return
         if self._services.of(message) is not None:  # it answers when it can
             return
         result, operation = self._matcher.match(message)
@@ -203,6 +209,9 @@ class Dispatch:
             return
         if message.op == TENSORS:
             self._layouts.heard(source, message)
+            return
+        if message.op == DEADLOCK:
+            self._deadlocks.judge(source, message)
             return
         result, operation = self._matcher.match(message)
         if result is MatchResult.EARLY:

@@ -39,6 +39,7 @@ from .agreement import WORD, Agreement
 from .callbacks import Callbacks
 from .carrier import Carrier
 from .closing import HANG_UP_SECONDS, LAST_WORD_SECONDS, Drain
+from .deadlock import Deadlocks
 from .devices import Devices
 from .dispatch import Dispatch
 from .doing import AboutItself
@@ -144,7 +145,10 @@ class Engine:
             rank, size, progress, matcher, membership, router, outbox, lifecycle, fusion, services, agreement, events
         )
         self.entry = Entry(rank, size, progress, matcher, membership, router, outbox, agreement, failures, send)
-        self.watchdog = watchdog = Watchdog(rank, lifecycle, matcher, membership, outbox, failures, agreement)
+        self.deadlocks = deadlocks = Deadlocks(rank, matcher, outbox, lifecycle, progress, events, timeout)
+        self.watchdog = watchdog = Watchdog(
+            rank, lifecycle, matcher, membership, outbox, failures, agreement, deadlocks
+        )
         self.steps = steps = Steps(events)
         self.measured = measured = Measured(events)
         self.about = about = AboutItself(
@@ -155,7 +159,7 @@ class Engine:
         router.describe_by(self._describe)
         router.ask_others_by(outbox.ask_to_connect)
         self.dispatch = Dispatch(
-            rank, matcher, outbox, lifecycle, fusion, failures, watchdog, stalls, layouts, services, events
+            rank, matcher, outbox, lifecycle, fusion, failures, watchdog, stalls, layouts, deadlocks, services, events
         )
         router.deliver_to(self.dispatch)
         self.reunion = Reunion(
@@ -260,8 +264,7 @@ class Engine:
         return handle
 
     def plan(self, name: str) -> Plan:
-        """Whom the next round of a name is planned without, the same on all agents: for what takes several operations
-        to do. It counts as that round."""
+        """Whom the next round of a name, which this is, is planned without: for what takes several operations."""
         if not self.agreement.active:
             return WHOLE
         return self.submit(PLAN, name, _planned, on_loss=OnLoss.GO_ON).wait()
@@ -455,8 +458,7 @@ class Engine:
             raise drain.interrupt
 
     def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
-        """Begin the end: nothing is submitted any more, and what waits for others ends. False where that has been
-        done."""
+        """Refuse new operations, and end those that wait for others. False where that has been done."""
         now = time.monotonic()
         for service in self.services.all():  # the other half is for what the others still need
             service.close(now if died else now + (deadline - now) / 2)

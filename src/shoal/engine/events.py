@@ -88,6 +88,11 @@ class Events:
         self._recordings: tuple[Recording, ...] = ()
         self._complained = False
 
+    @property
+    def has_listeners(self) -> bool:
+        """Somebody is called when something happens, and may begin operations then."""
+        return bool(self._listeners)
+
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener`` with every event from now on. Returns what ends that."""
         self._listeners = (*self._listeners, listener)

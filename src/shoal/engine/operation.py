@@ -240,10 +240,6 @@ class Recovery:
     take: Callable[[torch.Tensor], Any] | None = None
     copy: torch.Tensor | None = None
 
-    def keep(self, result: Any) -> None:
-        """It is here; whether all others have it, is to be seen."""
-        self.result = (result,)
-
     @property
     def first_stage(self) -> int:
         """Stages of what began anew have other numbers, so that what was sent before is not taken for theirs."""
@@ -409,10 +405,8 @@ class Operation:
     @property
     def computing(self) -> bool:
         """It has all messages of its stage and waits for nobody."""
-        fused: Operation | None = self.fused
-        if fused is not None:
-            return fused.computing
-        return self.stage is not None and self.stage.complete and not self.waiting_more
+        part: Operation = self.fused or self
+        return part.stage is not None and part.stage.complete and not part.waiting_more
 
 
 INTERNAL: Final = "~shoal "
@@ -470,9 +464,9 @@ class Handle(Generic[T]):
         if not self.done and not self._driver.wait_for(self, timeout):
             if timeout is None:
                 raise NotInitialized(f"{self.operation}: this agent has shut down while it was in flight")
-            one, missing = self.operation, self.operation.held_up_by
-            whom = for_whom(missing, one.moves)
-            raise DeadlineExceeded(f"{one} is not done after {timeout:g} s; it waits{whom} and goes on", missing)
+            missing = self.operation.held_up_by
+            whom, after = for_whom(missing, self.operation.moves), f"after {timeout:g} s"
+            raise DeadlineExceeded(f"{self.operation} is not done {after}; it waits{whom} and goes on", missing)
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
@@ -489,6 +483,11 @@ class Handle(Generic[T]):
                 self._callbacks.append(lambda handle: context.run(callback, handle))
                 return
         callback(self)
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Somebody is called when it ends."""
+        return bool(self._callbacks)
 
     def end(self, result: T | None, error: BaseException | None) -> list[Callable[[Handle[T]], None]]:
         """Keep the promise. For the lifecycle, under the engine's lock; returns whom to call back."""

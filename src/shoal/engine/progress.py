@@ -71,6 +71,7 @@ class Progress:
         self._driven = driven
         self._poller = poller
         self._driver = 0
+        self._done: Callable[[], bool] | None = None  # what a caller drives for that has no time limit
         self._keep_away = 0.0
         self._left = 0.0  # when somebody last stopped driving
         self._aside = False
@@ -116,6 +117,14 @@ class Progress:
     def somebody_waits(self) -> bool:
         """A thread of the script stands still for an operation."""
         return bool(self.waiters) or self._driver not in (0, self._thread.ident)
+
+    @property
+    def awaited(self) -> object:
+        """What the calling thread drives for, without a time limit: the owner of the method that says when it is there.
+        None where that is the progress thread, or another thread waits as well."""
+        if self._driver != threading.get_ident() or self._driver == self._thread.ident or self.waiters:
+            return None
+        return getattr(self._done, "__self__", None)
 
     @property
     def mine(self) -> bool:
@@ -201,6 +210,7 @@ class Progress:
             return
         driven, poller = self._driven, self._poller
         self._polled = False
+        self._done = done if limit == FOREVER else None
         while True:
             driven.advance()
             if done() or held.pending:

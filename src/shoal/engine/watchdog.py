@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from ..errors import DeadlineExceeded
 from ..transport.wire import HERE, Kind, Message
 from .agreement import Agreement
+from .deadlock import LOOK_AFTER, Deadlocks
 from .failures import Failures
 from .lifecycle import ASK_AFTER, Lifecycle
 from .matching import Matcher
@@ -44,12 +45,14 @@ class Watchdog:
         outbox: Outbox,
         failures: Failures,
         agreement: Agreement,
+        deadlocks: Deadlocks,
     ) -> None:
         self.drop_after = float("inf")
         self._asked: dict[int, float] = {}  # whether they live, and have not answered
         self._answered: dict[int, float] = {}  # when those were asked last who answered
         self._failures = failures
         self._agreement = agreement
+        self._deadlocks = deadlocks
         self._rank = rank
         self._lifecycle = lifecycle
         self._matcher = matcher
@@ -122,6 +125,8 @@ class Watchdog:
         for source in sorted(stage.missing or stage.absent):
             question = Message(Kind.ASK, operation.op, operation.name, operation.round, stage.number, flags=flags)
             self._outbox.say(source, question)
+        if now >= stage.started + LOOK_AFTER:
+            self._deadlocks.look(operation)
         return 2 * now - stage.started
 
     def _overdue(self, operation: Operation) -> DeadlineExceeded:

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -280,6 +281,8 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
                 engine.router.meet(met.endpoints, met.key, met.well_kept)
                 if wanted is not None:
                     carry(engine, wanted)
+                if mine is not process_context():  # the context of a fleet's agent is not older than its own thread
+                    engine.deadlocks.bystanders.update(threading.enumerate())
                 engine.start()
                 agent = Agent(engine, _machines(met.places, per_machine, launch), launch)
                 _settle(agent, deadline)

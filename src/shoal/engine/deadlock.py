@@ -1,0 +1,210 @@
+"""Finds agents that wait for each other in a circle, so that they need not wait for their deadlines.
+
+The problem: rank 0 waits in one call for rank 1, which waits in another call for rank 0. Neither can make the call that
+the other waits for.
+
+How it works: edge chasing (Chandy, Misra and Haas 1983, "Distributed deadlock detection", the AND model). An agent
+whose only calling thread has waited for a second sends a probe to all ranks that it waits for. An agent that has not
+made the call in question passes the probe on to all ranks that it waits for, if its only calling thread waits as well.
+A probe that comes back to its first agent proves a circle. Each agent on the way of the probe waits until the next one
+makes a call, and the first one still waits. So none of them has moved since the probe passed it.
+
+The proof needs that nothing else can make the missing call. An agent drops the probe where it cannot know that:
+
+- its process has another thread that could call Shoal;
+- a callback or a listener could;
+- the call that waits has a shorter timeout than the agent's, so its caller is ready to go on without it;
+- a loss is being agreed on.
+
+Then the deadlines remain. A process that computes drops the probe, too.
+
+The first agent fails its call and sends the verdict to the agent that waits for it, which passes the verdict on before
+it fails its own call. What an agent sends after that comes later, on the same link. So every call of the circle fails,
+with one error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakSet
+
+from ..errors import NONSENSE, Mismatch
+from ..transport.wire import Kind, Message, ProtocolError
+from .events import Events
+from .lifecycle import Lifecycle
+from .matching import Matcher
+from .operation import Handle, Operation, describe
+from .outbox import Outbox
+from .progress import Progress
+
+DEADLOCK = "~deadlock"
+"""The operation of a probe, which has the name, round and stage of what is waited for; and of a verdict."""
+LOOK_AFTER = 1.0
+"""Seconds for which an operation has waited when its agent sends the first probe."""
+LONGEST_CIRCLE = 64
+"""Agents of a circle that is found."""
+_REMEMBERED = 1024
+"""Probes that an agent remembers, to pass each on once."""
+_OWN_THREADS = re.compile(r"shoal-(\d+(-\w+)?|(watch|timeline)-\d+|rendezvous)")
+"""The names of threads of Shoal's that begin no operation another agent waits for."""
+
+
+class _Wait(NamedTuple):
+    """An agent on the way of a probe: it waits in a call for the next one."""
+
+    rank: int
+    op: str
+    name: str
+    round: int
+
+
+class Deadlocks:
+    """One agent's part in the search. Used under the engine's lock, by the thread that drives.
+
+    Attributes:
+        bystanders: Threads that are known to call nothing for this agent.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        matcher: Matcher,
+        outbox: Outbox,
+        lifecycle: Lifecycle,
+        progress: Progress,
+        events: Events,
+        timeout: float,
+    ) -> None:
+        self.bystanders: WeakSet[threading.Thread] = WeakSet()
+        self._rank, self._matcher, self._outbox = rank, matcher, outbox
+        self._lifecycle, self._progress, self._events = lifecycle, progress, events
+        self._timeout = timeout
+        self._probes = 0
+        self._passed_on: OrderedDict[tuple[int, int], None] = OrderedDict()  # by first agent, and its number
+
+    def look(self, operation: Operation) -> None:
+        """An operation has waited for a while: send a probe, if the only calling thread waits for it."""
+        if self._stuck_in() is operation:
+            self._probes += 1
+            self._send(operation, [], self._probes)
+
+    # When this agent can make no call
+
+    def _stuck_in(self) -> Operation | None:
+        """The operation for which the only thread waits that could make a call of this agent; None if others could, or
+        it may go on by itself."""
+        handle = self._progress.awaited
+        gate = self._lifecycle.gate
+        if not isinstance(handle, Handle) or handle.done or gate.frozen or gate.closing or gate.ended is not None:
+            return None
+        operation = handle.operation
+        if operation.one_sided or operation.computing or not operation.begun or self._events.has_listeners:
+            return None
+        if operation.timeout < self._timeout:  # whoever gives a call less time is ready to go on without it
+            return None
+        if any(one.handle is not None and one.handle.has_callbacks for one in self._matcher.in_flight()):
+            return None
+        return None if self._others_could_call() else operation
+
+    def _others_could_call(self) -> bool:
+        me = threading.current_thread()
+        return any(
+            one is not me and one not in self.bystanders and not _OWN_THREADS.fullmatch(one.name)
+            for one in threading.enumerate()
+        )
+
+    # Probes
+
+    def _send(self, operation: Operation, way: Sequence[_Wait], number: int) -> None:
+        """Ask all that an operation waits for whether they can go on."""
+        stage = (operation.fused or operation).stage
+        if stage is None:
+            return
+        here = _Wait(self._rank, operation.op, operation.name, operation.round)
+        text = json.dumps([*way, here])
+        for rank in operation.waiting_for:
+            if rank != self._rank:
+                place = operation.name, operation.round, stage.number, number
+                self._outbox.say(rank, Message(Kind.ASK, DEADLOCK, *place, text=text))
+
+    def serve(self, source: int, message: Message) -> None:
+        """Another agent waits for this one in a call, and perhaps others for it."""
+        way = _read(message.text, source)
+        first = way[0]
+        operation = self._what_keeps(message)
+        if operation is None:
+            return
+        if first.rank == self._rank:
+            begun = message.round < self._matcher.begun(message.name)
+            if not begun and (operation.name, operation.round) == (first.name, first.round):
+                self._pronounce(way)
+            return
+        key = first.rank, message.token
+        on_its_way = any(one.rank == self._rank for one in way)  # a circle without the first: its agents find it
+        if on_its_way or key in self._passed_on or len(way) >= LONGEST_CIRCLE:
+            return
+        self._passed_on[key] = None
+        if len(self._passed_on) > _REMEMBERED:
+            self._passed_on.popitem(last=False)
+        self._send(operation, way, message.token)
+
+    def _what_keeps(self, message: Message) -> Operation | None:
+        """The operation that has to go on here before what a probe asks about can be sent; None if it is being sent."""
+        if message.round >= self._matcher.begun(message.name):
+            return self._stuck_in()
+        operation = self._matcher.active(message.name, message.round)
+        stage = (operation.fused or operation).stage if operation is not None else None
+        before = stage is not None and bool(stage.missing) and stage.number < message.stage
+        return operation if before else None
+
+    # The verdict
+
+    def _pronounce(self, circle: list[_Wait]) -> None:
+        """A probe of this agent came back, so all on its way wait for each other."""
+        self._condemn(circle, 0)
+
+    def judge(self, source: int, message: Message) -> None:
+        """An agent for which this one waits knows of a circle."""
+        circle = _read(message.text)
+        at = next((at for at, one in enumerate(circle) if one.rank == self._rank), 0)
+        if at and circle[(at + 1) % len(circle)].rank == source:
+            self._condemn(circle, at)
+
+    def _condemn(self, circle: list[_Wait], at: int) -> None:
+        """Fail this agent's call of a circle. The one that waits for it hears of that first: before anything that this
+        agent sends when its script goes on, which may be what that one waits for."""
+        mine, before = circle[at], circle[at - 1].rank
+        operation = self._matcher.active(mine.name, mine.round)
+        if operation is None or operation.error is not None:
+            return
+        if at != 1:  # the first knows
+            self._outbox.say(before, Message(Kind.DENY, DEADLOCK, DEADLOCK, text=json.dumps(circle)))
+        ranks = tuple(sorted(one.rank for one in circle))
+        self._lifecycle.fail(operation, Mismatch(f"{operation} on rank {self._rank}: {_explained(circle)}", ranks))
+
+
+def _read(text: str, source: int | None = None) -> list[_Wait]:
+    """The way of a probe, which ``source`` has sent; ProtocolError for what is none."""
+    try:
+        way = [_Wait(int(rank), str(op), str(name), int(round_)) for rank, op, name, round_ in json.loads(text)]
+        if not 0 < len(way) <= LONGEST_CIRCLE or (source is not None and way[-1].rank != source):
+            raise ValueError(f"{len(way)} agents")
+    except NONSENSE as error:
+        raise ProtocolError(f"a circle of agents that makes no sense: {error}") from None
+    return way
+
+
+def _explained(circle: list[_Wait]) -> str:
+    """Who waits for whom, in the same words on all agents."""
+    first = min(range(len(circle)), key=lambda at: circle[at].rank)
+    waits = circle[first:] + circle[:first]
+    said = [
+        f"rank {one.rank} waits in {describe(one.op, one.name, one.round)} for rank {after.rank}"
+        for one, after in zip(waits, [*waits[1:], waits[0]], strict=True)
+    ]
+    return f"agents wait for each other, and none can go on: {'; '.join(said)}. Make the same calls on all agents"
