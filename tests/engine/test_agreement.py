@@ -237,7 +237,7 @@ class Simulated:
                 continue
             as_root = operation.name == ALL and self.rank == min(group)
             if recovery.result is None and (set(parts) >= group or as_root):
-                recovery.keep(joined(parts, operation) if operation.name == IN else operation.plan)
+                recovery.result = (joined(parts, operation) if operation.name == IN else operation.plan,)
                 self.net.have[key].add(self.rank)
             elif recovery.result is not None and self.net.have[key] >= group:
                 self.end(operation, recovery.result[0])

@@ -261,3 +261,26 @@ def test_what_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) 
     monkeypatch.setenv("SHOAL_STALL_SECONDS", text)
     with pytest.raises(ValueError, match=r"SHOAL_STALL_SECONDS=.*must be a positive number of seconds"):
         shoal.Fleet(2).run(shoal.barrier)
+
+
+@pytest.mark.parametrize("computes", [0.0, 4 * AFTER])
+def test_an_error_at_the_deadline_repeats_what_the_last_report_said(
+    fleet: Fleets, monkeypatch: pytest.MonkeyPatch, computes: float
+) -> None:
+    """Where the agent that is waited for waits itself, and where it computes."""
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", str(AFTER))
+    together = Barrier(2)
+
+    def run() -> str:
+        rank = shoal.rank()
+        if rank and computes:
+            together.wait(20)
+            return ""
+        with pytest.raises(shoal.DeadlineExceeded) as caught:
+            shoal.allreduce(torch.ones(1), name=f"only {rank}", timeout=(3 + rank) * AFTER)
+        together.wait(20)
+        return str(caught.value)
+
+    found = fleet(2).run(run)
+    does = "it waits in no call of Shoal's" if computes else r"it waits in allreduce \(average\) 'only 1' round 0"
+    assert re.search(rf"or pass timeout=\. [\d.]+ s ago rank 1 did this: {does}", found[0]), found[0]

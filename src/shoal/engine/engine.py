@@ -146,15 +146,15 @@ class Engine:
         )
         self.entry = Entry(rank, size, progress, matcher, membership, router, outbox, agreement, failures, send)
         self.deadlocks = deadlocks = Deadlocks(rank, matcher, outbox, lifecycle, progress, events, timeout)
-        self.watchdog = watchdog = Watchdog(
-            rank, lifecycle, matcher, membership, outbox, failures, agreement, deadlocks
-        )
         self.steps = steps = Steps(events)
         self.measured = measured = Measured(events)
         self.about = about = AboutItself(
             rank, router, matcher, outbox, membership, progress, agreement, lifecycle.gate, services, steps, measured
         )
         self.stalls = stalls = Stalls(rank, matcher, membership, outbox, about, services, progress)
+        self.watchdog = watchdog = Watchdog(
+            rank, lifecycle, matcher, membership, outbox, failures, agreement, deadlocks, stalls
+        )
         self.layouts = layouts = Layouts(rank, membership, outbox, progress)
         router.describe_by(self._describe)
         router.ask_others_by(outbox.ask_to_connect)

@@ -7,6 +7,7 @@ another, says that; one that is stopped, hung or cut off says nothing, and that 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -67,6 +68,7 @@ class Stalls:
         self._rank, self._matcher, self._membership, self._outbox = rank, matcher, membership, outbox
         self._services, self._progress = services, progress
         self._asked: dict[int, float] = {}  # what they do, when
+        self._answers: dict[int, tuple[float, str]] = {}  # of each rank the last, and when it came
         self._not_before = 0.0
         self._look_at_services = float("inf")
         self._told: set[tuple[str, float]] = set()  # of their calls, which have been reported
@@ -153,4 +155,14 @@ class Stalls:
     def heard(self, rank: int, text: str) -> None:
         """What another does, which was asked."""
         if self._asked.pop(rank, None) is not None:
-            log.warning("rank %d, for which rank %d waits: %s", rank, self._rank, " ".join(text.split())[:_LONGEST])
+            answer = " ".join(text.split())[:_LONGEST]
+            self._answers[rank] = time.monotonic(), answer
+            log.warning("rank %d, for which rank %d waits: %s", rank, self._rank, answer)
+
+    def last_answer(self, ranks: Sequence[int], since: float) -> str:
+        """What the first of some ranks that has answered since a time said that it does, for an error; else empty."""
+        for rank in ranks:
+            when, answer = self._answers.get(rank, (0.0, ""))
+            if when > since:
+                return f". {seconds(time.monotonic() - when)} ago rank {rank} did this: {answer}"
+        return ""

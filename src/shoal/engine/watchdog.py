@@ -20,6 +20,7 @@ from .matching import Matcher
 from .membership import Membership
 from .operation import Operation
 from .outbox import Outbox
+from .stalls import Stalls
 
 ALIVE = "~alive"
 """The name under which agents ask each other whether they live."""
@@ -46,6 +47,7 @@ class Watchdog:
         failures: Failures,
         agreement: Agreement,
         deadlocks: Deadlocks,
+        stalls: Stalls,
     ) -> None:
         self.drop_after = float("inf")
         self._asked: dict[int, float] = {}  # whether they live, and have not answered
@@ -53,6 +55,7 @@ class Watchdog:
         self._failures = failures
         self._agreement = agreement
         self._deadlocks = deadlocks
+        self._stalls = stalls
         self._rank = rank
         self._lifecycle = lifecycle
         self._matcher = matcher
@@ -148,6 +151,7 @@ class Watchdog:
         why = self._outbox.problems_with(waiting)
         return DeadlineExceeded(
             f"{operation} on rank {self._rank} waited {operation.timeout:g} s for ranks {waiting}: {what}. "
-            + (f"{why}" if why else "If they are only slow, raise SHOAL_TIMEOUT or pass timeout="),
+            + (f"{why}" if why else "If they are only slow, raise SHOAL_TIMEOUT or pass timeout=")
+            + self._stalls.last_answer(waiting, operation.started),
             waiting,
         )
