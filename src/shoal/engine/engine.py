@@ -291,8 +291,7 @@ class Engine:
                 )
 
     def survive_losses(self, stops_as_smaller_part: bool = False) -> None:
-        """Let operations that can outlive the loss of an agent do so; but not in the smaller part of a job that has
-        fallen apart, if that is to stop. Before the exchange starts."""
+        """Let operations outlive a loss, but not in the smaller part of a partition. Before the exchange starts."""
         self.agreement.activate(stops_as_smaller_part)
         self.services.add(WORD, self.agreement)
         self.services.add(HAD, self.keeping)
