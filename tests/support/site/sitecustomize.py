@@ -39,8 +39,8 @@ class WithoutCollecting:
                 if collects:
                     gc.enable()
                 if name == "torch":
-                    # Only at a program's start. The first optimizer imports torch._dynamo in the middle of a run: objects
-                    # of that run would be frozen too, and cycles among them would keep their memory files open for ever.
+                    # Only at a program's start. The first optimizer imports torch._dynamo in the middle of a run: that
+                    # run's objects would be frozen too, and cycles among them would keep memory files open for ever.
                     gc.freeze()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
