@@ -66,7 +66,7 @@ CASES = {
     "PowerGossip, one message a step": Case(compressed=True),
     "push-pull": Case(irregular_digraph, steps=600),
     "push-pull, semi-ATC": Case(irregular_digraph, steps=600),
-    "AB": Case(irregular_digraph, steps=600),
+    "AB": Case(irregular_digraph, steps=1800),
     "push-sum": Case(irregular_digraph),
     "SGP": Case(irregular_digraph),
     "push-sum gradient tracking": Case(irregular_digraph, steps=1500),

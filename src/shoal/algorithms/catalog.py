@@ -85,7 +85,7 @@ register(
 register(
     Entry(
         "DIGing",
-        lambda: GradientTracking(0.1, atc=False),
+        lambda: GradientTracking(0.02, atc=False),
         2,
         "As above, with the exchange hidden behind the gradient.",
         exact=True,

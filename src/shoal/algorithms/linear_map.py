@@ -76,7 +76,7 @@ def growth_of(algorithm: Algorithm, facts: Facts, slope: Slope | None = None) ->
         most = int(found.argmax())
         product = complex(np.prod([eigenvalues(number)[most] for number in range(rounds)]))
         return Growth(float(found[most]), steps, of_w=product)
-    mix = _Rows(facts, rounds)
+    mix = Rows(facts, rounds)
     parts, _ = _begin(algorithm, mix, grad, torch.zeros(facts.size, 2, dtype=torch.float64))
     if len(parts) * facts.size <= DENSE_LIMIT:
         return _by_matrix(algorithm, mix, grad, len(parts), steps)
@@ -145,7 +145,7 @@ def _by_modes(algorithm: Algorithm, mix: _Modes, grad: Gradient, steps: int) -> 
     return largest.log() + scaled
 
 
-def _by_matrix(algorithm: Algorithm, mix: _Rows, grad: Gradient, blocks: int, steps: int) -> Growth:
+def _by_matrix(algorithm: Algorithm, mix: Rows, grad: Gradient, blocks: int, steps: int) -> Growth:
     size = mix.size
     differences = torch.eye(size, dtype=torch.float64) - 1 / size
     begin = tuple(
@@ -162,7 +162,7 @@ def _by_matrix(algorithm: Algorithm, mix: _Rows, grad: Gradient, blocks: int, st
     return Growth(logarithm, steps, of_steps=complex(largest * scaled.exp()))
 
 
-def _by_iteration(algorithm: Algorithm, mix: _Rows, grad: Gradient, blocks: int, steps: int) -> Growth:
+def _by_iteration(algorithm: Algorithm, mix: Rows, grad: Gradient, blocks: int, steps: int) -> Growth:
     """Subspace iteration: the largest Ritz value, less its residual."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(blocks, mix.size, _COLUMNS, dtype=torch.float64, generator=generator)
@@ -294,8 +294,13 @@ class _Modes(_Linear):
         return torch.zeros_like(x)
 
 
-class _Rows(_Linear):
-    """A row for each agent, and W as its edges."""
+class Rows(_Linear):
+    """A row for each agent, and W as its edges.
+
+    Args:
+        facts: Of the topology.
+        rounds: How many come in turn.
+    """
 
     def __init__(self, facts: Facts, rounds: int) -> None:
         super().__init__(facts.size)
@@ -306,6 +311,11 @@ class _Rows(_Linear):
         self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self._weigh("mix", x)
+
+    @property
+    def weights(self) -> RoundWeights:
+        """Those of the round."""
+        return self._facts.rounds[self.round % self._rounds]
 
     def pull(self, x: torch.Tensor) -> torch.Tensor:
         return self._weigh("pull", x)

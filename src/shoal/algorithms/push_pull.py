@@ -82,7 +82,7 @@ register(
 register(
     Entry(
         "AB",
-        lambda: PushPull(0.08, atc=False),
+        lambda: PushPull(0.02, atc=False),
         2,
         "As above, with the exchange hidden behind the gradient.",
         exact=True,
