@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import os
 import pty
 import sys
@@ -79,17 +80,21 @@ def test_the_fastest_comes_first() -> None:
 def test_all_that_it_takes_reaches_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     """Four agents, 10 MB: out at 800 ms a message, in at 80; training sends half of it every fourth step."""
     nic = ["--agents", "4", "--model-mb", "10", "--latency", "1ms", "--upload", "100mbit", "--download", "1gbit"]
-    training = ["--local-steps", "4", "--compute", "1s", "--compression", "0.5", "--difference", "0.5"]
+    training = ["--local-steps", "4", "--compute", "1s", "--compression", "0.5", "--difference", "0.1"]
+    training += ["--accuracy", "0.2"]
     assert main(["topology", "recommend", "--json", *nic, *training]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["network"]["between"] == {"latency": 1e-3, "bandwidth": 1.25e7, "overhead": 0.0, "download": 1.25e8}
-    assert found["training"] == {"difference": 0.5, "local_steps": 4, "compute": 1.0, "compression": "0.5"}
+    asked = {"difference": 0.1, "local_steps": 4, "compute": 1.0, "compression": "0.5", "accuracy": 0.2}
+    assert found["training"] == asked
     by_name = {one["name"]: one for one in found["candidates"]}
     assert by_name["all-reduce (parameter server)"]["seconds"] == pytest.approx(0.801 + 2.401, rel=1e-3)
     ring = by_name["ring"]
     assert ring["seconds_per_round"] == pytest.approx(1.601, rel=1e-3)
     assert ring["seconds_per_step"] == pytest.approx(1 + 0.801 / 4, rel=1e-3)
-    assert ring["training_seconds"] == pytest.approx(ring["seconds_per_step"] * (1 + 0.5 * ring["steps_apart"]))
+    assert ring["training_seconds"] == pytest.approx(
+        ring["seconds_per_step"] * math.hypot(1, 0.5 * ring["steps_apart"])
+    )
     assert found["to_train"] and by_name[found["to_train"][0]]["refused"] == ""
 
 
@@ -123,6 +128,7 @@ def test_what_cannot_be_trained_with_says_so_and_why(capsys: pytest.CaptureFixtu
         ("--bandwidth 1gbit --upload 1mbit --download 1gbit", "beside both --upload and --download says nothing"),
         ("--local-steps 0", "'0' is not a number of them: write 1 or more"),
         ("--difference -1", "'-1' is not a number, zero or more"),
+        ("--accuracy 0", "'0' is not a number above zero"),
         ("--difference much", "'much' is not a number, zero or more"),
         ("--compute 5", "'5' is not a duration: it has no unit"),
         ("--compression zip", "'zip' is no share of the bytes and no compressor"),

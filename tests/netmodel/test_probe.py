@@ -4,11 +4,12 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import shoal
 from shoal.netmodel import Link, probe
 from shoal.netmodel.fit import Observation
-from shoal.netmodel.probe import Measured, measure, measure_here
+from shoal.netmodel.probe import Measured, measure, measure_difference, measure_here
 
 
 @pytest.fixture
@@ -97,3 +98,42 @@ def test_what_agents_print_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(subprocess, "run", told)
     assert measure_here(2) == Measured(2, 2, Link(1e-5, 2e9), None)
+
+
+def gradients(rank: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(rank)
+    return [torch.randn(5, 3, generator=draw), torch.randn(4, generator=draw, dtype=torch.float64)]
+
+
+def test_the_difference_of_gradients_is_their_distance_from_the_mean_in_lengths_of_it(fleet) -> None:
+    found = fleet(4).run(lambda: measure_difference(gradients(shoal.rank())))
+    rows = torch.stack([torch.cat([one.double().view(-1) for one in gradients(rank)]) for rank in range(4)])
+    mean = rows.mean(0)
+    expected = (rows - mean).square().sum(1).mean().sqrt() / mean.norm()
+    assert found == [pytest.approx(expected.item(), rel=1e-12)] * 4
+    assert len({*found}) == 1
+
+
+def of_a_model(scale: float) -> float:
+    """Its second layer has no gradient, which counts as zero."""
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1)])
+    (model[0].weight.sum() * (1.0 + scale * (-1.0) ** shoal.rank())).backward()
+    return measure_difference(model)
+
+
+def test_the_difference_of_models_after_their_backward_pass(fleet) -> None:
+    assert fleet(2).run(of_a_model, 0.0) == [0.0, 0.0]
+    assert fleet(2).run(of_a_model, 0.5) == [0.5, 0.5]
+
+
+def with_bad_ones(bad: torch.Tensor | torch.nn.Module) -> str:
+    with pytest.raises(ValueError, match="cannot be measured") as caught:
+        measure_difference(bad if shoal.rank() == 1 else torch.ones(2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [torch.tensor([1.0, float("nan")]), torch.nn.Linear(2, 1)], ids=["nan", "none"])
+def test_gradients_that_cannot_be_compared_are_refused_on_all_agents(fleet, bad) -> None:
+    other, own = fleet(2).run(with_bad_ones, bad)
+    assert "another agent has no gradient, or one that is not finite" in other
+    assert "rank 1 has no gradient, or one that is not finite" in own

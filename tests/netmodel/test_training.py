@@ -90,7 +90,13 @@ def test_a_message_has_the_bytes_of_its_compressor() -> None:
 
 def test_data_that_differ_take_more_steps() -> None:
     assert Training(difference=0.0).times_the_steps(5.0) == 1.0
-    assert Training(difference=0.5).times_the_steps(4.0) == 3.0
+    assert Training(difference=0.5, accuracy=1.0).times_the_steps(4.0) == pytest.approx(math.sqrt(1 + 2**2))
+
+
+def test_the_same_differences_are_longer_in_lengths_of_a_shorter_mean_gradient() -> None:
+    """Where a tenth of the mean gradient is left, differences as long as half of it are five times as long as it."""
+    assert Training(difference=0.5, accuracy=0.1).times_the_steps(4.0) == pytest.approx(math.hypot(1, 20))
+    assert Training(difference=0.5).times_the_steps(4.0) == pytest.approx(math.hypot(1, 20))
 
 
 def test_what_an_algorithm_refuses_is_refused_with_its_words() -> None:
@@ -110,6 +116,9 @@ def test_what_an_algorithm_refuses_is_refused_with_its_words() -> None:
         ({"compute": math.inf}, "compute is inf. Pass seconds"),
         ({"local_steps": 0}, "local_steps is 0. Pass a number of steps, at least 1"),
         ({"local_steps": 1.5}, "local_steps is 1.5"),
+        ({"accuracy": 0.0}, "accuracy is 0.0. Pass the share of the mean gradient that is left"),
+        ({"accuracy": 1.5}, "accuracy is 1.5"),
+        ({"accuracy": math.nan}, "accuracy is nan"),
         ({"compression": 0.0}, "compression is 0.0. Pass the share of the bytes, above 0 and at most 1"),
         ({"compression": 2}, "compression is 2"),
         ({"compression": math.nan}, "compression is nan"),

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from ..netmodel.candidates import MOST_EDGES
 from ..netmodel.network import Link, Network
-from ..netmodel.training_words import COMPRESSION, DIFFERENCE
+from ..netmodel.training_words import ACCURACY, COMPRESSION, DIFFERENCE
 from ..netmodel.units import format_rate, format_seconds, parse_rate, parse_seconds
 from ..progress_bar import shown
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
@@ -82,8 +82,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=zero_or_more,
         default=DIFFERENCE,
         metavar="SHARE",
-        help="to train: by how much agents' gradients differ, in lengths of their mean; 0 for equal data, "
-        f"1 for very different ones ({DIFFERENCE:g}: shuffled)",
+        help="to train: by how much agents' gradients differ where it begins, in lengths of their mean, as "
+        f"shoal.netmodel.probe.measure_difference() says; 0 for equal data ({DIFFERENCE:g}: shuffled)",
+    )
+    parser.add_argument(
+        "--accuracy",
+        type=above_zero,
+        default=ACCURACY,
+        metavar="SHARE",
+        help=f"to train: what is left of the mean gradient where it ends, at most 1 ({ACCURACY:g})",
     )
     parser.add_argument(
         "--local-steps", type=count, default=1, metavar="H", help="to train: steps for each exchange (1)"
@@ -129,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if network.size > MOST_EDGES:
         raise ValueError(f"-n {network.size}: so many agents cannot be timed. The limit is {MOST_EDGES:,}.")
-    training = Training(args.difference, args.local_steps, args.compute, args.compression)
+    training = Training(args.difference, args.local_steps, args.compute, args.compression, args.accuracy)
     found = recommend(
         network, args.model_mb * 1e6, args.error, training=training, watched=lambda ways: shown(ways, "timing")
     )

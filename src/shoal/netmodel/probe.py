@@ -8,12 +8,13 @@ agent runs; :func:`measure_here` starts some on this machine.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -65,6 +66,45 @@ def measure() -> Measured:
     first = [rank for rank in range(size) if rank % local == 0] if shoal.is_homogeneous() else _first_of_each_machine()
     between = _fitted(first) if len(first) > 1 else None
     return Measured(size, local, inside, between)
+
+
+def measure_difference(gradient: torch.Tensor | torch.nn.Module | Iterable[torch.Tensor]) -> float:
+    """How much agents' gradients differ: the ``difference`` of :class:`~shoal.netmodel.Training`, ``--difference``.
+
+    The part of every agent, after ``shoal.init()``. All must call it at the same parameters, as at the start of
+    training; all get the same result. The noise of a batch counts as a difference, so take the gradient of a large one.
+
+    Args:
+        gradient: This agent's: a tensor, several, or a module after its backward pass, of which a parameter without a
+            gradient counts as zero. Equal shapes on all agents, real floating-point numbers.
+
+    Returns:
+        The root mean square over agents of ``||g_i - mean||``, over ``||mean||``, taken in float64. Infinite if the
+        mean is zero and the gradients are not, and 0 if all are zero.
+
+    Raises:
+        ValueError: No gradient is there, or one is not finite, on any agent; all agents raise it.
+    """
+    if isinstance(gradient, torch.nn.Module):
+        params = [param for param in gradient.parameters() if param.requires_grad]
+        given = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+        has_any = any(param.grad is not None for param in params)
+    else:
+        given = [gradient] if isinstance(gradient, torch.Tensor) else list(gradient)
+        has_any = bool(given)
+    flat = torch.cat([one.detach().cpu().double().reshape(-1) for one in given] or [torch.zeros(0).double()])
+    usable = float(has_any and bool(flat.isfinite().all()))
+    if shoal.allreduce(torch.tensor([usable]), name="measure_difference.usable").item() < 1:
+        raise ValueError(
+            "the difference of gradients cannot be measured: "
+            + ("another agent has" if usable else f"rank {shoal.rank()} has")
+            + " no gradient, or one that is not finite. Call it after loss.backward() on every agent"
+        )
+    mean = shoal.allreduce(flat, name="measure_difference.mean")
+    own = torch.stack([(flat - mean).square().sum()])
+    apart = shoal.allreduce(own, name="measure_difference.apart").sqrt().item()
+    length = mean.norm().item()
+    return apart / length if length else (math.inf if apart else 0.0)
 
 
 def measure_here(agents: int) -> Measured:

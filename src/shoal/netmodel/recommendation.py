@@ -345,7 +345,8 @@ def _advice_to_train(ranked: Sequence[Candidate], training: Training) -> list[st
     said = [
         f"To train, take {best.name} ({best.trained_by}): a step takes {format_seconds(best.seconds_per_step)}"
         f"{_parts_of_a_step(training)}, agents are {best.steps_apart:.2g} local steps apart, and where their data "
-        f"differ by {training.difference:g} it takes {training.times_the_steps(best.steps_apart):.3g} times the steps."
+        f"differ by {training.difference:g} and the mean gradient is to shrink to {training.accuracy:g} of its length "
+        f"it takes {training.times_the_steps(best.steps_apart):.3g} times the steps."
     ]
     mean = next((one for one in ranked if one.schedule is None), None)
     gossip = next((one for one in ranked if one.schedule is not None), None)

@@ -3,8 +3,13 @@
 Where agents' data differ, every local step drives them apart, and every exchange brings them closer. With a learning
 rate lr and gradients that stay as they are, they settle at a distance from their mean of lr, times how much the
 gradients differ, times a number that is the topology's, :func:`steps_apart`; and D-PSGD ends as far from the optimum
-(in Koloskova et al. 2020, arXiv:2003.10422, theorem 2, 1 / p is in its place). Who wants to end as near as with all
-agents together takes a learning rate that is smaller by that much, and as many more steps.
+(in Koloskova et al. 2020, arXiv:2003.10422, theorem 2, 1 / p is in its place). To end as near as with all agents
+together, training takes a learning rate that is smaller by that much, and as many more steps.
+
+How much that is depends on how far training is to go. The differences stay as long as they are, while the mean gradient
+shrinks: where a tenth of it is left, the same differences are ten times as long in lengths of it. So the difference
+that was measured is divided by the share of the mean gradient that is to be left, ``accuracy``. What the differences do
+and the mean gradient are at right angles on average, so they add in squares.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from ..compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign
 from ..topology.analysis.span import DENSE_LIMIT, Span
 from ..topology.schedule import Schedule
 from .operations import NEIGHBOR
-from .training_words import COMPRESSION, DIFFERENCE
+from .training_words import ACCURACY, COMPRESSION, DIFFERENCE
 
 Rows: TypeAlias = NDArray[np.float64]
 
@@ -47,14 +52,17 @@ class Training:
 
     Attributes:
         difference: how much agents' data differ: the root mean square distance of their gradients from the mean
-            gradient, in lengths of the mean gradient, at a typical point of the training. 0 if all have the same data,
-            1 if the differences are as long as what they have in common. The default is for shuffled data.
+            gradient, in lengths of the mean gradient. 0 if all have the same data, 1 if the differences are as long as
+            what they have in common. Measured where training begins
+            (:func:`shoal.netmodel.probe.measure_difference`); the default is for shuffled data.
         local_steps: steps for each exchange, at least 1, as ``num_steps_per_communication`` of the optimizer.
         compute: seconds that an agent computes in a step.
         compression: of a message, in bytes of the model: a share above 0 and at most 1, such as 0.5 for parameters in
             16 bits, which all exchanges gain from; or a compressor for float32, which messages to neighbours gain from.
             A compressor takes an algorithm that is built for it: CHOCO-SGD, and low-precision D-PSGD for
             :class:`~shoal.compression.MinMaxUInt8`.
+        accuracy: what is left of the mean gradient's length where training is to end, as a share of that where
+            `difference` was measured, above 0 and at most 1.
 
     Raises:
         ValueError: a number that makes no sense, or a compressor that is no contraction.
@@ -65,12 +73,18 @@ class Training:
     local_steps: int = 1
     compute: float = 0.0
     compression: float | Compressor = 1.0
+    accuracy: float = ACCURACY
 
     def __post_init__(self) -> None:
         for name, what in (("difference", "a number, zero or more"), ("compute", "seconds, zero or more")):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}. Pass {what}.")
+        if not 0 < self.accuracy <= 1:
+            raise ValueError(
+                f"accuracy is {self.accuracy}. Pass the share of the mean gradient that is left at the end, above 0 "
+                "and at most 1."
+            )
         try:
             enough = index(self.local_steps) >= 1
         except TypeError:
@@ -142,7 +156,7 @@ class Training:
 
     def times_the_steps(self, apart: float) -> float:
         """How many steps it takes to where one takes all agents together, if they are :func:`steps_apart`."""
-        return 1.0 + self.difference * apart
+        return math.hypot(1.0, self.difference / self.accuracy * apart)
 
 
 class _Draws:
