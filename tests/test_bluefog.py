@@ -66,6 +66,7 @@ def rows(section: str) -> dict[str, str]:
 
 SAME, ALIASES, ONLY = rows("The same"), rows("Another word in Shoal"), rows("Only in `shoal.bluefog`")
 DIFFERENT = rows("Different in `shoal.bluefog`")
+OTHER_DEFAULT = rows("With another default")
 
 
 def test_every_name_of_bluefog_is_in_the_module() -> None:
@@ -74,7 +75,7 @@ def test_every_name_of_bluefog_is_in_the_module() -> None:
 
 
 def test_the_page_says_of_every_name_what_became_of_it() -> None:
-    assert sorted([*SAME, *DIFFERENT, *ALIASES, *ONLY]) == sorted(bf.__all__)
+    assert sorted([*SAME, *DIFFERENT, *ALIASES, *OTHER_DEFAULT, *ONLY]) == sorted(bf.__all__)
     assert [name for name in rows("Left out") if hasattr(bf, name)] == []
 
 
@@ -110,6 +111,14 @@ def test_an_argument_of_an_older_bluefog_is_an_error_that_names_the_present_one(
     for operation in (bf.neighbor_allreduce, bf.neighbor_allreduce_nonblocking):
         with pytest.raises(TypeError, match=rf"neighbor_allreduce\w*: {old}= was renamed in BlueFog 0.3; give {new}="):
             operation(torch.ones(1), self_weight=0.5, **{old: {0: 0.5}})
+
+
+@pytest.mark.parametrize("name", OTHER_DEFAULT)
+def test_a_name_with_another_default_wraps_shoals_of_that_name(name: str) -> None:
+    assert getattr(bf, name).__wrapped__ is getattr(shoal, name)
+    assert "topology" in getattr(bf, name).__doc__
+    assert "static" in OTHER_DEFAULT[name]
+    assert name not in shoal.__all__
 
 
 @pytest.mark.parametrize("name", ALIASES)
@@ -190,7 +199,7 @@ def test_shoals_own_names_are_all_of_its_public_ones_but_the_aliases() -> None:
     assert len(shoal.__all__) == len(set(shoal.__all__))
     public = {name for name, value in vars(shoal).items() if name[0] != "_" and not isinstance(value, ModuleType)}
     modules = {name for name in shoal.__all__ if isinstance(getattr(shoal, name), ModuleType)}
-    assert set(shoal.__all__) - modules == public - set(ALIASES) - SHOALS_OWN_ALIASES
+    assert set(shoal.__all__) - modules == public - set(ALIASES) - set(OTHER_DEFAULT) - SHOALS_OWN_ALIASES
     assert modules >= {"algorithms", "data", "optim", "topology", "windows"}
 
 

@@ -3,7 +3,8 @@
     import shoal.bluefog as bf  # was: import bluefog.torch as bf
 
 Almost all of them are Shoal's own, or aliases for what Shoal says in another way; ``docs/bluefog.md`` has the list. At
-the end are those that only such a script asks for.
+end are those that only such a script asks for. Its optimizers average on the static topology if they are given none,
+where Shoal's of the same names average with one peer at a time.
 """
 
 from __future__ import annotations
@@ -47,17 +48,11 @@ from .ops.objects import allreduce_parameters as allreduce_parameters
 from .ops.objects import broadcast_optimizer_state as broadcast_optimizer_state
 from .ops.objects import broadcast_parameters as broadcast_parameters
 from .optim import CommunicationType as CommunicationType
-from .optim import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
-from .optim import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
-from .optim import DistributedAllreduceOptimizer as DistributedAllreduceOptimizer
 from .optim import DistributedGradientAllreduceOptimizer as DistributedGradientAllreduceOptimizer
-from .optim import (
-    DistributedHierarchicalNeighborAllreduceOptimizer as DistributedHierarchicalNeighborAllreduceOptimizer,
-)
-from .optim import DistributedNeighborAllreduceOptimizer as DistributedNeighborAllreduceOptimizer
 from .optim import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .optim import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .optim import DistributedWinPutOptimizer as DistributedWinPutOptimizer
+from .optim import bluefog as _optimizers
 from .topology import ExponentialGraph as ExponentialGraph
 from .topology import ExponentialTwoGraph as ExponentialTwoGraph
 from .topology import FullyConnectedGraph as FullyConnectedGraph
@@ -265,6 +260,27 @@ def _names_renamed_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 neighbor_allreduce = _names_renamed_arguments(_neighbor_allreduce)
 neighbor_allreduce_nonblocking = _names_renamed_arguments(_neighbor_allreduce_nonblocking)
+
+
+def _on_static_topology(make: Callable[P, T]) -> Callable[P, T]:
+    """An optimizer of Shoal's with BlueFog's default: the static topology, the exponential graph if none is set."""
+
+    @wraps(make)
+    def made(*args: P.args, **options: P.kwargs) -> T:
+        options.setdefault("topology", "static")
+        return make(*args, **options)
+
+    made.__doc__ = f"{make.__doc__}\n\n    ``topology`` is the static topology, if not given.\n    "
+    return made
+
+
+DistributedAdaptThenCombineOptimizer = _on_static_topology(_optimizers.DistributedAdaptThenCombineOptimizer)
+DistributedAdaptWithCombineOptimizer = _on_static_topology(_optimizers.DistributedAdaptWithCombineOptimizer)
+DistributedNeighborAllreduceOptimizer = _on_static_topology(_optimizers.DistributedNeighborAllreduceOptimizer)
+DistributedAllreduceOptimizer = _on_static_topology(_optimizers.DistributedAllreduceOptimizer)
+DistributedHierarchicalNeighborAllreduceOptimizer = _on_static_topology(
+    _optimizers.DistributedHierarchicalNeighborAllreduceOptimizer
+)
 
 _skipping: weakref.WeakSet[object] = weakref.WeakSet()
 """The engines of the agents that have switched the negotiation off."""

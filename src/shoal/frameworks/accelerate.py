@@ -34,8 +34,6 @@ from ..optim.bluefog import DistributedAdaptThenCombineOptimizer
 from ..optim.checkpoint import Checkpoint
 from ..optim.mean_model import consensus
 from ..optim.optimizer import DecentralizedOptimizer
-from ..topology.families.one_peer import OnePeerExponential
-from ..world.identity import size
 from .exchanges import gathered, gathered_objects, padded, reduced
 from .functions import NO_DISPATCH
 from .process_state import process_state, wait_for_everyone
@@ -51,8 +49,9 @@ _CHECKPOINTS = "checkpoints"
 
 
 def one_peer_at_a_time(optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> DecentralizedOptimizer:
-    """Adapt, then combine, with one neighbour of the exponential graph at a time: what is taken if nothing is said."""
-    return DistributedAdaptThenCombineOptimizer(optimizer, models, topology=OnePeerExponential(size()), mix_state=())
+    """The default: adapt, then combine, on the default topology of Shoal's optimizers. That is one neighbour of the
+    exponential graph at a time, or what ``shoal.set_topology`` has set."""
+    return DistributedAdaptThenCombineOptimizer(optimizer, models, mix_state=())
 
 
 class ShoalAccelerator(Accelerator):

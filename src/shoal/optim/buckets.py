@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..dtensors import is_sharded, like, local, locals_of, placed_as, placements
+from ..topology._validate import check_size
 from ..world.agent import current
 from .params import is_dense
 
@@ -37,6 +38,20 @@ MOVED_BYTES = 2 << 10
 
 _version, _shape, _nbytes = attrgetter("_version"), attrgetter("shape"), attrgetter("nbytes")
 _Places = list[tuple[torch.Size, tuple[int, ...] | None]]
+
+
+def checked_bucket_bytes(bucket_bytes: int | None, overlap: str | None) -> int:
+    """The size of a bucket that an optimizer is asked for.
+
+    Raises:
+        ValueError: It is no whole number of bytes.
+    """
+    if bucket_bytes is None:
+        return OVERLAPPED_BUCKET_BYTES if overlap else BUCKET_BYTES
+    try:
+        return check_size(bucket_bytes)
+    except (TypeError, ValueError):
+        raise ValueError(f"bucket_bytes={bucket_bytes!r}: it must be a whole number of bytes, 1 or more") from None
 
 
 class _Memory:

@@ -52,7 +52,7 @@ def strategy_of(
     flight: Flight,
     local: LocalStep,
     overlap: str | None,
-    topology: nx.Graph | Schedule | None,
+    topology: nx.Graph | Schedule | str | None,
     name: str,
     unchecked: str | Iterable[str],
 ) -> StepStrategy:

@@ -14,7 +14,7 @@ from ..algorithms.exchange import Exchange
 from ..algorithms.needs import check
 from ..topology.schedule import Schedule
 from ..world.agent import bind, current
-from .between_machines import static_topology
+from .default_topology import STATIC, topology_of
 from .flight import Flight
 from .local import LocalStep
 from .malloc_trimming import keep_what_threads_free
@@ -43,9 +43,9 @@ class Equation(StepStrategy):
         flight: The parameters.
         local: The local step.
         algorithm: Its equation.
-        topology: A graph or a schedule, which has been checked; the static topology if there is none.
+        topology: A graph or a schedule, which has been checked; the default if there is none.
         name: What the exchanges are matched by.
-        unchecked: Conditions that the static topology need not fulfil.
+        unchecked: Conditions that the default topology need not fulfil.
     """
 
     equation = "an algorithm's own"
@@ -55,7 +55,7 @@ class Equation(StepStrategy):
         flight: Flight,
         local: LocalStep,
         algorithm: Algorithm,
-        topology: nx.Graph | Schedule | None,
+        topology: nx.Graph | Schedule | str | None,
         name: str,
         unchecked: str | Iterable[str],
     ) -> None:
@@ -154,8 +154,8 @@ class Equation(StepStrategy):
 
     def _exchange(self, numel: int) -> Exchange:
         topology = self._topology
-        if topology is None:
-            topology = static_topology(self._algorithm)
+        if topology is None or isinstance(topology, str):
+            topology = topology_of(self._algorithm, numel, self._unchecked, static=topology == STATIC)
             what = type(self._algorithm).__name__
             check(what, self._algorithm.needs, topology, dimension=numel, unchecked=self._unchecked)
         return Exchange(topology, name=self._name, algorithm=self._algorithm)

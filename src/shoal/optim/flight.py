@@ -49,6 +49,7 @@ class Flight(ABC):
         does_without: What an algorithm needs of W, by name, that this kind of exchange does not need.
         present: While agents are joined (``join.py``), how many have still batches, and how many are there: [2].
         balance: Looks at the weights of each round, where no schedule gives them.
+        default: The schedule of averages with neighbours, where neither the caller nor the script gives weights.
         mixed: The optimizer's state that travels beside the parameters, if any does.
         buckets: The parameters, once :meth:`prepare` has been called: in the order in which their gradients come, the
             last layers' first; one vector of all in the model's order. Those that were frozen from the beginning are
@@ -73,6 +74,7 @@ class Flight(ABC):
         self.rounds = 0
         self.present: Handle[torch.Tensor] | None = None
         self.balance: Balance | None = None
+        self.default: AgentSchedule | None = None
         self.mixed: MixedState | None = None
         self.buckets: list[Bucket] = []
         self.active: list[int] = []
@@ -272,10 +274,13 @@ class Flight(ABC):
 
     def _agree(self) -> None:
         """Compare with all agents what is to be exchanged."""
-        if current("optim").size == 1:
+        agent = current("optim")
+        if agent.size == 1:
             return
         params, keys = dict(self._params()), self.mixed.keys if self.mixed else ()
         beside = f" with {', '.join(keys)}" if keys else ""
+        if self.default is not None:
+            beside += "" if agent.topology_is_default else ", averaged on the topology that was set,"
         check_that_models_agree(params, self._name, beside, shared=self._shared)
         if self.keeps_equal:
             check_that_values_agree(params, self._name)

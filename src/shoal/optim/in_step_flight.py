@@ -17,7 +17,7 @@ from ..ops.encoded_mean import Rest, submit_encoded_mean
 from ..world.agent import current
 from .buckets import Bucket
 from .flight import Flight, Params
-from .settings import BY_HAND, Round, Settings
+from .settings import BY_HAND, CommunicationType, Round, Settings
 from .sharding import check_robust
 from .trainable import explained
 
@@ -118,7 +118,7 @@ class ParameterFlight(InStepFlight):
         if self._round is None or not self._handles:
             if self.balance is not None:
                 self.balance.look(self.settings)
-            self._round = self.settings.next_round(self._schedule, self.rounds)
+            self._round = self.settings.next_round(self._schedule, self.rounds, self.default)
             if self._round.robust is not None:
                 check_robust(self._params())
         called = f"{self._name}.{self._position(number)}"
@@ -133,7 +133,8 @@ class ParameterFlight(InStepFlight):
             bucket.guard(guarded)
             room, fusible = bucket.room_for_result(), not self.grouped
             self._handles[bucket] = self._round.start(bucket.flat, room, name, fusible, self.digest)
-        self.rounds += first
+        # Rounds of a schedule that are left out with communication_type=empty come later.
+        self.rounds += first and self._round.kind is not CommunicationType.empty
 
     def finish(self) -> None:
         buckets = self._results()

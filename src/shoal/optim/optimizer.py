@@ -23,14 +23,14 @@ from ..algorithms.gradient_descent import GradientDescent
 from ..algorithms.machines import OfMachines
 from ..algorithms.needs import check, without
 from ..compression import Compressor
-from ..topology._validate import check_size
 from ..topology.schedule import Schedule
 from ..world.agent import current
 from .balance import Balance
 from .between_machines import of_agents, of_machines
-from .buckets import BUCKET_BYTES, OVERLAPPED_BUCKET_BYTES
+from .buckets import checked_bucket_bytes
 from .choosing import ATC, PARALLEL, agent_schedule, by_buckets, mixed_of, strategy_of
 from .compressing import compressing, feeds_back
+from .default_topology import STATIC, given, one_peer
 from .equation import Equation
 from .flight import Flight
 from .grouping import as_given, by_count
@@ -70,7 +70,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             are compressed on the way to the mean and back; what messages of a coarse compressor leave out is added to
             the next.
         topology: The weights of each round: a graph, or a schedule, of which every exchange is a round. If none is
-            given, the static topology, or what the attributes say.
+            given: the attributes' weights, else the static topology that the script has set, else one peer at a time
+            (:class:`shoal.topology.OnePeerExponential`), or where the algorithm needs another, the first that it
+            accepts of the exponential graph, the symmetric exponential graph and the chain. ``"static"``: the static
+            topology, also where the script has set none.
         overlap: ``"backward"``: buckets leave during the backward pass, stepped as soon as their gradients are there,
             and ``step()`` waits; of any algorithm that is ``separable``. Not with gradient clipping, a closure or a
             GradScaler, which need all gradients first.
@@ -109,7 +112,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         algorithm: Algorithm = ATC,
         *,
         compression: Compressor | None = None,
-        topology: nx.Graph | Schedule | None = None,
+        topology: nx.Graph | Schedule | Literal["static"] | None = None,
         overlap: Literal["backward"] | None = None,
         bucket_bytes: int | None = None,
         num_groups: int | None = None,
@@ -124,6 +127,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._inner = _checked(optimizer)
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
         numbers = sum(param.numel() for group in self._inner.param_groups for param in group["params"])
+        static, topology = topology == STATIC, given(topology)
         algorithm = compressing(algorithm, compression, topology, numbers)
         machines = settings.get("communication_type") is CommunicationType.hierarchical_neighbor_allreduce
         if machines and isinstance(algorithm, Algorithm) and not by_buckets(algorithm):
@@ -139,17 +143,11 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             setattr(self, key, value)
         self._names = Names(self._models, self._inner)
         self._called = name = name_of_optimizer() if name is None else name
-        asked = bucket_bytes
-        if bucket_bytes is None:
-            bucket_bytes = OVERLAPPED_BUCKET_BYTES if overlap else BUCKET_BYTES
-        try:
-            bucket_bytes = check_size(bucket_bytes)
-        except (TypeError, ValueError):
-            raise ValueError(f"bucket_bytes={bucket_bytes!r}: it must be a whole number of bytes, 1 or more") from None
+        size_of_bucket = checked_bucket_bytes(bucket_bytes, overlap)
         # An algorithm has one vector, unless its parts are to step by themselves.
         parts = by_buckets(algorithm) or (overlap and isinstance(algorithm, Algorithm) and algorithm.separable)
-        whole = bucket_bytes if parts else float("inf")
-        if num_groups is not None and (groups is not None or asked is not None):
+        whole = size_of_bucket if parts else float("inf")
+        if num_groups is not None and (groups is not None or bucket_bytes is not None):
             raise ValueError("num_groups says how large messages are; leave groups and bucket_bytes out")
         if not parts and (num_groups is not None or groups is not None):
             raise ValueError(
@@ -165,6 +163,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         travels = GradientFlight if algorithm == PARALLEL and flight.in_step else flight
         self._flight = travels(self._names, name, whole, self._settings, schedule)
         self._flight.sharing = self._names.sharing
+        if topology is None and not static and by_buckets(algorithm) and isinstance(self._flight, ParameterFlight):
+            self._flight.default = one_peer()
         if num_groups is not None:
             self._flight.group_as(by_count(self._names.trainable or self._names(), num_groups))
         elif groups is not None:
@@ -178,7 +178,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             self._flight.compress(compression, feeds_back(compression, numbers))
         self._local = LocalStep(self._inner)
         self._flight.mixed = mixed_of(self._inner, mix_state, algorithm, flight)
-        self._strategy = strategy_of(algorithm, self._flight, self._local, overlap, topology, name, unchecked)
+        kind = STATIC if static else topology
+        self._strategy = strategy_of(algorithm, self._flight, self._local, overlap, kind, name, unchecked)
         self._check_needs(topology, name, unchecked)
         self._join = Join(self._flight, self._strategy, name)
         self._names.claim(self)

@@ -40,7 +40,7 @@ BY_HAND = ("self_weight", "src_weights", "dst_weights", "src_machine_weights", "
 
 @dataclass
 class Settings:
-    """The attributes of an optimizer that say how it exchanges. None of the weights: the static topology.
+    """The attributes of an optimizer that say how it exchanges. None of the weights: the optimizer's topology.
 
     Attributes:
         self_weight: w_ii of this agent (``self_weights``, as the paper writes it, is the same).
@@ -100,12 +100,13 @@ class Settings:
             round_, rank, received = found
             raise ValueError(too_few(self.robust, f"in round {round_} of topology= rank {rank} has {received}"))
 
-    def next_round(self, schedule: AgentSchedule | None, number: int) -> Round:
+    def next_round(self, schedule: AgentSchedule | None, number: int, default: AgentSchedule | None = None) -> Round:
         """What the next exchange is, as the settings are now.
 
         Args:
             schedule: The schedule that the weights come from, of agents or, where machines average, of machines.
             number: Its round.
+            default: The schedule of averages with neighbours where neither the settings nor the script give weights.
 
         Raises:
             TypeError, ValueError: The weights that are set by hand are incomplete, or name what there is not.
@@ -113,6 +114,14 @@ class Settings:
         agent, kind = current("optim"), self.communication_type
         mixing, form = None, "push-pull"
         replan: Callable[[tuple[int, ...]], Mixing] | None = None
+        if (
+            default is not None
+            and kind is CommunicationType.neighbor_allreduce
+            and agent.topology_is_default
+            and self.robust is None  # a rule compares several neighbours
+            and not self.by_hand
+        ):
+            schedule = default
         if kind in (CommunicationType.empty, CommunicationType.allreduce):
             pass
         elif schedule is not None:

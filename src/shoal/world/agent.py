@@ -111,6 +111,7 @@ class Agent:
 
     Attributes:
         grouping: How ranks are grouped into machines; None where that cannot be known of all of them.
+        topology_is_default: The script has set no static topology.
     """
 
     engine: Engine
@@ -118,6 +119,7 @@ class Agent:
     launch: Launch
     topology: StaticTopology = field(init=False)
     machine_topology: StaticTopology | None = None
+    topology_is_default: bool = True
 
     def __post_init__(self) -> None:
         self.topology = StaticTopology.of(ExponentialTwoGraph(self.size), False, self.rank)
@@ -156,6 +158,7 @@ class Agent:
     def set_topology(self, graph: nx.DiGraph, weighted: bool) -> None:
         check_graph(graph, self.size, "agents")
         self.topology = StaticTopology.of(graph, weighted, self.rank)
+        self.topology_is_default = False
         if not weighted:
             warn_about_dropped_weights(graph, self.rank)
 

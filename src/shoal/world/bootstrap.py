@@ -155,6 +155,7 @@ def _init(
     for hook in on_start:
         hook(agent)
     agent.set_topology((topology_fn or _default_graph)(agent.size), is_weighted)
+    agent.topology_is_default = topology_fn is None
 
 
 def _default_graph(size: int) -> nx.DiGraph:

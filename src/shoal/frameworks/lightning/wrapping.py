@@ -9,8 +9,6 @@ import torch
 
 from ...optim.bluefog import DistributedAdaptThenCombineOptimizer
 from ...optim.optimizer import DecentralizedOptimizer
-from ...topology.families.one_peer import OnePeerExponential
-from ...world.identity import size
 
 Wrapper: TypeAlias = Callable[[torch.optim.Optimizer, torch.nn.Module], DecentralizedOptimizer]
 """What makes an optimizer decentralized: ``shoal.DistributedAdaptThenCombineOptimizer``, or a function around it."""
@@ -19,7 +17,8 @@ Wrapper: TypeAlias = Callable[[torch.optim.Optimizer, torch.nn.Module], Decentra
 def one_peer_at_a_time(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, dealt_out: bool
 ) -> DecentralizedOptimizer:
-    """Adapt, then combine, with one neighbour of the exponential graph at a time.
+    """Adapt, then combine, on the default topology of Shoal's optimizers: one neighbour of the exponential graph at a
+    time, or what ``shoal.set_topology`` has set.
 
     Args:
         optimizer: Lightning's.
@@ -27,10 +26,7 @@ def one_peer_at_a_time(
         dealt_out: Lightning deals the samples out, so agents' data do not differ: Adam's moments need not be averaged,
             and nothing is to warn of that.
     """
-    schedule = OnePeerExponential(size())
-    return DistributedAdaptThenCombineOptimizer(
-        optimizer, module, topology=schedule, mix_state=() if dealt_out else None
-    )
+    return DistributedAdaptThenCombineOptimizer(optimizer, module, mix_state=() if dealt_out else None)
 
 
 def evaluate_first(optimizer: DecentralizedOptimizer) -> None:

@@ -1,0 +1,64 @@
+"""The topology of an optimizer that is given none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import networkx as nx
+
+from ..algorithms.agent_schedule import AgentSchedule
+from ..algorithms.algorithm import Algorithm
+from ..algorithms.machines import OfMachines
+from ..algorithms.needs import Facts, first_problem, without
+from ..topology.families.graphs import SymmetricExponentialGraph
+from ..topology.families.one_peer import OnePeerExponential
+from ..topology.families.trees import ChainGraph
+from ..topology.schedule import Schedule, Static
+from ..world.agent import current
+from .between_machines import static_topology
+
+STATIC = "static"
+"""As ``topology=``: the static topology, also where the script has set none."""
+
+
+def given(topology: nx.Graph | Schedule | str | None) -> nx.Graph | Schedule | None:
+    """The topology of an optimizer that is given one.
+
+    Raises:
+        ValueError: It is another string than "static".
+    """
+    if isinstance(topology, str) and topology != STATIC:
+        raise ValueError(f'topology={topology!r}: give a graph, a schedule or "static", or leave it out')
+    return None if isinstance(topology, str) else topology
+
+
+def one_peer() -> AgentSchedule:
+    """The default of adapt, then combine, and adapt with combine: one message a round, whatever the number of agents
+    (Ying et al. 2021, arXiv:2110.13363)."""
+    agent = current("DecentralizedOptimizer")
+    return AgentSchedule(OnePeerExponential(agent.size), agent.rank)
+
+
+def topology_of(algorithm: Algorithm, dimension: int, unchecked: str | Iterable[str], *, static: bool) -> Schedule:
+    """The topology of an algorithm that is given none: the one that the script has set, or else the first that the
+    algorithm accepts of the one-peer exponential graph, the exponential, the symmetric exponential, and the chain.
+
+    Args:
+        algorithm: One of agents, or of machines, whose topology the script must have set.
+        dimension: How many parameters an agent has.
+        unchecked: The names of conditions that the topology need not fulfil.
+        static: The static topology, also where the script has set none.
+
+    Raises:
+        ValueError: There is none of the machines; or ``unchecked`` names a condition that there is not.
+    """
+    agent = current("optimizer.step")
+    exponential = static_topology(algorithm)
+    if static or not agent.topology_is_default or isinstance(algorithm, OfMachines):
+        return exponential
+    needs = without(unchecked, type(algorithm).__name__, algorithm.needs)
+    others = Static(SymmetricExponentialGraph(agent.size)), Static(ChainGraph(agent.size))
+    for topology in (OnePeerExponential(agent.size), exponential, *others):
+        if first_problem(needs, Facts(topology, dimension)) is None:
+            return topology
+    return exponential
