@@ -91,6 +91,61 @@ class Accumulated(Local):
         return x
 
 
+class AccumulatedW(Local):
+    """``shoal.AccumAdamW``: the moments take in the mean of n gradients, with betas to the power of n."""
+
+    title = "AccumAdamW"
+    mixed: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, x: Tensor, betas: tuple[float, float], decay: float) -> None:
+        self.every = x.shape[1]
+        super().__init__(x, (betas[0] ** self.every, betas[1] ** self.every), decay)
+        self.sum = torch.zeros_like(x)
+
+    def step(self, x: Tensor, g: Tensor, W: Tensor, lr: float) -> Tensor:
+        x = self.adapt(x, g, lr)
+        for name in self.mixed:
+            setattr(self, name, W @ getattr(self, name))
+        return W @ x
+
+    def adapt(self, x: Tensor, g: Tensor, lr: float) -> Tensor:
+        m, v = self.m.lerp(g, 1 - self.betas[0]), self.v.lerp(g * g, 1 - self.betas[1])
+        x = x * (1 - lr * self.decay) - lr * self.direction(m, v, self.steps // self.every + 1)
+        self.steps += 1
+        self.sum = self.sum + g / self.every
+        if self.steps % self.every == 0:
+            self.m, self.v = (
+                self.m.lerp(self.sum, 1 - self.betas[0]),
+                self.v.lerp(self.sum * self.sum, 1 - self.betas[1]),
+            )
+            self.sum = torch.zeros_like(g)
+        return x
+
+
+class AccumulatedWMixSecond(AccumulatedW):
+    """The same, and the second moments are averaged."""
+
+    title, sent, mixed = "AccumAdamW, mix exp_avg_sq", 2, ("v",)
+
+
+class AccumulatedWMixSum(AccumulatedW):
+    """The same, and what the moments will take in is averaged."""
+
+    title, sent, mixed = "AccumAdamW, mix sum", 2, ("sum",)
+
+
+class AccumulatedWMixBoth(AccumulatedW):
+    """The same, and both moments are averaged."""
+
+    title, sent, mixed = "AccumAdamW, mix both", 3, ("m", "v")
+
+
+class AccumulatedWMixSumAndSecond(AccumulatedW):
+    """The same, and what the moments will take in and the second moments are averaged."""
+
+    title, sent, mixed = "AccumAdamW, mix sum and exp_avg_sq", 3, ("sum", "v")
+
+
 class QuasiGlobal(Local):
     """QG-DAdam (Lin et al. 2021, arXiv:2102.04761): both moments are those of the way that an agent has really gone,
     scaled to length 1."""
@@ -176,6 +231,11 @@ METHODS: dict[str, type[Local]] = {
     "m": MixFirst,
     "both": MixBoth,
     "accum": Accumulated,
+    "accumw": AccumulatedW,
+    "accumw-v": AccumulatedWMixSecond,
+    "accumw-b": AccumulatedWMixSum,
+    "accumw-both": AccumulatedWMixBoth,
+    "accumw-bv": AccumulatedWMixSumAndSecond,
     "qg": QuasiGlobal,
     "qg-v": QuasiGlobalFirst,
     "gt": Tracked,
