@@ -1,10 +1,17 @@
-"""Locks on the bytes of a memory file. The kernel gives a lock up when its holder dies.
+"""Locks on the bytes of a memory file, first come, first served. The kernel gives a lock up when its holder dies.
 
 A lock in shared memory itself would stay locked for ever when its holder is killed. A byte-range lock on an open file
-description does not, costs a microsecond, and needs no memory. It has three gaps that are closed here: it does not
-exclude two threads that use one description (so what this process holds is kept besides), it is lost when the
-description is closed (which therefore waits for the last holder), and it cannot wait until a deadline (it is tried
-again and again, more and more rarely).
+description does not, costs a microsecond, and needs no memory. It has four gaps that are closed here:
+
+- It does not exclude two threads that use one description, so what this process holds is kept besides.
+- It is lost when the description is closed, which therefore waits for the last holder.
+- It cannot wait until a deadline, so it is tried again and again, more and more rarely.
+- It has no queue, so an agent that takes a lock in a loop could keep others from it for seconds. Whoever waits holds a
+  lock on one more byte, its place in the queue: far behind the file, at an offset that is the time of its arrival. The
+  lock is for the waiter before which no other place is held. Whoever does not wait yet looks for places first: not
+  each time, as that would cost as much as the lock, but once in ``_UNSEEN`` times and in ``_UNSEEN_SECONDS``. A place
+  is free when its holder is killed, as any lock. One whose holder is stopped does not keep the others: where the lock
+  stays free for ``_PATIENCE`` the next one takes it.
 """
 
 from __future__ import annotations
@@ -18,11 +25,21 @@ from collections.abc import Callable
 
 from ..interrupts import held
 
-F_OFD_SETLK = 37
+F_OFD_GETLK, F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
+_FREE = struct.pack("h", fcntl.F_UNLCK)
+_PLACES = 1 << 48
+"""Offsets for the queue of one byte: a place is a time since the machine has started, in microseconds. Of an offset's
+63 bits this leaves room for 32,766 bytes, and for eight years."""
 _TRIES = 20
 """Attempts in a row before the first pause: most locks are held for microseconds."""
 _SHORTEST, _LONGEST = 20e-6, 1e-3
+_PATIENCE = 0.1
+"""Seconds: whoever does not take a free lock for so long, in its turn, is stopped."""
+_UNSEEN, _UNSEEN_SECONDS = 8, 1e-3
+"""So often, and for so long, a lock may be taken without a look at the queue: nobody is passed more often than that."""
+_SHARE = 1 / 32
+"""A pause is this share of the time that was waited: what is free is noticed late by no more."""
 
 
 class Busy(Exception):
@@ -41,6 +58,37 @@ class Freed(Exception):
     """What the locks are for has been given up."""
 
 
+class _Waiter:
+    """A thread that waits for one byte."""
+
+    __slots__ = ("arrived", "free_since", "is_first", "place")
+
+    def __init__(self) -> None:
+        self.arrived = max(1, time.monotonic_ns() // 1000 % _PLACES)
+        self.place = 0  # in the queue of all processes; 0: none yet
+        self.is_first = False  # in that queue
+        self.free_since = 0.0  # the lock, while it is somebody else's turn; 0.0: it is not free
+
+
+def _request(kind: int, start: int, length: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
+
+
+class _Byte:
+    """The requests to the kernel for one byte, and the threads of this process that wait for it, in their order."""
+
+    __slots__ = ("anybody", "lock", "looks_at", "passed", "queue", "unlock", "unseen", "waiters")
+
+    def __init__(self, byte: int) -> None:
+        self.lock, self.unlock = _request(fcntl.F_WRLCK, byte, 1), _request(fcntl.F_UNLCK, byte, 1)
+        self.queue = (byte + 1) * _PLACES
+        self.passed = 0  # places before this one are of processes that are stopped
+        self.anybody = _request(fcntl.F_WRLCK, self.queue, _PLACES)
+        self.waiters: list[_Waiter] = []
+        self.unseen = _UNSEEN  # times that the lock was taken without a look at the queue
+        self.looks_at = 0.0  # when to look again at the latest
+
+
 class ByteLocks:
     """Exclusive locks on single bytes of the file behind a descriptor, for all threads of this agent."""
 
@@ -50,55 +98,140 @@ class ByteLocks:
         # Also keeps the descriptor open while a thread is about to use its number, which could be somebody else's then.
         self._guard = threading.Lock()
         self._held: set[int] = set()
+        self._bytes: dict[int, _Byte] = {}
         self._closed = False
 
+    def _of(self, byte: int) -> _Byte:
+        found = self._bytes.get(byte)
+        if found is None:
+            found = self._bytes[byte] = _Byte(byte)
+        return found
+
     def try_acquire(self, byte: int) -> bool:
-        """Take a lock if it is free.
+        """Take a lock if it is free, also before those that wait: whoever only tries has no place among them.
 
         Raises:
             Freed: The locks have been closed.
         """
         with self._guard:
-            if self._closed:
-                raise Freed
-            if byte in self._held:
-                return False
-            try:
-                fcntl.fcntl(self._fd, F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-            except (BlockingIOError, PermissionError):
-                return False
-            self._held.add(byte)
-            return True
+            return self._take(byte, self._of(byte))
+
+    def _take(self, byte: int, one: _Byte) -> bool:
+        if self._closed:
+            raise Freed
+        if byte in self._held or not self._lock(one.lock):
+            return False
+        self._held.add(byte)
+        return True
+
+    def _lock(self, request: bytes) -> bool:
+        try:
+            fcntl.fcntl(self._fd, F_OFD_SETLK, request)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _sees_queue(self, one: _Byte) -> bool:
+        """Whether another process waits."""
+        one.unseen, one.looks_at = 1, time.monotonic() + _UNSEEN_SECONDS
+        return self._is_held(one.anybody)
+
+    def _is_held(self, query: bytes) -> bool:
+        """Whether another process holds any of some bytes."""
+        return fcntl.fcntl(self._fd, F_OFD_GETLK, query)[:2] != _FREE
+
+    def _is_first(self, one: _Byte, place: int) -> bool:
+        """Whether no other process holds a place before this one."""
+        rest = place - one.passed
+        return rest <= 0 or not self._is_held(_request(fcntl.F_WRLCK, one.queue + one.passed, rest))
 
     def release(self, byte: int) -> None:
         with self._guard:
             self._held.discard(byte)
-            fcntl.fcntl(self._fd, F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
-            self._close_if_unused()
+            fcntl.fcntl(self._fd, F_OFD_SETLK, self._bytes[byte].unlock)
+            if self._closed:
+                self._close_if_unused()
 
     def acquire(self, byte: int, deadline: float, check: Callable[[], None] = lambda: None) -> None:
-        """Take a lock, waiting until ``deadline`` (``time.monotonic()``).
+        """Take a lock, waiting until ``deadline`` (``time.monotonic()``), in the order of arrival.
 
         Args:
             check: Called between attempts; what it raises ends the wait.
 
         Raises:
-            Busy: Somebody else held it all the time.
+            Busy: Others held it all the time.
             Freed: The locks have been closed.
         """
-        pause = _SHORTEST
-        tries = 0
-        while not self.try_acquire(byte):
+        with self._guard:
+            if self._closed:
+                raise Freed
+            one = self._bytes.get(byte) or self._of(byte)
+            if one.unseen < _UNSEEN and not one.waiters and byte not in self._held and time.monotonic() < one.looks_at:
+                one.unseen += 1  # nobody is looked for: this is all that a lock costs where nobody else wants it
+                try:
+                    fcntl.fcntl(self._fd, F_OFD_SETLK, one.lock)
+                    self._held.add(byte)
+                    return
+                except (BlockingIOError, PermissionError):
+                    pass
+            elif not one.waiters and not self._sees_queue(one) and self._take(byte, one):
+                return
+            one.unseen = _UNSEEN  # there may be others, so look the next time
+            waiter = _Waiter()
+            one.waiters.append(waiter)
+        try:
+            self._wait(byte, one, waiter, deadline, check)
+        finally:
+            with self._guard:
+                one.waiters.remove(waiter)
+                if waiter.place and self._fd >= 0:
+                    fcntl.fcntl(self._fd, F_OFD_SETLK, _request(fcntl.F_UNLCK, one.queue + waiter.place, 1))
+
+    def _wait(self, byte: int, one: _Byte, waiter: _Waiter, deadline: float, check: Callable[[], None]) -> None:
+        tries, since, was_first = 0, time.monotonic(), False
+        while True:
+            with self._guard:
+                if self._take_in_turn(byte, one, waiter):
+                    return
             tries += 1
             if tries < _TRIES:
                 time.sleep(0)
                 continue
             check()
             held.checkpoint()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise Busy
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
+            if waiter.is_first and not was_first:  # its predecessor has only just taken the lock
+                was_first, since = True, now
+            time.sleep(min(_LONGEST, max(_SHORTEST, (now - since) * _SHARE)))
+
+    def _take_in_turn(self, byte: int, one: _Byte, waiter: _Waiter) -> bool:
+        """Take the lock where nobody waits for longer: no thread of this process, and no other process."""
+        if self._closed:
+            raise Freed
+        leads = one.waiters[0] is waiter  # those of this process
+        if leads and not waiter.place:
+            place = waiter.arrived
+            while not self._lock(_request(fcntl.F_WRLCK, one.queue + place, 1)):  # two have come at one time
+                place += 1
+            waiter.place = place
+        if leads and not waiter.is_first:
+            waiter.is_first = self._is_first(one, waiter.place)
+        if leads and waiter.is_first:
+            return self._take(byte, one)
+        if byte in self._held or self._is_held(one.lock):
+            waiter.free_since = 0.0
+            return False
+        now = time.monotonic()
+        if not waiter.free_since:
+            waiter.free_since = now
+        if now - waiter.free_since < _PATIENCE:
+            return False
+        if leads:
+            one.passed = waiter.place
+            one.anybody = _request(fcntl.F_WRLCK, one.queue + one.passed, _PLACES - one.passed)
+        return self._take(byte, one)
 
     @property
     def descriptor(self) -> int:
