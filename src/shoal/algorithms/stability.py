@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 
 import networkx as nx
 import torch
@@ -100,12 +99,9 @@ class _Messages(Rows):
 
 
 def _lr_of(algorithm: Algorithm) -> float | None:
-    held: dict[str, object] = (
-        {one.name: getattr(algorithm, one.name) for one in fields(algorithm)} if is_dataclass(algorithm) else {}
-    )
-    if "lr" in held:
-        return float(held["lr"])  # type: ignore[arg-type]
-    inner = held.get("algorithm")
+    if hasattr(algorithm, "lr"):
+        return float(algorithm.lr)
+    inner = getattr(algorithm, "algorithm", None)
     return _lr_of(inner) if isinstance(inner, Algorithm) else None
 
 
@@ -124,7 +120,7 @@ def _largest(algorithm: Algorithm, facts: Facts, curvature: torch.Tensor) -> flo
         return math.inf
     try:
         return float(torch.linalg.eigvals(matrix).abs().max())
-    except torch.linalg.LinAlgError:  # its iteration did not converge: not known to be stable
+    except RuntimeError:  # the iteration did not converge: not known to be stable
         return math.inf
 
 
@@ -143,7 +139,7 @@ def step_matrix(algorithm: Algorithm, facts: Facts, curvature: torch.Tensor) -> 
         AttributeError,
         RuntimeError,
         TypeError,
-    ):  # shapes that do not follow that of x, or no messages of this kind
+    ):  # shapes that do not follow that of x, or other messages
         linear = False
     if not linear:
         raise ValueError(f"the steps of {algorithm!r} are not linear, so that no matrix tells where they are stable")
