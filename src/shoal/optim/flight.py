@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from itertools import compress
 from operator import is_
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from .buckets import Bucket, into_buckets
 from .mixed_state import MixedState, StateBucket
 from .params import check_that_models_agree, check_that_values_agree
 from .settings import Settings
-from .trainable import digest_of, equalize_frozen, trainable
+from .trainable import digest_of, equalize_frozen
 
 Params = Callable[[], Mapping[torch.nn.Parameter, str]]
 _MOST_SEEN = 64
@@ -56,6 +57,7 @@ class Flight(ABC):
             in none.
         active: The numbers of the buckets that are exchanged in this round: those with trainable parameters.
         digest: Of the parameters in the active buckets; 0 where all have been trainable from the beginning.
+        trainable: A byte for each parameter, 1 where it requires gradients in this round.
         sharing: The parameters that share memory.
         remembers: Somebody keeps a vector for each bucket: buckets stay as they are, and all are active.
     """
@@ -80,6 +82,7 @@ class Flight(ABC):
         self.active: list[int] = []
         self.digest = 0
         self.remembers = False
+        self.trainable: Callable[[], bytes] = lambda: b"\1" * len(params())
         self.sharing: Callable[[], list[list[torch.nn.Parameter]]] = list
         self._shared: list[list[torch.nn.Parameter]] = []
         self._layout: list[list[str]] = []
@@ -143,7 +146,7 @@ class Flight(ABC):
         Once before each round, and before the first one together with all agents: they compare their models."""
         if self.under_way:
             return
-        now = trainable(self._params())
+        now = self.trainable()
         changes = now != self._trainable
         looked_at = self.buckets if changes else [self.buckets[number] for number in self.active]
         moved = [bucket for bucket in looked_at if not bucket.in_place]
@@ -178,14 +181,15 @@ class Flight(ABC):
                 bucket.stay()
 
     def _follow(self, now: bytes) -> None:
-        """Other parameters are trainable than before: ``now``, as :func:`~shoal.optim.trainable.trainable` has it."""
+        """Other parameters are trainable than before: ``now``, as :attr:`trainable` gave it."""
         self._trainable = now
         if now not in self._seen:
             self._arrange(now)
+            on = set(compress(self._params(), now))
             active = [
                 number
                 for number, bucket in enumerate(self.buckets)
-                if self.remembers or any(param.requires_grad for param in bucket.params)
+                if self.remembers or not on.isdisjoint(bucket.params)
             ]
             layout = self.layout
             whole = all(now) and not (self._has_changed or self._layout)
@@ -200,7 +204,7 @@ class Flight(ABC):
         A bucket whose parameters are all frozen stays, so that where layers take turns nothing is ever moved again.
         """
         params = list(self._params())
-        on = {param for param, learns in zip(params, now, strict=True) if learns}
+        on = set(compress(params, now))
         buckets = list(self.buckets)
         if self.splits and not self.remembers:
             for number, bucket in enumerate(buckets):

@@ -100,7 +100,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         TypeError: ``optimizer``, ``model`` or ``algorithm`` is not one.
         ValueError: LBFGS; a parameter that is not in the model, or that another wrapper has; a topology of another
             size, or that the algorithm cannot converge on; an overlap, or a size of buckets, that there is not.
-        Mismatch: At the first step, if the agents' models differ; it names the parameter.
+        Mismatch: At a step, if agents' models differ, or they have frozen different parameters; it names one.
     """
 
     _step_supports_amp_scaling = True  # else GradScaler would leave out step() on an agent whose neighbours wait for it
@@ -162,7 +162,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         check_sharding(self._names(), self._models, algorithm, compression, flight.in_step, overlap)
         travels = GradientFlight if algorithm == PARALLEL and flight.in_step else flight
         self._flight = travels(self._names, name, whole, self._settings, schedule)
-        self._flight.sharing = self._names.sharing
+        self._flight.sharing, self._flight.trainable = self._names.sharing, self._names.are_trainable
         if topology is None and not static and by_buckets(algorithm) and isinstance(self._flight, ParameterFlight):
             self._flight.default = one_peer()
         if num_groups is not None:
@@ -322,7 +322,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         local.unscale(self._names(), found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step
         self._names.look()
         if not self._alone:
-            self._names.drop_gradients_of_frozen()
+            self._names.begin_step(self._strategy.begins_early)
         self._count_passes()
         passes = self._passes.begin_step()
         enough = self._is_enough(passes)
@@ -401,9 +401,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         """A forward pass of training begins: exchanges that start there do so."""
         self._count_passes()
         enough = self._passes.next >= self._settings.num_steps_per_communication
-        # A model that is frozen runs within another one's step, such as the discriminator of a GAN.
-        if enough and not self._passes.stepping and not self._alone and self._names.learn():
+        early = enough and self._strategy.begins_early and not self._passes.stepping and not self._alone
+        if early and self._names.learn():
             with torch.no_grad():
+                self._names.begin_pass()
                 self._strategy.begin_pass()
 
     def _warn_if_late(self, name: str) -> None:

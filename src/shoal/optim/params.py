@@ -7,8 +7,8 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from contextlib import contextmanager
-from itertools import chain, filterfalse, repeat
-from operator import attrgetter, is_
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, not_
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -47,6 +47,8 @@ class Names:
         self._views: list[ValuesView[object]] = []
         self._last: list[object] = []
         self._looked = False
+        self._trainable: bytes | None = None
+        self._passed = False  # a forward pass has begun since the last step
         self.read(None)
 
     def __call__(self) -> dict[torch.nn.Parameter, str]:
@@ -65,7 +67,7 @@ class Names:
         for param, name in found.items():
             if _owner_of(param) not in (None, owner):
                 raise ValueError(f"another decentralized optimizer has the parameter {name!r}; call its close() first")
-        self._names = found
+        self._names, self._trainable = found, None
         self._remember()
 
     def _remember(self) -> None:
@@ -127,18 +129,41 @@ class Names:
         """Those that require gradients now."""
         return {param: name for param, name in self._names.items() if param.requires_grad}
 
+    def refresh(self) -> None:
+        """Look which require gradients: once for each step, as every look costs something for each parameter."""
+        self._trainable = bytes(map(_requires_grad, self._names))
+
+    def are_trainable(self) -> bytes:
+        """A byte for each parameter, 1 where it required gradients at the last :meth:`refresh`."""
+        if self._trainable is None:
+            self.refresh()
+        return self._trainable or b""
+
     def learn(self) -> bool:
-        """Whether any of them requires gradients."""
+        """Whether any of them requires gradients. A frozen model runs within another one's step, such as the
+        discriminator of a GAN within the generator's."""
         return any(map(_requires_grad, self._names))
 
-    def drop_gradients_of_frozen(self) -> None:
+    def begin_pass(self) -> None:
+        """A forward pass begins with which an exchange may begin."""
+        self.refresh()
+        self._passed = True
+
+    def begin_step(self, settled: bool) -> None:
+        """A step begins; ``settled``: what it exchanges is what was trainable at the forward pass, if there was one."""
+        if not (settled and self._passed):
+            self.refresh()
+        self._passed = False
+        self._drop_gradients_of_frozen()
+
+    def _drop_gradients_of_frozen(self) -> None:
         """Remove the gradients that frozen parameters still have: the wrapped optimizer would step these parameters by
         this agent's own gradients, and no exchange would bring the agents' together again. Warns of gradients that are
         not zero."""
-        frozen = filterfalse(_requires_grad, self._names)
-        if all(map(is_, map(_grad, frozen), repeat(None))):  # no Python code for each: every step asks
-            return
-        left = [param for param in self._names if not param.requires_grad and param.grad is not None]
+        flags = self.are_trainable()
+        if 0 not in flags or all(map(is_, map(_grad, compress(self._names, map(not_, flags))), repeat(None))):
+            return  # no Python code for each: every step asks
+        left = [param for param in compress(self._names, map(not_, flags)) if param.grad is not None]
         lost = [self._names[param] for param in left if _is_not_zero(param.grad)]
         for param in left:
             param.grad = None

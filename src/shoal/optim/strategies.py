@@ -24,6 +24,8 @@ class StepStrategy(ABC):
     equation: ClassVar[str]
     at_every_step: ClassVar[bool] = False
     """There is an exchange at every step, whatever ``num_steps_per_communication`` is."""
+    begins_early: ClassVar[bool] = False
+    """What is exchanged is settled at the forward pass, where there is one."""
 
     def __init__(self, flight: Flight, local: LocalStep) -> None:
         self._flight, self._local = flight, local
@@ -89,6 +91,7 @@ class AdaptWithCombine(StepStrategy):
     """
 
     equation = "x+ = W x - lr g(x)"
+    begins_early = True
 
     def begin_pass(self) -> None:
         if not self._flight.under_way:
@@ -156,6 +159,7 @@ class AverageMomenta(AverageGradients):
 class DuringBackward(StepStrategy):
     """Buckets leave as soon as their gradients are there."""
 
+    begins_early = True
     _flight: InStepFlight
 
     def __init__(self, *arguments: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 
 import torch
 
@@ -15,13 +14,6 @@ from ..ops.arguments import LAYOUT
 from ..ops.objects import allreduce_parameters
 from ..world.agent import current
 from .params import checksums_by_rank
-
-_requires_grad = attrgetter("requires_grad")
-
-
-def trainable(params: Iterable[torch.nn.Parameter]) -> bytes:
-    """A byte for each parameter, 1 where it requires gradients. Every round asks, so no Python code runs for each."""
-    return bytes(map(_requires_grad, params))
 
 
 def digest_of(layout: Iterable[Iterable[str]]) -> int:
@@ -70,7 +62,7 @@ def explained(error: Mismatch, operation: Operation, params: Mapping[torch.nn.Pa
         error: Of the exchange.
         operation: The exchange.
         params: All that the optimizer has, with their names.
-        now: Which of them were trainable, as :func:`trainable` gives it.
+        now: A byte for each of them, 1 where it was trainable.
     """
     agent, names = current("optim"), list(params.values())
     mine = [f"{_KINDS[one]} {called!r}" for one, called in zip(now, names, strict=True)]
