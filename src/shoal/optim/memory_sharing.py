@@ -38,8 +38,8 @@ def sharing(models: Sequence[torch.nn.Module], params: Iterable[Param]) -> list[
     for param in params:
         if param in number_of:
             found[number_of[param]].append(param)
-        elif param.is_cpu and not is_sharded(param) and param.is_shared():  # on other devices all are
-            alone.append([param])
+        elif param.is_cpu and not is_sharded(param) and param.is_shared():  # type: ignore[no-untyped-call]
+            alone.append([param])  # on other devices all are shared
     return [*found.values(), *alone]
 
 
