@@ -400,9 +400,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     def _begin_pass(self) -> None:
         """A forward pass of training begins: exchanges that start there do so."""
         self._count_passes()
-        enough = self._passes.next >= self._settings.num_steps_per_communication
-        early = enough and self._strategy.begins_early and not self._passes.stepping and not self._alone
-        if early and self._names.learn():
+        enough = self._passes.next >= self._settings.num_steps_per_communication and not self._passes.stepping
+        if enough and self._strategy.begins_early and not self._alone and self._names.learn():
             with torch.no_grad():
                 self._names.begin_pass()
                 self._strategy.begin_pass()
