@@ -246,8 +246,35 @@ def test_at_any_pace_agents_come_near_each_other_and_the_one_optimum(
 def test_what_asynchronous_averages_have_not_is_refused() -> None:
     with pytest.raises(ValueError, match="peer_selection_mode='shift_one'"):
         AsyncModelAverageAlgorithm("shift_one")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="GradientAllReduceAlgorithm"):
-        AsyncModelAverageAlgorithm(warmup_steps=5)
+    with pytest.raises(ValueError, match="warmup_steps=-1"):
+        AsyncModelAverageAlgorithm(warmup_steps=-1)
+
+
+@pytest.mark.parametrize("warmup", [1, 5])
+def test_a_warm_up_of_asynchronous_averages_averages_gradients(warmup: int) -> None:
+    """So many steps are those of averaged gradients, to the bit; the next ones are not, and agents differ."""
+
+    def run(make: Callable[[], Any], steps: int) -> Tensor:
+        model = deepcopy(MODEL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        bagua.with_bagua(model, [optimizer], make())
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(batch(shoal.rank(), step)).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+        if isinstance(model.bagua_algorithm, AsyncModelAverageAlgorithm):
+            model.bagua_algorithm.abort(model)
+        bagua.without_bagua(model)
+        return flat(model)
+
+    fleet = shoal.Fleet(3, timeout=30.0)
+    warm = fleet.run(run, lambda: AsyncModelAverageAlgorithm(warmup_steps=warmup), warmup)
+    averaged = fleet.run(run, GradientAllReduceAlgorithm, warmup)
+    assert all(torch.equal(one, other) for one, other in zip(warm, averaged, strict=True))
+    after = fleet.run(run, lambda: AsyncModelAverageAlgorithm(warmup_steps=warmup), warmup + 2)
+    assert not torch.equal(after[0], after[1])
 
 
 # The user's loop

@@ -87,7 +87,7 @@ def with_bagua(
     attached: list[Stepping] = []
     try:
         for optimizer in optimizers:
-            attached.append(Stepping(optimizer, algorithm.around(optimizer, model), algorithm.communication_interval))
+            attached.append(Stepping(optimizer, model, algorithm))
     except BaseException:
         for one in attached:
             one.close()

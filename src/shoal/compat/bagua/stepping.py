@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ...optim.optimizer import DecentralizedOptimizer
+from .algorithms.base import Algorithm
+from .algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 
 Closure = Callable[[], float]
 _SCALERS = ("found_inf", "grad_scale")
@@ -20,12 +21,15 @@ class Stepping:
 
     Args:
         optimizer: The user's.
-        around: The decentralized one around it.
-        interval: It communicates in steps 1, interval + 1, 2 interval + 1, ...
+        model: Whose parameters it has.
+        algorithm: What the decentralized optimizer is made from.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, around: DecentralizedOptimizer, interval: int) -> None:
-        self._optimizer, self._around, self._interval = optimizer, around, interval
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, algorithm: Algorithm) -> None:
+        self._optimizer, self._model, self._algorithm = optimizer, model, algorithm
+        self._warmup = algorithm.warmup_steps
+        first = GradientAllReduceAlgorithm() if self._warmup else algorithm
+        self._around = first.around(optimizer, model)
         self._local: Callable[..., Any] = optimizer.step
         self._own = vars(optimizer).get("step")  # a learning-rate scheduler's, which counts
         self._passes_on = False
@@ -54,7 +58,16 @@ class Stepping:
                 del around[name]
             own.update(scaled)  # the GradScaler takes them away
             if self._around.rounds:
-                self._around.num_steps_per_communication = self._interval
+                self._around.num_steps_per_communication = self._algorithm.communication_interval
+            if self._warmup:
+                self._count_warmup()
+
+    def _count_warmup(self) -> None:
+        """After the last step of the warm-up, which all agents take together, the algorithm itself begins."""
+        self._warmup -= 1
+        if not self._warmup:
+            self._around.close()
+            self._around = self._algorithm.around(self._optimizer, self._model)
 
     def close(self) -> None:
         """The optimizer steps by itself again."""

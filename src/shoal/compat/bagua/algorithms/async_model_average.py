@@ -25,11 +25,12 @@ class AsyncModelAverageAlgorithm(Algorithm):
     Args:
         peer_selection_mode: ``"all"``.
         sync_interval_ms: Ignored: an average goes on beside each step's passes.
-        warmup_steps: 0. For others train with ``GradientAllReduceAlgorithm`` first, and then call ``with_bagua`` again.
+        warmup_steps: The first steps average gradients instead, as ``GradientAllReduceAlgorithm`` does: in these
+            agents wait for each other, and models stay equal.
         compression: Messages travel as a compressor's, a fine one; BAGUA has none here.
 
     Raises:
-        ValueError: There is no such mode; a number of ``warmup_steps``.
+        ValueError: There is no such mode; ``warmup_steps`` is no whole number from 0 on.
     """
 
     def __init__(
@@ -42,11 +43,9 @@ class AsyncModelAverageAlgorithm(Algorithm):
     ) -> None:
         if peer_selection_mode != "all":
             raise ValueError(f"peer_selection_mode={peer_selection_mode!r}: there is 'all'")
-        if warmup_steps:
-            raise ValueError(
-                f"warmup_steps={warmup_steps}: take so many steps with GradientAllReduceAlgorithm, and then call "
-                "with_bagua again with this one"
-            )
+        if not isinstance(warmup_steps, int) or warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps!r} must be a whole number of steps, 0 or more")
+        self.warmup_steps = warmup_steps
         self._compression = compression
 
     def around(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> DecentralizedOptimizer:

@@ -16,9 +16,11 @@ class Algorithm(ABC):
 
     Attributes:
         communication_interval: It communicates in steps 1, k + 1, 2 k + 1, ...
+        warmup_steps: How many steps average gradients before it begins.
     """
 
     communication_interval: int = 1
+    warmup_steps: int = 0
 
     @abstractmethod
     def around(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> DecentralizedOptimizer:
