@@ -84,6 +84,13 @@ class Publisher:
         published.data.view(tensor.shape).copy_(tensor.detach())
         return published
 
+    def keep(self, operation: Operation, tensor: torch.Tensor) -> Published:
+        """A tensor that no other agent reads, where it lies, with the checks of one that is published."""
+        spoiled = self.problem(operation, tensor)
+        if spoiled is not None:
+            raise spoiled
+        return Published(tensor.detach().view(-1))
+
     def room(self, operation: Operation, numel: int, dtype: torch.dtype) -> Published:
         """Uninitialised numbers, flat, that others can read once they have been written."""
         if numel * dtype.itemsize <= PUBLISH_BYTES:

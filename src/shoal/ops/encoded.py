@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 
 import torch
 
@@ -73,18 +73,22 @@ class Encoded:
         name = name_of(self.compressor)
         return zlib.crc32(f"{name} {list(self.numbers.shape)} {self.numbers.dtype}".encode())
 
-    def shortened(self, engine: Engine, operation: Operation, sends: Sequence[Send]) -> list[Send]:
-        """The same, with the message in the place of the numbers for those that are far."""
-        if not any(engine.is_far(send.destination) for send in sends):
-            return list(sends)
-        published = engine.publisher.publish(operation, self.message)
+    def published(self, engine: Engine, operation: Operation, sends: Sequence[Send]) -> list[Send]:
+        """The same sends: of the message to agents that are far, of the numbers to the others. Each of the two is
+        copied to where others can read it only if one of them does."""
+        far = [engine.is_far(send.destination) for send in sends]
+        numbers = None if all(far) else engine.publisher.publish(operation, self.numbers)
+        message = engine.publisher.publish(operation, self.message) if any(far) else None
         nbytes = self.message.numel()
-        return [
-            Send(send.destination, published, 0, nbytes, (nbytes,), send.scale)
-            if engine.is_far(send.destination)
-            else send
-            for send in sends
-        ]
+        found = []
+        for send, is_far in zip(sends, far, strict=True):
+            if is_far:
+                assert message is not None
+                found.append(Send(send.destination, message, 0, nbytes, (nbytes,), send.scale))
+            else:
+                assert numbers is not None
+                found.append(replace(send, published=numbers))
+        return found
 
     def decoded(
         self, operation: Operation, agent: Agent, arrived: Sequence[tuple[int, Message]]

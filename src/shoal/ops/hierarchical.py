@@ -252,13 +252,14 @@ def _mixed(
     """
     engine, total = agent.engine, mean.numel()
     encoded = None if compressor is None else encoded_for(operation, mean.view(-1), compressor, agent.rank)
-    share = engine.publisher.publish(operation, mean if encoded is None else encoded.numbers)
+    publisher = engine.publisher
+    share = publisher.publish(operation, mean) if encoded is None else publisher.keep(operation, encoded.numbers)
     sources = {speakers[machine]: weight for machine, weight in mixing.sources.items()}
     sends = [
         Send(speakers[machine], share, 0, total, (total,), scale) for machine, scale in mixing.destinations.items()
     ]
     if encoded is not None:
-        sends, digest = encoded.shortened(engine, operation, sends), digest ^ encoded.digest
+        sends, digest = encoded.published(engine, operation, sends), digest ^ encoded.digest
     arrived = yield Exchange(
         rotated(sends, agent),
         list(sources),

@@ -13,6 +13,7 @@ side.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
 
 import torch
 
@@ -369,7 +370,9 @@ def _mix(
         tensor = encoded.numbers
     given = tensor.new_empty(0) if silent else tensor
     plain = robust is None and encoded is None and engine.carrier is None
-    published = engine.publisher.publish(operation, given, zero_copy=zero_copy, on_device=plain)
+    publish = partial(engine.publisher.publish, zero_copy=zero_copy, on_device=plain)
+    # Of what is encoded others may read only the message: that is known with the destinations.
+    published = (publish if encoded is None else engine.publisher.keep)(operation, given)
     own_data = torch.zeros(tensor.numel(), dtype=tensor.dtype) if silent else published.data
     shape, total = tuple(tensor.shape), own_data.numel()
     sources, destinations = mixing.sources, mixing.destinations
@@ -395,7 +398,7 @@ def _mix(
         digest, digest_of = digest ^ layout, f"{digest_of}, or {LAYOUT}"
     sends = [Send(rank, published, 0, total, shape, weight) for rank, weight in destinations.items()]
     if encoded is not None:
-        sends = encoded.shortened(engine, operation, sends)
+        sends = encoded.published(engine, operation, sends)
         digest, digest_of = digest ^ encoded.digest, "topology, form, compression, shape or dtype"
     sends += [Send(rank, published, 0, 0, (0,), NOTHING) for rank in nothing]
     if isinstance(published, PublishedOnDevice):
