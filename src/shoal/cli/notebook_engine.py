@@ -1,18 +1,22 @@
 """An engine of ipyparallel that is an agent: it takes the cells of a notebook, and tells the others when one fails.
 
 After a cell has raised, its engine is there and idle, and an agent that waits for it would wait until its deadline. So
-while an engine is idle after a failure it looks whether anybody waits for it, and if so it breaks with the fleet: the
-others get :class:`~shoal.PeerLost` with what the cell raised. Nobody waits, nothing happens: a slip of the pen in all
-engines does no harm.
+while an engine is idle after a failure it looks whether others wait for it. Once they have for two seconds it leaves,
+and they get :class:`~shoal.PeerLost` with what the cell raised. Where no agent waits, as after a slip in all engines,
+it stays.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from typing import Any
 
 _LOOK_SECONDS = 0.05
+_GRACE_SECONDS = 2.0
+"""How long others wait for an idle engine before it leaves. Engines begin the next cell at different times; without
+this the first one to begin would lose the last one."""
 
 
 class CellWatch:
@@ -43,13 +47,18 @@ class CellWatch:
         from ..world.agent import process_context
         from ..world.bootstrap import leave
 
+        waited_for_since = None
         while True:
             agent = process_context().agent
             if agent is None:
                 return
             with agent.engine.lock:
                 is_waited_for = agent.engine.matcher.is_waited_for()
-            if is_waited_for:
+            if not is_waited_for:
+                waited_for_since = None
+            elif waited_for_since is None:
+                waited_for_since = time.monotonic()
+            elif time.monotonic() - waited_for_since >= _GRACE_SECONDS:
                 leave(process_context(), cause, died=True)
                 return
             if self._next_cell.wait(_LOOK_SECONDS):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 NOT_YET = "it has not come yet"
-NEEDED = "it has left with shoal.shutdown(), and is still needed"
+LEFT = "has left (it called shoal.shutdown(), or its script ended)"
+NEEDED = f"it {LEFT}, and is still needed"
 """The cause of a loss where an agent left in good order. All agents give the same one, whoever noticed first."""
 
 
@@ -115,7 +116,7 @@ class Membership:
         if rank in self.view.died:
             return f"rank {rank} was lost ({self.view.died[rank]})"
         if rank in self.view.left:
-            return f"rank {rank} has left (it called shoal.shutdown(), or its script ended)"
+            return f"rank {rank} {LEFT}"
         if rank not in self.view.alive:
             return f"rank {rank} is not there"
         return f"rank {rank} is there"
