@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.engine import deadlock, lifecycle, watchdog
+from shoal.engine.callbacks import Callbacks
 from shoal.transport.wire import Kind, Message, ProtocolError
 from shoal.world.agent import current
 
@@ -235,3 +236,14 @@ def test_a_verdict_of_one_that_is_not_waited_for_changes_nothing(fleet: Fleets) 
         return call("a")
 
     assert fleet(3).run(run) == [3.0] * 3
+
+
+def test_a_callback_is_pending_until_it_has_returned() -> None:
+    """Its operation has ended by then, so only this shows that a call may still come from it."""
+    callbacks, seen = Callbacks(), []
+    assert not callbacks.pending
+    callbacks.add(lambda _: seen.append(callbacks.pending), None, "a test")
+    assert callbacks.pending
+    callbacks.run()
+    assert seen == [True]
+    assert not callbacks.pending

@@ -22,6 +22,12 @@ class Callbacks:
 
     def __init__(self) -> None:
         self.due: deque[tuple[Callable[[Any], None], Any, object]] = deque()
+        self._running: list[None] = []  # one entry for each call; appending and popping need no lock
+
+    @property
+    def pending(self) -> bool:
+        """A callback is due, or has not returned: it may still submit an operation."""
+        return bool(self.due or self._running)
 
     def add(self, callback: Callable[[T], None], argument: T, what: object) -> None:
         """Have ``callback(argument)`` called; ``what`` says in the log whose it was, if it fails."""
@@ -30,12 +36,19 @@ class Callbacks:
     def run(self) -> None:
         """Call those that are due. What they raise is logged."""
         while self.due:
+            self._running.append(None)  # before it is taken out, or there is a moment in which it does not count
             try:
-                callback, argument, what = self.due.popleft()
-            except IndexError:  # another thread of this agent was quicker
-                return
-            try:
-                with released:
-                    callback(argument)
-            except (Exception, SystemExit):
-                log.exception("a callback of %s failed", what)
+                self._run_first()
+            finally:
+                self._running.pop()
+
+    def _run_first(self) -> None:
+        try:
+            callback, argument, what = self.due.popleft()
+        except IndexError:  # another thread of this agent was quicker
+            return
+        try:
+            with released:
+                callback(argument)
+        except (Exception, SystemExit):
+            log.exception("a callback of %s failed", what)

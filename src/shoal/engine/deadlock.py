@@ -107,6 +107,9 @@ class Deadlocks:
             return None
         if operation.timeout < self._timeout:  # whoever gives a call less time is ready to go on without it
             return None
+        # Those of operations in flight, and those whose operation has ended while they have not returned yet.
+        if self._lifecycle.callbacks.pending:
+            return None
         if any(one.handle is not None and one.handle.has_callbacks for one in self._matcher.in_flight()):
             return None
         return None if self._others_could_call() else operation
