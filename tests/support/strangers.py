@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.transport import router as routing
+from shoal.transport import acceptor
 from shoal.transport.handshake import HELLO_SIZE, WELCOME_SIZE, Connecting, Keys
 from shoal.transport.network import _LENGTH
 from shoal.transport.sealing import SEAL_SIZE, Checksum, Keyed
@@ -78,7 +78,7 @@ def count_of_descriptors() -> int:
 
 def be_impatient() -> None:
     """Give strangers less time than ten seconds to say who they are."""
-    setattr(routing, "GREETING_SECONDS", SILENCE_SECONDS)  # noqa: B010 - a name that the module does not export
+    setattr(acceptor, "GREETING_SECONDS", SILENCE_SECONDS)  # noqa: B010 - a name that the module does not export
 
 
 def is_closed(sock: socket.socket, seconds: float = 5.0) -> bool:
