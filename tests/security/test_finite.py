@@ -96,7 +96,7 @@ def test_training_stops_before_the_parameters_are_spoiled(fleet: Fleets, overlap
         torch.manual_seed(0)
         model = torch.nn.Linear(40, 40)
         optimizer = shoal.DistributedAdaptThenCombineOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=overlap
+            torch.optim.SGD(model.parameters(), lr=0.1), model, topology="static", overlap=overlap
         )
         told = ""
         try:

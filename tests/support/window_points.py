@@ -221,7 +221,7 @@ def sleep_for_ever() -> None:
 def end_when_waiting(pid: int, how: int = signal.SIGKILL) -> None:
     """Send a signal as soon as this agent waits for a mutex."""
     once = fault_points._counting(1, lambda: kill(pid, how))
-    _around(ByteLocks, "try_acquire", before=fault_points._counting(30, once))
+    _around(ByteLocks, "_take_in_turn", before=fault_points._counting(30, once))
 
     def listener(event: Event) -> None:
         if (event.operation, event.kind) == ("win_lock", "sent"):
