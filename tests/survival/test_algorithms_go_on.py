@@ -81,7 +81,9 @@ def test_compressed_ones_end_as_near_to_the_optimum_of_those_that_are_left(name:
     assert (ended - optimum).norm() < 2 * expected + 1e-3  # they draw by rank, and those that are left keep theirs
 
 
-@pytest.mark.parametrize(("name", "transport"), in_turn(["gradient tracking (ATC)", "EXTRA", "push-pull"]), indirect=["transport"])
+@pytest.mark.parametrize(
+    ("name", "transport"), in_turn(["gradient tracking (ATC)", "EXTRA", "push-pull"]), indirect=["transport"]
+)
 def test_exact_ones_reach_the_optimum_of_those_that_are_left(name: str, fleet: Fleets) -> None:
     found = fleet(SIZE).run(run_through, name, 600, {GONE: 40})
     ended = torch.tensor([found[rank].estimate for rank in LEFT], dtype=torch.float64)
