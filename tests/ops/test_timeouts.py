@@ -211,7 +211,7 @@ def test_the_deadline_of_a_nonblocking_call_counts_from_the_call(fleet: Fleets) 
         with pytest.raises(shoal.DeadlineExceeded, match=r"win_put 'x'.* waits for ranks \[1\]") as looked:
             second.wait(0.05)
         assert looked.value.ranks == (1,)
-        with pytest.raises(shoal.DeadlineExceeded, match=r"win_put 'x' on rank 0 waited 0\.(3|29\d) s for") as caught:
+        with pytest.raises(shoal.DeadlineExceeded, match=r"win_put 'x' on rank 0 waited 0.3 s for its turn") as caught:
             second.wait()
         assert 0.2 < time.monotonic() - began < 5
         assert caught.value.ranks == (1,)

@@ -276,7 +276,7 @@ class Windows:
                 self._queue.pop(call),
                 None,
                 DeadlineExceeded(
-                    f"{call} on rank {self.engine.rank} waited {call.timeout:.3g} s for its turn: a call on windows "
+                    f"{call} on rank {self.engine.rank} waited {round(call.timeout, 2):g} s for its turn: a call on windows "
                     f"that this agent made before it waits for ranks {ranks}. If they are only slow, raise "
                     "SHOAL_TIMEOUT or pass timeout=",
                     ranks,
