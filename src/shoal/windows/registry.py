@@ -271,12 +271,12 @@ class Windows:
     def _end_overdue(self, now: float) -> None:
         """End the calls whose turn has not come in time: a call before them waits for somebody, perhaps for ever."""
         for call in [call for call in self._queue if now >= call.deadline]:
-            ranks = call.waiting_for
+            ranks, seconds = call.waiting_for, round(call.timeout, 2)  # it is a moment shorter than what was given
             self.engine.finish(
                 self._queue.pop(call),
                 None,
                 DeadlineExceeded(
-                    f"{call} on rank {self.engine.rank} waited {round(call.timeout, 2):g} s for its turn: a call on windows "
+                    f"{call} on rank {self.engine.rank} waited {seconds:g} s for its turn: a call on windows "
                     f"that this agent made before it waits for ranks {ranks}. If they are only slow, raise "
                     "SHOAL_TIMEOUT or pass timeout=",
                     ranks,
