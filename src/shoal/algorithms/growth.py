@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ..topology.analysis.reach import Neighbours
+from ..topology._neighbours import Neighbours
 from .algorithm import Algorithm, Gradient, State
 from .linear_map import Growth, growth_of, rounds_of
 from .mix import Mix

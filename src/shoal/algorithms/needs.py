@@ -10,7 +10,7 @@ from math import gcd
 import networkx as nx
 import numpy as np
 
-from ..topology.analysis.reach import Neighbours
+from ..topology._neighbours import Neighbours
 from ..topology.schedule import Schedule, as_schedule
 from .weights import TOLERANCE, Ranks, RoundWeights, ScheduleWeights
 

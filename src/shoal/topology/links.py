@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._edges import Edges, Ranks, assemble
-from .analysis.reach import Neighbours
+from ._neighbours import Neighbours
 from .schedule import Schedule
 
 LOOKED_AT = 64

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._edges import Ranks
+from .._neighbours import Neighbours
 from ..schedule import AnyTopology
-from .reach import Neighbours, is_connected, spread, unpack
+from .reach import is_connected, spread, unpack
 from .span import SAMPLED_ROUNDS, Span
 from .symmetry import Invariance, find_invariance
 
