@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,7 +22,8 @@ from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]
 STEPS = 200
-COMPRESSORS = [None, MinMaxUInt8(), Cast(torch.bfloat16), QSGD(63)]
+CLOSE = 0.003
+"""A thousandth of what the agents are apart at first: agents begin at 0, 1, 2 and 3."""
 
 
 def make(model: torch.nn.Module, lr: float, **options: Any) -> shoal.DecentralizedOptimizer:
@@ -35,27 +37,43 @@ def start() -> torch.nn.Module:
 
 
 def gossip(compressor: Compressor | None, bucket_bytes: int, steps: int) -> tuple[list[float], float]:
-    """Where the parameters end, and how far the mean of all has moved."""
+    """The parameters at the end, and how far the mean of all agents has moved.
+
+    Every agent takes another number of steps at another pace. They go on until all agree to ``CLOSE``, and stop after
+    20 times ``steps``: how fast they agree depends on the order in which the machine runs them.
+    """
     shoal.set_topology(shoal.RingGraph(shoal.size()))
     model = start()
     before = shoal.allreduce(flat(model))
     optimizer = make(model, 0.0, compression=compressor, bucket_bytes=bucket_bytes)
-    with optimizer.join():
-        for _ in range(steps + 7 * shoal.rank()):
-            optimizer.step()
-            time.sleep(0.0005 * shoal.rank())
+    for _ in range(20):
+        with optimizer.join():
+            for _ in range(steps + 7 * shoal.rank()):
+                optimizer.step()
+                time.sleep(0.0005 * shoal.rank())
+        spread = shoal.allreduce((flat(model) - before).abs().max(), op="max")
+        if spread < CLOSE:
+            break
     moved = (shoal.allreduce(flat(model)) - before).abs().max().item()
     shoal.barrier()
     optimizer.close()
     return flat(model).tolist(), moved
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
-def test_they_agree_on_their_mean_at_any_pace(fleet: Fleets, compressor: Compressor | None) -> None:
-    found = fleet(SIZE).run(gossip, compressor, 150, 30)
+def test_they_agree_on_their_mean_at_any_pace(fleet: Fleets) -> None:
+    check_agreement(fleet(SIZE).run(gossip, None, 20, 60))
+
+
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("compressor", [MinMaxUInt8(), Cast(torch.bfloat16), QSGD(63)], ids=str)
+def test_they_agree_on_their_mean_by_compressed_messages(compressor: Compressor) -> None:
+    check_agreement(shoal.Fleet(SIZE, transport="network", timeout=20.0).run(gossip, compressor, 20, 1000))
+
+
+def check_agreement(found: list[tuple[list[float], float]]) -> None:
     ended = torch.tensor([x for x, _ in found], dtype=torch.float64)
     assert max(moved for _, moved in found) < 1e-12
-    assert (ended - (flat(MODEL) + 1.5)).abs().max() < 1e-6
+    assert (ended - (flat(MODEL) + 1.5)).abs().max() < CLOSE
 
 
 def test_two_that_average_meet_in_the_middle_and_their_local_steps_are_added(fleet: Fleets) -> None:
@@ -91,36 +109,40 @@ def test_two_that_average_meet_in_the_middle_and_their_local_steps_are_added(fle
     assert (x[1] - (averaged[1] - (averaged[1] - x[1]))).abs().max() < 1e-12
 
 
-def optimum_distance(compressor: Compressor | None, staleness: int | None, seconds: float) -> tuple[float, int]:
-    """How far from the optimum of all quadratics the mean of all ends, and how many steps it took."""
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
-    model = torch.nn.Linear(1, 6, bias=False).double()
-    shoal.broadcast_parameters(model.state_dict(), 0)
-    optimizer = make(model, 0.05, compression=compressor, staleness=staleness)
-    target = torch.arange(6.0).double().view(6, 1) * (shoal.rank() - 1.5) + 1.0
-    slow = shoal.rank() == shoal.size() - 1
-    steps, until = 0, time.monotonic() + seconds
-    with optimizer.join():
-        while time.monotonic() < until:
+@pytest.mark.parametrize("staleness", [None, 1])
+def test_a_slow_agent_slows_nobody(fleet: Fleets, staleness: int | None) -> None:
+    """Between two steps of the slow agent every other one takes 20: were one to wait for it, none would go on."""
+    slow, batches = SIZE - 1, 8
+    taken = [threading.Semaphore(0) for _ in range(batches)]
+
+    def optimum_distance() -> float:
+        shoal.set_topology(shoal.RingGraph(shoal.size()))
+        model = torch.nn.Linear(1, 6, bias=False).double()
+        shoal.broadcast_parameters(model.state_dict(), 0)
+        optimizer = make(model, 0.05, staleness=staleness)
+        target = torch.arange(6.0).double().view(6, 1) * (shoal.rank() - 1.5) + 1.0
+
+        def step() -> None:
             optimizer.zero_grad()
-            # Each agent's share of the sum is its pace, so the slow one's step is longer.
             (0.5 * (model.weight - target).square().sum()).backward()
             optimizer.step()
-            steps += 1
-            time.sleep(0.1 if slow else 0.005)
-    x = shoal.allreduce(flat(model))
-    spread = (flat(model) - x).abs().max().item()
-    shoal.barrier()
-    optimizer.close()
-    return spread, steps
 
+        with optimizer.join():
+            for one in taken:
+                if shoal.rank() == slow:
+                    for _ in range(SIZE - 1):
+                        assert one.acquire(timeout=15)
+                    step()
+                else:
+                    for _ in range(20):
+                        step()
+                    one.release()
+        spread = (flat(model) - shoal.allreduce(flat(model))).abs().max().item()
+        shoal.barrier()
+        optimizer.close()
+        return spread
 
-def test_a_slow_agent_slows_nobody_also_where_staleness_is_bounded(fleet: Fleets) -> None:
-    free = fleet(SIZE).run(optimum_distance, None, None, 1.0)
-    bounded = fleet(SIZE).run(optimum_distance, None, 1, 1.0)
-    for found in (free, bounded):
-        assert found[0][1] > 3 * found[SIZE - 1][1]
-    assert max(spread for spread, _ in [*free, *bounded]) < 2.0
+    assert max(fleet(SIZE).run(optimum_distance)) < 2.0
 
 
 @pytest.mark.transport("threads")
