@@ -18,6 +18,7 @@ import pytest
 
 import shoal
 from support.launcher import LAUNCHER, RUN
+from support.limits import scaled
 
 TIMEOUT = 40
 Script = Callable[[str], Path]
@@ -294,7 +295,7 @@ time.sleep(60)
     status, _, err = shoal_run("-n", 2, "--grace", 0.3, path)
     assert status == 1
     assert "1 agent still there: sending SIGKILL" in err
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < scaled(15)
     left = {**marks(tmp_path, "up"), **{rank + 2: pid for rank, pid in marks(tmp_path, "worker").items()}}
     assert len(left) == 4
     wait_until(lambda: not any(map(is_running, left.values())))
@@ -331,7 +332,7 @@ shoal.init()
     started = time.monotonic()
     status, _, err = shoal_run("-n", 3, "--on-failure", "continue", path)
     assert status == 128 + signal.SIGKILL
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < scaled(30)
     for rank in {0, 1, 2} - {dies}:
         assert f"PeerLost: shoal.init() on rank {rank}: an agent has ended (rank {dies} (pid " in err
     assert err.count("was killed by SIGKILL after") >= 3

@@ -31,6 +31,7 @@ from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
 from support.flooders import NOBODY, may_become_others
 from support.leftovers import wait_until
+from support.limits import scaled
 from support.strangers import count_of_descriptors, door
 from support.world import World
 
@@ -137,7 +138,7 @@ def test_one_that_is_stopped_is_named_within_two_seconds_with_its_state(environm
         try:
             began = time.monotonic()
             found = status.look(pids(world))
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < scaled(2.0)
             assert status.status_of(found) == status.SOME_DID_NOT
             (silent,) = [one for one in found if one.silent]
             assert (silent.pid, silent.rank, silent.state) == (pids(world)[1], 1, "stopped")

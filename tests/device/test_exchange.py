@@ -17,6 +17,7 @@ from shoal.device import opening
 from shoal.device.device import Unshareable
 from shoal.ops import on_device
 from support.leftovers import wait_until
+from support.limits import scaled
 from support.slow_device import Slow, SlowDevice, empty, here, in_use, to_device, without_memory
 
 Fleets = Callable[..., shoal.Fleet]
@@ -176,7 +177,7 @@ def test_a_device_without_memory_fails_the_call_and_not_the_agent(fleet: Fleets,
 
     said = fleet(2).run(run)
     assert all("no memory left" in one for one, _ in said), said
-    assert all(took < 5.0 for _, took in said)
+    assert all(took < scaled(5.0) for _, took in said)
 
 
 def test_memory_that_cannot_be_mapped_is_an_error_that_names_its_owner(

@@ -12,6 +12,7 @@ import torch
 import shoal
 from support.agent_main import Outcome
 from support.fault_points import average_until_it_fails
+from support.limits import scaled
 from support.namespaces import Namespace, network_namespaces
 from support.world import World
 
@@ -46,7 +47,7 @@ def test_all_survivors_learn_within_a_second_who_was_killed_at_a_random_time(
                 assert one.message == "exit code -9"
                 continue
             assert (one.error, one.ranks) == ("PeerLost", (victim,)), f"rank {one.rank}: {one.error}: {one.trace}"
-            assert one.ended - at < SECONDS
+            assert one.ended - at < scaled(SECONDS)
 
 
 # Machines that fall silent: no connection is closed, only nothing comes any more
@@ -57,7 +58,7 @@ def assert_each_side_names_the_other(outcomes: list[Outcome], at: float, first_o
         assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.trace}"
         [lost] = one.ranks
         assert (lost < first_of_second) != (one.rank < first_of_second), f"rank {one.rank}: {one.message}"
-        assert one.ended - at < SILENT_SECONDS, f"rank {one.rank} learnt it after {one.ended - at:.1f} s"
+        assert one.ended - at < scaled(SILENT_SECONDS), f"rank {one.rank} learnt it after {one.ended - at:.1f} s"
 
 
 @pytest.mark.timeout(120)
@@ -86,7 +87,7 @@ def test_a_machine_that_falls_silent_while_nobody_talks_is_given_up() -> None:
         # Rank 1 says nothing, so rank 0 has nothing under way either that could fail to be acknowledged.
         outcome = world.run_on(0, known_as_gone).outcome(SILENT_SECONDS + 10.0)
         assert outcome.value == [1], outcome.trace
-        assert outcome.ended - at < SILENT_SECONDS
+        assert outcome.ended - at < scaled(SILENT_SECONDS)
 
 
 @pytest.mark.timeout(120)
@@ -101,7 +102,7 @@ def test_a_third_machine_learns_which_one_fell_silent() -> None:
         outcomes = [one.outcome(SILENT_SECONDS + 10.0) for one in pending]
         for one in outcomes[:2]:
             assert (one.error, one.ranks) == ("PeerLost", (2,)), one.trace
-            assert one.ended - at < SILENT_SECONDS
+            assert one.ended - at < scaled(SILENT_SECONDS)
         assert outcomes[2].error == "PeerLost"
 
 

@@ -11,6 +11,7 @@ import torch
 
 import shoal
 from support.fault_points import average_until_it_fails
+from support.limits import scaled
 from support.namespaces import Namespace, network_namespaces
 from support.world import World
 
@@ -66,7 +67,7 @@ def test_where_a_try_to_connect_again_is_dropped_in_silence_the_agent_is_lost() 
         expected = {0: "ranks 1 and 2 have lost each other", 1: "counts it as lost", 2: "rank 1 was lost"}
         for one in outcomes:
             assert expected[one.rank] in one.message, f"rank {one.rank}: {one.trace}"
-        assert max(one.ended for one in outcomes) - at < 25.0
+        assert max(one.ended for one in outcomes) - at < scaled(25.0)
         world.destroy()
 
 
@@ -86,5 +87,5 @@ def test_when_two_machines_lose_each_other_no_third_one_is_blamed() -> None:
             assert one.error == "PeerLost", f"rank {one.rank}: {one.error}: {one.trace}"
             expected = {1: (2,), 2: (1,)}.get(one.rank, (1, 2))
             assert one.ranks == expected, f"rank {one.rank}: {one.message}"
-            assert one.ended - at < 3.0
+            assert one.ended - at < scaled(3.0)
         world.destroy()

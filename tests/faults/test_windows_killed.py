@@ -20,6 +20,7 @@ import shoal
 from support.agent_main import Outcome
 from support.fault_points import Point, fork_a_sleeper, wait_for_no_orphans
 from support.leftovers import wait_until
+from support.limits import scaled
 from support.namespaces import network_namespaces
 from support.window_points import (
     ACCUMULATE,
@@ -75,7 +76,7 @@ def see_its_end(world: World) -> None:
 def assert_it_learnt_who_died(one: Outcome, at: float, victim: int = VICTIM) -> None:
     assert (one.error, one.ranks) == ("PeerLost", (victim,)), f"rank {one.rank}: {one.error}: {one.trace}"
     assert f"rank {victim}" in one.message
-    assert one.ended - at < SECONDS, f"rank {one.rank} learnt it after {one.ended - at:.2f} s"
+    assert one.ended - at < scaled(SECONDS), f"rank {one.rank} learnt it after {one.ended - at:.2f} s"
 
 
 def assert_the_rest_goes_on(world: World, rest: list[int] = REST) -> None:
@@ -104,7 +105,7 @@ def test_a_slot_holds_the_old_or_the_new_value_when_its_sender_is_killed(how: st
         [found] = world.run(read, VICTIM, on=[TARGET])
         new = 5.0 if how == PUT else 8.0
         assert found.value == whole(new if place in AFTER_THE_FLIP else 3.0), found.trace
-        assert found.ended - dead.ended < SECONDS
+        assert found.ended - dead.ended < scaled(SECONDS)
         if how == ACCUMULATE:
             assert world.results(accumulates, VICTIM, on=[TARGET]) == [2 if place in AFTER_THE_FLIP else 1]
         assert all(world.results(take_mutex, TARGET, on=REST))
@@ -308,7 +309,7 @@ def hold_and_be_killed(world: World, of: int, then: Callable[[], object] = sleep
     assert_it_was_killed(dead)
     for one in [each.outcome() for each in waiting]:
         assert not one.error, one.trace
-        assert one.value - dead.ended < SECONDS
+        assert one.value - dead.ended < scaled(SECONDS)
 
 
 # Other ends
@@ -347,7 +348,7 @@ def test_those_who_wait_for_a_mutex_of_a_window_that_is_freed_are_told_so(enviro
         assert not freed.error, freed.trace
         assert waiter.error == "Mismatch" and VICTIM in waiter.ranks, waiter.trace
         assert "has freed this window" in waiter.message
-        assert waiter.ended - freed.value < SECONDS
+        assert waiter.ended - freed.value < scaled(SECONDS)
 
 
 def wait_and_free() -> float:
@@ -390,7 +391,7 @@ def test_an_agent_that_shuts_down_with_its_windows_open_ends_only_what_needs_it(
         assert not left.error, left.trace
         for one in [each.outcome() for each in writers]:
             assert (one.error, one.ranks) == ("PeerLost", (VICTIM,)), one.trace
-            assert one.ended - left.ended < SECONDS
+            assert one.ended - left.ended < scaled(SECONDS)
         for found in world.results(go_on, REST, on=REST):
             assert all(slot.smallest == slot.largest == 11.0 for slot in found)
 

@@ -19,6 +19,7 @@ import shoal
 from support.agent_main import Outcome
 from support.fault_points import Point
 from support.leftovers import wait_until
+from support.limits import scaled
 from support.window_points import (
     ACCUMULATE,
     NAME,
@@ -81,7 +82,7 @@ def stopping(world: World, function: Callable[..., object], *args: object) -> It
 def assert_it_names_the_stopped(one: Outcome) -> None:
     assert (one.error, one.ranks) == ("DeadlineExceeded", (STOPPED,)), f"{one.error}: {one.trace}"
     assert f"{STOPPED}" in one.message and NAME in one.message
-    assert one.seconds < SHORT + SECONDS
+    assert one.seconds < scaled(SHORT + SECONDS)
 
 
 def assert_all_is_as_before(world: World) -> None:
@@ -222,7 +223,7 @@ def test_a_mutex_whose_holder_is_stopped_ends_in_a_deadline_and_is_free_when_it_
                 assert one.error == "DeadlineExceeded", one.trace
                 # Over the network an agent knows only whom it asked, and that is the owner.
                 assert one.ranks == ((of,) if environment and one.rank != of else (STOPPED,)), one.message
-                assert one.seconds < SHORT + SECONDS
+                assert one.seconds < scaled(SHORT + SECONDS)
         assert not pending.outcome().error
         assert all(world.results(take_mutex, of))
         assert_all_is_as_before(world)

@@ -16,6 +16,7 @@ import shoal
 from support import fault_points
 from support.agent_main import Outcome, die
 from support.fault_points import Point
+from support.limits import scaled
 from support.window_points import PLACES, arm_write, open_window
 from support.world import World
 
@@ -96,7 +97,7 @@ def test_all_who_end_name_the_one_that_was_killed(transport: str, kind: str, the
         assert dead.error == "Died", dead.trace
         ended = [training[rank].outcome() for rank in ending]
         assert_all_name(VICTIM, ended)
-        assert max(one.ended for one in ended) - dead.ended < 5.0
+        assert max(one.ended for one in ended) - dead.ended < scaled(5.0)
         for rank in others:
             assert training[rank].outcome().value == ("", (), "")
 
@@ -111,7 +112,7 @@ def test_an_owner_that_is_killed_in_the_middle_of_its_answer_is_named_at_once() 
         assert dead.error == "Died", dead.trace
         got = reader.outcome()
         assert (got.error, got.ranks) == ("PeerLost", (VICTIM,)), got.trace
-        assert got.ended - dead.ended < 2.0
+        assert got.ended - dead.ended < scaled(2.0)
 
 
 @KIND

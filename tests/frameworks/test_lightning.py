@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from support import lightning_agents as agents
 from support.lightning_agents import TRAIN, VALID, Fitted, Params
+from support.limits import scaled
 from support.world import World
 
 if importlib.util.find_spec("lightning") is None:
@@ -227,4 +228,4 @@ def test_the_loss_of_an_agent_ends_the_others_at_once_and_nothing_is_left(world:
     found = world.run(agents.fit_until_killed, str(tmp_path), 3, patience=30.0)
     assert found[3].error == "Died"
     assert [one.value for one in found[:3]] == [("PeerLost (3,)", [])] * 3
-    assert all(one.ended - found[3].ended < 10.0 for one in found[:3])
+    assert all(one.ended - found[3].ended < scaled(10.0) for one in found[:3])

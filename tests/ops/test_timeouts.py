@@ -21,6 +21,7 @@ from shoal.windows.memory import OWN
 from shoal.windows.registry import windows_of
 from shoal.world.agent import bind, current
 from support.leftovers import wait_until
+from support.limits import scaled
 
 Fleets = Callable[..., shoal.Fleet]
 Calls = dict[str, Callable[..., object]]
@@ -213,7 +214,7 @@ def test_the_deadline_of_a_nonblocking_call_counts_from_the_call(fleet: Fleets) 
         assert looked.value.ranks == (1,)
         with pytest.raises(shoal.DeadlineExceeded, match=r"win_put 'x' on rank 0 waited 0.3 s for its turn") as caught:
             second.wait()
-        assert 0.2 < time.monotonic() - began < 5
+        assert 0.2 < time.monotonic() - began < scaled(5)
         assert caught.value.ranks == (1,)
         assert not first.poll() and not third.poll()
         over.set()
@@ -268,7 +269,7 @@ def test_a_second_thread_waits_for_the_first_until_its_own_deadline(fleet: Fleet
                         shoal.win_update("x", timeout=0.2)
                     else:
                         shoal.win_put(x, "x", timeout=0.2)
-                assert time.monotonic() - began < 5
+                assert time.monotonic() - began < scaled(5)
                 assert caught.value.ranks == (0,)
             thread.join(10)
             assert ended

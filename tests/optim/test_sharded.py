@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 
 import shoal
+from support.limits import scaled
 from support.optimizers import batch
 from support.packing import packed, unpacked
 from support.sharded import (
@@ -392,5 +393,5 @@ def test_all_processes_hear_of_one_that_is_killed() -> None:
     assert all(not one.error for one in others), others
     for one in others:
         said, heard = one.value
-        assert said != "nothing" and heard - killed.ended < 10.0
+        assert said != "nothing" and heard - killed.ended < scaled(10.0)
     assert others[1].value[0].startswith("PeerLost: ") and "rank 1" in others[1].value[0]

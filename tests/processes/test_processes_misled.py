@@ -14,6 +14,7 @@ import pytest
 
 import shoal
 from shoal.world import meeting, rendezvous
+from support.limits import scaled
 from support.world import World, plain_environment
 
 TIMEOUT = 60.0
@@ -81,7 +82,7 @@ def test_two_that_have_one_rank_are_told_so_at_once(twins: list[int]) -> None:
         # One may hear it from the other first.
         assert "Mismatch" in [one.error for one in told], outcomes
         assert all("also calls itself rank" in one.message for one in told), outcomes
-        assert max(one.ended for one in told) < start + 5.0
+        assert max(one.ended for one in told) < start + scaled(5.0)
     finally:
         world.destroy()
 

@@ -22,6 +22,7 @@ from shoal.transport.sockets import Incoming
 from shoal.world.agent import current
 from support.agent_main import holdings
 from support.flooders import NOBODY, Flooder, flood, may_become_others
+from support.limits import scaled
 from support.world import World
 
 SIZE = 6
@@ -178,7 +179,7 @@ def test_an_agent_that_is_gone_while_a_link_to_it_is_tried_again_is_soon_lost(en
         killed = time.monotonic()
         for one in [waiting.outcome() for waiting in pending]:
             assert (one.error, one.ranks) == ("PeerLost", (0,)), f"rank {one.rank}: {one.error}: {one.trace}"
-            assert one.ended - killed < 2.0
+            assert one.ended - killed < scaled(2.0)
         world.destroy()
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import shoal
 from shoal.world.store import ThreadStore
+from support.limits import scaled
 from support.world import World, reserved_port
 
 Fleets = Callable[..., shoal.Fleet]
@@ -138,7 +139,7 @@ def test_a_secret_for_some_of_the_agents_is_a_mismatch_on_all(without: list[int]
         outcomes = world.run(init_with, dict.fromkeys(without, ""))
     for outcome in outcomes:
         assert (outcome.error, "SHOAL_SECRET" in outcome.message) == ("Mismatch", True), outcome
-        assert outcome.seconds < 10
+        assert outcome.seconds < scaled(10)
 
 
 def init_with(secrets: dict[int, str]) -> None:

@@ -30,6 +30,7 @@ from shoal.world.agent import current
 from shoal.world.store import ThreadStore
 from support.closed_ports import closed_ports
 from support.leftovers import wait_until
+from support.limits import scaled
 from support.relay import Change, in_the_middle
 from support.relay_attacks import attack, cuts
 from support.samples import ALL_DTYPES, sample
@@ -248,7 +249,7 @@ def test_tls_for_some_of_the_agents_is_a_mismatch_on_all(folder: Path) -> None:
         outcomes = world.run(init_with_tls_on, [0, 2])
     for outcome in outcomes:
         assert (outcome.error, "SHOAL_TLS" in outcome.message) == ("Mismatch", True), outcome
-        assert outcome.seconds < 10
+        assert outcome.seconds < scaled(10)
 
 
 def init_with_tls_on(ranks: list[int]) -> None:

@@ -35,7 +35,6 @@ IMPORTED = (
     "encodings.idna",  # the first address of a network
     "numpy.ma",  # the first tensor that becomes an array
     "pytest",  # the modules of tests
-    "torch._dynamo",  # the first optimizer, for seconds
     "torch.profiler",
     "torch.utils.data",
     "shoal._public",  # the first name of Shoal

@@ -1,31 +1,55 @@
-"""What every interpreter does first that a test starts: it imports torch without collecting garbage meanwhile.
+"""Run by every interpreter that a test starts: make the imports of torch and of its compiler cheaper.
 
 Python runs a module of this name when it starts, if it finds one; ``tests/conftest.py`` puts this folder on its path.
-An import makes a quarter of a million objects and hardly any garbage, and the collector looks through them again and
-again, and twice more when the process ends: a third of the processor's time of a script that does little else, as most
-of the tests' do. Afterwards it collects as it always does; after the import of torch itself, the imported modules are
-left out of it.
+
+- Torch is imported without collecting garbage meanwhile. The import makes a quarter of a million objects and hardly any
+  garbage. The collector would look through them again and again, for a third of the processor's time of a short script.
+- Torch's compiler is imported by programs that compile, and not by the first optimizer of every program. It takes as
+  long as the import of torch itself.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
-SLOW = ("torch", "torch._dynamo")
-"""The packages whose import takes over a second. The first optimizer imports the second one."""
+COMPILER = "torch._dynamo"
+
+
+class CompilerOnDemand(ModuleType):
+    """Stands for ``torch._dynamo`` until something other than the two functions that optimizers call is used.
+
+    Both have an effect only while the compiler traces, which it does only once it is imported.
+    """
+
+    @staticmethod
+    def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
+        return function
+
+    @staticmethod
+    def graph_break(*_: object) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__spec__", "__file__", "__wrapped__"):  # asked for by importlib and inspect, of any module
+            raise AttributeError(name)
+        if sys.modules.get(COMPILER) is self:
+            del sys.modules[COMPILER]
+        return getattr(import_module(COMPILER), name)
 
 
 class WithoutCollecting:
-    """Finds the slow packages where Python would, and has them imported without the collector."""
+    """Finds torch where Python would, and has it imported without the collector."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Where a package is, if it is one of the slow ones."""
-        spec = PathFinder.find_spec(name, path, target) if name in SLOW else None
+        """The spec of torch; None for any other module."""
+        spec = PathFinder.find_spec(name, path, target) if name == "torch" else None
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
@@ -38,10 +62,9 @@ class WithoutCollecting:
             finally:
                 if collects:
                     gc.enable()
-                if name == "torch":
-                    # Only at a program's start. The first optimizer imports torch._dynamo in the middle of a run: that
-                    # run's objects would be frozen too, and cycles among them would keep memory files open for ever.
-                    gc.freeze()
+                gc.freeze()
+            if COMPILER not in sys.modules:
+                sys.modules[COMPILER] = module._dynamo = CompilerOnDemand(COMPILER)  # type: ignore[attr-defined]
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
