@@ -1,0 +1,296 @@
+"""Mutation testing: how many small defects do the tests of a file's own folder find?
+
+    python tools/mutate.py                                      # 60 mutations of src/shoal, drawn with seed 0
+    python tools/mutate.py src/shoal/engine --count 20 --seed 3
+    python tools/mutate.py src/shoal/engine/fusion.py --list    # what would be tried, without a test
+    python tools/mutate.py --pick 7 19 --seconds 900            # two of the default draw once more, with more time
+    python tools/mutate.py src/shoal/ops/robust.py --tests tests/ops/test_robust.py -k trimmed
+
+Each mutation changes one place of one source file: a comparison swapped, a sign flipped, a constant off by one, a
+condition negated, a statement deleted, two arguments swapped, or a return value replaced. The draw depends only on the
+seed, the paths and the sources. The tests run in a temporary copy of the repository, one mutation after another, and
+stop at the first failure. First come the files named after the module, then those that name most of what it defines;
+and tests over no transport or over threads come before the others.
+
+A mutation is *killed* by a failed test that passes without the mutation, *survives* where all tests pass, and ends in a
+*timeout* where they did not end in time: then nothing is known of it. A test that fails without the mutation too makes
+it *unclear*. Survivors are either gaps of the tests or equivalent to the source: somebody has to read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+import torch._dynamo  # noqa: F401 - every optimizer imports it
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES, TESTS = Path("src/shoal"), Path("tests")
+COPIED = ("src", "tests", "tools", "docs", "examples", "benchmarks", "pyproject.toml", "README.md", "CHANGELOG.md")
+_PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
+COMPARISONS = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
+SIGNS = {ast.Add: ast.Sub, ast.Sub: ast.Add}
+QUIET = ("log", "warnings")
+"""Whose calls are not deleted: what is logged is tested elsewhere."""
+SYMMETRIC = ("max", "min", "torch.equal", "torch.maximum", "torch.minimum")
+
+
+class Mutation(NamedTuple):
+    """One change of one file: of its bytes from ``start`` to ``stop`` to ``new``."""
+
+    path: Path
+    line: int
+    kind: str
+    start: int
+    stop: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        old, new = (" ".join(text.split()) for text in (self.old, self.new))
+        return f"{self.path}:{self.line} {self.kind}: {old[:70]}  ->  {new[:70]}"
+
+    def of(self, source: bytes) -> bytes:
+        return source[: self.start] + self.new.encode() + source[self.stop :]
+
+
+def mutations(path: Path, source: bytes) -> list[Mutation]:
+    """All that this tool knows of one file."""
+    starts = [0, *(found.end() for found in re.finditer(rb"\n", source))]
+    found = []
+    for node, kind, new in _changes(ast.parse(source)):
+        start = starts[node.lineno - 1] + node.col_offset
+        stop = starts[node.end_lineno - 1] + node.end_col_offset
+        text = ast.unparse(new)
+        text = f"({text})" if isinstance(new, ast.expr) else text
+        found.append(Mutation(path, node.lineno, kind, start, stop, source[start:stop].decode(), text))
+    return found
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[Any, str, ast.AST]]:
+    """The nodes below one that can be changed: each with the kind of the change and what takes its place."""
+    if isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.Global):
+        return  # texts and checks of types; of the first Python does not know the place
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return  # of a zip over what is equally long
+    yield from _of_expression(node)
+    yield from _of_statement(node)
+    for name, child in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "bases", "type_comment", "ctx"):
+            continue
+        for one in child if isinstance(child, list) else [child]:
+            if isinstance(one, ast.AST):
+                yield from _changes(one)
+
+
+def _of_expression(node: ast.AST) -> Iterator[tuple[ast.AST, str, ast.AST]]:
+    match node:
+        case ast.Compare(left, [op], [right]) if type(op) in COMPARISONS:
+            yield node, "comparison swapped", ast.Compare(left, [COMPARISONS[type(op)]()], [right])
+        case ast.BinOp(left, op, right) if type(op) in SIGNS and not _is_text(left) and not _is_text(right):
+            yield node, "sign flipped", ast.BinOp(left, SIGNS[type(op)](), right)
+        case ast.UnaryOp(ast.USub(), operand) if not isinstance(operand, ast.Constant):
+            yield node, "sign flipped", operand
+        case ast.Constant(bool(value)):
+            yield node, "constant replaced", ast.Constant(not value)
+        case ast.Constant(int(value)):
+            yield node, "constant off by one", ast.Constant(value + 1)
+        case ast.Call(func, [first, second, *rest], keywords) if not _has_star([first, second]):
+            if ast.dump(first) != ast.dump(second) and ast.unparse(func) not in SYMMETRIC:
+                yield node, "argument swapped", ast.Call(func, [second, first, *rest], keywords)
+    test = getattr(node, "test", None)
+    if isinstance(test, ast.expr) and not isinstance(test, ast.Compare | ast.Constant):
+        yield test, "condition negated", ast.UnaryOp(ast.Not(), test)
+
+
+def _of_statement(node: ast.AST) -> Iterator[tuple[ast.AST, str, ast.AST]]:
+    match node:
+        case ast.Expr(ast.Call(func)) if not ast.unparse(func).startswith(QUIET):
+            yield node, "statement deleted", ast.Pass()
+        case ast.AugAssign() | ast.Delete() | ast.Assign([ast.Attribute() | ast.Subscript()]):
+            yield node, "statement deleted", ast.Pass()
+        case ast.Return(ast.Constant() | None):
+            pass
+        case ast.Return(value):
+            is_bool = isinstance(value, ast.Compare | ast.BoolOp)
+            new = ast.UnaryOp(ast.Not(), value) if is_bool and value is not None else ast.Constant(None)
+            yield node, "return replaced", ast.Return(new)
+    if isinstance(node, ast.AugAssign) and type(node.op) in SIGNS:
+        yield node, "sign flipped", ast.AugAssign(node.target, SIGNS[type(node.op)](), node.value)
+    for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
+        for one in body if isinstance(body, list) else ():
+            if isinstance(one, ast.Raise) and one.exc is not None:
+                yield one, "statement deleted", ast.Pass()
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _has_star(nodes: Sequence[ast.expr]) -> bool:
+    return any(isinstance(one, ast.Starred) for one in nodes)
+
+
+def drawn(paths: Sequence[Path], count: int, seed: int) -> list[Mutation]:
+    """So many mutations, from each path in turn; each kind that a file has is equally likely."""
+    draws, found = random.Random(seed), list[Mutation]()
+    files = {path: sorted(path.rglob("*.py")) if path.is_dir() else [path] for path in paths}
+    known = {path: [one for file in its for one in mutations(file, file.read_bytes())] for path, its in files.items()}
+    while len(found) < count and any(known.values()):
+        path = paths[len(found) % len(paths)]
+        if known[path]:
+            file = draws.choice(known[path]).path  # the longer the likelier
+            kinds = sorted({one.kind for one in known[path] if one.path == file})
+            kind = draws.choice(kinds)
+            found.append(draws.choice([one for one in known[path] if (one.path, one.kind) == (file, kind)]))
+            known[path].remove(found[-1])
+    return found
+
+
+def tests_of(path: Path) -> list[str]:
+    """The test files of a source file's folder, the likeliest to fail first."""
+    inside = path.relative_to(SOURCES).parts[:-1]
+    folder = next(found for depth in range(len(inside), -1, -1) if (found := TESTS.joinpath(*inside[:depth])).is_dir())
+    names = {path.stem, path.stem.strip("_")}
+    tree = ast.parse(path.read_bytes())
+    own = {one.name for one in ast.walk(tree) if isinstance(one, ast.ClassDef | ast.FunctionDef)}
+    own = {name for name in own if not name.startswith("_") and len(name) > 3}
+    module = re.compile(rf"shoal\.{'.'.join(inside)}(\.| import .*\b){path.stem}\b")
+
+    def rank(file: Path) -> tuple[bool, bool, int, int]:
+        text = file.read_text()
+        words = set(re.findall(r"\w+", text))
+        named_after = any(file.stem.startswith(f"test_{name}") for name in names)
+        return not named_after, not module.search(text), -len(own & words), len(text)
+
+    return [str(one) for one in sorted(folder.glob("test_*.py"), key=rank)]
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """As a plugin of pytest: tests over several processes and sockets come last."""
+    items.sort(key=lambda item: any(one.args != ("threads",) for one in item.iter_markers("transport")))
+
+
+def _be_pytest(copy: Path, output: Path, arguments: Sequence[str]) -> NoReturn:
+    """Run tests in this process, which was forked for them."""
+    status = 1
+    try:
+        os.setsid()
+        os.chdir(copy)
+        paths = [str(copy / one) for one in ("src", "tools")]
+        sys.path[:0] = paths
+        os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        options = ["-x", "--tb=no", "-rfE", "-p", "mutate", "-p", "no:cacheprovider", "-m", "not soak"]
+        status = int(pytest.main([*options, *arguments]))
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
+@dataclass
+class Runner:
+    """Runs tests in a copy of the repository."""
+
+    copy: Path
+    seconds: float
+    options: Sequence[str]
+
+    def run(self, tests: Sequence[str]) -> tuple[int | None, str]:
+        """The exit status of pytest, None where it did not end in time, and the first test that failed."""
+        output = self.copy / "output"
+        child = os.fork()  # torch is imported once: that takes longer than most tests
+        if not child:
+            _be_pytest(self.copy, output, [*self.options, *tests])
+        ended, limit = 0, time.monotonic() + self.seconds
+        while not ended and time.monotonic() < limit:
+            time.sleep(0.1)
+            ended, wait_status = os.waitpid(child, os.WNOHANG)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # and the agents that it has started
+        if not ended:
+            os.waitpid(child, 0)
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+::[^\n]*?)(?: - |$)", output.read_text(), re.MULTILINE)
+        return os.waitstatus_to_exitcode(wait_status) if ended else None, failed[1] if failed else ""
+
+    def outcome(self, mutation: Mutation, tests: Sequence[str], is_sound: Callable[[str], bool]) -> tuple[str, str]:
+        """What becomes of a mutation, and the test that failed."""
+        file = self.copy / mutation.path
+        source = file.read_bytes()
+        file.write_bytes(mutation.of(source))
+        try:
+            status, failed = self.run(tests)
+        finally:
+            file.write_bytes(source)
+        if status is None:
+            return "timeout", failed
+        if status in (0, 5):
+            return "survived", "" if status == 0 else "no test was found"
+        return ("killed" if not failed or is_sound(failed) else "unclear"), failed or "nothing could be imported"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", type=Path, help="files or folders; if none, all folders that have tests")
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=300.0, help="for the tests of one mutation")
+    parser.add_argument("--tests", nargs="+", default=[], help="instead of those of the file's own folder")
+    parser.add_argument("-k", default="", help="as of pytest")
+    parser.add_argument("--pick", nargs="+", type=int, help="only these of the draw, by their numbers")
+    parser.add_argument("--list", action="store_true", help="only show the draw")
+    given = parser.parse_args()
+    os.chdir(ROOT)
+    folders = [one for one in sorted(SOURCES.iterdir()) if (TESTS / one.name).is_dir()]
+    paths = [path.resolve().relative_to(ROOT) for path in given.paths] or folders
+    draw = dict(enumerate(drawn(paths, given.count, given.seed), 1))
+    counts: Counter[str] = Counter()
+    known: dict[str, bool] = {}
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        for name in () if given.list else COPIED:
+            copy = shutil.copytree if Path(name).is_dir() else shutil.copy
+            copy(name, Path(folder, name))
+        runner = Runner(Path(folder), given.seconds, ["-k", given.k] if given.k else [])
+
+        def is_sound(test: str) -> bool:
+            """It passes without a mutation."""
+            if test not in known:
+                known[test] = runner.run([test])[0] == 0
+            return known[test]
+
+        for number in given.pick or draw:
+            if given.list:
+                print(f"{number:3} {draw[number]}")
+                continue
+            began = time.monotonic()
+            tests = given.tests or tests_of(draw[number].path)
+            what, test = runner.outcome(draw[number], tests, is_sound) if tests else ("survived", "there are no tests")
+            counts[what] += 1
+            print(f"{number:3} {what:8} {time.monotonic() - began:4.0f} s  {draw[number]}", flush=True)
+            print(f"{'':12} {test}" if test else "", end="\n" if test else "", flush=True)
+    if counts:
+        print(", ".join(f"{count} {what}" for what, count in counts.most_common()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
