@@ -30,8 +30,9 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -47,6 +48,8 @@ COMPARISONS = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1]
 SIGNS = {ast.Add: ast.Sub, ast.Sub: ast.Add}
 QUIET = ("log", "warnings")
 """Whose calls are not deleted: what is logged is tested elsewhere."""
+LIKELIEST = 4
+"""Files that are run first, by themselves: to collect the tests of a folder takes longer than most failures."""
 SYMMETRIC = ("max", "min", "torch.equal", "torch.maximum", "torch.minimum")
 
 
@@ -84,7 +87,9 @@ def mutations(path: Path, source: bytes) -> list[Mutation]:
 
 def _changes(node: ast.AST) -> Iterator[tuple[Any, str, ast.AST]]:
     """The nodes below one that can be changed: each with the kind of the change and what takes its place."""
-    if isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.Global):
+    if isinstance(node, ast.Raise) and node.exc is not None:
+        yield node, "statement deleted", ast.Pass()
+    if isinstance(node, ast.JoinedStr | ast.Raise | ast.Assert):
         return  # texts and checks of types; of the first Python does not know the place
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return
@@ -112,8 +117,9 @@ def _of_expression(node: ast.AST) -> Iterator[tuple[ast.AST, str, ast.AST]]:
             yield node, "constant replaced", ast.Constant(not value)
         case ast.Constant(int(value)):
             yield node, "constant off by one", ast.Constant(value + 1)
-        case ast.Call(func, [first, second, *rest], keywords) if not _has_star([first, second]):
-            if ast.dump(first) != ast.dump(second) and ast.unparse(func) not in SYMMETRIC:
+        case ast.Call(func, [first, second, *rest], keywords):
+            stars = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
+            if not stars and ast.dump(first) != ast.dump(second) and ast.unparse(func) not in SYMMETRIC:
                 yield node, "argument swapped", ast.Call(func, [second, first, *rest], keywords)
     test = getattr(node, "test", None)
     if isinstance(test, ast.expr) and not isinstance(test, ast.Compare | ast.Constant):
@@ -126,26 +132,16 @@ def _of_statement(node: ast.AST) -> Iterator[tuple[ast.AST, str, ast.AST]]:
             yield node, "statement deleted", ast.Pass()
         case ast.AugAssign() | ast.Delete() | ast.Assign([ast.Attribute() | ast.Subscript()]):
             yield node, "statement deleted", ast.Pass()
-        case ast.Return(ast.Constant() | None):
-            pass
-        case ast.Return(value):
-            is_bool = isinstance(value, ast.Compare | ast.BoolOp)
-            new = ast.UnaryOp(ast.Not(), value) if is_bool and value is not None else ast.Constant(None)
-            yield node, "return replaced", ast.Return(new)
+        case ast.Return(ast.Compare() | ast.BoolOp() as value):
+            yield node, "return replaced", ast.Return(ast.UnaryOp(ast.Not(), value))
+        case ast.Return(ast.expr() as value) if not isinstance(value, ast.Constant):
+            yield node, "return replaced", ast.Return(ast.Constant(None))
     if isinstance(node, ast.AugAssign) and type(node.op) in SIGNS:
         yield node, "sign flipped", ast.AugAssign(node.target, SIGNS[type(node.op)](), node.value)
-    for body in (getattr(node, "body", None), getattr(node, "orelse", None)):
-        for one in body if isinstance(body, list) else ():
-            if isinstance(one, ast.Raise) and one.exc is not None:
-                yield one, "statement deleted", ast.Pass()
 
 
 def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-
-
-def _has_star(nodes: Sequence[ast.expr]) -> bool:
-    return any(isinstance(one, ast.Starred) for one in nodes)
 
 
 def drawn(paths: Sequence[Path], count: int, seed: int) -> list[Mutation]:
@@ -164,23 +160,20 @@ def drawn(paths: Sequence[Path], count: int, seed: int) -> list[Mutation]:
     return found
 
 
-def tests_of(path: Path) -> list[str]:
-    """The test files of a source file's folder, the likeliest to fail first."""
+def tests_of(path: Path, anywhere: bool) -> list[str]:
+    """The test files of a source file's folder, and elsewhere those that import it, the likeliest to fail first."""
     inside = path.relative_to(SOURCES).parts[:-1]
     folder = next(found for depth in range(len(inside), -1, -1) if (found := TESTS.joinpath(*inside[:depth])).is_dir())
-    names = {path.stem, path.stem.strip("_")}
-    tree = ast.parse(path.read_bytes())
-    own = {one.name for one in ast.walk(tree) if isinstance(one, ast.ClassDef | ast.FunctionDef)}
-    own = {name for name in own if not name.startswith("_") and len(name) > 3}
+    own = {name for name in re.findall(r"(?:def|class) (\w+)", path.read_text()) if name[0] != "_" and len(name) > 3}
     module = re.compile(rf"shoal\.{'.'.join(inside)}(\.| import .*\b){path.stem}\b")
 
     def rank(file: Path) -> tuple[bool, bool, int, int]:
         text = file.read_text()
-        words = set(re.findall(r"\w+", text))
-        named_after = any(file.stem.startswith(f"test_{name}") for name in names)
-        return not named_after, not module.search(text), -len(own & words), len(text)
+        named_after = file.stem.startswith(f"test_{path.stem.strip('_')}")
+        return not named_after, not module.search(text), -len(own & set(re.findall(r"\w+", text))), len(text)
 
-    return [str(one) for one in sorted(folder.glob("test_*.py"), key=rank)]
+    elsewhere = {file for file in TESTS.rglob("test_*.py") if anywhere and module.search(file.read_text())}
+    return [str(one) for one in sorted({*folder.glob("test_*.py"), *elsewhere}, key=rank)]
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -190,20 +183,22 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 def _be_pytest(copy: Path, output: Path, arguments: Sequence[str]) -> NoReturn:
     """Run tests in this process, which was forked for them."""
-    status = 1
+    status = 3  # as pytest says it, an internal error
     try:
         os.setsid()
-        os.chdir(copy)
-        paths = [str(copy / one) for one in ("src", "tools")]
-        sys.path[:0] = paths
-        os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         with output.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        options = ["-x", "--tb=no", "-rfE", "-p", "mutate", "-p", "no:cacheprovider", "-m", "not soak"]
-        status = int(pytest.main([*options, *arguments]))
-        sys.stdout.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.chdir(copy)
+        sys.path.insert(0, source := str(copy / "src"))
+        os.environ |= {"PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        options = ["--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", "not soak"]
+        status = int(pytest.main([*options, *arguments], plugins=[sys.modules[__name__]]))
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
         os._exit(status)
 
 
@@ -215,37 +210,43 @@ class Runner:
     seconds: float
     options: Sequence[str]
 
-    def run(self, tests: Sequence[str]) -> tuple[int | None, str]:
-        """The exit status of pytest, None where it did not end in time, and the first test that failed."""
+    def run(self, tests: Sequence[str], *options: str) -> tuple[int | None, list[str]]:
+        """The exit status of pytest, None where it did not end in time, and the tests that failed."""
         output = self.copy / "output"
+        output.write_text("")
         child = os.fork()  # torch is imported once: that takes longer than most tests
         if not child:
-            _be_pytest(self.copy, output, [*self.options, *tests])
+            _be_pytest(self.copy, output, [*options, *self.options, *tests])
         ended, limit = 0, time.monotonic() + self.seconds
-        while not ended and time.monotonic() < limit:
-            time.sleep(0.1)
-            ended, wait_status = os.waitpid(child, os.WNOHANG)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # and the agents that it has started
-        if not ended:
-            os.waitpid(child, 0)
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+::[^\n]*?)(?: - |$)", output.read_text(), re.MULTILINE)
-        return os.waitstatus_to_exitcode(wait_status) if ended else None, failed[1] if failed else ""
+        try:
+            while not ended and time.monotonic() < limit:
+                time.sleep(0.1)
+                ended, wait_status = os.waitpid(child, os.WNOHANG)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # and the agents that it has started
+            if not ended:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+::[^\n]*?)(?: - |$)", output.read_text(), re.MULTILINE)
+        return os.waitstatus_to_exitcode(wait_status) if ended else None, failed
 
-    def outcome(self, mutation: Mutation, tests: Sequence[str], is_sound: Callable[[str], bool]) -> tuple[str, str]:
+    def outcome(self, mutation: Mutation, tests: Sequence[str]) -> tuple[str, str]:
         """What becomes of a mutation, and the test that failed."""
         file = self.copy / mutation.path
         source = file.read_bytes()
         file.write_bytes(mutation.of(source))
         try:
-            status, failed = self.run(tests)
+            status, failed = self.run(tests[:LIKELIEST], "-x")
+            if status in (0, 5) and tests[LIKELIEST:]:  # 5: no test was chosen
+                status, failed = self.run(tests[LIKELIEST:], "-x")
         finally:
             file.write_bytes(source)
-        if status is None:
-            return "timeout", failed
         if status in (0, 5):
-            return "survived", "" if status == 0 else "no test was found"
-        return ("killed" if not failed or is_sound(failed) else "unclear"), failed or "nothing could be imported"
+            return "survived", ""
+        if status is None:
+            return "timeout", ""
+        return ("killed", failed[0]) if failed else ("unclear", f"pytest ended with {status}")
 
 
 def main() -> int:
@@ -255,6 +256,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=300.0, help="for the tests of one mutation")
     parser.add_argument("--tests", nargs="+", default=[], help="instead of those of the file's own folder")
+    parser.add_argument("--anywhere", action="store_true", help="also those of other folders that import the file")
     parser.add_argument("-k", default="", help="as of pytest")
     parser.add_argument("--pick", nargs="+", type=int, help="only these of the draw, by their numbers")
     parser.add_argument("--list", action="store_true", help="only show the draw")
@@ -263,32 +265,31 @@ def main() -> int:
     folders = [one for one in sorted(SOURCES.iterdir()) if (TESTS / one.name).is_dir()]
     paths = [path.resolve().relative_to(ROOT) for path in given.paths] or folders
     draw = dict(enumerate(drawn(paths, given.count, given.seed), 1))
-    counts: Counter[str] = Counter()
-    known: dict[str, bool] = {}
+    if given.list:
+        print("\n".join(f"{number:3} {one}" for number, one in draw.items()))
+        return 0
+    found: dict[int, tuple[str, str]] = {}
+    for one in (signal.SIGINT, signal.SIGTERM):  # it ends with a table of what it has found
+        signal.signal(one, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
-        for name in () if given.list else COPIED:
+        for name in COPIED:
             copy = shutil.copytree if Path(name).is_dir() else shutil.copy
             copy(name, Path(folder, name))
         runner = Runner(Path(folder), given.seconds, ["-k", given.k] if given.k else [])
-
-        def is_sound(test: str) -> bool:
-            """It passes without a mutation."""
-            if test not in known:
-                known[test] = runner.run([test])[0] == 0
-            return known[test]
-
-        for number in given.pick or draw:
-            if given.list:
-                print(f"{number:3} {draw[number]}")
-                continue
-            began = time.monotonic()
-            tests = given.tests or tests_of(draw[number].path)
-            what, test = runner.outcome(draw[number], tests, is_sound) if tests else ("survived", "there are no tests")
-            counts[what] += 1
-            print(f"{number:3} {what:8} {time.monotonic() - began:4.0f} s  {draw[number]}", flush=True)
-            print(f"{'':12} {test}" if test else "", end="\n" if test else "", flush=True)
-    if counts:
-        print(", ".join(f"{count} {what}" for what, count in counts.most_common()))
+        with contextlib.suppress(KeyboardInterrupt):
+            for number in given.pick or draw:
+                began, tests = time.monotonic(), given.tests or tests_of(draw[number].path, given.anywhere)
+                found[number] = runner.outcome(draw[number], tests)
+                print(f"{number:3} {found[number][0]} in {time.monotonic() - began:.0f} s", flush=True)
+        killers = {test for what, test in found.values() if what == "killed" and test}
+        broken = runner.run(sorted(killers))[1] if killers else []
+    counts: Counter[str] = Counter()
+    print("Number  Outcome   Mutation, and the test that failed")
+    for number, (what, test) in found.items():
+        what = "unclear" if test in broken else what
+        counts[what] += 1
+        print(f"{number:6}  {what:8}  {draw[number]}", *[f"\n{'':18}{test}"] * bool(test), sep="")
+    print(", ".join(f"{count} {what}" for what, count in counts.most_common()))
     return 0
 
 
