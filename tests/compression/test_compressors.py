@@ -107,6 +107,20 @@ def test_qsgd_loses_no_more_than_omega_where_it_loses_most(levels: int, norm: Li
     assert 0.2 * compressor.omega(d) < worst <= 1.05 * compressor.omega(d)
 
 
+@pytest.mark.parametrize("norm", ["max", "euclidean"])
+@pytest.mark.parametrize("d", [7, 8, 9, 15, 16, 17])
+def test_each_chunk_has_a_step_of_its_own_also_where_the_last_is_short(
+    d: int, norm: Literal["max", "euclidean"]
+) -> None:
+    """Every number is a multiple of its chunk's step, so none is rounded."""
+    x = torch.full((1, d), 0.25, dtype=torch.float64)
+    x[:, 8:16], x[:, 16:] = 1024.0, 2.0**-20
+    whole, chunked = QSGD(64, norm), QSGD(64, norm, chunk=8)
+    assert torch.equal(chunked(x, mix(1)), x)
+    assert torch.equal(chunked.decode(chunked.encode(x, mix(1)), d, x.dtype, mix(1)), x)
+    assert torch.equal(whole(x, mix(1)), x) == (d <= 8)
+
+
 def test_shrunk_is_for_unbiased_compressors_whose_error_is_known() -> None:
     with pytest.raises(ValueError, match=r"TopK\(share=0\.1\) is biased"):
         Shrunk(TopK(0.1))

@@ -37,6 +37,11 @@ def refusals(decision: list[Response | Refusal]) -> list[Refusal]:
     return [one for one in decision if isinstance(one, Refusal)]
 
 
+def test_what_several_ask_for_is_merged_by_request() -> None:
+    several = [{request("x"): [0, 1], request("y"): [1]}, {request("x"): [2]}]
+    assert merged(several) == {request("x"): [0, 1, 2], request("y"): [1]}
+
+
 def test_a_request_is_ready_when_every_member_has_asked() -> None:
     asked = {request("a"): [0, 1, 2], request("b"): [0, 2], request("c", members=(0, 2)): [0, 2]}
     assert responses(decide(asked, [0, 1, 2])) == [("a", 0, (0, 1, 2)), ("c", 0, (0, 2))]

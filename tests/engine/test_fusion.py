@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import networkx as nx
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.engine import fusion
 from shoal.engine.fused_name import MOST_OPERATIONS, PREFIX
 from shoal.engine.fused_operation import MOST_BYTES
 from shoal.engine.lifecycle import Lifecycle
@@ -336,6 +338,36 @@ def test_a_fused_operation_that_makes_no_sense_is_refused_and_harms_nobody(fleet
         return sum(handle.wait().item() for handle in handles)
 
     assert fleet(2).run(run) == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("limit", ["MOST_UNREAD", "MOST_UNREAD_BYTES"])
+def test_no_more_is_fused_for_a_receiver_that_is_so_far_behind(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 only sends: of pairs of 12 bytes each, three are fused until rank 1 takes some up."""
+    monkeypatch.setattr(fusion, limit, 3 if limit == "MOST_UNREAD" else 60)
+    graph, sent = nx.DiGraph([(0, 1)]), Event()
+
+    def pair() -> None:
+        for handle in [shoal.neighbor_allreduce_nonblocking(torch.ones(3)) for _ in range(2)]:
+            handle.wait()
+
+    def run() -> tuple[int, int, int]:
+        shoal.set_topology(graph)
+        shoal.barrier()
+        postman = Postman()
+        if shoal.rank() == 0:
+            for _ in range(5):
+                pair()
+            sent.set()
+        else:
+            assert sent.wait(20)
+            for _ in range(5):
+                pair()
+        behind = postman.fused, postman.single
+        shoal.barrier()
+        pair()
+        return *behind, postman.fused
+
+    assert shoal.Fleet(2, transport="threads", timeout=20.0).run(run)[0] == (3, 4, 4)
 
 
 def test_bundles_leave_nothing_in_the_books(fleet: Fleets) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.engine import matching
 from shoal.engine.matching import SMALL_WINDOW, WINDOW, Channel, Failure, Matcher, MatchResult, disagreement
 from shoal.engine.operation import Exchange, Operation, Send, Stage
 from shoal.transport.link import Published
@@ -84,6 +85,17 @@ def test_one_peer_may_not_have_everything_kept() -> None:
     matcher.keep(2, message(0))
     matcher.forget(1)
     matcher.keep(1, message(0))
+
+
+def test_of_failed_rounds_only_the_latest_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "TOMBSTONES", 2)
+    matcher = Matcher()
+    for round_ in range(4):
+        matcher.end(matcher.begin("average", "x", 1.0, True), ValueError(f"round {round_}"))
+    late = [MatchResult.UNEXPECTED] * 2 + [MatchResult.LATE] * 2
+    assert [matcher.match(message(round_))[0] for round_ in range(4)] == late
+    reasons = ["", "", "ValueError: round 2", "ValueError: round 3"]
+    assert [matcher.failure_of(message(round_)).reason for round_ in range(4)] == reasons
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ import torch
 import shoal
 from shoal.coordination.order import Order
 from shoal.engine import doing, stalls, watchdog
+from shoal.engine.matching import Matcher
+from shoal.engine.membership import Membership
 from shoal.engine.operation import for_whom
 from shoal.world.agent import current
 from support import PROCESS_GROUP, TRANSPORTS
@@ -284,3 +286,28 @@ def test_an_error_at_the_deadline_repeats_what_the_last_report_said(
     found = fleet(2).run(run)
     does = "it waits in no call of Shoal's" if computes else r"it waits in allreduce \(average\) 'only 1' round 0"
     assert re.search(rf"or pass timeout=\. [\d.]+ s ago rank 1 did this: {does}", found[0]), found[0]
+
+
+def test_an_agent_is_asked_again_only_once_it_has_answered_or_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    matcher, said = Matcher(), list[tuple[int, str]]()
+    outbox = SimpleNamespace(say=lambda rank, message: said.append((rank, message.op)))
+    about = SimpleNamespace(waited_for=lambda operation: [0, 1])
+    parts: Any = (0, matcher, Membership(2), outbox, about, SimpleNamespace(all=list), SimpleNamespace())
+    reports = stalls.Stalls(*parts)
+    reports.after = 30.0
+
+    def asks(now: float) -> int:
+        """How many questions there were, after another call has waited for long enough."""
+        matcher.begin("average", f"x{now}", 100.0, True).started = now - reports.after
+        reports.check(now)
+        return len(said)
+
+    assert [asks(now) for now in (100.0, 101.5)] == [1, 1]
+    reports.heard(1, "it computes")
+    assert [asks(now) for now in (103.0, 104.5)] == [2, 2]
+    assert reports.check(104.9) == 103.0 + stalls.ANSWER_WITHIN
+    reports.check(105.0)  # it does not answer
+    assert [one for one in heard(caplog) if "does not answer" in one] == [
+        "rank 1 does not answer rank 0: it is stopped, hung, or cut off"
+    ]
+    assert asks(106.5) == 3 and set(said) == {(1, stalls.DOING)}

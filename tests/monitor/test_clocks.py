@@ -70,6 +70,13 @@ def test_machines_that_exchange_nothing_are_put_right_by_those_between(tmp_path:
     assert known[2].uncertain == pytest.approx(2 * MS, rel=0.2)
 
 
+def test_a_clock_is_laid_by_the_path_that_is_surest_not_by_the_shortest(tmp_path: Path) -> None:
+    delays = {(0, 2): 1.0, (2, 0): 41.0, (0, 1): 1.0, (1, 0): 1.0, (1, 2): 2.0, (2, 1): 2.0}
+    known, _ = aligned(run_of(tmp_path, [0.0, 100.0, -200.0], delays))
+    assert [round(one.ahead / MS) for one in known] == [0, 100, -200]
+    assert [one.uncertain for one in known] == pytest.approx([0.0, 1 * MS, 3 * MS], rel=0.2)
+
+
 def test_clocks_that_drift_apart_are_laid_along_a_line(tmp_path: Path) -> None:
     """20 microseconds a second, ten minutes: 12 ms, and messages that take 0.1 ms."""
     found = run_of(tmp_path, [0.0, 40.0], {(0, 1): 0.1, (1, 0): 0.1}, drift=0.02, seconds=600.0)

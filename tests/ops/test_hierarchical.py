@@ -153,14 +153,15 @@ def test_no_agent_of_a_machine_carries_more_than_the_others(fleet: Fleets) -> No
     assert fleet(4, agents_per_machine=2).run(run) == [3 * 4 * 32_000] * 4
 
 
-def test_machine_topologies_that_differ_are_a_mismatch(fleet: Fleets) -> None:
+@pytest.mark.parametrize("numel", [3, 64_000], ids=["small", "large"])
+def test_machine_topologies_that_differ_are_a_mismatch(fleet: Fleets, numel: int) -> None:
     def run() -> None:
         graph = nx.DiGraph(shoal.RingGraph(2))
         if shoal.machine_rank():
             graph.edges[0, 1]["weight"] = 0.75
         shoal.set_machine_topology(graph, is_weighted=True)
         with pytest.raises(shoal.Mismatch, match="machine topology"):
-            shoal.hierarchical_neighbor_allreduce(torch.zeros(3))
+            shoal.hierarchical_neighbor_allreduce(torch.zeros(numel))
 
     fleet(2, agents_per_machine=1).run(run)
 

@@ -100,6 +100,21 @@ def test_each_rule_is_its_equation(rule: Robust, spoil: dict[int, float], transp
             np.testing.assert_allclose(found[rank].double().numpy(), expected, rtol=0, atol=tolerance * (1 + scale))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_trimmed_mean_of_16_bits_is_rounded_once(dtype: torch.dtype) -> None:
+    """Its sum may be above what 16 bits hold, or need more digits than they have."""
+    columns = [
+        [40000.0, 40000.0, 40000.0, 0.0, 60000.0],
+        [1.0, 1.0, 1.0078125, 0.0, 9.0],
+        [3.0, 5.0, 256.0, 1.0, 999.0],
+    ]
+    own, *others = torch.tensor(columns, dtype=torch.float64).T.contiguous().to(dtype)
+    out = torch.empty_like(own)
+    shoal.TrimmedMean().combine(0, out, own, 0.2, [(rank, one, 0.2) for rank, one in enumerate(others, 1)])
+    expected = torch.stack([own, *others]).double().sort(dim=0).values[1:-1].mean(0).to(dtype)
+    assert torch.equal(out, expected)
+
+
 def test_where_nobody_is_far_it_is_the_plain_average_bit_for_bit() -> None:
     plain = shoal.Fleet(SIZE).run(average, 1000, torch.float32, None, {})
     for rule in (shoal.FiniteOnly(), shoal.ClippedGossip(radius=1e9)):

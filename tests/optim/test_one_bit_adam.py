@@ -137,6 +137,16 @@ def test_what_had_no_gradient_while_it_warmed_up_learns_by_steps_of_its_size() -
     assert math.isfinite(param.sum().item())
 
 
+def test_a_second_moment_that_comes_after_the_warm_up_is_the_square_of_a_gradient() -> None:
+    """Of the first mean without its factor 1 - b1: the first step would be ten times as long otherwise."""
+    param = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    adam = shoal.OneBitAdam([param], LR, warmup=2, betas=BETAS)
+    for gradient_ in (0.0, 0.0, 50.0):
+        param.grad = torch.tensor([gradient_], dtype=torch.float64)
+        adam.step()
+    assert -param.item() == pytest.approx(LR * (1 - BETAS[0]) / (1 - BETAS[0] ** 3), rel=1e-6)
+
+
 def test_given_back_it_steps_with_gradients_again() -> None:
     def run() -> tuple[Tensor, Tensor]:
         models = [deepcopy(MODEL) for _ in range(2)]

@@ -146,6 +146,38 @@ def test_a_slow_agent_slows_nobody(fleet: Fleets, staleness: int | None) -> None
     assert max(fleet(SIZE).run(optimum_distance)) < 2.0
 
 
+@pytest.mark.parametrize(("staleness", "accepted"), [(None, 4), (0, 0), (1, 1), (3, 3)])
+def test_so_many_averages_are_accepted_between_two_forward_passes(staleness: int | None, accepted: int) -> None:
+    """Rank 0 goes one further in each of four rounds, and each average that rank 1 accepts puts both in the middle."""
+
+    def run() -> list[float]:
+        shoal.set_topology(nx.DiGraph([(0, 1), (1, 0)]))
+        model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.Linear(2, 1)).double()
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(torch.zeros(7).double(), model.parameters())
+        optimizer = make(model, 0.0, staleness=staleness, bucket_bytes=32)
+        for rank in (0, 1):  # whose forward pass was last
+            if rank == 0 or shoal.rank() == rank:
+                optimizer.step()
+                optimizer.synchronize()
+            shoal.barrier()
+        if shoal.rank() == 0:
+            for _ in range(4):
+                with torch.no_grad():
+                    for one in model.parameters():
+                        one += 1
+                optimizer.step()
+                optimizer.synchronize()
+        shoal.barrier()
+        optimizer.synchronize()
+        optimizer.close()
+        return flat(model).tolist()
+
+    found = shoal.Fleet(2, transport="threads", timeout=20.0).run(run)
+    assert found[1] == [accepted / 2] * 7
+    assert found[0] == [4 - accepted / 2] * 7
+
+
 @pytest.mark.transport("threads")
 def test_what_cannot_be_is_refused() -> None:
     def one_way() -> None:

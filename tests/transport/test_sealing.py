@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,6 +64,16 @@ def test_sums_see_flipped_bits_and_bytes_in_other_places(nbytes: int, offset: in
     assert sums(chunk) == whole
     if nbytes > 1:
         assert sums(chunk[:-1]) != whole or not chunk[-1]
+
+
+@pytest.mark.parametrize("rows", [(3, 3), (3, 7)], ids=["within a row", "within a column"])
+def test_sums_see_words_that_changed_places(rows: tuple[int, int]) -> None:
+    """In a row the sums of the columns change, and in a column those of the rows: both are needed."""
+    words = np.arange(10 * 512, dtype=np.uint64).reshape(10, 512)
+    whole = sums(memoryview(words).cast("B"))
+    one, other = (rows[0], 5), (rows[1], 5 if rows[0] != rows[1] else 9)
+    words[one], words[other] = words[other], words[one]
+    assert sums(memoryview(words).cast("B")) != whole
 
 
 def test_each_check_says_something_else() -> None:

@@ -103,6 +103,27 @@ def test_an_edge_has_the_bytes_that_its_source_sent_and_its_destination_receives
     assert agents[0]["out"] == first[3] and agents[1]["in"] == first[3]
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["silent", "ended"])
+def test_an_agent_that_says_nothing_any_more_has_no_rate(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes stay: on its edges, in its own row, in its neighbours' and in the series."""
+    state = RunState(2, "two")
+    for sent in (100, 1100):
+        state.take(summary(0, 2, sent=[[1, sent]], edges=[1], bytes_sent=sent))
+        state.take(summary(1, 2))
+    assert shown(state)[0]["out"] > 0
+    if ends:
+        state.ended(0, "rank 0 (pid 1000) ended well after 3.0 s", True)
+    else:
+        monkeypatch.setattr(run_state, "SILENT_SECONDS", -1.0)
+    state.draw()
+    assert state.as_json()["edges"] == [(0, 1, 1100, 0, not ends)]
+    agents = shown(state)
+    assert (agents[0]["out"], agents[0]["sent"]) == (None if ends else 0, 1100)
+    assert (agents[1]["in"], agents[1]["received"]) == (0, 1100)
+    (series,) = (one for one in state.as_json()["series"] if one["unit"] == "B/s")
+    assert [point[1:] for point in series["points"]] == [(0, 0)]
+
+
 def test_what_is_measured_by_all_is_one_point_and_what_is_no_number_is_a_text() -> None:
     state = RunState(2, "two")
     for times, mean in ((1, 4.0), (2, "nan")):

@@ -187,6 +187,28 @@ def test_a_mutex_that_is_kept_ends_in_a_deadline_that_names_its_holder(fleet: Fl
     fleet(2).run(run)
 
 
+def test_an_update_waits_for_its_own_mutex_where_it_is_asked_to(fleet: Fleets) -> None:
+    def run() -> None:
+        ring_of_two()
+        window = shoal.windows.create(torch.zeros(2), "x")
+        if shoal.rank() == 1:
+            with window.mutex([0]):
+                shoal.barrier()
+                shoal.barrier()
+        else:
+            shoal.barrier()
+            for call in (window.update, window.collect):
+                with pytest.raises(shoal.DeadlineExceeded, match="'x'"):
+                    call(require_mutex=True, timeout=0.05)
+                call()  # without it nobody has to be waited for
+            shoal.barrier()
+        shoal.barrier()
+        window.update(require_mutex=True)
+        shoal.barrier()
+
+    fleet(2).run(run)
+
+
 def test_wrong_calls_say_what_was_wrong_and_send_nothing(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.RingGraph(4, connect_style=2))

@@ -148,11 +148,10 @@ class TrimmedMean(Robust):
             raise TypeError("TrimmedMean: complex numbers have no order; take ClippedGossip")
         tensors = [own, *(tensor for _, tensor, _ in terms)]
         cut = min(self.count, (len(tensors) - 1) // 2)
-        wide = torch.float64 if own.dtype == torch.float64 else torch.float32
         blocks = (torch.split(tensor, BLOCK) for tensor in (out, *tensors))
         for target, *numbers in zip(*blocks, strict=True):
-            ordered = torch.stack([one.to(wide) for one in numbers]).sort(dim=0).values
-            target.copy_(ordered[cut : len(tensors) - cut].mean(dim=0))
+            ordered = torch.stack(numbers).sort(dim=0).values
+            target.copy_(ordered[cut : len(tensors) - cut].mean(dim=0))  # torch sums 16 bits in float32
 
 
 def check_neighbours(agent: Agent, rule: Robust, neighbours: Sequence[int], *, whole: bool) -> None:

@@ -158,7 +158,7 @@ class RunState:
         steps = [one.step_seconds for one in there if one is not None and one.step_seconds is not None]
         if steps:
             self._history.add(STEP_TIME, (self._seconds, fmean(steps), max(steps)))
-        rates = [sum(one.rates.values()) for one in self._agents.values() if one.known is not None]
+        rates = [sum(_rates_of(one, now).values()) for one in self._agents.values() if one.known is not None]
         if rates:
             self._history.add(BYTES, (self._seconds, sum(rates), max(rates)))
 
@@ -178,9 +178,9 @@ class RunState:
             work = agent.known.work if agent.known is not None else None
             if work is None:
                 continue
-            quiet = agent.ended or now - agent.heard > SILENT_SECONDS
+            rates = _rates_of(agent, now)
             for peer in {*work.sent, *work.edges}:
-                rate = 0.0 if quiet else agent.rates.get(peer, 0.0)
+                rate = rates.get(peer, 0.0)
                 nbytes = work.sent.get(peer, 0)
                 received[peer] += rate
                 total[peer] += nbytes
@@ -213,7 +213,7 @@ class RunState:
             "step": work.step if work is not None else None,
             "step_seconds": work.step_seconds if work is not None else None,
             "loss": loss_of({name: one.own for name, one in work.measured.items()}) if work is not None else None,
-            "out": round(sum(agent.rates.values())) if speaks else None,
+            "out": round(sum(_rates_of(agent, now).values())) if speaks else None,
             "in": round(received) if speaks else None,
             "sent": work.nbytes if work is not None else None,
             "received": total if work is not None else None,
@@ -243,6 +243,11 @@ class RunState:
             ranks = ", ".join(map(str, work.waits_for)) or "nobody in particular"
             return WAITING, f"for {ranks}, since {_duration(work.waits_seconds)}, in {work.waits_in}"
         return COMPUTING, ""
+
+
+def _rates_of(agent: _Agent, now: float) -> Mapping[int, float]:
+    """Bytes per second by destination: none of an agent that has ended or is silent."""
+    return {} if agent.ended or now - agent.heard > SILENT_SECONDS else agent.rates
 
 
 def loss_of(measured: Mapping[str, Number]) -> Number | None:
