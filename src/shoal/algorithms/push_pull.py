@@ -11,7 +11,7 @@ from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .growth import by_self_weights, dies_out
 from .mix import Mix
-from .needs import CONNECTED, Need
+from .needs import Need, connected
 from .tracking import check_semi
 
 
@@ -47,7 +47,12 @@ class PushPull(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return CONNECTED, dies_out(self, by_self_weights("pull")), dies_out(self, by_self_weights("push"))
+        return (
+            connected("pull"),
+            connected("push"),
+            dies_out(self, by_self_weights("pull")),
+            dies_out(self, by_self_weights("push")),
+        )
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         g = grad(x)
