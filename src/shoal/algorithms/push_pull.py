@@ -69,7 +69,7 @@ class PushPull(Algorithm):
 register(
     Entry(
         "push-pull",
-        lambda: PushPull(0.08),
+        lambda: PushPull(0.01),
         2,
         "Data that differ between agents, over one-way links, without push-sum's division by small weights.",
         exact=True,
@@ -78,7 +78,7 @@ register(
 register(
     Entry(
         "push-pull, semi-ATC",
-        lambda: PushPull(0.08, semi=True),
+        lambda: PushPull(0.04, semi=True),
         2,
         "As above, as it was first written.",
         exact=True,

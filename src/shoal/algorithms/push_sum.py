@@ -142,7 +142,7 @@ register(
 register(
     Entry(
         "push-sum gradient tracking",
-        lambda: PushDIGing(0.03),
+        lambda: PushDIGing(0.01),
         2,
         "Data that differ between agents, over one-way links, also where the links change.",
         exact=True,
