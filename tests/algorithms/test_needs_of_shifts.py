@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import networkx as nx
+import numpy as np
 import pytest
 
-from shoal.algorithms.needs import CONNECTED, DOUBLY_STOCHASTIC, LINKS, ROW_STOCHASTIC, SYMMETRIC, TREE, Facts, Need
+from shoal.algorithms import DecentralizedADMM, GradientDescent, PushPull, PushSum, check
+from shoal.algorithms.needs import (
+    CONNECTED,
+    CONNECTED_LINKS,
+    DOUBLY_STOCHASTIC,
+    LINKS,
+    ROW_STOCHASTIC,
+    SYMMETRIC,
+    TREE,
+    Facts,
+    Need,
+    connected,
+)
+from shoal.topology import with_weights
 from shoal.topology.families.circulant import Circulant, exponential, ring
 from shoal.topology.families.one_peer import OnePeerExponential, RandomMatchings
 from shoal.topology.schedule import Edges, EdgeSchedule, Schedule
@@ -38,11 +52,14 @@ SCHEDULES = [
     Circulant(10, {3: 0.5, 7: 0.5}),
     Circulant(10, {0: 0.5, 3: 0.3, 7: 0.3}),
     Circulant(8, {0: 0.5, 4: 0.5}),
+    Circulant(8, {0: 0.5, 2: 0.5, 1: 0.0}),
 ]
 
 
 @pytest.mark.parametrize(
-    "need", [CONNECTED, DOUBLY_STOCHASTIC, ROW_STOCHASTIC, SYMMETRIC, LINKS, TREE], ids=lambda o: o.name
+    "need",
+    [CONNECTED, CONNECTED_LINKS, connected("push"), DOUBLY_STOCHASTIC, ROW_STOCHASTIC, SYMMETRIC, LINKS, TREE],
+    ids=lambda o: o.name,
 )
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: one.describe())
 def test_shares_and_edges_say_the_same(need: Need, schedule: Schedule) -> None:
@@ -62,3 +79,32 @@ def test_rounds_that_connect_the_agents_together_are_enough() -> None:
     schedule = RandomMatchings(20, seed=1)
     assert CONNECTED.problem(Facts(schedule)) == ""
     assert nx.number_strongly_connected_components(schedule.graph(0)) == 10
+
+
+@pytest.mark.parametrize("as_edges", [False, True])
+def test_an_edge_of_weight_zero_does_not_connect(as_edges: bool) -> None:
+    schedule: Schedule = Circulant(8, {0: 0.5, 2: 0.5, 1: 0.0})
+    if as_edges:
+        schedule = Told(schedule)
+    assert "into 2 parts" in CONNECTED.problem(Facts(schedule))
+    assert CONNECTED_LINKS.problem(Facts(schedule)) == ""
+    with pytest.raises(ValueError, match="needs W to be connected"):
+        check("GradientDescent", GradientDescent(0.1).needs, schedule)
+
+
+def test_push_sum_and_push_pull_need_a_way_back_of_some_weight() -> None:
+    """Agent 0 keeps all that it has and gives agent 1 a share of 0, so that the weight of agent 1 goes to 0."""
+    column = with_weights(np.ones((2, 2)), np.array([[1.0, 0.5], [0.0, 0.5]]))
+    with pytest.raises(ValueError, match="needs W to be connected"):
+        check("PushSum", PushSum().needs, column)
+    row = with_weights(np.ones((2, 2)), np.array([[1.0, 0.0], [0.5, 0.5]]))
+    with pytest.raises(ValueError, match="needs W to be connected"):
+        check("PushPull", PushPull(0.1).needs, row)
+
+
+def test_algorithms_that_do_not_use_the_weights_count_every_link() -> None:
+    ring_of_two_weights = np.array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
+    graph = with_weights(np.ones((3, 3)), ring_of_two_weights)
+    check("DecentralizedADMM", DecentralizedADMM(1.0, 4.0).needs, graph)
+    with pytest.raises(ValueError, match="into 2 parts"):
+        check("GradientDescent", GradientDescent(0.1).needs, graph)

@@ -10,7 +10,7 @@ import torch
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
-from .needs import CONNECTED, LINKS, STATIC, Need
+from .needs import CONNECTED_LINKS, LINKS, STATIC, Need
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DecentralizedADMM(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return STATIC, LINKS, CONNECTED
+        return STATIC, LINKS, CONNECTED_LINKS
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return torch.zeros_like(x), _of_neighbours(x, mix)

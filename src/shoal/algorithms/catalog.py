@@ -67,7 +67,7 @@ register(
 register(
     Entry(
         "gradient tracking (ATC)",
-        lambda: GradientTracking(0.1),
+        lambda: GradientTracking(0.01),
         2,
         "Data that differ between agents, on any doubly stochastic mixing, also one that changes.",
         exact=True,
@@ -76,7 +76,7 @@ register(
 register(
     Entry(
         "gradient tracking (semi-ATC, DSGT)",
-        lambda: GradientTracking(0.1, semi=True),
+        lambda: GradientTracking(0.04, semi=True),
         2,
         "As above, with half of the exchange hidden behind the gradient.",
         exact=True,

@@ -10,7 +10,7 @@ import torch
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
-from .needs import CONNECTED, Facts, Need
+from .needs import CONNECTED_LINKS, Facts, Need
 
 
 def _bounded(beta: float) -> Need:
@@ -68,7 +68,7 @@ class EASGD(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return CONNECTED, _bounded(self.beta)
+        return CONNECTED_LINKS, _bounded(self.beta)
 
     def cycle(self, rounds: int) -> int:
         return self.every

@@ -267,7 +267,7 @@ register(
 register(
     Entry(
         "gradient tracking with local steps",
-        lambda: LocalSteps(GradientTracking(0.05), every=2),
+        lambda: LocalSteps(GradientTracking(0.01), every=2),
         2 / 2,
         "Slow networks, and data that differ between agents.",
         exact=True,

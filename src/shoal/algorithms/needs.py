@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd
+from typing import Literal
 
 import networkx as nx
 import numpy as np
@@ -140,22 +141,34 @@ def _tree(facts: Facts) -> str:
     )
 
 
-def _connected(facts: Facts) -> str:
+Edge = Literal["mix", "pull", "push", "link"]
+"""What counts as an edge: a weight that is not 0 in W, in its row- or column-stochastic form; or any link."""
+
+
+def _connected(facts: Facts, edge: Edge) -> str:
     rounds = range(facts.looked_at)
-    shares = [facts.rounds[number].shares for number in rounds]
-    if all(one is not None for one in shares):
+    hops = [_hops(facts.rounds[number], edge) for number in rounds]
+    if all(one is not None for one in hops):
         # Hops reach the multiples of what they and the number of agents have in common.
-        parts = gcd(facts.size, *(hop for one in shares if one is not None for hop in one))
+        parts = gcd(facts.size, *(hop for one in hops if one is not None for hop in one))
     else:
-        parts = _parts(facts, rounds)
+        parts = _parts(facts, rounds, edge)
     return "" if parts == 1 else f"its agents fall into {parts} parts that do not all hear of each other"
 
 
-def _parts(facts: Facts, rounds: range) -> int:
+def _hops(weights: RoundWeights, edge: Edge) -> list[int] | None:
+    if edge == "link":
+        return None if weights.shares is None else list(weights.shares)
+    shares = weights.shares_of(edge)
+    return None if shares is None else [hop for hop, share in shares.items() if share]
+
+
+def _parts(facts: Facts, rounds: range, edge: Edge) -> int:
     seen = np.empty(0, np.int64)
     for number in rounds:
         weights = facts.rounds[number]
-        seen = np.union1d(seen, weights.source * facts.size + weights.destination)
+        keys = weights.source * facts.size + weights.destination
+        seen = np.union1d(seen, keys if edge == "link" else keys[getattr(weights, edge) != 0])
         # After 1, 2, 4, ... rounds: each look costs as much as all that came before.
         if (number & (number + 1) == 0 or number + 1 == len(rounds)) and _reaches_all(facts.size, seen):
             return 1
@@ -172,7 +185,20 @@ def _reaches_all(size: int, edges: Ranks) -> bool:
     return all((Neighbours(size, *ends).hops_from(0) >= 0).all() for ends in ways)
 
 
-CONNECTED = Need("connected", _connected, "Add edges until every agent can reach every other.")
+@cache
+def connected(edge: Edge = "mix") -> Need:
+    """Every agent reaches every other over the rounds of a period. A weight of 0 carries nothing.
+
+    Args:
+        edge: The weights that the algorithm averages with; "link" if it sends along all edges, whatever their weights.
+    """
+    remedy = "Add edges until every agent can reach every other."
+    if edge != "link":
+        remedy = f"{remedy[:-1]} along weights that are not 0."
+    return Need("connected", lambda facts: _connected(facts, edge), remedy)
+
+
+CONNECTED, CONNECTED_LINKS = connected(), connected("link")
 ROW_STOCHASTIC = Need("row stochastic", _rows, "Let the weights that each agent gives itself and its sources sum to 1.")
 COLUMN_STOCHASTIC = Need("column stochastic", _columns, "Let the shares that each agent gives away and keeps sum to 1.")
 DOUBLY_STOCHASTIC = Need(

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
-from .needs import CONNECTED, LINKS, STATIC, Need
+from .needs import CONNECTED_LINKS, LINKS, STATIC, Need
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PowerGossip(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return LINKS, STATIC, CONNECTED
+        return LINKS, STATIC, CONNECTED_LINKS
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         """Weights ``[links, 1]``, and vectors ``[links, rows]`` and ``[links, columns]`` that both ends agree on."""

@@ -11,7 +11,7 @@ from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .growth import by_self_weights, dies_out
 from .mix import Mix
-from .needs import CONNECTED, Need
+from .needs import Need, connected
 from .tracking import check_semi
 
 
@@ -47,7 +47,12 @@ class PushPull(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return CONNECTED, dies_out(self, by_self_weights("pull")), dies_out(self, by_self_weights("push"))
+        return (
+            connected("pull"),
+            connected("push"),
+            dies_out(self, by_self_weights("pull")),
+            dies_out(self, by_self_weights("push")),
+        )
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         g = grad(x)
@@ -64,7 +69,7 @@ class PushPull(Algorithm):
 register(
     Entry(
         "push-pull",
-        lambda: PushPull(0.08),
+        lambda: PushPull(0.01),
         2,
         "Data that differ between agents, over one-way links, without push-sum's division by small weights.",
         exact=True,
@@ -73,7 +78,7 @@ register(
 register(
     Entry(
         "push-pull, semi-ATC",
-        lambda: PushPull(0.08, semi=True),
+        lambda: PushPull(0.04, semi=True),
         2,
         "As above, as it was first written.",
         exact=True,

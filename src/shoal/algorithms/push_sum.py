@@ -15,7 +15,7 @@ from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .growth import by_self_weights, dies_out
 from .mix import Mix
-from .needs import CONNECTED, Need
+from .needs import Need, connected
 
 
 def push_both(u: torch.Tensor, w: torch.Tensor, mix: Mix) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +29,7 @@ class _Shared(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return CONNECTED, dies_out(self, by_self_weights("push"))
+        return connected("push"), dies_out(self, by_self_weights("push"))
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return (mix.ones(x),)
@@ -142,7 +142,7 @@ register(
 register(
     Entry(
         "push-sum gradient tracking",
-        lambda: PushDIGing(0.03),
+        lambda: PushDIGing(0.01),
         2,
         "Data that differ between agents, over one-way links, also where the links change.",
         exact=True,

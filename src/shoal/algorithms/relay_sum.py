@@ -13,7 +13,7 @@ from ..topology.schedule import AnyTopology, Schedule
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
-from .needs import CONNECTED, TREE, Need
+from .needs import CONNECTED_LINKS, TREE, Need
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RelaySum(Algorithm):
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        return TREE, CONNECTED
+        return TREE, CONNECTED_LINKS
 
     def healed(self, topology: Schedule, gone: tuple[int, ...]) -> AnyTopology:
         """A tree again: the links that are left, and new ones between those that were joined through a lost agent."""

@@ -18,6 +18,7 @@ _LIMIT = 1 + 1e-7
 """Of the eigenvalues of a period's steps. What an algorithm conserves has the eigenvalue 1."""
 _WARM_UP = 64
 """Steps from zero, in which the weights of push-sum and the counts of RelaySum settle."""
+_SQUARINGS = 40
 _MOST_STEPS = 4096
 _TRIES, _BISECTIONS = 40, 2
 _MARGIN = 0.7
@@ -62,7 +63,7 @@ def safe_lr(algorithm: Algorithm, topology: nx.Graph | Schedule, L: float) -> fl
     def stable(factor: float) -> bool:
         scaled = unit.scaled(factor)
         assert scaled is not None
-        return all(_largest(scaled, facts, one * L) <= _LIMIT for one in curvatures)
+        return all(spectral_radius(step_matrix(scaled, facts, one * L)) <= _LIMIT for one in curvatures)
 
     shortest_unstable = 4.0
     for halvings in range(_TRIES):
@@ -113,15 +114,27 @@ def _curvatures(size: int) -> Iterator[torch.Tensor]:
         yield one.to(torch.float64).unsqueeze(1)
 
 
-def _largest(algorithm: Algorithm, facts: Facts, curvature: torch.Tensor) -> float:
-    """The largest modulus of an eigenvalue of a period's steps with these curvatures, ``[n, 1]``."""
-    matrix = step_matrix(algorithm, facts, curvature)
+def spectral_radius(matrix: torch.Tensor) -> float:
+    """The largest modulus of an eigenvalue, float64 ``[N, N]``; infinite for a matrix that is not finite."""
     if not bool(matrix.isfinite().all()):
         return math.inf
     try:
         return float(torch.linalg.eigvals(matrix).abs().max())
-    except RuntimeError:  # the iteration did not converge: not known to be stable
-        return math.inf
+    except RuntimeError:  # LAPACK's iteration did not converge
+        return _by_squaring(matrix)
+
+
+def _by_squaring(matrix: torch.Tensor) -> float:
+    """Gelfand's formula, ``|M^k|^(1/k)`` for ``k = 2^40``, of powers that are divided by their norm."""
+    logarithm = 0.0
+    for squarings in range(_SQUARINGS):
+        norm = float(matrix.norm())
+        if not norm:
+            return 0.0
+        logarithm += math.log(norm) / 2**squarings
+        matrix = matrix / norm
+        matrix = matrix @ matrix
+    return math.exp(logarithm)
 
 
 def step_matrix(algorithm: Algorithm, facts: Facts, curvature: torch.Tensor) -> torch.Tensor:
@@ -157,8 +170,9 @@ def _matrix_and_probe(
     x = torch.zeros(facts.size, 2, dtype=torch.float64)
     state = tuple(algorithm.init(x, grad, mix))
     of_map = [place for place, one in enumerate(state) if one.shape[-1] == 2 and one.dtype == x.dtype]
-    first = cycle * -(-_WARM_UP // cycle)
-    for step in range(first):
+    # A state that is all in the map is replaced below; only what the map leaves out has to settle.
+    first = cycle * -(-_WARM_UP // cycle) if len(of_map) < len(state) else cycle
+    for step in range(first if len(of_map) < len(state) else 0):
         mix.begin(step)
         x, state = algorithm.step(x, state, grad, mix)
     heights = [facts.size, *(len(state[place]) for place in of_map)]
@@ -174,6 +188,7 @@ def _matrix_and_probe(
             x, after = algorithm.step(x, after, grad, mix)
         return torch.cat([x, *(after[place] for place in of_map)])
 
-    matrix = apply(torch.eye(sum(heights), dtype=torch.float64))
+    unit = torch.eye(sum(heights), dtype=torch.float64)
     probe = 3 * torch.randn(sum(heights), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return matrix, probe, apply(probe)
+    found = apply(torch.cat([unit, probe], 1))
+    return found[:, :-2], probe, found[:, -2:]
