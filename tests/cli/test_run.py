@@ -256,6 +256,8 @@ for step in range(1000):
     ("end", "status", "said"),
     [
         ("sys.exit(9)", 9, "its script ended with SystemExit: 9"),
+        ("raise SystemExit(9)", 9, "its script ended with SystemExit: 9"),
+        ("exit(9)", 9, "its script ended with SystemExit: 9"),
         ("raise ValueError('no data')", 1, "its script ended with ValueError: no data"),
         ("os._exit(9)", 9, ""),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, ""),
