@@ -256,6 +256,8 @@ for step in range(1000):
     ("end", "status", "said"),
     [
         ("sys.exit(9)", 9, "its script ended with SystemExit: 9"),
+        ("raise SystemExit(9)", 9, "its script ended with SystemExit: 9"),
+        ("exit(9)", 9, "its script ended with SystemExit: 9"),
         ("raise ValueError('no data')", 1, "its script ended with ValueError: no data"),
         ("os._exit(9)", 9, ""),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, ""),
@@ -269,6 +271,31 @@ def test_the_agent_that_ended_is_named_by_the_launcher_and_by_the_others(
     assert re.search(r"shoal run: rank 1 \(pid \d+\) (exited|was killed)", err), err
     errors = [line for line in err.splitlines() if line.startswith(("[0]", "[2]")) and "PeerLost:" in line]
     assert all("rank 1" in line and said in line for line in errors), err
+
+
+def test_agents_are_minded_while_the_reader_of_their_output_pauses(
+    script: Script, start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Nobody reads stdout before the launcher has seen rank 1 fail, and has ended rank 0, which prints on."""
+    path = script("""
+mark("up")
+wait_for("up.0", "up.1")
+if rank == 1:
+    while not (here / "full").exists(): time.sleep(0.01)
+    sys.exit(7)
+for line in range(100_000):
+    print("x" * 99, flush=True)
+    if line == 1000: (here / "full").touch()
+time.sleep(600)
+""")
+    with (tmp_path / "errors").open("w") as errors:
+        job = start("-n", 2, path, stderr=errors)
+    wait_until(lambda: len(marks(tmp_path, "up")) == 2, TIMEOUT)
+    wait_until(lambda: "rank 1" in (tmp_path / "errors").read_text(), TIMEOUT)
+    wait_until(lambda: not any(map(is_running, marks(tmp_path, "up").values())), TIMEOUT)
+    out, _ = job.communicate(timeout=TIMEOUT)
+    assert job.returncode == 7
+    assert out.count(b"[0] " + b"x" * 99 + b"\n") > 1000
 
 
 def test_a_killed_agent_gives_128_plus_its_signal(script: Script) -> None:

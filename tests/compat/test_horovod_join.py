@@ -83,6 +83,26 @@ def test_training_goes_on_without_those_that_have_joined() -> None:
         assert torch.allclose(found, x, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_gradients_of_gathered_tensors_flow_without_those_that_have_joined(grouped: bool) -> None:
+    """Nobody waits for a deadline: it is longer than the test may take."""
+
+    def run() -> list[float]:
+        hvd.init()
+        x = torch.ones(2 + hvd.rank(), requires_grad=True)
+        if hvd.rank():
+            gathered = hvd.grouped_allgather([x])[0] if grouped else hvd.allgather(x)
+            (gathered * torch.arange(7.0)).sum().backward()
+        hvd.join()
+        return [] if x.grad is None else x.grad.tolist()
+
+    # The average of all gradients, of which rank 0 has none: two thirds of rows 0 to 2 and 3 to 6.
+    none, *found = shoal.Fleet(SIZE, timeout=3600.0).run(run)
+    assert none == []
+    for mine, rows in zip(found, ([0, 1, 2], [3, 4, 5, 6]), strict=True):
+        assert torch.allclose(torch.tensor(mine), torch.tensor(rows) * 2 / 3)
+
+
 def test_calls_of_process_sets_go_on_beside_it() -> None:
     def run() -> float:
         pair = hvd.ProcessSet([1, 2])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextvars
+import multiprocessing
 import random
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +87,66 @@ def test_a_circle_of_several_is_one_error_on_each_of_them(fleet: Fleets) -> None
     assert outside is None
     assert found == [found[0]] * 3
     assert found[0][0] == (0, 1, 2)
+
+
+def feeder(path: Path) -> Callable[[], None]:
+    """Start the thread that feeds a queue of processes, as a data loader does; returns what ends it."""
+    fed: multiprocessing.Queue[int] = multiprocessing.Queue()
+    fed.put(1)
+    assert fed.get() == 1
+    return lambda: (fed.close(), fed.join_thread())  # type: ignore[func-returns-value, return-value]
+
+
+def monitor(path: Path) -> Callable[[], None]:
+    """Start a thread of an installed package, as a progress bar does."""
+    path = path / "site-packages" / "monitoring.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        "import threading\n"
+        "class Monitor(threading.Thread):\n"
+        "    over = threading.Event()\n"
+        "    def run(self):\n"
+        "        self.over.wait()\n"
+    )
+    spec = spec_from_file_location("monitoring", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["monitoring"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    thread = module.Monitor(daemon=True)
+    thread.start()
+    return lambda: (module.Monitor.over.set(), thread.join())  # type: ignore[func-returns-value, return-value]
+
+
+@pytest.mark.parametrize("start", [feeder, monitor])
+def test_threads_of_libraries_make_no_missing_call(
+    fleet: Fleets, tmp_path: Path, start: Callable[[Path], Callable[[], None]]
+) -> None:
+    def run() -> tuple[int, ...]:
+        call("first")
+        end = start(tmp_path) if shoal.rank() else lambda: None
+        try:
+            return circle(lambda: call("ab"[shoal.rank()]))[0]
+        finally:
+            end()
+
+    assert fleet(2).run(run) == [(0, 1)] * 2
+
+
+def test_threads_that_count_all_the_same(fleet: Fleets, tmp_path: Path) -> None:
+    """One that runs code of the script, a timer, and one that has called before."""
+    end = monitor(tmp_path)
+    thread = next(one for one in threading.enumerate() if type(one).__name__ == "Monitor")
+    frames = sys._current_frames()
+    assert deadlock._is_of_a_library(thread, frames[thread.ident or 0])
+    assert not deadlock._is_of_a_library(thread, frames[threading.get_ident()])
+    assert not deadlock._is_of_a_library(threading.Timer(1.0, print), None)
+    end()
+
+    def run() -> bool:
+        call("first")
+        return threading.get_ident() in current().engine.lifecycle.callers
+
+    assert fleet(2).run(run) == [True, True]
 
 
 @pytest.mark.filterwarnings("ignore:no optimizer that averages has these parameters")

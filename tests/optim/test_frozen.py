@@ -14,7 +14,7 @@ from tests.support.optimizers import ATC, AWC, LR, MEAN, MODEL, MOMENTUM, PARALL
 from torch import Tensor, nn
 
 import shoal
-from shoal.algorithms import ExactDiffusion
+from shoal.algorithms import ExactDiffusion, GossipPGA, GradientDescent, RelaySum
 from shoal.optim.bluefog import (
     DistributedADPSGDOptimizer,
     DistributedPullGetOptimizer,
@@ -245,6 +245,33 @@ def test_an_agent_that_freezes_by_itself_is_a_mismatch_that_names_the_parameter(
         assert "change requires_grad of a parameter on all agents" in text
         assert "The parameter '0.weight' is " in text or "'0.weight', '0.bias'" in text or "no parameters are" in text
     assert any("The parameter '0.weight' is " in text for text in texts), texts
+
+
+EQUATIONS: dict[str, dict[str, Any]] = {
+    "exact diffusion": {"algorithm": ExactDiffusion(1.0, lazy=True), "topology": shoal.FullyConnectedGraph(2)},
+    "compressed": {"compression": shoal.compression.MinMaxUInt8(), "topology": shoal.RingGraph(2)},
+    "mean of all": {"algorithm": GossipPGA(GradientDescent(1.0), 2), "topology": shoal.RingGraph(2)},
+    "edges": {"algorithm": RelaySum(1.0), "topology": shoal.RingGraph(2)},
+}
+
+
+@pytest.mark.parametrize("what", ["freezes", "unfreezes"])
+@pytest.mark.parametrize("equation", [*EQUATIONS])
+def test_under_any_algorithm_it_is_a_mismatch_too(fleet: Fleets, equation: str, what: str) -> None:
+    """Nobody waits for a deadline: it is longer than the test may take."""
+
+    def run() -> str:
+        model = deepcopy(MODEL)
+        model[0].requires_grad_(what != "unfreezes")
+        optimizer = shoal.DecentralizedOptimizer(sgd(model, 0.0), model, **EQUATIONS[equation])
+        step_of(model, optimizer, 0)
+        if shoal.rank() == 0:
+            model[0].requires_grad_(what == "unfreezes")
+        with pytest.raises(shoal.Mismatch) as caught:
+            step_of(model, optimizer, 1)
+        return str(caught.value)
+
+    assert all("The parameter '0.weight' is " in text for text in fleet(2, timeout=3600.0).run(run))
 
 
 def test_another_layer_of_the_same_shape_is_a_mismatch(fleet: Fleets) -> None:

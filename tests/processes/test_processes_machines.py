@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.transport.network import NetworkLink
 from shoal.world.agent import current
 from support.agent_main import holdings
 from support.namespaces import INTERFACE, network_namespaces
@@ -249,3 +250,24 @@ def test_agents_that_disagree_about_agents_per_machine_name_each_other() -> None
         pending = [world.run_on(r, init_with, {"SHOAL_AGENTS_PER_MACHINE": "3" if r < 2 else "1"}) for r in range(3)]
         outcomes = [one.outcome() for one in pending]
         assert [(one.error, one.ranks) for one in outcomes] == [("Mismatch", (2,))] * 2 + [("Mismatch", (0, 1))]
+
+
+def averages_and_reversed_links() -> tuple[list[float], list[int]]:
+    """Small and large averages, and the ranks to which this agent sends over connections that they have opened."""
+    shoal.set_topology(shoal.FullyConnectedGraph(shoal.size()))
+    found = [float(shoal.neighbor_allreduce(torch.full((n,), float(shoal.rank())))[-1]) for n in (3, 300_000)]
+    links = current().engine.router.links
+    reversed_ones = [rank for rank, link in links.items() if isinstance(link, NetworkLink) and link.is_reversed]
+    shoal.barrier()
+    return found, sorted(reversed_ones)
+
+
+@pytest.mark.transport("network")
+@pytest.mark.transport("namespaces")
+def test_agents_behind_a_firewall_that_lets_no_connection_in_open_those_of_both_directions() -> None:
+    with network_namespaces(2) as machines:
+        machines[1].let_no_connection_in()
+        with World(4, namespaces=machines, timeout=60.0) as world:
+            found = world.results(averages_and_reversed_links)
+    assert [averages for averages, _ in found] == [[1.5, 1.5]] * 4
+    assert [links for _, links in found] == [[2, 3], [2, 3], [], []]

@@ -169,6 +169,8 @@ def main() -> None:
     gc.disable()
     import torch
 
+    from shoal.world import script_end
+
     for name in IMPORTED:
         importlib.import_module(name)
     torch.set_num_threads(1)
@@ -178,7 +180,11 @@ def main() -> None:
     gc.enable()
     work = _serve(control)
     if work is not None:
-        _agent(*work)
+        try:
+            _agent(*work)
+        except SystemExit as error:
+            script_end.note_exit(error)  # as what runs the scripts of a launcher does
+            raise
 
 
 def _check_that_it_may_fork() -> None:

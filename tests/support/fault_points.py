@@ -162,16 +162,6 @@ def average_until_it_fails(numel: int, victim: int = -1, point: Point | None = N
         assert torch.allclose(out, torch.tensor(mean)), f"the average is {out} instead of {mean}"
 
 
-def seconds_of_a_round(numel: int) -> float:
-    """How long a round takes, once its memory is there."""
-    shoal.set_topology(shoal.RingGraph(shoal.size()))
-    own, out = torch.ones(numel), torch.empty(numel)
-    for _ in range(3):
-        started = time.monotonic()
-        shoal.neighbor_allreduce(own, out=out)
-    return time.monotonic() - started
-
-
 def kill_when(point: Point, pid: int) -> None:
     """Kill another process when this agent reaches the point."""
     arm(point, lambda: os.kill(pid, signal.SIGKILL))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from shoal.errors import DeadlineExceeded, PeerLost
+from shoal.world import rendezvous, store_server
 from shoal.world.launch import Launch, current
 from shoal.world.rendezvous import listen, open_store, tell_of_the_end
 from shoal.world.store import Store, ThreadStore
@@ -194,6 +196,34 @@ def test_an_agent_let_in_by_the_server_before_finds_the_right_one() -> None:
         host.set("key", b"right")
         agent.join()
     assert found == [b"right"]
+
+
+def test_strangers_have_a_quota_in_the_store_that_rank_0_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_server, "owner_of", lambda peer, own: 65534 if str(peer[0]) == "127.0.0.1" else 0)
+    port = free_port()
+    request = struct.pack("=BQ3sQ", 1, 3, b"key", 1 << 19) + bytes(1 << 19)
+    with closing(open_store(Launch(0, 2, "a test", "127.0.0.2", port), soon())) as host:
+        with socket.create_connection(("127.0.0.2", port), source_address=("127.0.0.1", 0)) as stranger:
+            stranger.settimeout(20.0)
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                stranger.sendall(struct.pack("=BI", 0, 0x3C85F7CE))
+                for number in range(64):  # more than any socket buffers
+                    stranger.sendall(request.replace(b"key", b"%03d" % number))
+        host.set("key", b"x")
+        assert host.get("key", soon()) == b"x"
+
+
+def test_clients_of_a_newer_torch_use_it_where_they_can(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store_server, "NEWEST_TORCH", (1, 0))
+    assert rendezvous._clients_agree(soon())
+    assert not caplog.records
+    monkeypatch.setattr(store_server.StoreServer, "_add", lambda self, one, arguments: self._send(one, bytes(8)))
+    assert not rendezvous._clients_agree(soon())
+    assert "the rendezvous store is torch's own" in caplog.text
+    with closing(open_store(launch(0, free_port()), soon())) as host:
+        assert host.add("key", 2) == 2
 
 
 def test_a_port_that_is_taken_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

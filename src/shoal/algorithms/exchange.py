@@ -11,6 +11,7 @@ import torch
 from ..compression import Compressor
 from ..compression.draws import Redrawn
 from ..engine.membership import WHOLE
+from ..engine.operation import Handle, Operation
 from ..ops.alltoall import submit as submit_alltoall
 from ..ops.arguments import channel_name, where
 from ..ops.collective import submit_allreduce
@@ -38,6 +39,10 @@ class Exchange(Mix):
         name: What the exchanges are matched by between agents.
         algorithm: Whose they are: it says what its topology is when agents are gone (``on_loss="continue"``).
 
+    Attributes:
+        layout: A digest of what the tensors are made of, which all agents must have alike in a round; 0 for nothing.
+        operation: The last that was waited for.
+
     Raises:
         ValueError: The topology is for another number of agents.
     """
@@ -55,6 +60,8 @@ class Exchange(Mix):
         self._schedule = AgentSchedule(topology, self.rank, Without if algorithm is None else algorithm.healed)
         if self._schedule.size != self.size:
             raise ValueError(f"the topology has {self._schedule.size} agents, and there are {self.size}")
+        self.layout = 0
+        self.operation: Operation | None = None
         self._name = name
         self._plan = WHOLE
 
@@ -91,7 +98,14 @@ class Exchange(Mix):
         self.exchanges += 1
         if said is not False:
             self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else nbytes)
-        return submit(current("neighbor_allreduce"), x, mixing, name=self._name, fusible=False, speaks=said).wait()
+        agent = current("neighbor_allreduce")
+        return self._result_of(
+            submit(agent, x, mixing, name=self._name, fusible=False, speaks=said, layout=self.layout)
+        )
+
+    def _result_of(self, handle: Handle[torch.Tensor]) -> torch.Tensor:
+        self.operation = handle.operation
+        return handle.wait()
 
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
         if not compressor.encodes:
@@ -102,7 +116,9 @@ class Exchange(Mix):
         self.exchanges += 1
         self.sent += len(mixing.destinations) * encoded.message.numel()
         agent = current("neighbor_allreduce")
-        mixed = submit(agent, x, mixing, name=self._name, encoded=lambda _: encoded).wait()
+        mixed = self._result_of(
+            submit(agent, x, mixing, name=self._name, encoded=lambda _: encoded, layout=self.layout)
+        )
         return mixed, where(x, encoded.numbers)
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
@@ -112,7 +128,8 @@ class Exchange(Mix):
         self.exchanges += 1
         self.sent += x.nbytes
         name = f"{self._name} mean" + ("" if group == EVERYBODY else f" of {group}")
-        return submit_allreduce(current("allreduce"), x, "average", name, groups[group]()).wait()
+        agent = current("allreduce")
+        return self._result_of(submit_allreduce(agent, x, "average", name, groups[group](), layout=self.layout))
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         start, stop = self._cut(len(x))[self.rank]
@@ -122,7 +139,8 @@ class Exchange(Mix):
         self.exchanges += 1
         self.sent += share.nbytes
         name = f"{self._name} shares"
-        return submit_shares(current("algorithms.Exchange"), share, x.clone(), self._cut(len(x)), name).wait()
+        agent = current("algorithms.Exchange")
+        return self._result_of(submit_shares(agent, share, x.clone(), self._cut(len(x)), name, self.layout))
 
     def _cut(self, total: int) -> dict[int, tuple[int, int]]:
         """Which numbers each agent of this machine has: equally many; where any agent is gone, the first has all."""
@@ -152,8 +170,10 @@ class Exchange(Mix):
         ranks = self._neighbours
         self.exchanges += 1
         self.sent += messages.nbytes if nbytes is None else nbytes * len(ranks)
-        agent = current("neighbor_alltoall")
-        return submit_alltoall(agent, messages, ranks, f"{self._name} edges", own_for_lost=True, everybody=True).wait()
+        agent, name = current("neighbor_alltoall"), f"{self._name} edges"
+        return self._result_of(
+            submit_alltoall(agent, messages, ranks, name, own_for_lost=True, everybody=True, layout=self.layout)
+        )
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
         signs = [1.0 if self.rank < one else -1.0 for one in self._neighbours]

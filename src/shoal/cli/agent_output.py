@@ -4,16 +4,22 @@ A line is written when it is complete, so that lines of different agents never m
 a prompt or a progress bar that redraws itself with a carriage return, is a *state*: on a terminal the lowest rank's
 state stays on the bottom line, below the lines; in a file one of a progress bar's is kept every ten seconds. Everything
 is bytes: what agents print is not decoded, and need not be text.
+
+A reader that pauses (``less``, Ctrl-S) must not hold up the launcher, which has agents to mind. So what it does not
+take waits here. The descriptors stay blocking, since other processes share them: a few bytes are written at a time, and
+only where a poll says that they go through.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 STDOUT = 1
 STDERR = 2
@@ -22,6 +28,10 @@ REDRAW_SECONDS = 0.1
 _STATE_IN_FILE_SECONDS = 10.0
 _KEPT_LINES = 10
 _LONGEST_LINE = 1 << 16
+_AT_ONCE = 512
+"""Bytes: what a pipe or a terminal takes without blocking, once it is writable."""
+_MOST_WAITING = 1 << 20
+"""Bytes that wait for a reader before no more is read from the agents."""
 _BREAK = re.compile(rb"\r*\n|\r+(?=[^\r\n])")
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _ERASE = b"\r\x1b[K"
@@ -32,6 +42,14 @@ class _Stream:
     tail: bytes = b""
     state: bytes = b""
     state_written: float = field(default_factory=time.monotonic)
+
+
+class _Waiting(NamedTuple):
+    """What waits to be written to a stream; whether agents printed it."""
+
+    stream: int
+    data: bytes
+    is_agents: bool
 
 
 class AgentOutput:
@@ -48,6 +66,9 @@ class AgentOutput:
         self._streams: dict[tuple[int, int], _Stream] = {}
         self._last_lines: dict[int, deque[bytes]] = {}
         self._broken: set[int] = set()
+        # In one queue where both are one file, so that what is written there keeps its order.
+        first: deque[_Waiting] = deque()
+        self._queues = {STDOUT: first, STDERR: first if os.path.sameopenfile(out, err) else deque[_Waiting]()}
         self._shown = b""
         self._redraw_at: float | None = None
 
@@ -95,6 +116,51 @@ class AgentOutput:
         """The last lines that ``rank`` wrote to stderr, without their newlines."""
         return list(self._last_lines.get(rank, ()))
 
+    @property
+    def is_waiting(self) -> bool:
+        """A reader has not taken all: call :meth:`flush` from time to time."""
+        return any(self._queues.values())
+
+    @property
+    def is_full(self) -> bool:
+        """So much waits that no more should be read from the agents."""
+        return any(sum(len(one.data) for one in queue) > _MOST_WAITING for queue in self._queues.values())
+
+    def flush(self, *, wait: bool = False) -> None:
+        """Write what waits, as far as readers take it at once, or with ``wait`` all of it."""
+        for queue in self._queues.values():
+            while queue:
+                stream, data, is_agents = queue.popleft()
+                if stream in self._broken:
+                    self.is_incomplete |= is_agents
+                    continue
+                rest = self._write_now(stream, data, wait)
+                if rest:
+                    queue.appendleft(_Waiting(stream, rest, is_agents))
+                self.is_incomplete |= is_agents and stream in self._broken
+                if rest and not wait:
+                    break
+
+    def _write_now(self, stream: int, data: bytes, wait: bool) -> bytes:
+        """Write to a stream what it takes; the rest."""
+        descriptor, at = self._descriptors[stream], 0
+        poll = select.poll()
+        poll.register(descriptor, select.POLLOUT)
+        try:
+            while at < len(data) and poll.poll(None if wait else 0):
+                with contextlib.suppress(BlockingIOError):  # somebody who shares it has made it non-blocking
+                    at += os.write(descriptor, data[at : at + _AT_ONCE])
+                    continue
+                if not wait:
+                    break
+        except OSError as error:
+            # Nobody reads any more (``shoal run ... | head``), the disk is full, or the terminal was closed.
+            self._broken.add(stream)
+            if stream == STDOUT and not isinstance(error, BrokenPipeError):
+                self.say(f"shoal run: cannot write the output of the agents: {error.strerror}")
+            return b""
+        return data[at:]
+
     def next_redraw(self) -> float | None:
         """When to call ``redraw``, in ``time.monotonic()``; None if there is nothing to draw."""
         return self._redraw_at
@@ -104,14 +170,18 @@ class AgentOutput:
         if self._redraw_at is None or time.monotonic() < self._redraw_at:
             return
         self._redraw_at = None
+        if self.is_waiting:
+            self._plan_redraw()
+            return
         stream, state = self._current_state()
         if state != self._shown:
             self._write(stream, state)
             self._shown = state
 
     def close(self) -> None:
-        """Take the state off the bottom line."""
+        """Take the state off the bottom line, and wait until readers have taken all."""
         self._write(STDERR, b"")
+        self.flush(wait=True)
 
     def _plan_redraw(self) -> None:
         if self._redraw_at is None and any(self._is_terminal.values()):
@@ -143,33 +213,16 @@ class AgentOutput:
         if stream == STDERR:
             self._last_lines.setdefault(rank, deque(maxlen=_KEPT_LINES)).extend(lines)
         prefix = self._prefix(rank, stream)
-        self._write(stream, b"".join(prefix + line + b"\n" for line in lines))
-        self.is_incomplete |= stream in self._broken
+        self._write(stream, b"".join(prefix + line + b"\n" for line in lines), is_agents=True)
 
-    def _write(self, stream: int, data: bytes) -> None:
+    def _write(self, stream: int, data: bytes, *, is_agents: bool = False) -> None:
         if self._shown and self._is_terminal[stream]:
             self._shown = b""
             self._plan_redraw()
             data = _ERASE + data
-        if not data or stream in self._broken:
-            return
-        try:
-            _write_all(self._descriptors[stream], data)
-        except OSError as error:
-            # Nobody reads any more (``shoal run ... | head``), the disk is full, or the terminal was closed.
-            self._broken.add(stream)
-            if stream == STDOUT and not isinstance(error, BrokenPipeError):
-                self.say(f"shoal run: cannot write the output of the agents: {error.strerror}")
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(descriptor, view) :]
-        except BlockingIOError:
-            # Somebody who shares the terminal has made it non-blocking.
-            select.select([], [descriptor], [])
+        if data:
+            self._queues[stream].append(_Waiting(stream, data, is_agents))
+            self.flush()
 
 
 def _character_boundary(data: bytes, limit: int) -> int:

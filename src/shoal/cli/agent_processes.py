@@ -36,6 +36,8 @@ _PR_SET_PDEATHSIG = 1
 _CHUNK = 1 << 16
 # A pipe holds 64 KiB unless somebody enlarges it, at most to this.
 _MOST_IN_PIPE = 1 << 20
+_READER_SECONDS = 0.05
+"""Seconds between two looks whether a reader of the output that has paused goes on."""
 
 SETTLE_SECONDS = 0.5
 """How long nothing more must fail before an agent is started again: those that end of one cause end one by one, and
@@ -145,6 +147,7 @@ class AgentProcesses:
         self._tellers: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
         self._telling: list[subprocess.Popen[bytes]] = []
         self._pipes: dict[int, tuple[int, int]] = {}
+        self._paused = False  # nothing is read from the pipes, as the reader of the output has paused
         # What follows if the agents do not end by themselves: when, and which signal. Not None once they are to end.
         self._steps: list[tuple[float, signal.Signals]] | None = None
         self._requested: signal.Signals | None = None
@@ -201,7 +204,8 @@ class AgentProcesses:
             file.close()
             os.set_blocking(descriptor, False)
             self._pipes[descriptor] = (rank, stream)
-            self._selector.register(descriptor, selectors.EVENT_READ, partial(self._read_pipe, descriptor))
+            if not self._paused:
+                self._selector.register(descriptor, selectors.EVENT_READ, partial(self._read_pipe, descriptor))
 
     def start_helper(self, name: str, command: Sequence[str], descriptor: int) -> None:
         """Start a process that serves the agents with an inherited descriptor, and ends with the last of them."""
@@ -217,6 +221,7 @@ class AgentProcesses:
         while self._living or self._again:
             for key, _ in self._selector.select(self._patience()):
                 key.data()
+            self._follow_reader()
             self._take_due_step()
             self._reap()
             self._report_peer_loss()
@@ -229,6 +234,22 @@ class AgentProcesses:
         if ending.status == 0 and self._output is not None and self._output.is_incomplete:
             return replace(ending, status=1)  # as for a program whose last output could not be written
         return ending
+
+    def _follow_reader(self) -> None:
+        """Write what waits for a reader of the output that has paused. While too much does, read none from the agents,
+        which then wait in their own writes, and mind them all the same."""
+        if self._output is None or not (self._output.is_waiting or self._paused):
+            return
+        self._output.flush()
+        if self._output.is_full == self._paused:
+            return
+        self._paused = not self._paused
+        for descriptor in self._pipes:
+            if self._paused:
+                self._selector.unregister(descriptor)
+            else:
+                read = partial(self._read_pipe, descriptor)
+                self._selector.register(descriptor, selectors.EVENT_READ, read)
 
     def say(self, text: str) -> None:
         """Tell the user something, on stderr."""
@@ -260,6 +281,8 @@ class AgentProcesses:
         redraw = self._output.next_redraw() if self._output is not None else None
         if redraw is not None:
             due.append(redraw)
+        if self._output is not None and (self._output.is_waiting or self._paused):
+            due.append(time.monotonic() + _READER_SECONDS)
         if self._watch is not None:
             due.append(self._watch.due)
         return max(0.0, min(due) - time.monotonic()) if due else None
@@ -441,7 +464,8 @@ class AgentProcesses:
         rank, stream = self._pipes.pop(descriptor)
         if self._output is not None:
             self._output.end(rank, stream)
-        self._selector.unregister(descriptor)
+        if not self._paused:
+            self._selector.unregister(descriptor)
         os.close(descriptor)
 
 

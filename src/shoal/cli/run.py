@@ -27,7 +27,7 @@ from ..world.joining import Room, keep_secret
 from ..world.launch import BEGIN_WITH, INCARNATION, LAUNCHER, LOOPBACK, WATCH, join_address, parse_address
 from ..world.meeting import LOST
 from ..world.rendezvous import listen
-from . import node_variables
+from . import agent_script, node_variables
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses, Ending
 from .joining import claim
@@ -356,7 +356,8 @@ def _mind(
     """Start the agents, mind them to their end, and serve the store where that is to be done here."""
     output = AgentOutput() if args.agents > 1 and not args.no_prefix else None
     # Unbuffered: lines come when they are printed, and a killed agent's last words are not lost.
-    command = [sys.executable, "-u", *(["-m"] if args.is_module else []), args.script, *args.arguments]
+    command = [sys.executable, "-u", agent_script.__file__, *(["-m"] if args.is_module else [])]
+    command += [args.script, *args.arguments]
     survive, restarts = args.on_failure != "stop", args.max_restarts if args.on_failure == "restart" else 0
     with AgentProcesses(
         output, signals, survive=survive, restarts=restarts, elsewhere=elsewhere, watch=watch, grace=args.grace

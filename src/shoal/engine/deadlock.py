@@ -11,12 +11,14 @@ makes a call, and the first one still waits. So none of them has moved since the
 
 The proof needs that nothing else can make the missing call. An agent drops the probe where it cannot know that:
 
-- its process has another thread that could call Shoal;
+- its process has another thread that could call Shoal: one of the script, or one that has called it before;
 - a callback or a listener could;
 - the call that waits has a shorter timeout than the agent's, so its caller is ready to go on without it;
 - a loss is being agreed on.
 
-Then the deadlines remain. A process that computes drops the probe, too.
+Then the deadlines remain. A process that computes drops the probe, too. So does one that waits in a call on a window,
+for a mutex for instance: such a call is matched with no call of another agent, so its wait has no edge in the graph. It
+has a deadline of its own.
 
 The first agent fails its call and sends the verdict to the agent that waits for it, which passes the verdict on before
 it fails its own call. What an agent sends after that comes later, on the same link. So every call of the circle fails,
@@ -27,9 +29,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import sysconfig
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -52,6 +58,9 @@ _REMEMBERED = 1024
 """Probes that an agent remembers, to pass each on once."""
 _OWN_THREADS = re.compile(r"shoal-(\d+(-\w+)?|(watch|timeline)-\d+|rendezvous)")
 """The names of threads of Shoal's that begin no operation another agent waits for."""
+_FEEDERS = ("multiprocessing.queues", "multiprocessing.resource_sharer")
+"""Modules of the standard library whose threads call nothing of the script's. Those of a pool or a timer do."""
+_STDLIB = sysconfig.get_paths()["stdlib"]
 
 
 class _Wait(NamedTuple):
@@ -116,10 +125,15 @@ class Deadlocks:
 
     def _others_could_call(self) -> bool:
         me = threading.current_thread()
-        return any(
-            one is not me and one not in self.bystanders and not _OWN_THREADS.fullmatch(one.name)
+        others = [
+            one
             for one in threading.enumerate()
-        )
+            if one is not me and one not in self.bystanders and not _OWN_THREADS.fullmatch(one.name)
+        ]
+        if not others:
+            return False
+        callers, frames = self._lifecycle.callers, sys._current_frames()
+        return any(one.ident in callers or not _is_of_a_library(one, frames.get(one.ident or 0)) for one in others)
 
     # Probes
 
@@ -189,6 +203,26 @@ class Deadlocks:
             self._outbox.say(before, Message(Kind.DENY, DEADLOCK, DEADLOCK, text=json.dumps(circle)))
         ranks = tuple(sorted(one.rank for one in circle))
         self._lifecycle.fail(operation, Mismatch(f"{operation} on rank {self._rank}: {_explained(circle)}", ranks))
+
+
+def _is_of_a_library(thread: threading.Thread, frame: FrameType | None) -> bool:
+    """Whether an installed package has started a thread, and the thread runs none of the script's code now: the monitor
+    of a progress bar, or what feeds a data loader's workers."""
+    kind = type(thread)
+    begins = getattr(thread, "_target", None) if kind.run is threading.Thread.run else kind.run
+    module = str(getattr(begins, "__module__", ""))
+    if module not in _FEEDERS and not _is_installed(getattr(sys.modules.get(module), "__file__", None)):
+        return False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (_is_installed(file) or file.startswith((_STDLIB, "<frozen "))):
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _is_installed(file: str | None) -> bool:
+    return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _read(text: str, source: int | None = None) -> list[_Wait]:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +90,7 @@ class Lifecycle:
         self.gate = Gate(progress.notify)
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self.callbacks = callbacks
+        self.callers: set[int] = set()  # threads that have begun an operation, by get_ident()
         self._rank = rank
         self._progress = progress
         self._lock = progress.lock
@@ -125,6 +127,7 @@ class Lifecycle:
         """
         with self._lock:
             gate = self.gate
+            self.callers.add(get_ident())
             gate.check_open(op, one_sided)
             if gate.frozen and not one_sided:
                 return None

@@ -14,7 +14,7 @@ from ..errors import PeerLost
 from ..topology._validate import as_int
 from ..transport.wire import Kind, Message, Payload
 from ..world.agent import Agent, current
-from .arguments import Result, as_ranks, channel_name, check_gatherable, joined, payload, rotated
+from .arguments import LAYOUT, Result, as_ranks, channel_name, check_gatherable, joined, payload, rotated
 from .by_engine import members as members_of
 from .groups import Group, within
 
@@ -53,12 +53,14 @@ def submit(
     timeout: float | None = None,
     own_for_lost: bool = False,
     everybody: bool = False,
+    layout: int = 0,
 ) -> Handle[torch.Tensor]:
     """Begin it, for the public function and the algorithms.
 
     Args:
         own_for_lost: The row of a rank that is gone is what this agent had for it; else that is an error.
         everybody: All agents call it, each with its own.
+        layout: Of what the rows are made of; all agents must have the same.
     """
     tensor = check_gatherable(OP, tensor)
     order = as_ranks(OP, "ranks", ranks, agent.rank, agent.size)
@@ -73,7 +75,8 @@ def submit(
         ahead = sorted(left, key=lambda k: (order[k] - agent.rank) % agent.size)
         sends = [Send(order[k], published, k * length, (k + 1) * length, row) for k in ahead]
         carried = Carried(() if everybody else None, confirm=True)
-        arrived = yield Exchange(sends, sorted(order[k] for k in left), tensor.dtype, row, carried=carried)
+        sources = sorted(order[k] for k in left)
+        arrived = yield Exchange(sends, sources, tensor.dtype, row, digest=layout, digest_of=LAYOUT, carried=carried)
         lost = sorted(set(order).difference(arrived))
         if lost and not own_for_lost:  # by now the others have their rows
             raise PeerLost(f"{operation} on rank {agent.rank}: ranks {lost} are gone, and have sent no rows", lost)

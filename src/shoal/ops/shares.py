@@ -9,7 +9,7 @@ import torch
 from ..arithmetic import complete
 from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..world.agent import Agent
-from .arguments import channel_name, payload, rotated
+from .arguments import LAYOUT, channel_name, payload, rotated
 from .by_engine import members
 from .owners import shape_digest
 
@@ -17,7 +17,12 @@ OP = "allgather of shares"
 
 
 def submit_shares(
-    agent: Agent, share: torch.Tensor, whole: torch.Tensor, cut: Mapping[int, tuple[int, int]], name: str
+    agent: Agent,
+    share: torch.Tensor,
+    whole: torch.Tensor,
+    cut: Mapping[int, tuple[int, int]],
+    name: str,
+    layout: int = 0,
 ) -> Handle[torch.Tensor]:
     """Begin to put the shares of some agents into a tensor, which must not be touched until they are there.
 
@@ -27,6 +32,7 @@ def submit_shares(
         whole: Flat, of the same dtype; it keeps what it has where an agent is lost before it has sent its share.
         cut: ``{rank: (start, stop)}``, the same on all of them.
         name: What calls are matched by.
+        layout: Of the tensors that are joined in it; all agents must have the same.
     """
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
@@ -38,8 +44,8 @@ def submit_shares(
             rotated(sends, agent),
             [rank for rank in others if lengths[rank]],
             whole.dtype,
-            digest=shape_digest((*whole.shape, *cut)),
-            digest_of="number of parameters, or agents on this machine",
+            digest=shape_digest((*whole.shape, *cut)) ^ layout,
+            digest_of="number of parameters, or agents on this machine" + (f", or {LAYOUT}" if layout else ""),
             carried=Carried(members(agent, operation, sorted([agent.rank, *others]))),
         )
         there = {rank: payload(arrived, rank) for rank in arrived}

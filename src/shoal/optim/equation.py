@@ -12,13 +12,14 @@ import torch
 from ..algorithms.algorithm import Algorithm
 from ..algorithms.exchange import Exchange
 from ..algorithms.needs import check
+from ..errors import Mismatch
 from ..topology.schedule import Schedule
 from ..world.agent import bind, current
 from .default_topology import STATIC, topology_of
 from .flight import Flight
 from .local import LocalStep
 from .malloc_trimming import keep_what_threads_free
-from .part import Part
+from .part import MovedBy, Part
 from .rates import Rates
 from .strategies import DuringBackward, StepStrategy
 
@@ -86,7 +87,7 @@ class Equation(StepStrategy):
         if not elsewhere:
             local()
         for part in parts:
-            part.step(self._flight.rounds, self._moved_there if elsewhere else _moved)
+            self._advance(part, self._moved_there if elsewhere else _moved)
         self._end(parts)
 
     def _step_alone(self) -> None:
@@ -100,7 +101,7 @@ class Equation(StepStrategy):
         self.check_that_it_can_follow()
         for part in parts:
             part.look()
-            part.step(self._flight.rounds, _moved)
+            self._advance(part, _moved)
         self._end(parts)
 
     def check_that_it_can_follow(self) -> None:
@@ -145,7 +146,14 @@ class Equation(StepStrategy):
             self._flight.lay_out_as(self._layout)
         for part in self._parts:
             part.check()
+            part.mix.layout = self._flight.digest
         return self._parts
+
+    def _advance(self, part: Part, moved: MovedBy) -> None:
+        try:
+            part.step(self._flight.rounds, moved)
+        except Mismatch as error:
+            raise self._flight.explained(error, part.mix.operation) from None
 
     def _end(self, parts: list[Part]) -> None:
         self._flight.rounds += 1
@@ -218,7 +226,7 @@ class EquationDuringBackward(DuringBackward, Equation):
     def _step(self, number: int) -> None:
         try:
             with torch.no_grad():
-                self._parts[number].step(self._flight.rounds, _moved)
+                self._advance(self._parts[number], _moved)
         except BaseException as error:
             self._failed[number] = error
 

@@ -7,6 +7,7 @@ So it has one :class:`Flight`, and what a step is (``strategies.py``) says when 
 from __future__ import annotations
 
 import itertools
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from itertools import compress
@@ -16,14 +17,15 @@ from typing import Any, ClassVar
 import torch
 
 from ..algorithms.agent_schedule import AgentSchedule
-from ..engine.operation import Handle
+from ..engine.operation import Handle, Operation
+from ..errors import Mismatch
 from ..world.agent import current
 from .balance import Balance
 from .buckets import Bucket, into_buckets
 from .mixed_state import MixedState, StateBucket
 from .params import check_that_models_agree, check_that_values_agree
 from .settings import Settings
-from .trainable import digest_of, equalize_frozen
+from .trainable import digest_of, equalize_frozen, explained
 
 Params = Callable[[], Mapping[torch.nn.Parameter, str]]
 _MOST_SEEN = 64
@@ -56,7 +58,8 @@ class Flight(ABC):
             last layers' first; one vector of all in the model's order. Those that were frozen from the beginning are
             in none.
         active: The numbers of the buckets that are exchanged in this round: those with trainable parameters.
-        digest: Of the parameters in the active buckets; 0 where all have been trainable from the beginning.
+        digest: Of the parameters in the active buckets, and where they are remembered of which are trainable; 0 where
+            all have been trainable from the beginning.
         trainable: A byte for each parameter, 1 where it requires gradients in this round.
         sharing: The parameters that share memory.
         remembers: Somebody keeps a vector for each bucket: buckets stay as they are, and all are active.
@@ -170,6 +173,10 @@ class Flight(ABC):
         self._has_changed = False
         self._follow(now)
 
+    def explained(self, error: Mismatch, operation: Operation | None) -> Mismatch:
+        """The error of an exchange, with the parameter that is trainable on only some agents, if that is why."""
+        return error if operation is None else explained(error, operation, self._params(), self._trainable)
+
     def _bucket_of(self, params: list[torch.nn.Parameter]) -> Bucket:
         return Bucket(params, any(not set(group).isdisjoint(params) for group in self._shared))
 
@@ -193,9 +200,11 @@ class Flight(ABC):
             ]
             layout = self.layout
             whole = all(now) and not (self._has_changed or self._layout)
+            # Vectors that are remembered are exchanged whole: only the flags show that parameters of them are frozen.
+            flags = zlib.crc32(now) if self.remembers else 0
             if len(self._seen) >= _MOST_SEEN:
                 self._seen.clear()
-            self._seen[now] = active, 0 if whole else digest_of(layout[number] for number in active)
+            self._seen[now] = active, 0 if whole else digest_of(layout[number] for number in active) ^ flags
         self.active, self.digest = self._seen[now]
 
     def _arrange(self, now: bytes) -> None:

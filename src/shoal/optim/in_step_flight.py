@@ -19,7 +19,6 @@ from .buckets import Bucket
 from .flight import Flight, Params
 from .settings import BY_HAND, CommunicationType, Round, Settings
 from .sharding import check_robust
-from .trainable import explained
 
 _MARKER = -1
 """The number of what is sent in the place of buckets where all parameters are frozen."""
@@ -91,7 +90,7 @@ class InStepFlight(Flight):
             for bucket in handles:
                 bucket.leave()
             if type(error) is Mismatch and handle is not None:
-                raise explained(error, handle.operation, self._params(), self._trainable) from None
+                raise self.explained(error, handle.operation) from None
             raise
         return [bucket for bucket, handle in handles.items() if handle is not None]
 

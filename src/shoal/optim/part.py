@@ -28,10 +28,11 @@ class Part:
 
     Attributes:
         x: What the algorithm has of them, ``[numel]``; they begin there.
+        mix: The exchange.
     """
 
     def __init__(self, bucket: Bucket, algorithm: Algorithm, mix: Exchange, rates: Rates, name: str) -> None:
-        self.bucket, self._algorithm, self._mix, self._rates, self._name = bucket, algorithm, mix, rates, name
+        self.bucket, self._algorithm, self.mix, self._rates, self._name = bucket, algorithm, mix, rates, name
         self.x = bucket.flat.clone()
         self._state: Any = None
 
@@ -63,7 +64,7 @@ class Part:
             scaled = algorithm.scaled(multiples)
             algorithm, multiples = (algorithm, 1.0) if scaled is None else (scaled, multiples)
         grad = Gradient(lambda at: self._per_rate(moved(self, at), multiples))
-        mix, x, state = self._mix, self.x, self._state
+        mix, x, state = self.mix, self.x, self._state
         lost = mix.begin(round_)
         if state is None:
             state = algorithm.init(x, grad, mix)

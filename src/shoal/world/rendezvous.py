@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -41,6 +42,8 @@ REPORT_AFTER = 30.0
 _PORT_SECONDS = 3.0
 _BACKLOG = 4096
 _TELL_SECONDS = 300.0
+_TRY_SECONDS = 60.0
+_TRY = "import sys; from shoal.world.rendezvous import try_client; try_client(int(sys.argv[1]))"
 _HOSTED = "hosted"
 PREFIX = "shoal/"
 ROOM, CLAIMED = "room", "claimed"
@@ -84,8 +87,12 @@ def open_store(launch: Launch, deadline: float) -> Store:
     if launch.rank > 0:
         return _store_of_rank_0(launch, connect, deadline)
     listener = _listen_patiently(host, port, os.environ.get("SHOAL_INTERFACE", ""), deadline)
-    server = partial(_server, listener, deadline)
-    store = TcpStore(server, prefix=prefix, name=name, server_ranks=(0,), deadline=deadline)
+    if _clients_agree(deadline):
+        begin = partial(client, *_reached_at(listener), deadline)
+        server: store_server.ThreadedServer | None = store_server.ThreadedServer(listener)
+    else:
+        begin, server = partial(_torchs_server, listener, deadline), None
+    store = TcpStore(begin, prefix=prefix, name=name, server_ranks=(0,), deadline=deadline, server=server)
     try:
         store.set(_HOSTED, b"")
     except BaseException:  # a Ctrl-C, say: nobody else has the store to close it
@@ -132,7 +139,7 @@ def listen(host: str, port: int, interface: str = "") -> socket.socket:
 def serve(descriptor: int, room: str = "") -> None:
     """Serve a store on an inherited listening socket until this process is ended: a launcher's helper process.
 
-    It is :class:`~.store_server.StoreServer`, or torch's own where the clients of a newer torch may ask for more.
+    It is :class:`~.store_server.StoreServer`, or torch's own where the clients of a newer torch ask for more.
 
     Args:
         descriptor: The socket.
@@ -140,9 +147,9 @@ def serve(descriptor: int, room: str = "") -> None:
     """
     listener = socket.socket(fileno=descriptor)
     values = {PREFIX + CLAIMED: b"0 nobody", PREFIX + ROOM: room.encode()}
-    if store_server.is_supported():
+    if _clients_agree(time.monotonic() + _TRY_SECONDS):
         store_server.StoreServer(listener, values).serve()
-    store = _server(listener, time.monotonic() + threading.TIMEOUT_MAX)
+    store = _torchs_server(listener, time.monotonic() + threading.TIMEOUT_MAX)
     for key, value in values.items():
         store.set(key, value.decode())
     try:
@@ -259,13 +266,51 @@ def _listen_patiently(host: str, port: int, interface: str, deadline: float) -> 
         pause(0.05)
 
 
-def _server(listener: socket.socket, deadline: float) -> NativeStore:
-    name = listener.getsockname()
-    address, port = text_of(name), name[1]
-    if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
-        # It reaches itself by the short way, whether or not its public name resolves here.
-        address = LOOPBACK
+def _clients_agree(deadline: float) -> bool:
+    """Whether the clients of the installed torch can use :class:`~.store_server.StoreServer`. Those of a version
+    that is not known try it, in a process that can be ended whatever they do."""
+    if store_server.is_known():
+        return True
+    listener = socket.create_server((LOOPBACK, 0))
+    command = [sys.executable, "-c", _TRY, str(listener.getsockname()[1])]
+    with contextlib.closing(store_server.ThreadedServer(listener)):
+        seconds = max(1.0, min(_TRY_SECONDS, deadline - time.monotonic()))
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=seconds)
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning(
+                "the rendezvous store is torch's own, which keeps all that strangers send: the clients of this version "
+                "of torch cannot use Shoal's (%s)",
+                type(error).__name__,
+            )
+            return False
+    return True
+
+
+def try_client(port: int) -> None:
+    """Ask for all that ``init`` and process groups ask of a store; an exception where an answer is wrong."""
+    store: Any = client(LOOPBACK, port, time.monotonic() + _TRY_SECONDS)
+    store.set("key", "1")
+    store.append("key", "2")
+    store.multi_set(["a", "b"], ["3", "4"])
+    found = [store.get("key"), store.add("number", 2), store.check(["key", "none"]), *store.multi_get(["a", "b"])]
+    found += [store.compare_set("key", "12", "5"), store.delete_key("a"), store.num_keys()]
+    store.wait(["key", "b"], timedelta(seconds=_TRY_SECONDS))
+    if found != [b"12", 2, False, b"3", b"4", b"5", True, 3]:
+        raise ValueError(f"the store answers {found}")
+
+
+def _torchs_server(listener: socket.socket, deadline: float) -> NativeStore:
+    address, port = _reached_at(listener)
     return _tcp_store(address, port, deadline, is_master=True, master_listen_fd=listener.detach())
+
+
+def _reached_at(listener: socket.socket) -> tuple[str, int]:
+    """Where this process reaches a socket on which it listens."""
+    name = listener.getsockname()
+    address, port = text_of(name), int(name[1])
+    # By the short way, whether or not its public name resolves here.
+    return LOOPBACK if ipaddress.ip_address(address.partition("%")[0]).is_unspecified else address, port
 
 
 def client(host: str, port: int, deadline: float) -> NativeStore:

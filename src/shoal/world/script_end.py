@@ -1,18 +1,16 @@
 """What ended the script of this process: for the last message to the other agents, and for the launcher.
 
 Python calls ``sys.excepthook`` for an exception that nothing caught. ``SystemExit`` has no such hook, and exit handlers
-do not see it. It may also be caught, as by a test runner. So ``sys.exit`` raises a subclass here, whose ``code`` shows
-that the interpreter itself reads it. A script that ends with a plain ``raise SystemExit(9)`` is not recognised: the
-others learn that its script ended, and the launcher has its exit code.
+do not see it. So what runs the script has to note it: ``cli/agent_script.py`` does, for ``shoal run``. Under another
+launcher a script that ends with ``SystemExit`` counts as one that ended normally, and the launcher has its exit code.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import PeerLost
 
@@ -34,7 +32,6 @@ class Failure:
 
 
 _failures: list[Failure] = []
-_code: Any = SystemExit.__dict__["code"]
 
 
 def failure() -> Failure | None:
@@ -63,6 +60,12 @@ def is_peer_loss(error: BaseException) -> bool:
     return False
 
 
+def note_exit(error: SystemExit) -> None:
+    """Note the ``SystemExit`` with which the script has ended, unless its status is 0."""
+    if not _is_success(error.code):
+        _note(error)
+
+
 def _note(error: BaseException) -> None:
     kind = type(error).__name__
     lines = str(error).splitlines()
@@ -75,40 +78,9 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     _previous_hook(kind, error, trace)
 
 
-class _Exit(SystemExit):
-    """What ``sys.exit`` raises in the main thread."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SystemExit, self.args
-
-    @property
-    def code(self) -> Any:
-        code = _code.__get__(self)
-        # Only the interpreter reads it without a frame of Python around: nothing has caught it, and the process ends.
-        if sys._getframe().f_back is None and not _is_success(code):
-            _note(self)
-        return code
-
-    @code.setter
-    def code(self, code: Any) -> None:
-        _code.__set__(self, code)
-
-
-_Exit.__name__ = _Exit.__qualname__ = "SystemExit"
-_Exit.__module__ = "builtins"
-
-
 def _is_success(code: Any) -> bool:
     """Whether a process that ends with this ``SystemExit.code`` has exit status 0."""
     return code is None or (isinstance(code, int) and code & 0xFF == 0)
 
 
-def _exit(status: Any = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status), as the ``sys.exit`` that this replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        _previous_exit(status)  # it ends the thread, silently: but for subclasses
-    raise _Exit(*status) if isinstance(status, tuple) else _Exit(status)
-
-
 _previous_hook, sys.excepthook = sys.excepthook, _excepthook
-_previous_exit, sys.exit = sys.exit, _exit

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from ..errors import DeadlineExceeded, PeerLost, ShoalError
 from ..interrupts import SLICE, held, pause, slices
+from .store_server import ThreadedServer
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as NativeStore
@@ -120,7 +121,8 @@ class ThreadStore:
 
 
 class TcpStore:
-    """The store of agents that are processes: a store of ``torch.distributed``, our keys behind a prefix.
+    """The store of agents that are processes: a store of ``torch.distributed``, our keys behind a prefix; and its
+    server, if this process has it.
 
     torch's calls neither give way to Ctrl-C nor end in time when a server accepts and never answers (measured on torch
     2.13: the constructor of ``TCPStore`` then hangs for good, whatever its timeout). So one thread of our own makes
@@ -137,8 +139,10 @@ class TcpStore:
         server_ranks: tuple[int, ...],
         deadline: float,
         address: str = "",
+        server: ThreadedServer | None = None,
     ) -> None:
         self.address = address
+        self._server = server
         self._prefix = prefix
         self._name = name
         self._server_ranks = server_ranks
@@ -200,6 +204,8 @@ class TcpStore:
         self._calls.put(None)
         # Longer only if the server has stopped answering; then the thread is beyond help, and it is a daemon.
         self._thread.join(1.0)
+        if self._server is not None:
+            self._server.close()
 
     @property
     def _store(self) -> NativeStore:

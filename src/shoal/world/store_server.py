@@ -1,4 +1,5 @@
-"""The rendezvous store that a launcher serves: the protocol of torch's ``TCPStore``, with a quota for strangers.
+"""The rendezvous store of a launcher, and of rank 0 where it hosts one: the protocol of torch's ``TCPStore``, with a
+quota for strangers.
 
 torch's own server stores what anybody sends, without a limit: another user of the machine could fill its memory. It
 also has to be the store of the script's process groups, whose clients are torch's, so nobody can be asked for a proof.
@@ -18,6 +19,7 @@ import resource
 import selectors
 import socket
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,8 +47,8 @@ _READY, _NOT_READY = b"\0", b"\1"
 _STOP_WAITING, _WAIT_CANCELED = b"\0", b"\1"
 
 
-def is_supported() -> bool:
-    """Whether the clients of the torch that is installed make no other requests."""
+def is_known() -> bool:
+    """Whether the requests of the clients of the torch that is installed are known."""
     try:
         major, minor = importlib.metadata.version("torch").split(".")[:2]
         return (int(major), int(minor)) <= NEWEST_TORCH
@@ -116,7 +118,7 @@ class StoreServer:
         self._waiting: dict[bytes, list[_Connection]] = {}
         self._barriers: dict[bytes, list[_Connection]] = {}
         self._connections: set[_Connection] = set()
-        self._is_full = False
+        self._is_full = self._has_ended = False
         self._selector = selectors.DefaultSelector()
         self._handlers: dict[int, Callable[[_Connection, Arguments], None]] = {
             Request.SET: self._set,
@@ -152,6 +154,16 @@ class StoreServer:
         while True:
             self.step(None)
 
+    def serve_until(self, ended: socket.socket) -> None:
+        """Serve until the other end of a socket is closed; then close everything, also ``ended``."""
+        self._selector.register(ended, selectors.EVENT_READ, ended)
+        try:
+            while not self._has_ended:
+                self.step(None)
+        finally:
+            self.close()
+            ended.close()
+
     def step(self, seconds: float | None) -> None:
         """Serve what comes within a time."""
         if self._is_full:
@@ -165,6 +177,8 @@ class StoreServer:
                 self._accept()
             elif key.data in self._connections:
                 self._serve(key.data, mask)
+            elif key.fileobj is key.data:
+                self._has_ended = True
 
     def close(self) -> None:
         for one in list(self._connections):
@@ -456,3 +470,22 @@ class StoreServer:
 
     def _queue_len(self, one: _Connection, arguments: Arguments) -> None:
         self._send(one, INT.pack(len(self._queues.get(arguments.text(), ()))))
+
+
+class ThreadedServer:
+    """A :class:`StoreServer` in a thread of this process, from the beginning to :meth:`close`.
+
+    Args:
+        listener: Where it listens; this object closes it.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._end, ended = socket.socketpair()
+        serve = StoreServer(listener, {}).serve_until
+        self._thread = threading.Thread(target=serve, args=(ended,), name="shoal-rendezvous", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it; its port is free then. A second call does nothing."""
+        self._end.close()
+        self._thread.join()

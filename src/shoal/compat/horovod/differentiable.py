@@ -17,7 +17,6 @@ import torch
 
 from ...autograd import Linear, apply_linear, gradient_name
 from ...ops.collective import barrier as _barrier
-from ...ops.collective import gather_by_rank
 from ...world.agent import current
 from .begun import (
     Tensors,
@@ -176,10 +175,10 @@ def _own_parts(
     called: str, gradients: list[torch.Tensor], tensors: Tensors, name: str | None, process_set: ProcessSet
 ) -> list[torch.Tensor]:
     """This agent's rows of the averages of some gradients."""
-    rows = torch.tensor([len(one) for one in tensors])
-    group, here = group_of(called, process_set), current(called).rank
-    each = gather_by_rank(rows, f"{gradient_name(name) or f'{called}.gradient'} (rows)", group=group)
-    before = torch.stack([torch.zeros_like(rows), *(each[rank] for rank in each if rank < here)]).sum(0)
+    mine = torch.tensor([[current(called).rank, *map(len, tensors)]])
+    # An all-gather like the script's: agents in join() take part in it, with no rows.
+    each = gather_one(called, mine, f"{gradient_name(name) or f'{called}.gradient'} (rows)", process_set).wait()
+    before, rows = each[each[:, 0] < mine[0, 0], 1:].sum(0), mine[0, 1:]
     means = reduce_many(called, gradients, How(Average), gradient_name(name), process_set).wait()
     return [one.narrow(0, int(first), int(count)) for one, first, count in zip(means, before, rows, strict=True)]
 
