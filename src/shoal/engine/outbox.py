@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from time import perf_counter_ns
 from typing import NamedTuple
 
 import torch
 
+from .. import clock
 from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
@@ -132,7 +132,9 @@ class Outbox:
                 return
             if exchange.carried is not None and exchange.carried.confirm and stage.to_move:
                 stage.expect_confirmation(send.destination)
-            posted = perf_counter_ns() if self._events.active else 0  # its receiver may have it before the next line
+            posted = (
+                clock.perf_counter_ns() if self._events.active else 0
+            )  # its receiver may have it before this returns
             if carried:
                 link.post(message)
             else:
