@@ -137,7 +137,8 @@ class Socket:
     def ready(self) -> int:
         if self.queue is not None:
             return READ if self.queue else 0
-        events = READ if len(self.unread) >= self.lowest or self.ended or self.error is not None else 0
+        enough = min(self.lowest, max(1, self.network.weather.room // 2))  # the kernel makes room for what is asked for
+        events = READ if len(self.unread) >= enough or self.ended or self.error is not None else 0
         if self.error is not None:
             return events | WRITE
         if self.peer is not None and len(self.peer.unread) + self.peer.coming < self.network.weather.room:
