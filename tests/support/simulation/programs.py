@@ -26,8 +26,6 @@ KINDS = (
     *("static", "static", "push", "pull", "push-pull", "compressed", "grouped", "average", "sum", "max"),
     *("broadcast", "allgather", "neighbor_allgather", "barrier", "object", "group", "window"),
 )
-OF_ALL = frozenset({"average", "sum", "max", "broadcast", "allgather", "barrier", "object"})
-"""Calls that need every agent."""
 BLOCKING = frozenset({"barrier", "object", "window", "neighbor_allgather"})
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
     "exponential": shoal.ExponentialTwoGraph,
