@@ -21,10 +21,11 @@ import _signal  # type: ignore[import-not-found]  # signal without its enums: th
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Final
+
+from . import clock
 
 _signals = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SIGNALS: Final = tuple(int(one) for one in _signals)
@@ -159,18 +160,18 @@ os.register_at_fork(after_in_child=held.restart_in_child)
 
 def pause(seconds: float) -> None:
     """Sleep, a moment at most; a signal that came is handled."""
-    time.sleep(seconds)
+    clock.sleep(seconds)
     held.checkpoint()
 
 
 def slices(deadline: float) -> Iterator[float]:
-    """How long to wait next, again and again until ``deadline`` (``time.monotonic()``), signals being handled between.
+    """How long to wait next, again and again until ``deadline`` (``clock.monotonic()``), signals being handled between.
 
     At least once, so that what is there already is found.
     """
     while True:
         held.checkpoint()
-        rest = deadline - time.monotonic()
+        rest = deadline - clock.monotonic()
         yield min(max(0.0, rest), SLICE if held.here else threading.TIMEOUT_MAX)
-        if time.monotonic() >= deadline:
+        if clock.monotonic() >= deadline:
             return

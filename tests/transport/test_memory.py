@@ -245,7 +245,7 @@ def test_a_pool_keeps_no_more_than_it_may() -> None:
 
 def test_what_a_pool_keeps_gives_way_to_sizes_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("shoal.transport.memory.time.monotonic", lambda: now)
+    monkeypatch.setattr("shoal.transport.memory.clock.monotonic", lambda: now)
     pool = ResultPool(keep=4 << 20)
 
     def used_before(numel: int, count: int) -> int:

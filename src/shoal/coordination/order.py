@@ -19,7 +19,6 @@ it leaves.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from .. import clock
 from ..engine.discovery import submit_to_all
 from ..engine.engine import Engine
 from ..engine.membership import Plan
@@ -233,7 +233,7 @@ class Order(MinimalService):
         """See :meth:`~shoal.engine.carrier.Carrier.stop`."""
         with self._engine.lock:
             self.left = self._stopped = True
-        limit = time.monotonic() + ABANDON_AFTER
+        limit = clock.monotonic() + ABANDON_AFTER
         self._groups.stop()  # those before it have been
         for groups in (*self._before, self._groups):
             groups.end(limit)
@@ -444,7 +444,7 @@ class Order(MinimalService):
         with engine.lock:
             if groups is not self._groups:
                 return
-            self._broken = time.monotonic() + BREAK_AFTER, error
+            self._broken = clock.monotonic() + BREAK_AFTER, error
             engine.progress.check_by(self._broken[0])
             engine.poller.wake()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from .. import clock
 from ..interrupts import held
 from ..transport.router import Router
 from .carrier import Carrier
@@ -55,7 +55,7 @@ class Drain:
         with self._progress.lock:
             router.say_goodbye(*router.inbox.last_word, to_all=True)
         # Whoever heard it hangs up; then nothing unread is thrown away, which a socket would report as a failure.
-        self(lambda: not router.heard, min(deadline, time.monotonic() + HANG_UP_SECONDS))
+        self(lambda: not router.heard, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
 
     def leave(self, carrier: Carrier, matcher: Matcher, deadline: float) -> None:
         """Take leave of those whose tensors a carrier moves: they must not wait for this agent, which takes what they
@@ -65,7 +65,7 @@ class Drain:
             stages = [operation.stage for operation in matcher.in_flight()]
             return not any(stage is not None and stage.to_move and stage.exchange.sends for stage in stages)
 
-        now = time.monotonic()
+        now = clock.monotonic()
         self(nothing_to_move, now + (deadline - now) / 2)
         with self._progress.lock:
             carrier.leave()

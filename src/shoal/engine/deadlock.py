@@ -139,14 +139,13 @@ class Deadlocks:
 
     def _send(self, operation: Operation, way: Sequence[_Wait], number: int) -> None:
         """Ask all that an operation waits for whether they can go on."""
-        stage = (operation.fused or operation).stage
-        if stage is None:
-            return
+        stage = (operation.fused or operation).stage  # None where only confirmations are waited for
+        at = 0 if stage is None else stage.number
         here = _Wait(self._rank, operation.op, operation.name, operation.round)
         text = json.dumps([*way, here])
         for rank in operation.waiting_for:
             if rank != self._rank:
-                place = operation.name, operation.round, stage.number, number
+                place = operation.name, operation.round, at, number
                 self._outbox.say(rank, Message(Kind.ASK, DEADLOCK, *place, text=text))
 
     def serve(self, source: int, message: Message) -> None:

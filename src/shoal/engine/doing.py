@@ -7,10 +7,10 @@ for it while nobody asks.
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .. import clock
 from .._version import __version__
 from ..transport.router import Router
 from .agreement import Agreement
@@ -99,7 +99,7 @@ class AboutItself:
         steps: Steps,
         measured: Measured,
     ) -> None:
-        self._began = time.time()
+        self._began = clock.time()
         self._rank, self._router, self._matcher, self._outbox = rank, router, matcher, outbox
         self._membership, self._progress, self._agreement = membership, progress, agreement
         self._gate, self._services, self._steps, self._measured = gate, services, steps, measured
@@ -115,7 +115,7 @@ class AboutItself:
     @property
     def doing(self) -> Doing:
         """What it does now."""
-        now = time.monotonic()
+        now = clock.monotonic()
         waiting = [
             Waiting(str(one)[:_LONGEST], tuple(ranks), now - one.started, one.deadline - now)
             for one in self._matcher.in_flight()

@@ -21,13 +21,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 import torch
 
+from .. import clock
 from ..errors import DeadlineExceeded, NotInitialized, ShoalError
 from ..interrupts import held
 from ..transport.lobby import ENTRY
@@ -257,7 +257,7 @@ class Engine:
                 )
             if handle is not None:
                 break
-            limit = limit or time.monotonic() + seconds
+            limit = limit or clock.monotonic() + seconds
             self._await_agreement(op, limit, seconds)
         if self.callbacks.due:
             self.after()
@@ -281,7 +281,7 @@ class Engine:
             held.checkpoint()
             if progress.stopped:
                 raise NotInitialized(f"{what}: this agent has shut down; call shoal.init() first")
-            if time.monotonic() >= limit:
+            if clock.monotonic() >= limit:
                 with self.lock:
                     missing = self.agreement.missing
                 raise DeadlineExceeded(
@@ -323,10 +323,10 @@ class Engine:
                 f"waiting for {handle.operation} inside a callback or listener of Shoal would never end: start "
                 "operations there, and wait for them elsewhere"
             )
-        started = time.perf_counter_ns() if self.events.active else 0
-        limit = time.monotonic() + timeout if timeout is not None else float("inf")
+        started = clock.perf_counter_ns() if self.events.active else 0
+        limit = clock.monotonic() + timeout if timeout is not None else float("inf")
         with span(handle.operation.op, handle.operation.name, "wait"):
-            while not (done := self.progress.drive_until(handle.poll, limit)) and time.monotonic() < limit:
+            while not (done := self.progress.drive_until(handle.poll, limit)) and clock.monotonic() < limit:
                 held.checkpoint()  # a signal came; its handler raises, or the wait goes on
                 if self.progress.stopped:
                     break
@@ -445,11 +445,11 @@ class Engine:
             with self.lock:
                 if self.keeping.results and not died:
                     self.keeping.tell(leaving=True)
-            drain(lambda: not self.keeping.results, min(deadline, time.monotonic() + HANG_UP_SECONDS))
+            drain(lambda: not self.keeping.results, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
             with self.lock:
                 self._say_goodbye(why, died)
             # After a loss, too: it says whose. A neighbour that is busy, its socket full, would count us as lost.
-            last_word = time.monotonic() + LAST_WORD_SECONDS if self.ended is not None else deadline
+            last_word = clock.monotonic() + LAST_WORD_SECONDS if self.ended is not None else deadline
             drain.hang_up(self.outbox, self.router, min(deadline, last_word), deadline, lambda: self.failures.deaf)
             with self.lock:
                 self.lifecycle.fail_all(_gone())
@@ -458,7 +458,7 @@ class Engine:
 
     def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
         """Refuse new operations, and end those that wait for others. False where that has been done."""
-        now = time.monotonic()
+        now = clock.monotonic()
         for service in self.services.all():  # the other half is for what the others still need
             service.close(now if died else now + (deadline - now) / 2)
         with self.lock:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from .. import clock
 from ..errors import NONSENSE, DeadlineExceeded, NotInitialized, PeerLost, ShoalError
 from ..interrupts import held
 from ..transport.lobby import ENTRY
@@ -201,15 +201,15 @@ class Entry(MinimalService):
             PeerLost: They have ended.
             DeadlineExceeded: They have not, for so many seconds.
         """
-        progress, limit = self._progress, time.monotonic() + seconds
+        progress, limit = self._progress, clock.monotonic() + seconds
         with held, progress.lock:
             self.ask()
             self._router.poller.wake()
-        while not progress.drive_until(lambda: not self.waits, min(limit, time.monotonic() + says_so)):
+        while not progress.drive_until(lambda: not self.waits, min(limit, clock.monotonic() + says_so)):
             held.checkpoint()
             if progress.stopped:
                 raise NotInitialized("this agent has shut down; call shoal.init() first")
-            if time.monotonic() >= limit:
+            if clock.monotonic() >= limit:
                 raise self.not_let_in(seconds)
             log.warning("rank %d waits to be let in: at the others' next Checkpoint.save", self._rank)
         if self.outside:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from time import perf_counter_ns
 from typing import NamedTuple
 
+from .. import clock
 from ..interrupts import held
 from .fused_name import PREFIX, Run, read
 
@@ -23,7 +23,7 @@ LONG_NS = 50_000
 
 
 class Event(NamedTuple):
-    """One thing that happened. Times are ``time.perf_counter_ns()``; ``end`` equals ``start`` where it took no time.
+    """One thing that happened. Times are ``clock.perf_counter_ns()``; ``end`` equals ``start`` where it took no time.
 
     Small calls that travel together are each ``submitted``, ``finished`` or ``failed``, and waited for; their messages
     and their sum are one, whose :attr:`calls` says of which.
@@ -130,7 +130,7 @@ class Events:
     ) -> None:
         """Tell the listeners. ``start`` is given for what took time; it ends now, if no ``end`` is given. Call only if
         somebody listens."""
-        now = end or perf_counter_ns()
+        now = end or clock.perf_counter_ns()
         fields = kind, operation, name, round_, start or now, now, peer, nbytes, detail, stage
         for queue, limit, full in self._recordings:
             queue.append(fields)

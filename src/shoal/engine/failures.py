@@ -8,8 +8,7 @@ next rank, so it reaches everybody.
 
 from __future__ import annotations
 
-import time
-
+from .. import clock
 from ..errors import PeerLost, ShoalError
 from ..transport.router import Router
 from ..transport.wire import CERTAIN, DIED, SILENT, Message
@@ -39,15 +38,15 @@ class FailureDetector:
         self._suspects: dict[int, tuple[float, Departure]] = {}
 
     def suspect(self, peer: int, cause: str, final: bool, certain: bool) -> float:
-        """An agent seems to be gone. Returns when that is confirmed, as ``time.monotonic()``."""
+        """An agent seems to be gone. Returns when that is confirmed, as ``clock.monotonic()``."""
         final = final or self._router.is_cut_off(peer)
-        due = time.monotonic() + (0.0 if final else GRACE if self._router.knows(peer) else UNCONNECTED_GRACE)
+        due = clock.monotonic() + (0.0 if final else GRACE if self._router.knows(peer) else UNCONNECTED_GRACE)
         known = self._suspects.get(peer)
         if known is not None:
             if known[1].told_by == peer:  # it has said why it goes; that counts
                 if known[0] == float("inf"):  # but what it sent here was awaited, of which there may be no more now
                     follows = float("inf") if self._router.hears(peer) else due
-                    self._suspects[peer] = (time.monotonic() if final else follows, known[1])
+                    self._suspects[peer] = (clock.monotonic() if final else follows, known[1])
                 return self._suspects[peer][0]
             due = min(due, known[0])
             if known[0] == float("inf") and not final:  # it leaves, as others say, and its goodbye was lost with this
@@ -100,7 +99,7 @@ class FailureDetector:
         if rank not in self._membership.view.alive or (hears and not own):
             return float("inf")
         shows = not said.died and not own and self._router.reaches(rank)
-        due = float("inf") if shows or hears else time.monotonic() + GRACE
+        due = float("inf") if shows or hears else clock.monotonic() + GRACE
         if rank in self._suspects:
             due, known = min(due, self._suspects[rank][0]), self._suspects[rank][1]
             if known.died and not (own and known.told_by == self._rank):  # an end that we saw is that of its leaving
@@ -115,7 +114,7 @@ class FailureDetector:
     def nothing_follows(self, rank: int) -> None:
         """Nothing can come of an agent any more: where it is a suspect, that is confirmed now."""
         if rank in self._suspects:
-            self._suspects[rank] = (time.monotonic(), self._suspects[rank][1])
+            self._suspects[rank] = (clock.monotonic(), self._suspects[rank][1])
 
     def forget(self, rank: int) -> None:
         self._suspects.pop(rank, None)

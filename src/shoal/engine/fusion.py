@@ -15,13 +15,13 @@ that nothing here needs to know of errors.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
+from .. import clock
 from ..transport.wire import COMMON, CONFIRM, Message, Parts
 from .events import Events
 from .fused_name import keys, runs_of
@@ -157,7 +157,7 @@ class Fusion:
         elif stage.complete:
             self._lifecycle.make_ready(fused)
         else:
-            self._progress.check_by(time.monotonic() + SPLIT_AFTER)
+            self._progress.check_by(clock.monotonic() + SPLIT_AFTER)
 
     def _take_early(self, fused: FusedOperation, stage: int) -> None:
         """Take up what neighbours have sent for a stage of the members before it began."""

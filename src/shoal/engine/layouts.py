@@ -5,12 +5,12 @@ Agents compare digests of their lists. Only those whose call has failed ask each
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 
+from .. import clock
 from ..interrupts import held
 from ..transport.wire import HERE, Kind, Message
 from .matching import Key
@@ -78,7 +78,7 @@ class Layouts:
             self._heard.update(dict.fromkeys(asked))
             for rank, (name, round_) in sorted(asked):
                 self._outbox.say(rank, Message(Kind.ASK, TENSORS, name, round_))
-        limit = time.monotonic() + ANSWER_WITHIN
+        limit = clock.monotonic() + ANSWER_WITHIN
         self._progress.drive_until(
             lambda: all(self._heard.get(one) is not None and (one in self._answered or not mutual) for one in asked),
             limit,

@@ -8,7 +8,6 @@ what belongs together to ``fusion.py``, which overrides how an operation proceed
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .. import clock
 from ..errors import Mismatch, ShoalError
 from ..transport.wire import Message, Where
 from .callbacks import Callbacks
@@ -204,7 +204,7 @@ class Lifecycle:
             return
         generator = operation.generator
         assert generator is not None
-        start = time.perf_counter_ns() if self._events.active else 0
+        start = clock.perf_counter_ns() if self._events.active else 0
         item: Yields | None = None
         result, error = None, None
         try:
@@ -213,7 +213,7 @@ class Lifecycle:
             result = stop.value
         except BaseException as caught:
             error = caught
-        if start and (arrived is not None or time.perf_counter_ns() - start > LONG_NS):
+        if start and (arrived is not None or clock.perf_counter_ns() - start > LONG_NS):
             what = "prepared" if arrived is None else "summed"
             self._events.emit(what, operation.op, operation.name, operation.round, start)
         try:
@@ -313,7 +313,7 @@ class Lifecycle:
             self._outbox.post(channel, operation, stage)
         self.go_on(operation, stage)
         if not stage.complete:
-            self._progress.check_by(time.monotonic() + ASK_AFTER)
+            self._progress.check_by(clock.monotonic() + ASK_AFTER)
 
     def go_on(self, operation: Operation, stage: Stage) -> None:
         """Something of a stage has come, or was sent: where that was the last, it goes on."""

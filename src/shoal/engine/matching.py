@@ -7,12 +7,12 @@ has made the call waits; what comes for a call that has ended here without expec
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import NamedTuple
 
+from .. import clock
 from ..errors import NotFinite, NotInitialized, ShoalError
 from ..transport.budgets import Budget, cost
 from ..transport.wire import HERE, ON_DEVICE, Message, Where
@@ -320,7 +320,7 @@ class Matcher:
     def end(self, operation: Operation, error: BaseException | None) -> tuple[list[tuple[int, Message]], list[Ask]]:
         """Close the book on a round: the messages and the questions that nothing will take up any more."""
         key = (operation.name, operation.round)
-        self.ended_last = operation.op, operation.name, operation.round, time.monotonic()
+        self.ended_last = operation.op, operation.name, operation.round, clock.monotonic()
         self._channels[operation.name].active.pop(operation.round, None)
         if error is not None:
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON]

@@ -11,7 +11,6 @@ Where a payload comes in pieces, as on a network, the operation may compute on w
 from __future__ import annotations
 
 import contextvars
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -20,6 +19,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
 
+from .. import clock
 from ..errors import DeadlineExceeded, NotInitialized
 from ..interrupts import held
 from ..transport.link import Lease, Published
@@ -115,7 +115,7 @@ class Stage:
     unconfirmed: set[int] = field(default_factory=set)  # who has still to say that it expects what will be moved
     absent: set[int] = field(default_factory=set)  # of whom a carrier does not know that they have come
     moved_with: set[int] = field(default_factory=set)  # who takes part in moving them, once they are moved
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=lambda: clock.monotonic())
     asked: float = 0.0
     """When those were asked last who are missing."""
     behind: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -285,7 +285,7 @@ class Operation:
         self.name = name
         self.round = round_
         self.timeout = timeout
-        self.started = time.monotonic()
+        self.started = clock.monotonic()
         self.deadline = self.started + timeout
         self.generator: Steps[Any] | None = None
         self.handle: Handle[Any] | None = None

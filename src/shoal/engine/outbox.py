@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from time import perf_counter_ns
 from typing import NamedTuple
 
 import torch
 
+from .. import clock
 from ..errors import PeerLost, ShoalError
 from ..transport.link import Link, Published
 from ..transport.router import Router
@@ -76,7 +76,7 @@ class Outbox:
         self._tokens = itertools.count(1)
         self._unacknowledged: dict[int, _Unacknowledged] = {}
         self._news: list[Message] = []  # of losses
-        self._dirty: set[Link] = set()
+        self._dirty: dict[Link, None] = {}
         self._requests = 0  # for connections, that this agent has sent
         self._requests_seen: dict[tuple[int, int], int] = {}  # of others, by who asks whom: the last one's number
 
@@ -132,7 +132,9 @@ class Outbox:
                 return
             if exchange.carried is not None and exchange.carried.confirm and stage.to_move:
                 stage.expect_confirmation(send.destination)
-            posted = perf_counter_ns() if self._events.active else 0  # its receiver may have it before the next line
+            posted = (
+                clock.perf_counter_ns() if self._events.active else 0
+            )  # its receiver may have it before this returns
             if carried:
                 link.post(message)
             else:
@@ -319,7 +321,7 @@ class Outbox:
         except OSError as error:
             self._on_closed(peer, f"connecting to it failed: {error.strerror or error}")
             return None
-        self._dirty.add(link)
+        self._dirty[link] = None
         if not known:  # what follows may be a consequence of what it has not heard
             for notice in self._news:
                 link.post(notice)
@@ -329,7 +331,7 @@ class Outbox:
         """Hand what is queued to the system."""
         self._router.retire_memory()
         while self._dirty:
-            self._dirty.pop().flush()
+            self._dirty.popitem()[0].flush()
 
     def acknowledged(self, receiver: int, token: int) -> tuple[Operation, Channel] | None:
         """A receiver has answered: give back what was held for it. Nobody can answer for another."""

@@ -9,12 +9,12 @@ few packets, and two threads do not pass the interpreter lock back and forth for
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from .. import clock
 from ..interrupts import SLICE, held
 from ..transport.poller import Poller
 
@@ -51,7 +51,7 @@ class Driven(Protocol):
         """Take what came. With the lock."""
 
     def check(self, now: float) -> float:
-        """Look at the clock. With the lock. Returns when to look again, as ``time.monotonic()``."""
+        """Look at the clock. With the lock. Returns when to look again, as ``clock.monotonic()``."""
 
     def after(self) -> None:
         """Call back whoever asked for it. Without the lock."""
@@ -67,7 +67,7 @@ class Progress:
         self.lock = threading.RLock()
         self.waiters = 0
         self.next_check = FOREVER
-        """``time.monotonic()`` at which somebody has to look at the clock."""
+        """``clock.monotonic()`` at which somebody has to look at the clock."""
         self._driven = driven
         self._poller = poller
         self._driver = 0
@@ -96,9 +96,9 @@ class Progress:
             self._progress_turn.notify_all()
             self._turn.notify_all()
             self._poller.wake()
-            limit = time.monotonic() + STOP_SECONDS
+            limit = clock.monotonic() + STOP_SECONDS
             self.waiters += 1  # so that who drives says when it has left
-            while self._driver not in (0, self._thread.ident) and time.monotonic() < limit:
+            while self._driver not in (0, self._thread.ident) and clock.monotonic() < limit:
                 self._turn.wait(STOP_SECONDS)
             self.waiters -= 1
         if self.started:
@@ -139,7 +139,7 @@ class Progress:
     def submitted(self, away: float = AFTER_SUBMITTING) -> None:
         """Something new is to be driven, soon. With the lock."""
         if self._driver in (0, self._thread.ident):
-            soon = time.monotonic() + away
+            soon = clock.monotonic() + away
             if self._driver and not self._aside:
                 self._aside = True
                 self._left = soon
@@ -165,7 +165,7 @@ class Progress:
         with held:
             if self._take(done, limit):
                 held.wake(self._poller.waker)
-                began = time.monotonic()
+                began = clock.monotonic()
                 again = began - self._left < AFTER_DRIVING  # as in a loop of calls, where the next is probably near
                 try:
                     self._drive(done, limit)
@@ -175,7 +175,7 @@ class Progress:
                         self._driver = 0
                         self._drives += 1
                         if self._polled:
-                            self._left = time.monotonic()
+                            self._left = clock.monotonic()
                             self._keep_away = self._left + AFTER_DRIVING
                             long = self._left - began > AFTER_DRIVING
                             if long and not again and self._sleeps_until > self._keep_away:
@@ -191,7 +191,7 @@ class Progress:
             self.waiters += 1
             try:
                 while not done() and self._driver and not self._closing and not held.pending:
-                    rest = limit - time.monotonic()
+                    rest = limit - clock.monotonic()
                     if rest <= 0:
                         return False
                     self._poller.wake()
@@ -215,18 +215,18 @@ class Progress:
             driven.advance()
             if done() or held.pending:
                 return
-            now = time.monotonic()
+            now = clock.monotonic()
             if now >= limit:
                 return
             self._polled = True
             due = poller.poll(max(0.0, min(self.next_check, limit, now + LONGEST) - now))
             with self.lock:
                 driven.handle(due)
-                asked, now = now, time.monotonic()
+                asked, now = now, clock.monotonic()
                 if now >= self.next_check:
                     if now - asked > HELD_UP:
                         self._take_backlog()
-                        now = time.monotonic()
+                        now = clock.monotonic()
                     self.next_check = FOREVER  # what is done here may find more that is due
                     self.check_by(driven.check(now))
             driven.after()
@@ -251,12 +251,12 @@ class Progress:
             with self.lock:
                 self._aside, pause = False, AFTER_DRIVING / 4
                 while not self._closing:
-                    away = self._keep_away - time.monotonic()
+                    away = self._keep_away - clock.monotonic()
                     if not self._driver and not self.waiters and away <= 0:
                         break
                     pause = min(2 * pause, AT_MOST) if self._driver or self._drives > 1 else AFTER_DRIVING / 2
                     self._drives = 0
-                    self._sleeps_until = time.monotonic() + max(away, pause)
+                    self._sleeps_until = clock.monotonic() + max(away, pause)
                     self._progress_turn.wait(max(away, pause))
                 if self._closing:
                     return
@@ -270,5 +270,5 @@ class Progress:
             finally:
                 with self.lock:
                     self._driver = 0
-                    self._left = time.monotonic() if self._polled else self._left
+                    self._left = clock.monotonic() if self._polled else self._left
                     self._turn.notify_all()

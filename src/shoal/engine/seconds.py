@@ -35,7 +35,7 @@ def as_seconds(timeout: Any, default: float, *, zero: bool = False, what: str = 
 
 
 def acquire_until(lock: threading.Lock | threading.RLock, deadline: float) -> bool:
-    """Take a lock of this process if it is free by ``deadline`` (``time.monotonic()``), which may be infinite."""
+    """Take a lock of this process if it is free by ``deadline`` (``clock.monotonic()``), which may be infinite."""
     return any(lock.acquire(timeout=seconds) for seconds in slices(deadline))
 
 

@@ -35,7 +35,7 @@ class Service(Protocol):
 
     def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
         """The calls in which threads of this agent may wait for others, and no operation does: what they are, for which
-        ranks, and since when (``time.monotonic()``). From any thread."""
+        ranks, and since when (``clock.monotonic()``). From any thread."""
 
     def close(self, deadline: float) -> None:
         """Not under the lock: end what is under way, by itself until the deadline."""

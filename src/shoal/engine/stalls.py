@@ -7,10 +7,10 @@ another, says that; one that is stopped, hung or cut off says nothing, and that 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .. import clock
 from ..transport.wire import Kind, Message
 from .doing import AboutItself
 from .matching import Matcher
@@ -81,7 +81,7 @@ class Stalls:
                 self._progress.check_by(self._look_at_services)
 
     def check(self, now: float) -> float:
-        """Look at all operations. Returns when to come back, as ``time.monotonic()``."""
+        """Look at all operations. Returns when to come back, as ``clock.monotonic()``."""
         following, stalled = float("inf"), list[_Stalled]()
         for operation in self._matcher.in_flight():
             if operation.stalled or operation.background:
@@ -156,7 +156,7 @@ class Stalls:
         """What another does, which was asked."""
         if self._asked.pop(rank, None) is not None:
             answer = " ".join(text.split())[:_LONGEST]
-            self._answers[rank] = time.monotonic(), answer
+            self._answers[rank] = clock.monotonic(), answer
             log.warning("rank %d, for which rank %d waits: %s", rank, self._rank, answer)
 
     def last_answer(self, ranks: Sequence[int], since: float) -> str:
@@ -164,5 +164,5 @@ class Stalls:
         for rank in ranks:
             when, answer = self._answers.get(rank, (0.0, ""))
             if when > since:
-                return f". {seconds(time.monotonic() - when)} ago rank {rank} did this: {answer}"
+                return f". {seconds(clock.monotonic() - when)} ago rank {rank} did this: {answer}"
         return ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
+from .. import clock
 from .events import Events
 
 
@@ -22,14 +22,14 @@ class Steps:
         self._of: dict[str, _Counted] = {}
 
     def ended(self, name: str, began: int) -> None:
-        """An optimizer has ended a step that it was asked for at ``began`` (``time.perf_counter_ns()``).
+        """An optimizer has ended a step that it was asked for at ``began`` (``clock.perf_counter_ns()``).
 
         What a trace shows as the step began when the step before it ended: it holds the forward and backward passes.
         """
         known = self._of.get(name)
         if known is None:
             known = self._of[name] = _Counted(0, began)
-        before, known.ended = known.ended, time.perf_counter_ns()
+        before, known.ended = known.ended, clock.perf_counter_ns()
         known.count += 1
         if self._events.active:
             self._events.emit("stepped", "step", name, known.count, before, end=known.ended)
@@ -43,4 +43,4 @@ class Steps:
     def seconds_ago(self) -> float | None:
         """When the last ended; None where there was none."""
         last = max((one.ended for one in list(self._of.values())), default=None)
-        return None if last is None else (time.perf_counter_ns() - last) / 1e9
+        return None if last is None else (clock.perf_counter_ns() - last) / 1e9

@@ -63,7 +63,7 @@ class Watchdog:
         self._outbox = outbox
 
     def check(self, now: float) -> float:
-        """Look at all operations. Returns when to come back, as ``time.monotonic()``."""
+        """Look at all operations. Returns when to come back, as ``clock.monotonic()``."""
         following = float("inf")
         for operation in self._matcher.in_flight():
             if now >= operation.deadline and not operation.computing:

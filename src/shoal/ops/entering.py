@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 from zlib import crc32
 
 import torch
 
+from .. import clock
 from ..arithmetic import complete
 from ..engine.agreement import as_counts
 from ..engine.carrier import Carrier
@@ -58,10 +58,10 @@ def _stand_still(agent: Agent, carrier: Carrier, timeout: float | None) -> None:
     with engine.lock:
         carrier.stand_still(max(int(count) for count in counts.values()))
     seconds = engine.timeout if timeout is None else timeout
-    limit = time.monotonic() + seconds
+    limit = clock.monotonic() + seconds
     while not engine.progress.drive_until(lambda: carrier.stands_still or engine.ended is not None, limit):
         held.checkpoint()
-        if time.monotonic() >= limit:
+        if clock.monotonic() >= limit:
             others = [rank for rank in counts if rank != agent.rank]
             raise DeadlineExceeded(
                 f"rank {agent.rank} has waited {seconds:g} s for tensors that are still moved, before it lets in who "

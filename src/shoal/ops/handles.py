@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from .. import clock
 from ..engine.operation import Handle
 from ..engine.seconds import as_seconds
 from ..errors import Mismatch
@@ -39,11 +39,11 @@ class HandleOfMany(Handle[T]):
         return all(handle.poll() for handle in self._handles)
 
     def wait(self, timeout: float | None = None) -> T:
-        until = None if timeout is None else time.monotonic() + as_seconds(timeout, 0.0, zero=True)
+        until = None if timeout is None else clock.monotonic() + as_seconds(timeout, 0.0, zero=True)
         found = []
         for handle in self._handles:
             try:
-                found.append(handle.wait(None if until is None else max(0.0, until - time.monotonic())))
+                found.append(handle.wait(None if until is None else max(0.0, until - clock.monotonic())))
             except Exception as error:
                 if not handle.poll():  # it goes on; only this wait has been long enough
                     raise

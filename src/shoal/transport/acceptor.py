@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import time
-import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from .. import clock
 from . import tcp, unix_sockets
 from .admission import Unauthenticated, origin_of
 from .doors import Doors, listen_for
@@ -43,7 +42,7 @@ class Acceptor:
 
     def listen_here(self) -> str:
         """Listen for processes of this machine; the name of the socket."""
-        name = f"shoal-{uuid.uuid4().hex}"
+        name = f"shoal-{clock.random_hex(16)}"
         self._doors.open(unix_sockets.listen(name), self._accept_local)
         self.listen_privately()
         return name
@@ -84,7 +83,7 @@ class Acceptor:
 
     def _accept(self, sock: socket.socket, origin: str, between_machines: bool) -> None:
         try:
-            if not self.unauthenticated.has_room(origin, time.monotonic()):
+            if not self.unauthenticated.has_room(origin, clock.monotonic()):
                 raise OSError(errno.EAGAIN, "others are before it")
             connection = self._make(sock, between_machines)
         except OSError:

@@ -15,11 +15,11 @@ import os
 import socket
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from .. import clock
 from .poller import Poller
 
 log = logging.getLogger("shoal")
@@ -58,18 +58,20 @@ class Door:
         self._poller = poller
         self._let_in = let_in
         self._credit = AT_ONCE_SECONDS
-        self._counted = time.monotonic()
+        self._counted = clock.monotonic()
         self._short = False  # the last connection could not be taken
         poller.add(sock.fileno(), self._on_event)
 
     def _on_event(self, _events: int) -> None:
-        began = time.monotonic()
+        began = clock.monotonic()
         self._credit = min(AT_ONCE_SECONDS, self._credit + SHARE * (began - self._counted))
-        computed = time.thread_time()  # a process that is stopped meanwhile, for minutes maybe, has spent no time on it
+        computed = (
+            clock.thread_time()
+        )  # a process that is stopped meanwhile, for minutes maybe, has spent no time on it
         came, enough = self._take_turn()
         pause = 0.0 if enough else PAUSE_SECONDS
-        self._credit -= min(time.thread_time() - computed, came * MOST_SECONDS)
-        self._counted = time.monotonic()
+        self._credit -= min(clock.thread_time() - computed, came * MOST_SECONDS)
+        self._counted = clock.monotonic()
         if self._credit < 0.0:
             pause = max(pause, -self._credit / SHARE)
         if pause:

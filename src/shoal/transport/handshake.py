@@ -13,10 +13,10 @@ labels of their own, so that no message of a connection of one kind passes on on
 from __future__ import annotations
 
 import hmac
-import os
 import struct
 from typing import NamedTuple
 
+from .. import clock
 from .protocol import VERSION, ProtocolError
 
 MAGIC = b"SHOAL"
@@ -69,7 +69,7 @@ class Accepting:
 
     def __init__(self, secret: bytes, rank: int, size: int, incarnation: int = 0) -> None:
         self._secret, self._rank, self._size, self._own_incarnation = secret, rank, size, incarnation
-        self.hello = _HELLO.pack(MAGIC, VERSION, os.urandom(16))
+        self.hello = _HELLO.pack(MAGIC, VERSION, clock.random_bytes(16))
 
     def check(self, answer: bytes) -> int:
         """The rank that connects.
@@ -126,7 +126,7 @@ class Connecting:
             raise ProtocolError("it is no Shoal agent")
         if version != VERSION:
             raise ProtocolError(f"it speaks protocol {version} and this agent {VERSION}: install one version of Shoal")
-        self._hello, self._nonce = hello, (nonce := os.urandom(16))
+        self._hello, self._nonce = hello, (nonce := clock.random_bytes(16))
         proof = _proof(self._secret, b"connect", hello, nonce, self._ends)
         self.keys = Keys.of(self._secret, hello, nonce, self._ends)
         return _ANSWER.pack(*self._ends, nonce, proof)

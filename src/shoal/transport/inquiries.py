@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from typing import Any, Protocol
+
+from .. import clock
 
 QUESTION = b"SHOAL: what do you do?"
 """In the place of an answer to a greeting, and shorter."""
@@ -75,12 +76,12 @@ class Inquiries:
     def answer(self) -> list[bytes]:
         """What the agents of this process do, in packets. For who has asked, by the thread that drives one of them."""
         with self._lock:
-            now = time.monotonic()
+            now = clock.monotonic()
             if now >= self._until:
                 limit = now + BUSY_SECONDS
-                found = [agent.describe(max(0.0, limit - time.monotonic())) for agent in self._agents]
+                found = [agent.describe(max(0.0, limit - clock.monotonic())) for agent in self._agents]
                 self._said = _in_packets(found)
-                self._until = time.monotonic() + KEEP_SECONDS
+                self._until = clock.monotonic() + KEEP_SECONDS
             return self._said
 
     def restart_in_child(self) -> None:

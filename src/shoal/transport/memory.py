@@ -20,7 +20,6 @@ import math
 import mmap
 import os
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -29,6 +28,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from .. import clock
 from ..device import opening
 from ..device.device import Memory, Unshareable
 from ..interrupts import held
@@ -401,7 +401,7 @@ class ResultPool(_Returns[tuple[mmap.mmap, int]]):
         with self._lock:
             self._sort_in()
             self._asked_for.pop(size, None)
-            self._asked_for[size] = time.monotonic()
+            self._asked_for[size] = clock.monotonic()
             if self._free[size]:
                 self._free_bytes -= size
                 return self._free[size].pop()
@@ -426,7 +426,7 @@ class ResultPool(_Returns[tuple[mmap.mmap, int]]):
 
     def _trim(self, room: int) -> None:
         """Give back what is free of sizes that are not asked for any more, until so many bytes are left."""
-        until = time.monotonic() - LATELY
+        until = clock.monotonic() - LATELY
         for size, when in list(self._asked_for.items()):
             if when > until or self._free_bytes <= room:
                 return

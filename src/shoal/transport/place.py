@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import clock
 from .addresses import LOOPBACK, interface_address, is_loopback, reachable_address
 
 TRANSPORTS = ("threads", "shared_memory", "network")
@@ -52,12 +52,12 @@ class Endpoint:
     """The descriptor of its process by which those of its user on its machine find the socket that is for them."""
 
 
-_process = uuid.uuid4().hex
+_process = clock.random_hex(16)
 
 
 def _name_process() -> None:
     global _process
-    _process = uuid.uuid4().hex
+    _process = clock.random_hex(16)
 
 
 os.register_at_fork(after_in_child=_name_process)

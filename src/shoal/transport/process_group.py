@@ -19,7 +19,6 @@ import contextlib
 import datetime
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import clock
 from .movement import Collective, Movement, Step, runs
 
 log = logging.getLogger("shoal")
@@ -153,9 +153,9 @@ class ProcessGroups:
         self._queue.put(None)
 
     def end(self, limit: float) -> None:
-        """Once it was stopped: wait for the thread until a time (``time.monotonic()``), and forget the groups."""
+        """Once it was stopped: wait for the thread until a time (``clock.monotonic()``), and forget the groups."""
         if self._thread is not threading.current_thread():
-            self._thread.join(max(0.0, limit - time.monotonic()))
+            self._thread.join(max(0.0, limit - clock.monotonic()))
             if self._thread.is_alive():
                 log.warning("rank %d leaves a thread behind, which waits in %s for ever", self._rank, self._backend)
                 self._thread.name = f"abandoned to {self._backend}"

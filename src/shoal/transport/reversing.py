@@ -13,10 +13,10 @@ whatever its processes do. A peer that was connected once is not given up so: an
 from __future__ import annotations
 
 import errno
-import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from .. import clock
 from .acceptor import Acceptor
 from .handshake import MESSAGES, REVERSED, Accepting
 from .link import Link, Nobody, Receiver
@@ -72,7 +72,7 @@ class Reversing:
     """The peers to which the way of one agent is not open yet, and the reversed connections that it opens for others.
 
     Attributes:
-        due: When :meth:`check` has something to do, as ``time.monotonic()``.
+        due: When :meth:`check` has something to do, as ``clock.monotonic()``.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -85,7 +85,7 @@ class Reversing:
 
     def begin(self, peer: int, pause: float = ASK_SECONDS) -> None:
         """An attempt to connect to a peer begins; after the pause it is asked."""
-        now = time.monotonic()
+        now = clock.monotonic()
         self._attempts[peer] = _Attempts(now, now + pause)
         self.due = min(self.due, now + pause)
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import errno
 import logging
-import random
 import socket
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from .. import clock
 from . import inquiries, network, shared_memory, tcp, unix_sockets
 from .acceptor import Acceptor
 from .addresses import beside, is_loopback
@@ -42,7 +41,6 @@ AGAIN_SECONDS, AGAIN_AT_MOST = 0.01, 0.1
 """The first pause before a link that was cut is tried again, and the longest."""
 LOUD = 15
 """The try after which that is logged: it has taken a second."""
-_pauses = random.Random()
 
 
 class Router:
@@ -241,8 +239,8 @@ class Router:
             return
         self.reversing.failed(link, link.problem)
         tries = self._tries[link.peer] = 0 if at_once else self._tries.get(link.peer, 0) + 1
-        pause = min(AGAIN_AT_MOST, AGAIN_SECONDS * 2.0 ** min(tries - 1, LOUD)) * _pauses.uniform(0.5, 1.0)
-        self._again[link.peer] = time.monotonic() + (pause if tries else 0.0)
+        pause = min(AGAIN_AT_MOST, AGAIN_SECONDS * 2.0 ** min(tries - 1, LOUD)) * clock.uniform(0.5, 1.0)
+        self._again[link.peer] = clock.monotonic() + (pause if tries else 0.0)
         self.poller.wake()
         if tries == LOUD:
             log.warning("rank %d has no link to rank %d yet, and goes on trying: %s", self.rank, link.peer, cause)

@@ -14,11 +14,11 @@ import errno
 import logging
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .. import clock
 from .handshake import (
     ANSWER_SIZE,
     HELLO_SIZE,
@@ -180,7 +180,7 @@ class Outgoing:
             may_pass = is_cut(error) if self._cut_by else self._is_passing(error)
         self.problem = error
         if may_pass and self.on_cut is not None:
-            lasted = self.open and time.monotonic() - self._since > SHORT_SECONDS
+            lasted = self.open and clock.monotonic() - self._since > SHORT_SECONDS
             if self.open:
                 self.open, self._cut_by = False, cause
             self._poller.remove(self.sock.fileno())  # and not closed: without a socket a link counts as done with
@@ -243,7 +243,7 @@ class Outgoing:
     def _begin(self, had: int) -> None:
         """The handshake is over, and so many units had come over other connections."""
         self._go_on_after(had)
-        self.open, self._since = True, time.monotonic()
+        self.open, self._since = True, clock.monotonic()
         if self._cut_by:
             log.warning("the connection to rank %d was cut (%s), and is there again", self.peer, self._cut_by)
         self.flush()
@@ -358,7 +358,7 @@ class Incoming:
         self.sock = sock
         self.peer = -1
         self.incarnation = 0  # of that agent: how often it has been started again
-        self.since = time.monotonic()
+        self.since = clock.monotonic()
         self.on_end: Callable[[Incoming], None] = lambda _: None
         self.on_known: Callable[[Incoming], None] = lambda _: None
         self.is_shut_out: Callable[[int, int], bool] = lambda rank, incarnation: False

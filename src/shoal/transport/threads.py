@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import uuid
 import weakref
 from collections import deque
 
+from .. import clock
 from .link import Published, Receiver
 from .poller import Poller
 from .wire import Message, Payload
@@ -18,7 +18,7 @@ class Inbox:
     """Where the threads of this process leave messages for one agent."""
 
     def __init__(self, rank: int, poller: Poller) -> None:
-        self.address = uuid.uuid4().hex
+        self.address = clock.random_hex(16)
         self._rank = rank
         self._poller = poller
         self._lock = threading.Lock()

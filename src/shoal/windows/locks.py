@@ -20,9 +20,9 @@ import fcntl
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable
 
+from .. import clock
 from ..interrupts import held
 
 F_OFD_GETLK, F_OFD_SETLK = 36, 37
@@ -64,7 +64,7 @@ class _Waiter:
     __slots__ = ("arrived", "free_since", "is_first", "place")
 
     def __init__(self) -> None:
-        self.arrived = max(1, time.monotonic_ns() // 1000 % _PLACES)
+        self.arrived = max(1, clock.monotonic_ns() // 1000 % _PLACES)
         self.place = 0  # in the queue of all processes; 0: none yet
         self.is_first = False  # in that queue
         self.free_since = 0.0  # the lock, while it is somebody else's turn; 0.0: it is not free
@@ -133,7 +133,7 @@ class ByteLocks:
 
     def _sees_queue(self, one: _Byte) -> bool:
         """Whether another process waits."""
-        one.unseen, one.looks_at = 1, time.monotonic() + _UNSEEN_SECONDS
+        one.unseen, one.looks_at = 1, clock.monotonic() + _UNSEEN_SECONDS
         return self._is_held(one.anybody)
 
     def _is_held(self, query: bytes) -> bool:
@@ -153,7 +153,7 @@ class ByteLocks:
                 self._close_if_unused()
 
     def acquire(self, byte: int, deadline: float, check: Callable[[], None] = lambda: None) -> None:
-        """Take a lock, waiting until ``deadline`` (``time.monotonic()``), in the order of arrival.
+        """Take a lock, waiting until ``deadline`` (``clock.monotonic()``), in the order of arrival.
 
         Args:
             check: Called between attempts; what it raises ends the wait.
@@ -166,7 +166,7 @@ class ByteLocks:
             if self._closed:
                 raise Freed
             one = self._bytes.get(byte) or self._of(byte)
-            if one.unseen < _UNSEEN and not one.waiters and byte not in self._held and time.monotonic() < one.looks_at:
+            if one.unseen < _UNSEEN and not one.waiters and byte not in self._held and clock.monotonic() < one.looks_at:
                 one.unseen += 1  # nobody is looked for: this is all that a lock costs where nobody else wants it
                 try:
                     fcntl.fcntl(self._fd, F_OFD_SETLK, one.lock)
@@ -188,23 +188,23 @@ class ByteLocks:
                     fcntl.fcntl(self._fd, F_OFD_SETLK, _request(fcntl.F_UNLCK, one.queue + waiter.place, 1))
 
     def _wait(self, byte: int, one: _Byte, waiter: _Waiter, deadline: float, check: Callable[[], None]) -> None:
-        tries, since, was_first = 0, time.monotonic(), False
+        tries, since, was_first = 0, clock.monotonic(), False
         while True:
             with self._guard:
                 if self._take_in_turn(byte, one, waiter):
                     return
             tries += 1
             if tries < _TRIES:
-                time.sleep(0)
+                clock.sleep(0)
                 continue
             check()
             held.checkpoint()
-            now = time.monotonic()
+            now = clock.monotonic()
             if now > deadline:
                 raise Busy
             if waiter.is_first and not was_first:  # its predecessor has only just taken the lock
                 was_first, since = True, now
-            time.sleep(min(_LONGEST, max(_SHORTEST, (now - since) * _SHARE)))
+            clock.sleep(min(_LONGEST, max(_SHORTEST, (now - since) * _SHARE)))
 
     def _take_in_turn(self, byte: int, one: _Byte, waiter: _Waiter) -> bool:
         """Take the lock where nobody waits for longer: no thread of this process, and no other process."""
@@ -223,7 +223,7 @@ class ByteLocks:
         if byte in self._held or self._is_held(one.lock):
             waiter.free_since = 0.0
             return False
-        now = time.monotonic()
+        now = clock.monotonic()
         if not waiter.free_since:
             waiter.free_since = now
         if now - waiter.free_since < _PATIENCE:

@@ -11,7 +11,6 @@ no other window, so nobody waits in a circle.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from enum import Enum
 import numpy as np
 import torch
 
+from .. import clock
 from ..arithmetic import weigh_in_blocks
 from .locks import Busy, ByteLocks, Freed
 
@@ -281,7 +281,7 @@ class WindowMemory:
         meta[_P : _P + 1].view(np.float64)[0] = p
         meta[_PUTS], meta[_GETS], meta[_ACCUMULATES] = counts
         meta[_EMPTY] = empty
-        meta[_WHEN] = time.monotonic_ns()
+        meta[_WHEN] = clock.monotonic_ns()
 
     # Reading
 
@@ -330,6 +330,6 @@ class WindowMemory:
         while writes != int(self._index[edge][_WRITES]):  # while it is copied, two writes may pass
             writes = int(self._index[edge][_WRITES])
             meta = self._meta[edge][writes & 1].copy()
-        age = (time.monotonic_ns() - int(meta[_WHEN])) / 1e9
+        age = (clock.monotonic_ns() - int(meta[_WHEN])) / 1e9
         p = float(meta[_P : _P + 1].view(np.float64)[0])
         return SlotState(int(meta[_PUTS]), int(meta[_GETS]), int(meta[_ACCUMULATES]), age, p)

@@ -7,7 +7,6 @@ run. Between machines the owner's exchange does on request what a direct writer 
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from .. import clock
 from ..engine.engine import Engine
 from ..engine.operation import MORE, Exchange, Handle, Operation, Send, Steps
 from ..engine.seconds import acquire_until
@@ -271,7 +271,7 @@ class WindowPart:
 
     def check_neighbours(self, op: str) -> None:
         """Raise if a neighbour is gone, or has freed this window, without moving anything."""
-        deadline = time.monotonic() + self._engine.timeout
+        deadline = clock.monotonic() + self._engine.timeout
         for rank in self.there(sorted({*self.sources, *self.destinations})):
             self._check(op, rank)
             memory = self.direct.get(rank)
@@ -360,7 +360,7 @@ class WindowPart:
     def _give_up_far(self, rank: int) -> None:
         try:
             if rank in self._engine.membership.view.alive and self._engine.reason_against(one_sided=True) is None:
-                self._ask(UNLOCK, {rank: 1.0}, None, None, time.monotonic() + self._engine.timeout)
+                self._ask(UNLOCK, {rank: 1.0}, None, None, clock.monotonic() + self._engine.timeout)
         finally:
             self._gates[rank].release()
 
@@ -400,7 +400,7 @@ class WindowPart:
                     raise Mismatch(f"{op} {self.name!r}: rank {rank} answered with another tensor", (rank, engine.rank))
             return found
 
-        rest = max(0.001, deadline - time.monotonic())
+        rest = max(0.001, deadline - clock.monotonic())
         return engine.submit(op, channel_of(self.name), steps, rest, alone=False, one_sided=True)
 
     def _answers(self, handle: Handle[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import networkx as nx
 import torch
 
+from .. import clock
 from ..engine.operation import Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost
 from ..interrupts import held
@@ -47,7 +47,7 @@ class Call(Operation):
     __slots__ = ("_waiting_for", "_window")
 
     def __init__(self, op: str, window: str, deadline: float, waiting_for: Callable[[], list[int]]) -> None:
-        super().__init__(op, "~window", 0, deadline - time.monotonic())  # its own events come when it is made
+        super().__init__(op, "~window", 0, deadline - clock.monotonic())  # its own events come when it is made
         self.deadline = deadline
         self._window = window
         self._waiting_for = waiting_for
@@ -248,7 +248,7 @@ class Windows:
         """The calling thread may have to wait for these; in which call, if no operation of the engine's does it."""
         me = threading.get_ident()
         before = self._waiting.get(me)
-        since = time.monotonic()
+        since = clock.monotonic()
         self._waiting[me] = _Wait(ranks, call, since)
         if call:
             self.engine.stalls.begins_to_wait(since)
@@ -321,7 +321,7 @@ class Windows:
                 for operation in self.engine.matcher.in_flight():
                     if operation.one_sided:
                         self.engine.lifecycle.fail(operation, gone)
-            self._worker.end(time.monotonic() + _STOP_SECONDS)
+            self._worker.end(clock.monotonic() + _STOP_SECONDS)
 
 
 def windows_of(agent: Agent) -> Windows:

@@ -6,7 +6,6 @@ later, in the order of its coming.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from .. import clock
 from ..engine.engine import Engine
 from ..engine.outbox import send_alone
 from ..transport.wire import Kind, Message
@@ -104,7 +104,7 @@ class Requests:
                 blocked.add(key)
                 busy = True
         if busy:
-            self._engine.progress.check_by(time.monotonic() + AGAIN)
+            self._engine.progress.check_by(clock.monotonic() + AGAIN)
         return busy
 
     def _try(self, source: int, message: Message) -> bool:

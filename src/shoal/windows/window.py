@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
-from time import monotonic
 from types import TracebackType
 from typing import TypeVar
 
 import torch
 
+from .. import clock
 from ..engine.operation import Handle
 from ..engine.profiling import span
 from ..engine.seconds import as_seconds
@@ -428,7 +428,7 @@ class Window:
 
     def _deadline(self, timeout: float | None) -> float:
         engine = self._windows.engine
-        return monotonic() + (engine.timeout if timeout is None else as_seconds(timeout, engine.timeout))
+        return clock.monotonic() + (engine.timeout if timeout is None else as_seconds(timeout, engine.timeout))
 
     def _sending(
         self,

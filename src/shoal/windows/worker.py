@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from .. import clock
 from ..interrupts import SLICE, held
 
 
@@ -34,8 +34,8 @@ class Worker:
         """Take no more calls, and wait for those that there are; False if they are not done by the deadline, or a
         signal came meanwhile."""
         self._calls.put(None)
-        while self._thread.is_alive() and time.monotonic() < deadline and not held.pending:
-            self._thread.join(min(SLICE, max(0.0, deadline - time.monotonic())))
+        while self._thread.is_alive() and clock.monotonic() < deadline and not held.pending:
+            self._thread.join(min(SLICE, max(0.0, deadline - clock.monotonic())))
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
@@ -19,6 +18,7 @@ from typing import Any
 
 import networkx as nx
 
+from .. import clock
 from ..coordination.attach import PROCESS_GROUP, Wanted, carry, check_backend, check_transport
 from ..coordination.order import CAPACITY
 from ..engine.engine import Engine
@@ -182,7 +182,7 @@ def leave(mine: AgentContext, farewell: str = "", died: bool = False) -> None:
         _free(mine)
         for hook in reversed(on_stop):
             last.callback(hook, agent)
-        agent.engine.close(time.monotonic() + FAREWELL_SECONDS, farewell, died)
+        agent.engine.close(clock.monotonic() + FAREWELL_SECONDS, farewell, died)
 
 
 def default_timeout() -> float:
@@ -241,7 +241,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
     forced = mine.transport or os.environ.get("SHOAL_TRANSPORT", "")
     check_transport(forced, "SHOAL_TRANSPORT")
     per_machine = _agents_per_machine(mine)
-    deadline = time.monotonic() + timeout
+    deadline = clock.monotonic() + timeout
     on_partition = _one_of("SHOAL_ON_PARTITION", CONTINUE, STOP)
     finite, locally = _flag("SHOAL_CHECK_FINITE"), _flag("SHOAL_COMPRESS_LOCALLY")
     on_devices = _flag("SHOAL_DEVICE_MEMORY")
@@ -296,7 +296,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
             agent = _come_back(engine, launch, forced, per_machine, said, deadline, wanted)
     except BaseException:
         _free(mine)
-        engine.close(time.monotonic() + 1.0, died=True)
+        engine.close(clock.monotonic() + 1.0, died=True)
         raise
     mine.has_met = True
     return agent
@@ -370,7 +370,7 @@ def _settle(agent: Agent, deadline: float) -> None:
     def steps(operation: Operation) -> Steps[list[int]]:
         return discover(agent.engine, operation, ())
 
-    rest = max(1.0, deadline - time.monotonic())
+    rest = max(1.0, deadline - clock.monotonic())
     submit_to_all(agent.engine, "init", "~init", steps, rest, alone=False).wait()
 
 

@@ -6,12 +6,12 @@ import contextvars
 import inspect
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from .. import clock
 from ..coordination.attach import check_transport
 from ..engine.seconds import as_seconds
 from ..errors import PeerLost
@@ -194,10 +194,10 @@ class _Run:
                 self._ended.wait()
             except BaseException as error:  # Ctrl-C, or no more threads
                 self._fail(None, error)
-            limit = time.monotonic() + GRACE_SECONDS
+            limit = clock.monotonic() + GRACE_SECONDS
             for thread in self._threads:
                 if thread.ident is not None:
-                    thread.join(max(0.0, limit - time.monotonic()))
+                    thread.join(max(0.0, limit - clock.monotonic()))
         finally:
             torch.set_num_threads(threads)  # new threads take what was set last
         if self._failure is None:

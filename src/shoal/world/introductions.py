@@ -14,10 +14,10 @@ from __future__ import annotations
 import hmac
 import json
 import os
-import secrets
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+from .. import clock
 from ..errors import DeadlineExceeded, Mismatch
 from ..transport.place import Endpoint, Place, nowhere
 from .launch import LAUNCHER, Launch
@@ -162,7 +162,7 @@ def introduce(meeting: Meeting, launch: Launch, found: list[dict[str, Any]], end
     if given:
         mine["proof"] = _proof(given, meeting.attempt, launch.rank, found, mine["endpoint"])
     elif launch.rank == 0:
-        mine["secret"] = secrets.token_hex(32)
+        mine["secret"] = clock.random_hex(32)
     heard = meeting.gather(ENDPOINT, mine)
     if given:
         _believe(given, meeting.attempt, launch, found, heard)

@@ -12,16 +12,15 @@ import contextlib
 import hmac
 import json
 import os
-import secrets
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import clock
 from ..errors import ShoalError
 from ..transport.addresses import text_of
 from .launch import join_address
@@ -132,7 +131,7 @@ def claim(host: str, port: int, count: int, environ: Mapping[str, str], deadline
 def _open(host: str, port: int, deadline: float) -> TcpStore:
     where = join_address(host, port)
     try:
-        with socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())) as link:
+        with socket.create_connection((host, port), timeout=max(0.1, deadline - clock.monotonic())) as link:
             address = text_of(link.getpeername())
     except OSError as error:
         raise ShoalError(
@@ -161,7 +160,7 @@ def _claim(store: TcpStore, room: Room, count: int, deadline: float) -> int:
                 f"{count} cannot join: {free} ranks are free. It began with {room.begins} of --max-agents {room.size}, "
                 f"and {claimed} have been claimed since; a rank is not claimed twice"
             )
-        mine = f"{claimed + count} {secrets.token_hex(8)}".encode()
+        mine = f"{claimed + count} {clock.random_hex(8)}".encode()
         found = store.swap(CLAIMED, known, mine)
         if found == mine:
             return room.begins + claimed
@@ -173,7 +172,7 @@ def main(arguments: list[str]) -> None:
     host, port, count = arguments[0], int(arguments[1]), int(arguments[2])
     said: dict[str, Any]
     try:
-        room, secret, first = claim(host, port, count, os.environ, time.monotonic() + JOIN_SECONDS)
+        room, secret, first = claim(host, port, count, os.environ, clock.monotonic() + JOIN_SECONDS)
         said = {"room": asdict(room), "secret": secret, "first": first}
     except ShoalError as error:
         said = {"error": str(error)}

@@ -15,13 +15,12 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import socket
-import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+from .. import clock
 from ..errors import DeadlineExceeded, Mismatch, PeerLost, ShoalError
 from ..interrupts import pause
 from .launch import Launch, join_address
@@ -54,11 +53,11 @@ class Meeting:
         self.note: dict[str, Any] | None = None  # why the attempt before this one failed, as far as that was heard
         self._launch = launch
         self._deadline = deadline
-        self._begun = time.monotonic()
+        self._begun = clock.monotonic()
         self._report_at = self._begun + REPORT_AFTER
         self._ticket = 0  # how many calls of init there were for this rank, with this one
         self.said: dict[str, Any] = {}
-        self._me = secrets.token_hex(8)  # this call of init
+        self._me = clock.random_hex(8)  # this call of init
         self._attempt = ""
         self._joined = False  # the others may count on this agent
         self._complete = False  # all have joined
@@ -137,7 +136,7 @@ class Meeting:
             if self._comes_back:
                 raise AlreadyMet
             self.store.delete(DIRECTORY)  # of a meeting that is over: who was started again is to come to this one
-        self._attempt = secrets.token_hex(8)
+        self._attempt = clock.random_hex(8)
         before = self._read("attempt").decode() if self.store.has("attempt") else ""
         self.store.set("attempt", self._attempt.encode())
         if before:
@@ -155,7 +154,7 @@ class Meeting:
     def _present(self, other: int) -> bytes:
         """What another agent said when it joined; one that gave up has taken it back."""
         while not (place := self._await(f"place/{other}")):
-            if time.monotonic() >= self._deadline:
+            if clock.monotonic() >= self._deadline:
                 raise DeadlineExceeded("it has given up")
             pause(_LOOK_AGAIN)
         return place
@@ -209,7 +208,7 @@ class Meeting:
 
     def _read(self, key: str) -> bytes:
         """The value of a key that is set: also at the deadline it takes a moment to read it."""
-        return self.store.get(key, max(self._deadline, time.monotonic() + LEAST_SECONDS))
+        return self.store.get(key, max(self._deadline, clock.monotonic() + LEAST_SECONDS))
 
     def _first(self, *keys: str) -> tuple[str, bytes]:
         """The first of these that there is, and its value."""
@@ -254,7 +253,7 @@ class Meeting:
             log.warning(
                 "shoal.init() on rank %d has waited %.0f s: %s; it gives up after %.0f s",
                 self._launch.rank,
-                time.monotonic() - self._begun,
+                clock.monotonic() - self._begun,
                 f"ranks {missing} have not come" if missing else "rank 0 does not go on",
                 self._deadline - self._begun,
             )
@@ -294,8 +293,8 @@ class Meeting:
             self._set("over", json.dumps(note).encode())
         if rank:
             return
-        limit = time.monotonic() + BREAK_UP_SECONDS
-        while time.monotonic() < limit and any(map(self._needs_store, range(1, self._launch.begins))):
+        limit = clock.monotonic() + BREAK_UP_SECONDS
+        while clock.monotonic() < limit and any(map(self._needs_store, range(1, self._launch.begins))):
             pause(_LOOK_AGAIN)
 
     def _need_no_store(self) -> None:

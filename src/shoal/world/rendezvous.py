@@ -18,12 +18,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from .. import clock
 from ..errors import DeadlineExceeded, PeerLost
 from ..interrupts import pause
 from ..transport.addresses import interface_address, is_loopback, numeric, own_form, resolved, text_of
@@ -58,7 +58,7 @@ def open_store(launch: Launch, deadline: float) -> Store:
     hosted there by rank 0 until rank 0 calls ``close``, which it may do when every agent has finished with the store.
 
     Args:
-        deadline: when to give up connecting, in seconds of ``time.monotonic()``.
+        deadline: when to give up connecting, in seconds of ``clock.monotonic()``.
 
     Raises:
         DeadlineExceeded: nobody answered at host:port; ``ranks`` is ``(0,)`` if rank 0 should have hosted it there.
@@ -107,7 +107,7 @@ def tell_of_the_end(key: str, why: str) -> None:
     It tries for as long as others may wait: who serves the store may need as long to import torch as this process does.
     """
     launch = current()
-    deadline = time.monotonic() + _TELL_SECONDS
+    deadline = clock.monotonic() + _TELL_SECONDS
     with contextlib.closing(open_store(launch, deadline)) as store:
         store.set(key, json.dumps({"rank": launch.rank, "why": why}).encode())
 
@@ -147,9 +147,9 @@ def serve(descriptor: int, room: str = "") -> None:
     """
     listener = socket.socket(fileno=descriptor)
     values = {PREFIX + CLAIMED: b"0 nobody", PREFIX + ROOM: room.encode()}
-    if _clients_agree(time.monotonic() + _TRY_SECONDS):
+    if _clients_agree(clock.monotonic() + _TRY_SECONDS):
         store_server.StoreServer(listener, values).serve()
-    store = _torchs_server(listener, time.monotonic() + threading.TIMEOUT_MAX)
+    store = _torchs_server(listener, clock.monotonic() + threading.TIMEOUT_MAX)
     for key, value in values.items():
         store.set(key, value.decode())
     try:
@@ -189,7 +189,7 @@ def _store_of_rank_0(launch: Launch, connect: Callable[..., TcpStore], deadline:
         except BaseException as error:
             if store is not None:
                 store.close()
-            if isinstance(error, PeerLost) and time.monotonic() < deadline:
+            if isinstance(error, PeerLost) and clock.monotonic() < deadline:
                 continue
             if not isinstance(error, DeadlineExceeded):
                 raise
@@ -208,13 +208,13 @@ def _await_server(launch: Launch, deadline: float) -> str:
     host, port = cast(str, launch.host), cast(int, launch.port)
     server = "the launcher serves" if launch.store_is_served else "rank 0 hosts"
     what = f"the rendezvous store that {server} at {join_address(host, port)}"
-    begun = time.monotonic()
+    begun = clock.monotonic()
     report_at = begun + REPORT_AFTER
     seconds = 0.01
     while True:
         try:
             with socket.create_connection(
-                (host, port), timeout=max(0.1, min(2.0, deadline - time.monotonic()))
+                (host, port), timeout=max(0.1, min(2.0, deadline - clock.monotonic()))
             ) as link:
                 # Linux may connect a socket to itself when nobody listens on a port of the ephemeral range.
                 if link.getsockname() != link.getpeername():
@@ -227,7 +227,7 @@ def _await_server(launch: Launch, deadline: float) -> str:
             ) from None
         except OSError as error:
             problem = str(error)
-        now = time.monotonic()
+        now = clock.monotonic()
         if now >= deadline:
             served = (
                 "Check that a launcher was started with --node-rank 0" if launch.store_is_served else "Check that it"
@@ -252,12 +252,12 @@ def _await_server(launch: Launch, deadline: float) -> str:
 
 
 def _listen_patiently(host: str, port: int, interface: str, deadline: float) -> socket.socket:
-    give_up = min(deadline, time.monotonic() + _PORT_SECONDS)
+    give_up = min(deadline, clock.monotonic() + _PORT_SECONDS)
     while True:
         try:
             return listen(host, port, interface)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() >= give_up:
+            if error.errno != errno.EADDRINUSE or clock.monotonic() >= give_up:
                 raise OSError(
                     error.errno,
                     f"rank 0 cannot host the rendezvous store at {join_address(host, port)} ({error.strerror}): choose "
@@ -274,7 +274,7 @@ def _clients_agree(deadline: float) -> bool:
     listener = socket.create_server((LOOPBACK, 0))
     command = [sys.executable, "-c", _TRY, str(listener.getsockname()[1])]
     with contextlib.closing(store_server.ThreadedServer(listener)):
-        seconds = max(1.0, min(_TRY_SECONDS, deadline - time.monotonic()))
+        seconds = max(1.0, min(_TRY_SECONDS, deadline - clock.monotonic()))
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=seconds)
         except (OSError, subprocess.SubprocessError) as error:
@@ -289,7 +289,7 @@ def _clients_agree(deadline: float) -> bool:
 
 def try_client(port: int) -> None:
     """Ask for all that ``init`` and process groups ask of a store; an exception where an answer is wrong."""
-    store: Any = client(LOOPBACK, port, time.monotonic() + _TRY_SECONDS)
+    store: Any = client(LOOPBACK, port, clock.monotonic() + _TRY_SECONDS)
     store.set("key", "1")
     store.append("key", "2")
     store.multi_set(["a", "b"], ["3", "4"])
@@ -322,7 +322,7 @@ def _tcp_store(host: str, port: int, deadline: float, **options: Any) -> NativeS
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     # torch counts milliseconds in 32 bits.
-    timeout = timedelta(seconds=min(max(1.0, deadline - time.monotonic()), 1e6))
+    timeout = timedelta(seconds=min(max(1.0, deadline - clock.monotonic()), 1e6))
     return cast("NativeStore", TCPStore(host, port, timeout=timeout, wait_for_workers=False, **options))
 
 

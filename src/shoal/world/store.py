@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+from .. import clock
 from ..errors import DeadlineExceeded, PeerLost, ShoalError
 from ..interrupts import SLICE, held, pause, slices
 from .store_server import ThreadedServer
@@ -38,7 +38,7 @@ class Store(Protocol):
         """Make ``value`` what every later ``get`` of ``key`` returns."""
 
     def get(self, key: str, deadline: float) -> bytes:
-        """Wait until somebody has set ``key``, at most until ``time.monotonic()`` is ``deadline``.
+        """Wait until somebody has set ``key``, at most until ``clock.monotonic()`` is ``deadline``.
 
         Raises:
             DeadlineExceeded: nobody had; the message names the key.
@@ -95,7 +95,7 @@ class ThreadStore:
                         return key, self._values[key]
                 if self._over is not None:
                     raise type(self._over)(str(self._over), self._over.ranks)
-                remaining = deadline - time.monotonic()
+                remaining = deadline - clock.monotonic()
                 if remaining <= 0:
                     raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in time")
                 held.checkpoint()
@@ -173,7 +173,7 @@ class TcpStore:
                     before = (one for one in keys[:place] if self._call(partial(self._check, one), what, deadline))
                     key = next(before, key)
                     return key, self._call(partial(self._get, key), what, deadline)
-            remaining = deadline - time.monotonic()
+            remaining = deadline - clock.monotonic()
             if remaining <= 0:
                 raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in {self._name} in time")
             pause(min(seconds, remaining))
@@ -220,10 +220,10 @@ class TcpStore:
         if not self._thread.is_alive():
             raise RuntimeError(f"cannot {what}: it is closed")
         if deadline is None:
-            deadline = max(self._deadline, time.monotonic() + LEAST_SECONDS)
+            deadline = max(self._deadline, clock.monotonic() + LEAST_SECONDS)
         answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
         self._calls.put((function, answer))
-        for slice_ in slices(max(deadline, time.monotonic() + 0.1)):
+        for slice_ in slices(max(deadline, clock.monotonic() + 0.1)):
             try:
                 result, error = answer.get(timeout=slice_)
             except queue.Empty:

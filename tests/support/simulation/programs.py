@@ -1,0 +1,208 @@
+"""Programs that agents run, drawn from a seed, and what each call must give, computed with NumPy.
+
+Inputs are small whole numbers and weights are sums of powers of two, so that most results are exact.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+import shoal
+from shoal.compression import Identity
+
+Array = Any
+SIZES = (1, 1, 2, 7, 300, 1100, 5000)
+LARGE = 20_000
+"""Elements, of 8 bytes, that travel as a stream."""
+WEIGHTS = (0.25, 0.5, 0.75, 1.0, -0.5)
+KINDS = (
+    *("static", "static", "push", "pull", "push-pull", "compressed", "grouped", "average", "sum", "max"),
+    *("broadcast", "allgather", "neighbor_allgather", "barrier", "object", "group", "window"),
+)
+BLOCKING = frozenset({"barrier", "object", "window", "neighbor_allgather"})
+TOPOLOGIES: dict[str, Callable[[int], Any]] = {
+    "exponential": shoal.ExponentialTwoGraph,
+    "ring": shoal.RingGraph,
+    "full": shoal.FullyConnectedGraph,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of all agents, or of a group."""
+
+    number: int
+    kind: str
+    elements: int
+    blocking: bool
+    sends: tuple[dict[int, float], ...] = ()
+    root: int = 0
+    members: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"call {self.number}"
+
+    def __str__(self) -> str:
+        how = "" if self.blocking else ", nonblocking"
+        more = f" of ranks {list(self.members)}" if self.kind == "group" else ""
+        return f"{self.name}: {self.kind}{more} of {self.elements} numbers{how}"
+
+
+@dataclass
+class Program:
+    """What the agents of a run do, by rank and in order.
+
+    Attributes:
+        order: By rank: the numbers of the calls as it makes them, and -n - 1 where it waits for call n.
+    """
+
+    size: int
+    topology: str
+    calls: list[Call]
+    seed: int
+    kinds: tuple[str, ...] = KINDS
+    weights: dict[int, float] = field(default_factory=dict)
+
+    @staticmethod
+    def draw(chance: random.Random, size: int, length: int, kinds: tuple[str, ...] = KINDS) -> Program:
+        calls = []
+        for number in range(length):
+            kind = chance.choice(kinds)
+            sends = tuple(
+                {other: chance.choice(WEIGHTS) for other in range(size) if other != rank and chance.random() < 0.5}
+                for rank in range(size)
+            )
+            members = tuple(sorted(chance.sample(range(size), chance.randint(min(2, size), size))))
+            elements = LARGE if chance.random() < 0.02 else chance.choice(SIZES)
+            blocking = kind in BLOCKING or chance.random() < 0.5
+            calls.append(Call(number, kind, elements, blocking, sends, chance.randrange(size), members))
+        return Program(size, chance.choice(list(TOPOLOGIES)), calls, chance.randrange(1 << 30), kinds)
+
+    def order(self, rank: int) -> list[tuple[str, Call]]:
+        """What one agent does: begins a call, or waits for one that it has begun."""
+        chance = random.Random(f"{self.seed} {rank}")
+        done: list[tuple[str, Call]] = []
+        waiting: list[Call] = []
+        burst: list[Call] = []
+        for call in [*self.calls, None]:
+            if call is not None and not call.blocking:
+                burst.append(call)  # those that are together may begin in any order
+                continue
+            chance.shuffle(burst)
+            for one in burst:
+                done.append(("begin", one))
+                waiting.append(one)
+                if waiting and chance.random() < 0.2:
+                    if all(other in waiting or other not in burst for other in burst):
+                        done.append(("wait", waiting.pop(chance.randrange(len(waiting)))))
+            burst = []
+            if call is not None:
+                done.append(("call", call))
+                while waiting and chance.random() < 0.4:
+                    done.append(("wait", waiting.pop(chance.randrange(len(waiting)))))
+        chance.shuffle(waiting)
+        return [*done, *(("wait", one) for one in waiting)]
+
+    @cached_property
+    def sources(self) -> list[list[int]]:
+        graph = TOPOLOGIES[self.topology](self.size)
+        return [sorted(set(graph.predecessors(rank)) - {rank}) for rank in range(self.size)]
+
+    def numbers(self, call: Call, rank: int) -> Array:
+        chance = np.random.default_rng((self.seed, call.number, rank))
+        return chance.integers(-8, 9, call.elements).astype(np.float64)
+
+    def expected(self, call: Call, rank: int, there: tuple[int, ...] = ()) -> Array:
+        """What a call gives to an agent, when ``there`` take part (all, where none are named)."""
+        ranks = there or tuple(range(self.size))
+        x = {one: self.numbers(call, one) for one in range(self.size)}
+        kind, mine = call.kind, x[rank]
+        if kind in ("static", "compressed", "window"):
+            return sum((x[one] for one in self.sources[rank]), mine) / (len(self.sources[rank]) + 1)
+        if kind == "grouped":
+            both = sum((x[one] for one in self.sources[rank]), mine) / (len(self.sources[rank]) + 1)
+            return np.concatenate([both, 2 * both])
+        if kind in ("push", "pull", "push-pull"):
+            weight = {one: call.sends[one].get(rank) for one in ranks}
+            power = 2 if kind == "push-pull" else 1
+            return sum((w**power * x[one] for one, w in weight.items() if w is not None), 0.5 * mine)
+        if kind == "group":
+            return sum(x[one] for one in call.members) / len(call.members)
+        if kind in ("average", "sum"):
+            total = sum(x[one] for one in ranks)
+            return total / len(ranks) if kind == "average" else total
+        if kind == "max":
+            return np.max([x[one] for one in ranks], axis=0)
+        if kind in ("broadcast", "object"):
+            return x[call.root]
+        if kind == "allgather":
+            return np.concatenate([x[one] for one in ranks])
+        if kind == "neighbor_allgather":
+            return np.concatenate([np.zeros(0), *(x[one] for one in self.sources[rank])])
+        return np.zeros(0)
+
+    def begin(self, call: Call, rank: int, tensor: torch.Tensor) -> Any:
+        """Make a call; its result, or a handle where it is nonblocking."""
+        kind, name = call.kind, call.name
+        average = shoal.neighbor_allreduce if call.blocking else shoal.neighbor_allreduce_nonblocking
+        reduce = shoal.allreduce if call.blocking else shoal.allreduce_nonblocking
+        sends = call.sends[rank]
+        receives = {source: to[rank] for source, to in enumerate(call.sends) if rank in to}
+        if kind == "static":
+            return average(tensor, name=name)
+        if kind == "compressed":
+            return average(tensor, compression=Identity(), name=name)
+        if kind == "push":
+            return average(tensor, 0.5, dst_weights=sends, name=name)
+        if kind == "pull":
+            return average(tensor, 0.5, src_weights=receives, name=name)
+        if kind == "push-pull":
+            return average(tensor, 0.5, src_weights=receives, dst_weights=sends, name=name)
+        if kind == "grouped":
+            several = shoal.grouped_neighbor_allreduce if call.blocking else shoal.grouped_neighbor_allreduce_nonblocking
+            return several([tensor, 2 * tensor], name=name)
+        if kind == "average":
+            return reduce(tensor, name=name)
+        if kind == "sum":
+            return reduce(tensor, average=False, name=name)
+        if kind == "max":
+            return reduce(tensor, op="max", name=name)
+        if kind == "group":
+            return reduce(tensor, name=name, group=list(call.members))
+        if kind == "broadcast":
+            return (shoal.broadcast if call.blocking else shoal.broadcast_nonblocking)(tensor, call.root, name=name)
+        if kind == "allgather":
+            return (shoal.allgather if call.blocking else shoal.allgather_nonblocking)(tensor, name=name)
+        if kind == "neighbor_allgather":
+            return shoal.neighbor_allgather(tensor, name=name)
+        if kind == "object":
+            return shoal.broadcast_object(tensor.tolist(), call.root, name=name)
+        if kind == "window":
+            return _window(tensor, name)
+        shoal.barrier(name=name)
+        return torch.zeros(0)
+
+
+def _window(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    shoal.win_create(tensor.clone(), name)
+    shoal.win_put(tensor, name, require_mutex=True)
+    shoal.barrier(name=f"{name}: all have put")
+    found = shoal.win_update(name, clone=True)
+    shoal.barrier(name=f"{name}: all have read")
+    shoal.win_free(name)
+    return found
+
+
+def as_array(result: Any) -> Array:
+    """What a call gave, as one flat array."""
+    if isinstance(result, list) and result and isinstance(result[0], torch.Tensor):
+        return np.concatenate([one.detach().numpy().reshape(-1) for one in result])
+    return np.asarray(result, dtype=np.float64).reshape(-1)

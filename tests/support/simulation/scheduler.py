@@ -1,0 +1,152 @@
+"""Greenlets in the place of threads, and virtual time: one thing happens after another, in an order drawn by a seed."""
+
+from __future__ import annotations
+
+import contextvars
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+FOREVER = float("inf")
+STEP = 2e-6
+"""Seconds that a step takes at least."""
+
+
+class Stuck(AssertionError):
+    """The run does not come to its end."""
+
+
+class Task:
+    """One thread of one agent."""
+
+    def __init__(self, scheduler: Scheduler, run: Callable[[], Any], agent: int, name: str, ident: int) -> None:
+        self.agent, self.name, self.ident = agent, name, ident
+        self.alive = True
+        self.blocked = False
+        self.waits = 0  # how often it has waited, so that a late timer is recognised
+        self._scheduler = scheduler
+        self._run = run
+        self.greenlet = greenlet(self._live, scheduler.hub)
+        self.greenlet.gr_context = contextvars.Context()
+        self.joined: list[Task] = []
+
+    def _live(self) -> None:
+        try:
+            self._run()
+        finally:
+            self.alive = False
+            for task in self.joined:
+                self._scheduler.wake(task)
+
+
+class Scheduler:
+    """Runs tasks, one at a time.
+
+    Attributes:
+        now: Virtual time, in seconds.
+        chance: All draws of the run come from it.
+        slow: By agent: the longest pause before each of its steps, in seconds.
+        dead: Agents that have crashed: their tasks never run again.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.now = 1000.0
+        self.chance = random.Random(seed)
+        self.slow: dict[int, float] = {}
+        self.dead: set[int] = set()
+        self.steps = 0
+        self.over = False
+        self.hub = getcurrent()
+        self.current: Task | None = None
+        self.tasks: list[Task] = []
+        self.on_step: list[Callable[[int], None]] = []
+        self._ready: list[Task] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def spawn(self, run: Callable[[], Any], agent: int, name: str) -> Task:
+        self._count += 1
+        task = Task(self, run, agent, name, 1_000_000 + self._count)
+        self.tasks.append(task)
+        self._ready.append(task)
+        return task
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        """Have something happen at a time."""
+        self._count += 1
+        heapq.heappush(self._timers, (when, self._count, call))
+
+    def wake(self, task: Task) -> None:
+        if task.blocked:
+            task.blocked = False
+            pause = self.slow.get(task.agent, 0.0)
+            if pause:
+                self.at(self.now + self.chance.random() * pause, lambda: self._ready.append(task))
+            else:
+                self._ready.append(task)
+
+    def block(self, until: float = FOREVER) -> None:
+        """The current task waits until it is woken, or until a time."""
+        task = self.current
+        if self.over or task is None:
+            raise GreenletExit
+        task.blocked = True
+        task.waits += 1
+        if until < FOREVER:
+            turn = task.waits
+            self.at(until, lambda: self.wake(task) if task.waits == turn else None)
+        self.hub.switch()
+        if self.over:
+            raise GreenletExit
+
+    def sleep(self, seconds: float) -> None:
+        self.block(self.now + max(seconds, STEP))
+
+    def yield_now(self) -> None:
+        """Let others run first, maybe."""
+        task = self.current
+        if task is not None and not self.over:
+            self._ready.append(task)
+            self.hub.switch()
+            if self.over:
+                raise GreenletExit
+
+    def run(self, until: Callable[[], bool], limit: float, most_steps: int) -> None:
+        """Run until a condition holds; :class:`Stuck` where it does not by a time, or nothing can happen any more."""
+        ready, timers, chance = self._ready, self._timers, self.chance
+        while not until():
+            while timers and timers[0][0] <= self.now:
+                heapq.heappop(timers)[2]()
+            if not ready:
+                if not timers:
+                    raise Stuck("nothing can happen any more")
+                when, _, call = heapq.heappop(timers)
+                self.now = max(self.now, when)
+                call()
+                continue
+            at = int(chance.random() * len(ready))
+            ready[at], ready[-1] = ready[-1], ready[at]
+            task = ready.pop()
+            if task.agent in self.dead or not task.alive:
+                continue
+            self.now += STEP * (1.0 + chance.random())
+            self.steps += 1
+            for hook in self.on_step:
+                hook(self.steps)
+            if self.now > limit or self.steps > most_steps:
+                raise Stuck(f"it goes on after {self.steps:,} steps and {self.now - 1000.0:.1f} s of virtual time")
+            self.current = task
+            task.greenlet.switch()
+            self.current = None
+
+    def end(self) -> None:
+        """End all that is left."""
+        self.over = True
+        for task in self.tasks:
+            if task.alive and task.greenlet:
+                task.greenlet.throw(GreenletExit)
+        self._timers.clear()
+        self._ready.clear()
