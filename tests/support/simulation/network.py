@@ -237,7 +237,7 @@ class Network:
         return self.parted.get((min(one, other), max(one, other)), 0.0)
 
     def _when(self, source: Socket, to: Socket) -> float:
-        when = max(to.last, self._heals(source.agent, to.agent), self.scheduler.now) + self._delay()
+        when = max(to.last, max(self._heals(source.agent, to.agent), self.scheduler.now) + self._delay())
         to.last = when
         return when
 

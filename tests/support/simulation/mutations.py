@@ -1,0 +1,61 @@
+"""``python -m support.simulation.mutations``: how many seeds it takes to notice each of some defects that are put in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[3] / "src"
+MUTATIONS = (
+    ("resuming", "transport/resuming.py", "        self._kept.extend(self._again)\n", ""),
+    ("resuming", "transport/resuming.py", "self._kept, self._again = deque(), self._kept", "self._kept = deque()"),
+    ("resuming", "transport/network.py", "before._chunk.at, before._chunk.rest = before._chunk.begin, 0", "pass"),
+    ("matching", "engine/matching.py", "if message.round >= self._begun.get(message.name, 0):", "if False:"),
+    ("matching", "engine/matching.py", "if stage is None or message.stage > stage.number:", "if stage is None:"),
+    ("matching", "engine/matching.py", "early = self._early.pop(key, None)", "early = self._early.get(key)"),
+    ("matching", "engine/matching.py", "if key[0] == stage]", "if key[0] <= stage + 1]"),
+    ("fusion", "engine/fusion.py", "                operation.sent = fused.sent\n", ""),
+    ("fusion", "engine/fusion.py", "        for received in had:\n            self._unpack(received)\n", ""),
+    ("fusion", "engine/fusion.py", "if fused is None and any(", "if fused is None and False and any("),
+    ("agreement", "engine/agreement.py", "if not self._gate.frozen or self.missing:", "if not self._gate.frozen:"),
+    ("agreement", "engine/agreement.py", "begun[name] = max(count, begun.get(name, 0))", "begun[name] = count"),
+    ("agreement", "engine/agreement.py", "elif _all_have(operation, reports):", "elif False:"),
+    ("agreement", "engine/agreement.py", "if min(keepers, default=-1) == self._rank:", "if False:"),
+    ("failures", "engine/failures.py", "return self._after_those_before(said)", "return said"),
+    ("outbox", "engine/outbox.py", "        del self._unacknowledged[token]\n", ""),
+)
+"""What part, which file, what is replaced by what: once."""
+
+
+def first_failure(mutation: tuple[str, str, str, str], most: int, seconds: float) -> str:
+    """The first seed that fails, of so many, and how."""
+    _, name, old, new = mutation
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(SOURCE / "shoal", Path(folder, "shoal"), ignore=shutil.ignore_patterns("__pycache__"))
+        path = Path(folder, "shoal", name)
+        text = path.read_text()
+        assert text.count(old) >= 1, f"{name} has no {old!r}"
+        path.write_text(text.replace(old, new, 1))
+        tests = Path(__file__).parents[2]
+        command = [sys.executable, "-m", "support.simulation", "--count", str(most), "--no-shrink"]
+        env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{tests}"}
+        try:
+            done = subprocess.run(command, env=env, cwd=tests, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return f"none in {seconds:g} s"
+        return (done.stdout + done.stderr).splitlines()[0][:150]
+
+
+def main() -> None:
+    most, seconds = int((sys.argv[1:] or ["5000"])[0]), float((sys.argv[2:] or ["3600"])[0])
+    for mutation in MUTATIONS:
+        print(f"{mutation[0]}: {mutation[2].strip()[:60]!r} -> {mutation[3].strip()!r}", flush=True)
+        print(f"    {first_failure(mutation, most, seconds)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
