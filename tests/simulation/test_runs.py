@@ -8,13 +8,21 @@ import pytest
 import torch
 
 from shoal.ops import neighbor
-from support.simulation.runs import Scenario, run, shrunk
+from support.simulation.network import Weather
+from support.simulation.programs import Call, Program
+from support.simulation.runs import Fault, Scenario, run, shrunk
 
 FOUND = {
-    89: "a deadlock with the root of a broadcast that only waits for confirmations was not found",
-    116: "the same",
+    "a root that only waits for confirmations passed no probe on": Scenario(
+        1,
+        Program(
+            2, "full", [Call(0, "push-pull", 2, True, ({1: 1.0}, {0: 1.0})), Call(1, "object", 1, True, ({}, {}))], 1
+        ),
+        Weather(),
+        (Fault("missing call", 0, 0),),
+    ),
 }
-"""Seeds that have found defects, and which."""
+"""Runs that have found defects, and which."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +49,7 @@ def check(seed: int) -> None:
     assert not report.problems, f"python -m support.simulation --seed {seed}\n{report.scenario}\n{report.problems}"
 
 
-@pytest.mark.parametrize("first", range(0, 80, 20))
+@pytest.mark.parametrize("first", range(0, 60, 20))
 def test_seeds(first: int) -> None:
     for seed in range(first, first + 20):
         check(seed)
@@ -54,12 +62,12 @@ def test_many_seeds(first: int) -> None:
         check(seed)
 
 
-@pytest.mark.parametrize("seed", FOUND)
-def test_what_was_found_stays_away(seed: int) -> None:
-    check(seed)
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_stays_away(what: str) -> None:
+    assert not run(FOUND[what]).problems
 
 
-@pytest.mark.parametrize("seed", [2, 20, 114])
+@pytest.mark.parametrize("seed", [2, 20, 35])
 def test_a_seed_gives_the_same_run_again(seed: int) -> None:
     first, second = (run(Scenario.draw(seed)) for _ in range(2))
     assert first.digest == second.digest

@@ -1,1 +1,1 @@
-"""A fleet in one thread: complete engines over a simulated network, in virtual time, from one seed (docs/testing.md)."""
+"""A fleet in one thread: complete engines, a simulated network, virtual time, one seed (docs/testing.md)."""

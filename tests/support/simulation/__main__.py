@@ -1,4 +1,4 @@
-"""``python -m support.simulation --seed N``: replay a seed, from the folder ``tests``; ``--count`` runs those after it."""
+"""``python -m support.simulation --seed N``: replay a seed, from the folder ``tests``; ``--count`` more."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         setattr(owner, name, value)
 
     for name, module in list(sys.modules.items()):
-        room = (name.split(".") + [""])[1]
+        room = ([*name.split("."), ""])[1]
         if name.startswith("shoal.") and room in ROOMS and module is not None:
             if getattr(module, "threading", None) is threading:
                 put(module, "threading", world.threading)

@@ -1,4 +1,4 @@
-"""``python -m support.simulation.mutations``: how many seeds it takes to notice each of some defects that are put in."""
+"""``python -m support.simulation.mutations``: the first seed that notices each of some defects that are put in."""
 
 from __future__ import annotations
 

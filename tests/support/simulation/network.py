@@ -258,7 +258,6 @@ class Network:
         def gone() -> None:  # what it sends from now on is answered by a reset
             if to.number >= 0 and to.peer is source:
                 to.peer = None
-                to.error = to.error if to.unread or to.coming else to.error
                 if to.error is None and not reset:
                     to.peer = _Nobody(self, to)
 

@@ -26,6 +26,7 @@ KINDS = (
     *("static", "static", "push", "pull", "push-pull", "compressed", "grouped", "average", "sum", "max"),
     *("broadcast", "allgather", "neighbor_allgather", "barrier", "object", "group", "window"),
 )
+FUSIBLE = ("static", "average", "sum", "push-pull")
 BLOCKING = frozenset({"barrier", "object", "window", "neighbor_allgather"})
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
     "exponential": shoal.ExponentialTwoGraph,
@@ -81,8 +82,9 @@ class Program:
                 for rank in range(size)
             )
             members = tuple(sorted(chance.sample(range(size), chance.randint(min(2, size), size))))
-            elements = LARGE if chance.random() < 0.02 else chance.choice(SIZES)
-            blocking = kind in BLOCKING or chance.random() < 0.5
+            small = kinds == FUSIBLE
+            elements = chance.randint(1, 9) if small else LARGE if chance.random() < 0.02 else chance.choice(SIZES)
+            blocking = kind in BLOCKING or chance.random() < (0.1 if small else 0.5)
             calls.append(Call(number, kind, elements, blocking, sends, chance.randrange(size), members))
         return Program(size, chance.choice(list(TOPOLOGIES)), calls, chance.randrange(1 << 30), kinds)
 
@@ -100,9 +102,6 @@ class Program:
             for one in burst:
                 done.append(("begin", one))
                 waiting.append(one)
-                if waiting and chance.random() < 0.2:
-                    if all(other in waiting or other not in burst for other in burst):
-                        done.append(("wait", waiting.pop(chance.randrange(len(waiting)))))
             burst = []
             if call is not None:
                 done.append(("call", call))
@@ -167,7 +166,9 @@ class Program:
         if kind == "push-pull":
             return average(tensor, 0.5, src_weights=receives, dst_weights=sends, name=name)
         if kind == "grouped":
-            several = shoal.grouped_neighbor_allreduce if call.blocking else shoal.grouped_neighbor_allreduce_nonblocking
+            several = (
+                shoal.grouped_neighbor_allreduce if call.blocking else shoal.grouped_neighbor_allreduce_nonblocking
+            )
             return several([tensor, 2 * tensor], name=name)
         if kind == "average":
             return reduce(tensor, name=name)

@@ -15,7 +15,7 @@ from shoal.errors import Mismatch, NotInitialized, PeerLost
 
 from .fleet import Agents, simulated
 from .network import Weather
-from .programs import TOPOLOGIES, Call, Program, as_array
+from .programs import FUSIBLE, KINDS, TOPOLOGIES, Call, Program, as_array
 from .scheduler import Stuck
 
 TIMEOUT = 60.0
@@ -74,10 +74,12 @@ class Scenario:
         size = chance.choice((2, 3, 3, 4, 4, 5))
         kind = chance.choice((*FAULTS, CONTINUED))
         length = chance.choice((3, 8, 15, 30))
-        kinds = {"kinds": ("average",)} if kind == CONTINUED else {}
-        program = Program.draw(chance, size, length, **kinds)  # type: ignore[arg-type]
+        kinds = ("average",) if kind == CONTINUED else FUSIBLE if chance.random() < 0.3 else KINDS
+        program = Program.draw(chance, size, length, kinds)
         weather = Weather(
-            chance.choice((0.0001, 0.001, 0.02)), chance.choice((0.0, 0.3, 0.9)), chance.choice((1 << 12, 1 << 14, 1 << 18))
+            chance.choice((0.0001, 0.001, 0.02)),
+            chance.choice((0.0, 0.3, 0.9)),
+            chance.choice((1 << 12, 1 << 14, 1 << 18)),
         )
         faults = tuple(_draw_fault(chance, kind.partition(",")[0], program) for _ in range(_how_many(chance, kind)))
         return Scenario(seed, program, weather, faults, "continue" if kind == CONTINUED else "raise")
@@ -257,7 +259,9 @@ def _check_call(report: Report, call: Call, kinds: set[str], crashed: set[int]) 
         if rank in crashed or (call.kind == "group" and rank not in call.members):
             continue
         if found is None:
-            if rank not in gone | report.never and not (missing and (missing[0].rank, missing[0].at) == (rank, call.number)):
+            if rank not in gone | report.never and not (
+                missing and (missing[0].rank, missing[0].at) == (rank, call.number)
+            ):
                 report.problems.append(f"{call}: nothing came of it on rank {rank}")
         elif isinstance(found, Exception):
             wrong.append(rank)
@@ -292,7 +296,9 @@ def _check_error(report: Report, call: Call, rank: int, error: Exception, at: se
         fits = isinstance(error, PeerLost) and bool(set(error.ranks) & gone)
         fits = fits or (rank in gone and isinstance(error, NotInitialized))
     else:  # a refusal that comes after a call has ended is raised by the next one
-        late = [one.at for one in report.scenario.faults if one.kind in ("shape", "other call") and one.at < call.number]
+        late = [
+            one.at for one in report.scenario.faults if one.kind in ("shape", "other call") and one.at < call.number
+        ]
         fits = isinstance(error, Mismatch) and any(f"'call {number}'" in str(error) for number in late)
     if not fits:
         report.problems.append(said)
