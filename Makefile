@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 QUIET := --quiet --disable-pip-version-check
 
-# What to test, and options of pytest; CI adds --every-transport.
+# What to test, and options of pytest; CI adds --every-transport. Each value of a parameter is tested once;
+# TESTS=--cases=all tests all combinations (tests/support/case_selection.py).
 TESTS ?=
 # The environment that the tests of frameworks and clusters have for themselves: their packages are large, and move often.
 FRAMEWORKS := .venv-frameworks
