@@ -337,6 +337,23 @@ def test_weights_by_hand_that_let_differences_grow_are_warned_of() -> None:
     assert heard(SIZE, lambda: by_hand(beyond_one, unchecked="differences die out")) == []
 
 
+def swapped(rank: int, step: int) -> dict[str, Any]:
+    """A ring of two that passes everything on: doubly stochastic, with the eigenvalue -1."""
+    return {"self_weight": 0.0, "src_weights": {1 - rank: 1.0}}
+
+
+def test_weights_by_hand_that_repeat_and_bring_nobody_together_are_warned_of() -> None:
+    (found,) = heard(2, lambda: by_hand(swapped, steps=9))
+    assert "differences between agents to die out" in found and "eigenvalue -1" in found
+    assert "weights by hand, the same in every round" in found
+    assert heard(2, lambda: by_hand(swapped, steps=9, unchecked="differences die out")) == []
+
+    def in_turns(rank: int, step: int) -> dict[str, Any]:
+        return swapped(rank, step) if step % 2 == 0 else {"self_weight": 0.5, "src_weights": {1 - rank: 0.5}}
+
+    assert heard(2, lambda: by_hand(in_turns, steps=9)) == []
+
+
 def test_other_algorithms_are_refused_on_a_static_topology_on_which_differences_last() -> None:
     def run() -> None:
         shoal.set_topology(without_self_weights(), is_weighted=True)

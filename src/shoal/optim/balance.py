@@ -21,6 +21,8 @@ from ..topology.schedule import Static
 from ..world.agent import StaticTopology, current
 from .settings import CommunicationType, Settings
 
+_REPEATS = 8
+"""Rounds after which equal weights count as those of every round. One-peer rounds take turns, and differ sooner."""
 _OWN, _FROM, _TO, _UNKNOWN = range(4)
 """What a line of an agent's weights is: its own, that of a source, that of a destination; or it has no such weights."""
 
@@ -37,16 +39,22 @@ class Balance:
         self._who, self._needs = who, tuple(needs)
         self._seen: StaticTopology | None = None
         self._said = not self._needs
+        self._first: Static | None = None  # W of the first round, of weights by hand, while rank 0 repeats its own
+        self._own: torch.Tensor | None = None
+        self._rounds = 0
 
     def begin(self, settings: Settings, name: str) -> None:
         """The first exchange is about to begin on all agents: look at the weights that are set by hand, of all."""
-        lines = allgather(_lines(settings), name=f"{name}.weights")
+        own = _lines(settings)
+        lines = allgather(own, name=f"{name}.weights")
         if self._wants_doubly and current("optim").rank == 0 and not bool((lines[:, 0] == _UNKNOWN).any()):
             by_hand = bool((lines[:, 4] == 1).any())
             W = _matrix(lines.numpy())
             if by_hand and W is not None:
-                asked = [NEVER_GROWS] if any(need.name == DIES_OUT for need in self._needs) else []
+                asked = [NEVER_GROWS] if self._dies_out else []
                 self._tell((DOUBLY_STOCHASTIC, *asked), Static(W, name="weights by hand, of the first round"))
+                if self._dies_out:
+                    self._first, self._own = Static(W, name="weights by hand, the same in every round"), own
 
     def look(self, settings: Settings) -> None:
         """Look at the weights of the round that is about to begin with these settings."""
@@ -60,10 +68,25 @@ class Balance:
             static = agent.machine_topology  # type: ignore[assignment]
         else:
             return
+        if self._first is not None:
+            self._look_at_repeated(settings)
         if sources is not None or destinations is not None:
             self._look_at_own(settings.self_weight, sources, destinations)
         elif settings.self_weight is None and static is not None:
             self.look_at_static(static)
+
+    def _look_at_repeated(self, settings: Settings) -> None:
+        """Whether differences die out if all rounds are like the first; rank 0 looks, once its own weights repeat.
+
+        One round need not bring agents together: the rounds of a changing topology do so in their product.
+        """
+        assert self._first is not None and self._own is not None
+        self._rounds += 1
+        if not torch.equal(_lines(settings), self._own):
+            self._first = None
+        elif self._rounds == _REPEATS:
+            first, self._first = self._first, None
+            self._tell(self._dies_out, first)
 
     def look_at_static(self, static: StaticTopology) -> None:
         """The weights are those of a static topology, which rank 0 looks at for all."""
@@ -82,6 +105,10 @@ class Balance:
                 f"{setting} scales what is then averaged with the weights of the static topology: "
                 f"{', '.join(scaled)}, and its rows no longer sum to 1. Give destinations or sources, with weights of 1"
             )
+
+    @property
+    def _dies_out(self) -> tuple[Need, ...]:
+        return tuple(need for need in self._needs if need.name == DIES_OUT)
 
     @property
     def _wants_doubly(self) -> bool:
