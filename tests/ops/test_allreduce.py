@@ -128,15 +128,17 @@ def test_a_shape_that_one_of_four_has_differently_ends_all_calls_and_sums_nothin
 @pytest.mark.parametrize("numel", [3, 3_000_000], ids=["one owner", "all own"])
 def test_who_never_comes_is_named_by_all_and_nobody_else_is(fleet: Fleets, numel: int) -> None:
     """Also by those who wait for nothing but the word of an owner, who waits itself."""
-    done, both = threading.Event(), threading.Barrier(3)
+    done, begun, ended = threading.Event(), threading.Barrier(3), threading.Barrier(3)
 
     def run() -> tuple[int, ...]:
         if shoal.rank() == 2:
-            assert done.wait(15)
+            assert done.wait(scaled(15))
             return (2,)
+        x = torch.ones(numel)
+        begun.wait()  # an agent that begins when others have given up is late itself
         with pytest.raises(shoal.DeadlineExceeded) as caught:
-            shoal.allreduce(torch.ones(numel), name="x", timeout=1.0)
-        both.wait()
+            shoal.allreduce(x, name="x", timeout=scaled(1.0))
+        ended.wait()
         done.set()
         return caught.value.ranks
 
