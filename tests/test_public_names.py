@@ -18,7 +18,8 @@ NAMES = Path(__file__).with_name("public_names.txt").read_text().split()
 PACKAGES = sorted({name.rpartition(".")[0] for name in NAMES})
 ROOT = Path(shoal.__file__).parent
 INTERNAL = {
-    *("_public", "_version", "__main__", "arithmetic", "bench", "cli", "coordination", "device", "dtensors", "engine"),
+    *("_public", "_version", "__main__", "arithmetic", "bench", "cli", "clock", "coordination", "device", "dtensors"),
+    "engine",
     *("errors", "interrupts", "kernels", "lazily", "ops", "progress_bar", "transport", "watch", "world"),
 }
 """Whose names are public only where ``shoal`` or another public package has them."""

@@ -44,7 +44,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(failures, "time", clock)
+    monkeypatch.setattr(failures, "clock", clock)
     return clock
 
 

@@ -67,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], int]:
     """Takes how long calls are (positive) and the pauses between them (negative): how often they wake the thread."""
     clock, sleeping = Clock(), Sleeping()
     polled = Polled(clock)
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "clock", clock)
     progress = Progress(polled, polled, "test")  # type: ignore[arg-type]
     monkeypatch.setattr(progress, "_progress_turn", sleeping)
     monkeypatch.setattr(progress, "_sleeps_until", float("inf"))
@@ -122,7 +122,7 @@ def test_what_came_while_the_thread_could_not_run_counts_before_a_deadline(
             return float("inf")
 
     late = Late(clock)
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "clock", clock)
     progress = Progress(late, late, "test")  # type: ignore[arg-type]
     progress.next_check = clock.now + (5.0 if held_up else 0.001)
     progress.drive_until(lambda: "deadline" in seen)

@@ -82,10 +82,12 @@ def test_compressed_ones_end_as_near_to_the_optimum_of_those_that_are_left(name:
 
 
 @pytest.mark.parametrize(
-    ("name", "transport"), in_turn(["gradient tracking (ATC)", "EXTRA", "push-pull"]), indirect=["transport"]
+    ("name", "transport"),
+    in_turn(["gradient tracking (semi-ATC, DSGT)", "EXTRA", "push-pull, semi-ATC"]),
+    indirect=["transport"],
 )
 def test_exact_ones_reach_the_optimum_of_those_that_are_left(name: str, fleet: Fleets) -> None:
-    found = fleet(SIZE).run(run_through, name, 600, {GONE: 40})
+    found = fleet(SIZE).run(run_through, name, 1500, {GONE: 40})
     ended = torch.tensor([found[rank].estimate for rank in LEFT], dtype=torch.float64)
     assert (ended - optimum_of(SIZE, LEFT)).abs().max() < 1e-8
 

@@ -14,7 +14,7 @@ import pytest
 
 import shoal
 from shoal.world.joining import SECRET_NAME, Room, claim, keep_secret
-from shoal.world.rendezvous import CLAIMED, PREFIX, ROOM, _server
+from shoal.world.rendezvous import CLAIMED, PREFIX, ROOM, _torchs_server
 from support.limits import scaled
 
 SECRET = "a secret that nobody writes down"
@@ -30,7 +30,7 @@ def served(said: str | None) -> Iterator[int]:
     """The port of a launcher's store."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    store = _server(listener, time.monotonic() + 60.0)
+    store = _torchs_server(listener, time.monotonic() + 60.0)
     if said is not None:
         store.set(PREFIX + CLAIMED, "0 nobody")
         store.set(PREFIX + ROOM, said)

@@ -199,7 +199,9 @@ class Flight(ABC):
                 if self.remembers or not on.isdisjoint(bucket.params)
             ]
             layout = self.layout
-            whole = all(now) and not (self._has_changed or self._layout)
+            # An agent that rejoined was given the layout that others still have from the beginning. Where vectors are
+            # remembered the layout never changes, so that it does not tell the two apart.
+            whole = all(now) and (self.remembers or not (self._has_changed or self._layout))
             # Vectors that are remembered are exchanged whole: only the flags show that parameters of them are frozen.
             flags = zlib.crc32(now) if self.remembers else 0
             if len(self._seen) >= _MOST_SEEN:
