@@ -35,6 +35,7 @@ IMPORTED = (
     "encodings.idna",  # the first address of a network
     "numpy.ma",  # the first tensor that becomes an array
     "pytest",  # the modules of tests
+    "torch._dynamo.config",  # DistributedDataParallel; in the middle of a run it keeps process groups alive
     "torch.profiler",
     "torch.utils.data",
     "shoal._public",  # the first name of Shoal
