@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -30,14 +29,10 @@ from ..watch.live import Watch
 from ..world import exit_notes
 from ..world.launch import INCARNATION
 from .agent_output import STDERR, STDOUT, AgentOutput
+from .agent_pipes import AgentPipes
 from .launcher_signals import Signals
 
 _PR_SET_PDEATHSIG = 1
-_CHUNK = 1 << 16
-# A pipe holds 64 KiB unless somebody enlarges it, at most to this.
-_MOST_IN_PIPE = 1 << 20
-_READER_SECONDS = 0.05
-"""Seconds between two looks whether a reader of the output that has paused goes on."""
 
 SETTLE_SECONDS = 0.5
 """How long nothing more must fail before an agent is started again: those that end of one cause end one by one, and
@@ -146,13 +141,12 @@ class AgentProcesses:
         self._helpers: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._tellers: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
         self._telling: list[subprocess.Popen[bytes]] = []
-        self._pipes: dict[int, tuple[int, int]] = {}
-        self._paused = False  # nothing is read from the pipes, as the reader of the output has paused
         # What follows if the agents do not end by themselves: when, and which signal. Not None once they are to end.
         self._steps: list[tuple[float, signal.Signals]] | None = None
         self._requested: signal.Signals | None = None
         self._passed_on: set[int] = set()
         self._selector = selectors.DefaultSelector()
+        self._pipes = None if output is None else AgentPipes(output, self._selector)
 
     def __enter__(self) -> AgentProcesses:
         self._selector.register(self._signals, selectors.EVENT_READ, self._read_signals)
@@ -169,8 +163,8 @@ class AgentProcesses:
         for process in (*(agent.process for agent in self._living), *helpers):
             process.kill()
             process.wait()
-        for descriptor in list(self._pipes):
-            self._close_pipe(descriptor)
+        if self._pipes is not None:
+            self._pipes.close()
         self._selector.close()
         self._notes.close()
         if self._output is not None:
@@ -189,23 +183,15 @@ class AgentProcesses:
         start(0)
 
     def _start_agent(self, rank: int, command: Sequence[str], environ: Mapping[str, str], keeps_stdin: bool) -> None:
-        pipe = subprocess.PIPE if self._output is not None else None
+        pipe = subprocess.PIPE if self._pipes is not None else None
         stdin = None if keeps_stdin else subprocess.DEVNULL
         environ = {**environ, exit_notes.VARIABLE: self._notes.path}
         process = _start(command, env=environ, stdin=stdin, stdout=pipe, stderr=pipe)
         self._living.append(_Agent(rank, process, time.monotonic()))
         if self._watch is not None:
             self._watch.started(rank, process.pid)
-        for stream, file in ((STDOUT, process.stdout), (STDERR, process.stderr)):
-            if file is None:
-                continue
-            # The pipe is read with os.read alone, and closed by descriptor: a file object would buffer.
-            descriptor = os.dup(file.fileno())
-            file.close()
-            os.set_blocking(descriptor, False)
-            self._pipes[descriptor] = (rank, stream)
-            if not self._paused:
-                self._selector.register(descriptor, selectors.EVENT_READ, partial(self._read_pipe, descriptor))
+        if self._pipes is not None:
+            self._pipes.add(rank, {STDOUT: process.stdout, STDERR: process.stderr})
 
     def start_helper(self, name: str, command: Sequence[str], descriptor: int) -> None:
         """Start a process that serves the agents with an inherited descriptor, and ends with the last of them."""
@@ -221,7 +207,8 @@ class AgentProcesses:
         while self._living or self._again:
             for key, _ in self._selector.select(self._patience()):
                 key.data()
-            self._follow_reader()
+            if self._pipes is not None:
+                self._pipes.follow_reader()
             self._take_due_step()
             self._reap()
             self._report_peer_loss()
@@ -234,22 +221,6 @@ class AgentProcesses:
         if ending.status == 0 and self._output is not None and self._output.is_incomplete:
             return replace(ending, status=1)  # as for a program whose last output could not be written
         return ending
-
-    def _follow_reader(self) -> None:
-        """Write what waits for a reader of the output that has paused. While too much does, read none from the agents,
-        which then wait in their own writes, and mind them all the same."""
-        if self._output is None or not (self._output.is_waiting or self._paused):
-            return
-        self._output.flush()
-        if self._output.is_full == self._paused:
-            return
-        self._paused = not self._paused
-        for descriptor in self._pipes:
-            if self._paused:
-                self._selector.unregister(descriptor)
-            else:
-                read = partial(self._read_pipe, descriptor)
-                self._selector.register(descriptor, selectors.EVENT_READ, read)
 
     def say(self, text: str) -> None:
         """Tell the user something, on stderr."""
@@ -281,8 +252,9 @@ class AgentProcesses:
         redraw = self._output.next_redraw() if self._output is not None else None
         if redraw is not None:
             due.append(redraw)
-        if self._output is not None and (self._output.is_waiting or self._paused):
-            due.append(time.monotonic() + _READER_SECONDS)
+        look = self._pipes.next_look if self._pipes is not None else None
+        if look is not None:
+            due.append(look)
         if self._watch is not None:
             due.append(self._watch.due)
         return max(0.0, min(due) - time.monotonic()) if due else None
@@ -345,7 +317,8 @@ class AgentProcesses:
             if code != 0 or self._steps is not None:
                 # Before the agent is reaped, while its pid still stands for its group and nothing else.
                 _kill_group(agent.process)
-            self._drain([fd for fd, (rank, _) in self._pipes.items() if rank == agent.rank])
+            if self._pipes is not None:
+                self._pipes.drain(agent.rank)
             agent.process.wait()
             self._living.remove(agent)
         now = time.monotonic()
@@ -437,36 +410,6 @@ class AgentProcesses:
     def _has_finished(self) -> bool:
         """An agent has come to its end, and the others will."""
         return any(outcome.code == 0 for outcome in self._outcomes.values())
-
-    def _read_pipe(self, descriptor: int) -> bool:
-        """Pass on what is there, up to a chunk; False if there is nothing, or never will be again."""
-        if descriptor not in self._pipes or self._output is None:
-            return False
-        rank, stream = self._pipes[descriptor]
-        try:
-            data = os.read(descriptor, _CHUNK)
-        except BlockingIOError:
-            return False
-        if data and self._output.feed(rank, stream, data):
-            return True
-        # At the end of the pipe; or our own stdout is closed, and then the agent shall find its own closed too.
-        self._close_pipe(descriptor)
-        return False
-
-    def _drain(self, descriptors: list[int]) -> None:
-        for descriptor in descriptors:
-            # Bounded, because a process that outlives the agent may hold the pipe and go on writing.
-            for _ in range(_MOST_IN_PIPE // _CHUNK):
-                if not self._read_pipe(descriptor):
-                    break
-
-    def _close_pipe(self, descriptor: int) -> None:
-        rank, stream = self._pipes.pop(descriptor)
-        if self._output is not None:
-            self._output.end(rank, stream)
-        if not self._paused:
-            self._selector.unregister(descriptor)
-        os.close(descriptor)
 
 
 def _start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
