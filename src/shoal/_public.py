@@ -50,8 +50,6 @@ from .ops.hierarchical import (
 )
 from .ops.neighbor import neighbor_allreduce as neighbor_allreduce
 from .ops.neighbor import neighbor_allreduce_nonblocking as neighbor_allreduce_nonblocking
-from .ops.neighbor import pair_gossip as pair_gossip
-from .ops.neighbor import pair_gossip_nonblocking as pair_gossip_nonblocking
 from .ops.neighbor_allgather import neighbor_allgather as neighbor_allgather
 from .ops.neighbor_allgather import neighbor_allgather_nonblocking as neighbor_allgather_nonblocking
 from .ops.objects import InferDestinationFromSourceRanks as InferDestinationFromSourceRanks
@@ -60,6 +58,8 @@ from .ops.objects import allreduce_parameters as allreduce_parameters
 from .ops.objects import broadcast_object as broadcast_object
 from .ops.objects import broadcast_optimizer_state as broadcast_optimizer_state
 from .ops.objects import broadcast_parameters as broadcast_parameters
+from .ops.pair_gossip import pair_gossip as pair_gossip
+from .ops.pair_gossip import pair_gossip_nonblocking as pair_gossip_nonblocking
 from .ops.robust import ClippedGossip as ClippedGossip
 from .ops.robust import FiniteOnly as FiniteOnly
 from .ops.robust import TrimmedMean as TrimmedMean

@@ -38,8 +38,6 @@ from .ops.hierarchical import hierarchical_neighbor_allreduce as hierarchical_ne
 from .ops.hierarchical import hierarchical_neighbor_allreduce_nonblocking as hierarchical_neighbor_allreduce_nonblocking
 from .ops.neighbor import neighbor_allreduce as _neighbor_allreduce
 from .ops.neighbor import neighbor_allreduce_nonblocking as _neighbor_allreduce_nonblocking
-from .ops.neighbor import pair_gossip as pair_gossip
-from .ops.neighbor import pair_gossip_nonblocking as pair_gossip_nonblocking
 from .ops.neighbor_allgather import neighbor_allgather as neighbor_allgather
 from .ops.neighbor_allgather import neighbor_allgather_nonblocking as neighbor_allgather_nonblocking
 from .ops.objects import InferDestinationFromSourceRanks as InferDestinationFromSourceRanks
@@ -47,6 +45,8 @@ from .ops.objects import InferSourceFromDestinationRanks as InferSourceFromDesti
 from .ops.objects import allreduce_parameters as allreduce_parameters
 from .ops.objects import broadcast_optimizer_state as broadcast_optimizer_state
 from .ops.objects import broadcast_parameters as broadcast_parameters
+from .ops.pair_gossip import pair_gossip as pair_gossip
+from .ops.pair_gossip import pair_gossip_nonblocking as pair_gossip_nonblocking
 from .optim import CommunicationType as CommunicationType
 from .optim import DistributedGradientAllreduceOptimizer as DistributedGradientAllreduceOptimizer
 from .optim import DistributedPullGetOptimizer as DistributedPullGetOptimizer

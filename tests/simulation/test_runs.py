@@ -76,7 +76,7 @@ def test_a_seed_gives_the_same_run_again(seed: int) -> None:
 
 def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a call takes a weight for its square, an average is wrong."""
-    mix = neighbor._mix
+    mix = neighbor.mix_steps
 
     def wrong(*args, **kwargs):  # type: ignore[no-untyped-def]
         result = yield from mix(*args, **kwargs)
@@ -84,7 +84,7 @@ def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
             result.add_(1.0)
         return result
 
-    monkeypatch.setattr(neighbor, "_mix", wrong)
+    monkeypatch.setattr(neighbor, "mix_steps", wrong)
     (found,) = failures(0, 100)
     short = shrunk(found)
     assert len(short.program.calls) == 1 and not short.faults

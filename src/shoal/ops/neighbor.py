@@ -40,7 +40,6 @@ from .arguments import (
     LAYOUT,
     WEIGHABLE,
     Result,
-    channel_name,
     check_out,
     check_tensor,
     detached,
@@ -264,7 +263,7 @@ def submit(
         elif gone:
             one = known.without(gone) if replan is None else replan(gone)
         how = None if encoded is None else encoded(operation)
-        return _mix(
+        return mix_steps(
             agent,
             operation,
             tensor,
@@ -348,7 +347,7 @@ def _check_within(agent: Agent, mixing: Mixing, form: str) -> None:
         )
 
 
-def _mix(
+def mix_steps(
     agent: Agent,
     operation: Operation,
     tensor: torch.Tensor,
@@ -453,53 +452,3 @@ def _readers(
     ]
     arrived = yield Exchange(rotated(sends, agent), operation.left_of(static.destination_ranks), coordinates=True)
     return {rank: 1.0 for rank in sorted(arrived) if not arrived[rank].nothing}
-
-
-def pair_gossip(
-    tensor: torch.Tensor,
-    target_rank: int,
-    self_weight: float | None = None,
-    pair_weight: float | None = None,
-    name: str | None = None,
-    *,
-    timeout: float | None = None,
-) -> torch.Tensor:
-    """Average with one other agent; only the two take part. The result is detached.
-
-    Both agents of the pair call it with each other's rank. Calls are counted for each pair by itself.
-
-    Args:
-        tensor: As for :func:`neighbor_allreduce`.
-        target_rank: The other agent.
-        self_weight, pair_weight: ``self_weight x + pair_weight x_other``; the mean of the two if neither is given.
-        name: What calls are matched by.
-        timeout: Seconds until the deadline.
-    """
-    return pair_gossip_nonblocking(tensor, target_rank, self_weight, pair_weight, name, timeout=timeout).wait()
-
-
-def pair_gossip_nonblocking(
-    tensor: torch.Tensor,
-    target_rank: int,
-    self_weight: float | None = None,
-    pair_weight: float | None = None,
-    name: str | None = None,
-    *,
-    timeout: float | None = None,
-) -> Handle[torch.Tensor]:
-    """:func:`pair_gossip` without waiting."""
-    op = "pair_gossip"
-    agent = current(op)
-    tensor = check_tensor(op, tensor, WEIGHABLE)
-    if (self_weight is None) != (pair_weight is None):
-        raise ValueError(f"{op}: give both self_weight and pair_weight, or neither (the mean)")
-    own, other = (0.5, 0.5) if self_weight is None or pair_weight is None else (self_weight, pair_weight)
-    mixing = Mixing(agent.rank, own, {target_rank: other}, [target_rank], size=agent.size)
-    low, high = sorted((agent.rank, int(target_rank)))
-    channel = f"{channel_name(op, name)} of ranks {low} and {high}"
-    static = agent.topology
-
-    def steps(operation: Operation) -> Steps[torch.Tensor]:
-        return _mix(agent, operation, tensor, mixing, "push-pull", static, None, among=(low, high))
-
-    return agent.engine.submit(op, channel, steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
