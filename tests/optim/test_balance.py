@@ -345,7 +345,7 @@ def swapped(rank: int, step: int) -> dict[str, Any]:
 def test_weights_by_hand_that_repeat_and_bring_nobody_together_are_warned_of() -> None:
     (found,) = heard(2, lambda: by_hand(swapped, steps=9))
     assert "differences between agents to die out" in found and "eigenvalue -1" in found
-    assert "weights by hand, the same in every round" in found
+    assert "weights by hand of the first round, which rank 0 has repeated" in found
     assert heard(2, lambda: by_hand(swapped, steps=9, unchecked="differences die out")) == []
 
     def in_turns(rank: int, step: int) -> dict[str, Any]:

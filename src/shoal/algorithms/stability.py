@@ -19,6 +19,7 @@ _LIMIT = 1 + 1e-7
 _WARM_UP = 64
 """Steps from zero, in which the weights of push-sum and the counts of RelaySum settle."""
 _SQUARINGS = 40
+"""Of a matrix, whose ``2^40``-th power shows its spectral radius."""
 _MOST_STEPS = 4096
 _TRIES, _BISECTIONS = 40, 2
 _MARGIN = 0.7
@@ -170,9 +171,10 @@ def _matrix_and_probe(
     x = torch.zeros(facts.size, 2, dtype=torch.float64)
     state = tuple(algorithm.init(x, grad, mix))
     of_map = [place for place, one in enumerate(state) if one.shape[-1] == 2 and one.dtype == x.dtype]
-    # A state that is all in the map is replaced below; only what the map leaves out has to settle.
-    first = cycle * -(-_WARM_UP // cycle) if len(of_map) < len(state) else cycle
-    for step in range(first if len(of_map) < len(state) else 0):
+    # Only what the map leaves out has to settle: the rest of the state is replaced below.
+    settling = cycle * -(-_WARM_UP // cycle) if len(of_map) < len(state) else 0
+    first = settling or cycle
+    for step in range(settling):
         mix.begin(step)
         x, state = algorithm.step(x, state, grad, mix)
     heights = [facts.size, *(len(state[place]) for place in of_map)]

@@ -132,9 +132,8 @@ class Outbox:
                 return
             if exchange.carried is not None and exchange.carried.confirm and stage.to_move:
                 stage.expect_confirmation(send.destination)
-            posted = (
-                clock.perf_counter_ns() if self._events.active else 0
-            )  # its receiver may have it before this returns
+            # Before it is posted: its receiver may have it before that returns.
+            posted = clock.perf_counter_ns() if self._events.active else 0
             if carried:
                 link.post(message)
             else:

@@ -151,7 +151,9 @@ class TrimmedMean(Robust):
         blocks = (torch.split(tensor, BLOCK) for tensor in (out, *tensors))
         for target, *numbers in zip(*blocks, strict=True):
             ordered = torch.stack(numbers).sort(dim=0).values
-            target.copy_(ordered[cut : len(tensors) - cut].mean(dim=0))  # torch sums 16 bits in float32
+            # 16 bits are summed in float32 and rounded once, whatever the installed torch does by itself.
+            wide = torch.promote_types(own.dtype, torch.float32)
+            target.copy_(ordered[cut : len(tensors) - cut].mean(dim=0, dtype=wide))
 
 
 def check_neighbours(agent: Agent, rule: Robust, neighbours: Sequence[int], *, whole: bool) -> None:

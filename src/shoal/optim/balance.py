@@ -54,7 +54,8 @@ class Balance:
                 asked = [NEVER_GROWS] if self._dies_out else []
                 self._tell((DOUBLY_STOCHASTIC, *asked), Static(W, name="weights by hand, of the first round"))
                 if self._dies_out:
-                    self._first, self._own = Static(W, name="weights by hand, the same in every round"), own
+                    self._own = own
+                    self._first = Static(W, name="weights by hand of the first round, which rank 0 has repeated")
 
     def look(self, settings: Settings) -> None:
         """Look at the weights of the round that is about to begin with these settings."""
