@@ -100,3 +100,25 @@ def test_a_module_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_the_path_is_left_alone_where_python_leaves_it(tmp_path: Path) -> None:
     script = as_file(tmp_path, SHOWS)
     assert shown(tmp_path, "-I", agent_script.__file__, *script) == shown(tmp_path, "-I", *script)
+
+
+def test_as_a_module_it_runs_a_script_for_other_launchers(tmp_path: Path) -> None:
+    """``torchrun -m shoal.cli.agent_script train.py``."""
+    body = "import sys; print(__name__, sys.argv, sys.path, __file__); raise SystemExit(9)\n"
+    (tmp_path / "script.py").write_text(body)
+
+    def run(*how: str) -> tuple[int, str, str]:
+        command = [sys.executable, *how, "script.py", "--lr", "0.1"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    assert run("-m", "shoal.cli.agent_script") == run()
+    assert run()[0] == 9
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"]])
+def test_without_a_script_it_says_what_to_name(arguments: list[str]) -> None:
+    command = [sys.executable, agent_script.__file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("shoal: name a script, or -m and a module")

@@ -17,6 +17,8 @@ def main() -> None:
     if sets_path:
         del sys.path[0]
     arguments = sys.argv[1:]
+    if not arguments or arguments == ["-m"]:
+        sys.exit("shoal: name a script, or -m and a module: python -m shoal.cli.agent_script train.py [arguments]")
     sys.excepthook = _excepthook
     try:
         if arguments[0] == "-m":
