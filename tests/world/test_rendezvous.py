@@ -353,7 +353,7 @@ with closing(open_store(Launch(0, 2, "torchrun", "127.0.0.1", {free_port()}), ti
     try:
         store.get("absent", started + 50)
     except KeyboardInterrupt:
-        assert time.monotonic() - started < 25
+        assert time.monotonic() - started < {scaled(1.0)}
     else:
         raise AssertionError
 """
