@@ -61,10 +61,10 @@ def chosen(name: str, cases: list[pytest.Item], way: str) -> Iterable[pytest.Ite
 def cover(values: list[list[tuple[str, int]]], length: int, order: list[int]) -> list[int]:
     """Entries of ``order`` whose cases have, together, all combinations of ``length`` values that any case has.
 
-    Greedy: the next case is one that has the most combinations that are not there yet, the first of these.
+    Greedy: the next case is the first of those with the most combinations that no chosen case has.
 
     Args:
-        values: The parameters of each case, as names and what stands for their values.
+        values: The parameters of each case, as names and numbers that stand for their values.
         length: How many parameters' values are combined; all of a case, if it has fewer.
         order: What is returned for each case.
     """

@@ -8,7 +8,7 @@ CORES = os.cpu_count() or 1
 
 
 def scaled(seconds: float) -> float:
-    """A limit for what takes less than ``seconds`` where nothing else runs.
+    """A limit of ``seconds`` on an idle machine.
 
     It is longer where more threads want to run than there are cores, as each then waits for its turn. For tests in
     which something other than a deadline is to end a wait: on a quiet machine the limit tells the two apart.

@@ -1,10 +1,10 @@
 """Runs an agent's script as ``python script.py`` or ``python -m module`` does, and notes a ``SystemExit`` that ends it.
 
-Python passes an uncaught exception to ``sys.excepthook``, but not ``SystemExit``, and exit handlers see neither. An
-exception that ends the script passes through this file, whoever raised it and however. So ``shoal run`` starts this
-file by its path, with the script's own command line.
+Python passes an uncaught exception to ``sys.excepthook``, but not ``SystemExit``, and exit handlers see neither. Every
+exception that ends the script passes through this file. So ``shoal run`` starts this file by its path, with the command
+line of the script.
 
-Before the script nothing of Shoal is imported, nor torch: the script may set variables that they read.
+Neither Shoal nor torch is imported before the script, which may set environment variables that they read.
 """
 
 import sys
@@ -72,7 +72,7 @@ def _run_file(arguments: list[str], sets_path: bool) -> None:
 
 
 def _new_main() -> dict[str, object]:
-    """The names of a new module ``__main__``: the one that there is has those of this file."""
+    """The names of a new module ``__main__``, to replace that of this file."""
     import builtins
     from types import ModuleType
 
