@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Compiled at installation, so a change of them installs anew.
+NATIVE := hatch_build.py $(wildcard src/shoal/kernels/native/*.cpp src/shoal/kernels/native/*.h)
 QUIET := --quiet --disable-pip-version-check
 
 # What to test, and options of pytest; CI adds --every-transport. Each value of a parameter is tested once;
@@ -57,7 +59,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/shoal bench
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(QUIET) --constraint constraints.txt --editable '.[dev]'
 	touch $@
@@ -65,7 +67,7 @@ $(STAMP): pyproject.toml constraints.txt
 # As CI installs: each file as its hash says, but for torch, whose builds differ by machine (requirements/ci.in).
 locked: $(VENV)/.locked
 
-$(VENV)/.locked: pyproject.toml constraints.txt requirements/ci.lock
+$(VENV)/.locked: pyproject.toml constraints.txt requirements/ci.lock $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(QUIET) --no-deps --require-hashes --requirement requirements/ci.lock
 	$(BIN)/python -m pip install $(QUIET) --constraint constraints.txt torch

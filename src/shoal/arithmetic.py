@@ -3,9 +3,9 @@
 The order is: this agent's own term, then the sources by ascending rank (reductions over all agents: by ascending rank).
 Every weighted term is one fused multiply-add (``torch.add(alpha=)``), in float32 for 16-bit tensors, whose sum is
 rounded once at the end. Equal weights are no factors of the terms: the terms are summed, and the sum is scaled once
-(:func:`common_factor`). What one block is, :mod:`shoal.kernels` says. The sum goes block by block so that the running
-sum stays in the cache: each input is read once and the result written once. A block is summed as soon as it is there
-from everybody, so that summing overlaps receiving.
+(:func:`common_factor`). :mod:`shoal.kernels` computes one block: the compiled kernels in one pass over any length, and
+torch's operations on so many bytes that the running sum stays in the cache. A block is summed as soon as all agents'
+numbers of it are here, so that summing overlaps receiving.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from .engine.operation import MORE, Arrived
+from .kernels.native.sums import fits as native_fits
 from .kernels.reduce import REDUCTIONS as REDUCTIONS
 from .kernels.reduce import combine as _combine
 from .kernels.weighted_sum import HALF as HALF
@@ -51,18 +52,25 @@ def weigh_in_blocks(
     own_weight: float,
     terms: Sequence[torch.Tensor | None],
     weights: Sequence[float],
+    also: torch.Tensor | None = None,
 ) -> None:
     """``out = own_weight * own + sum of weight * term`` of tensors that are all here, flat and of one dtype.
 
     None is a term of zeros, which nobody had to write: it is not added, and its weight counts like the others.
+    ``also`` becomes the same as ``out``.
     """
     factor = common_factor([own_weight, *weights])
     here = [(real(term), weight) for term, weight in zip(terms, weights, strict=True) if term is not None]
     left = [own_weight, *(weight for _, weight in here)]
     tensors = [real(out), real(own), *(term for term, _ in here)]
+    if native_fits(tensors[0], tensors[1:]):
+        _weigh(left, factor, tensors[0], tensors[1], tensors[2:], None if also is None else real(also))
+        return
     block = max(1, BLOCK_BYTES // tensors[0].element_size())
     for target, mine, *theirs in zip(*(torch.split(tensor, block) for tensor in tensors), strict=True):
         _weigh(left, factor, target, mine, theirs)
+    if also is not None:
+        also.copy_(out)
 
 
 def reduce(
@@ -99,12 +107,13 @@ def _in_blocks(
     views = [real(p.data) if p.data.is_complex() and not out.is_complex() else p.data for p in payloads]
     parts = [view.numel() // p.data.numel() if p.data.numel() else 1 for view, p in zip(views, payloads, strict=True)]
     block = max(1, BLOCK_BYTES // out.element_size())
+    one_pass = native_fits(out, [own, *views])
     at = 0
     while True:
         here = min((p.available * k for p, k in zip(payloads, parts, strict=True)), default=total)
         end = total if here >= total else here - here % block
         if end > at:
-            pieces = [torch.split(tensor[at:end], block) for tensor in (out, own, *views)]
+            pieces = [torch.split(tensor[at:end], end - at if one_pass else block) for tensor in (out, own, *views)]
             for target, mine, *theirs in zip(*pieces, strict=True):
                 combine(target, mine, theirs)
             at = end

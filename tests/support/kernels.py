@@ -8,6 +8,8 @@ from importlib.metadata import version
 import pytest
 import torch
 
+from shoal.kernels.native import why_not_native
+
 from .reference import same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,7 +26,8 @@ def why_no_programs() -> str | None:
 
 REASON = why_no_programs()
 PROGRAMS = pytest.param("triton", marks=pytest.mark.skipif(REASON is not None, reason=str(REASON)))
-WAYS = pytest.mark.parametrize("way", ["torch", PROGRAMS])
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native())))
+WAYS = pytest.mark.parametrize("way", ["torch", NATIVE, PROGRAMS])
 QUIET = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 """Triton's interpreter computes with numpy, which warns of infinities and NaN."""
 

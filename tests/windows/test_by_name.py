@@ -373,8 +373,8 @@ def test_a_put_after_an_update_has_read_counts_as_new(fleet: Fleets, monkeypatch
     combine = WindowMemory.combine
     between: dict[int, Callable[[], None]] = {}
 
-    def slowly(self: WindowMemory, *args: Any) -> Any:
-        found = combine(self, *args)
+    def slowly(self: WindowMemory, *args: Any, **options: Any) -> Any:
+        found = combine(self, *args, **options)
         between.pop(shoal.rank(), lambda: None)()
         return found
 

@@ -28,11 +28,13 @@ class Machine:
     python: str
     torch: str
     shoal: str
+    sums: str = "torch"
 
     def __str__(self) -> str:
         return (
             f"{self.cpu}, {self.cores} cores, {self.memory / 2**30:.0f} GiB; Linux {self.kernel}; "
-            f"Python {self.python}, torch {self.torch}, Shoal {self.shoal}"
+            f"Python {self.python}, torch {self.torch}, Shoal {self.shoal}, "
+            f"sums by {self.sums}"
         )
 
 
@@ -41,11 +43,20 @@ def here() -> Machine:
     from importlib.metadata import version
 
     from shoal._version import __version__
+    from shoal.kernels.native import why_not_native
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
+    why_not = why_not_native()
     return Machine(
-        cpu_name(), cores, memory, platform.release(), platform.python_version(), version("torch"), __version__
+        cpu_name(),
+        cores,
+        memory,
+        platform.release(),
+        platform.python_version(),
+        version("torch"),
+        __version__,
+        "compiled kernels" if why_not is None else f"torch ({why_not})",
     )
 
 

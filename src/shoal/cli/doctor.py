@@ -34,6 +34,7 @@ from ..coordination.attach import PROCESS_GROUP, check_backend, check_transport
 from ..device.device import Unshareable
 from ..device.opening import open_device
 from ..kernels.choice import why_not_triton
+from ..kernels.native import why_not_native
 from ..transport.addresses import address_towards, interface_address, is_loopback
 from ..transport.process_group import MADE_HERE, available
 from ..transport.tls import certificates_of
@@ -213,6 +214,11 @@ def report_machine(report: Report) -> None:
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 0
     report.line("cpu", cpu_name())
     report.line("cores", f"{usable} to use, of {present}; load average {os.getloadavg()[0]:.2f}")
+    why_not = why_not_native()
+    report.line(
+        "sums",
+        "compiled kernels, one pass" if why_not is None else f"torch: the compiled kernels are not used, {why_not}",
+    )
     report.line("memory", _memory())
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     report.line("open files", f"{_limit(files)} (hard limit {_limit(most_files)})")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import NotFinite
+from ..kernels.elementwise import copy
 from ..transport.link import Lease, Published
 from ..transport.memory import Arena
 from ..transport.wire import DTYPES
@@ -81,7 +82,7 @@ class Publisher:
         if region is not None:
             return Published(tensor.detach().view(-1), region, zero_copy=True)
         published = self._room(operation, tensor.numel(), tensor.dtype)
-        published.data.view(tensor.shape).copy_(tensor.detach())
+        copy(published.data.view(tensor.shape), tensor.detach())
         return published
 
     def keep(self, operation: Operation, tensor: torch.Tensor) -> Published:

@@ -1,4 +1,4 @@
-"""Which of the two ways a kernel takes: a program in Triton, or the same operations of torch in the same order."""
+"""How a kernel computes: by a program in Triton, by compiled code on the CPU, or by torch's operations in one order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Literal
 
 import torch
 
-Way = Literal["triton", "torch"]
+from .native import library
+
+Way = Literal["triton", "native", "torch"]
 _LEAST_CAPABILITY = (8, 0)
 """Ampere: what Triton supports without reserve."""
 
@@ -41,8 +43,13 @@ def hands_over_whole_floats() -> bool:
 
 
 def way_of(tensor: torch.Tensor) -> Way:
-    """The way that kernels take where ``tensor`` is, if they are not told: ``"triton"`` on NVIDIA's devices from Ampere
-    on, where Triton is installed."""
+    """The way that kernels take where ``tensor`` is, if they are not given one.
+
+    ``"triton"`` on NVIDIA's devices from Ampere on, where Triton is installed; ``"native"`` on CPUs, where the compiled
+    kernels are (:func:`~shoal.kernels.native.why_not_native`).
+    """
+    if tensor.is_cpu:
+        return "torch" if library() is None else "native"
     if not tensor.is_cuda or why_not_triton() is not None:
         return "torch"
     return "triton" if _capability(tensor.device.index) >= _LEAST_CAPABILITY else "torch"

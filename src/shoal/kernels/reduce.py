@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .choice import Way, on_device_of, way_of
+from .native import sums as native
 from .weighted_sum import BLOCK, FLOATS, HALF, check_alike, divide, overlap, real, wide_of
 
 INPUTS_OF_A_PROGRAM = 16
@@ -60,11 +61,29 @@ def combine(
     own: torch.Tensor,
     blocks: Sequence[torch.Tensor],
 ) -> None:
-    """One block in torch: all agents', in rank order. ``out`` is none of them."""
-    inputs, step = [*blocks[:position], own, *blocks[position:]], _REDUCE[how]
+    """One block on the CPU: all agents', in rank order. ``out`` is none of them.
+
+    The compiled kernels do it in one pass where they are.
+    """
+    inputs = [*blocks[:position], own, *blocks[position:]]
+    if native.fits(out, inputs):
+        _combine_native(how, parts, out, inputs)
+    else:
+        _combine_torch(how, parts, out, inputs)
+
+
+def _combine_native(
+    how: str, parts: Sequence[Sequence[int]], out: torch.Tensor, inputs: Sequence[torch.Tensor]
+) -> None:
+    given = [inputs[place] for part in parts for place in part] or [*inputs]
+    native.reduce(out, how, given, [len(part) for part in parts])
+
+
+def _combine_torch(how: str, parts: Sequence[Sequence[int]], out: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    step = _REDUCE[how]
     wide = out.dtype in HALF
     total = torch.empty_like(out, dtype=torch.float32) if wide else out
-    first, *others = [[inputs[place] for place in part] for part in parts] or [inputs]
+    first, *others = [[inputs[place] for place in part] for part in parts] or [[*inputs]]
     _fold(first, step, total)
     for part in others:
         reduction = torch.empty_like(total)
@@ -122,13 +141,17 @@ def reduce(
         return
     fits = out.dtype in FLOATS and len(inputs) <= INPUTS_OF_A_PROGRAM
     spoils = any(overlap(out, one) for one in inputs)
-    if fits and (way or way_of(out)) == "triton":
+    way = way or way_of(out)
+    if fits and way == "triton":
         spoils = any(overlap(out, one) and one.data_ptr() != out.data_ptr() for one in inputs)
         target = torch.empty_like(out) if spoils else out
         _by_program(target, how, inputs, parts or [range(len(inputs))])
     else:
         target = torch.empty_like(out) if spoils else out
-        combine(how, 0, parts, target, inputs[0], inputs[1:])
+        if way == "native" and native.fits(target, inputs, least=0):
+            _combine_native(how, parts, target, inputs)
+        else:
+            _combine_torch(how, parts, target, inputs)
     if spoils:
         out.copy_(target)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from .choice import Way, on_device_of, way_of
+from .native import sums as native
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.float64, *HALF)
@@ -67,11 +68,44 @@ def weigh(
     out: torch.Tensor,
     own: torch.Tensor,
     blocks: Sequence[torch.Tensor],
+    also: torch.Tensor | None = None,
 ) -> None:
-    """One block in torch: each term times its weight, or all of them and then the sum times the factor.
+    """One block on the CPU: each term times its weight, or all of them and then the sum times the factor.
 
-    ``out`` may be ``own``, and none of ``blocks``.
+    ``out`` may be ``own``, and none of ``blocks``. ``also`` becomes the same as ``out``. Where the compiled kernels are
+    they do it in one pass.
     """
+    inputs = [own, *blocks]
+    if native.fits(out, inputs):
+        _weigh_native(weights, factor, out, inputs, also)
+        return
+    _weigh_torch(weights, factor, out, own, blocks)
+    if also is not None:
+        also.copy_(out)
+
+
+def _weigh_native(
+    weights: Sequence[float],
+    factor: Factor | None,
+    out: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    also: torch.Tensor | None = None,
+) -> None:
+    if factor is not None:
+        native.weigh(out, inputs, weights, factor.number, factor.divides, also)
+        return
+    for weight in weights[1:]:
+        check_weight(weight, wide_of(out.dtype))
+    native.weigh(out, inputs, weights, also=also)
+
+
+def _weigh_torch(
+    weights: Sequence[float],
+    factor: Factor | None,
+    out: torch.Tensor,
+    own: torch.Tensor,
+    blocks: Sequence[torch.Tensor],
+) -> None:
     wide = out.dtype in HALF
     total = own.float() if wide else out
     if factor is None:
@@ -128,14 +162,36 @@ def weighted_sum(
     if not target.numel():
         return
     left = [float(own_weight), *(weight for _, weight in here)]
-    if (way or way_of(out)) == "triton":
+    way = way or way_of(out)
+    if way == "triton":
         _in_passes(target, mine, theirs, left, factor)
-    elif target.dtype not in HALF and any(overlap(target, term) for term in theirs):
+    elif any(overlap(target, term) for term in theirs) or (
+        overlap(target, mine) and target.data_ptr() != mine.data_ptr()
+    ):
         total = torch.empty_like(target)
-        weigh(left, factor, total, mine, theirs)
+        _weigh_by(way, left, factor, total, mine, theirs)
         target.copy_(total)
     else:
-        weigh(left, factor, target, mine, theirs)
+        _weigh_by(way, left, factor, target, mine, theirs)
+
+
+def _spoils(out: torch.Tensor, own: torch.Tensor, terms: Sequence[torch.Tensor]) -> bool:
+    """Writing the result would change numbers that have still to be read."""
+    return any(overlap(out, term) for term in terms) or (overlap(out, own) and out.data_ptr() != own.data_ptr())
+
+
+def _weigh_by(
+    way: Way,
+    weights: Sequence[float],
+    factor: Factor | None,
+    out: torch.Tensor,
+    own: torch.Tensor,
+    terms: Sequence[torch.Tensor],
+) -> None:
+    if way == "native" and native.fits(out, [own, *terms], least=0):
+        _weigh_native(weights, factor, out, [own, *terms])
+    else:
+        _weigh_torch(weights, factor, out, own, terms)
 
 
 def check_alike(out: torch.Tensor, others: Sequence[torch.Tensor]) -> None:

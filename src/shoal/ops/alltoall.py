@@ -11,6 +11,7 @@ import torch
 from ..arithmetic import complete
 from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Send, Steps
 from ..errors import PeerLost
+from ..kernels.elementwise import copy
 from ..topology._validate import as_int
 from ..transport.wire import Kind, Message, Payload
 from ..world.agent import Agent, current
@@ -86,7 +87,7 @@ def submit(
         if lost:
             result.flat.copy_(published.data)
         for k, one in there:
-            result.flat[k * length : (k + 1) * length].copy_(one.data)
+            copy(result.flat[k * length : (k + 1) * length], one.data)
         return result.finish()
 
     return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None, on_loss=OnLoss.GO_ON)

@@ -12,6 +12,7 @@ from ..arithmetic import complete
 from ..dtensors import is_sharded
 from ..engine.operation import INTERNAL, Arrived, Send, Steps
 from ..errors import Mismatch
+from ..kernels.elementwise import copy
 from ..topology._validate import as_int
 from ..transport.wire import DTYPES, MOVABLE, Message, Payload
 from ..world.agent import Agent
@@ -262,7 +263,7 @@ def joined(agent: Agent, op: str, like: torch.Tensor, parts: Sequence[tuple[int,
     result = Result(agent, None, like, shape)
     at = 0
     for one in payloads:
-        result.flat[at : at + one.data.numel()].copy_(one.data)
+        copy(result.flat[at : at + one.data.numel()], one.data)
         at += one.data.numel()
     return result.finish()
 

@@ -14,6 +14,7 @@ from ..arithmetic import REDUCTIONS, complete
 from ..engine.discovery import discover, submit_to_all
 from ..engine.operation import Carried, Exchange, Fusible, Handle, Operation, Send, Steps
 from ..errors import PeerLost
+from ..kernels.elementwise import copy
 from ..topology._validate import check_rank
 from ..transport.wire import DTYPES, MOVABLE, Kind, Message, Payload
 from ..world.agent import Agent, current
@@ -261,7 +262,7 @@ def broadcast_nonblocking(
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         data = yield from spread(agent, operation, tensor, root_rank, tensor.dtype, tuple(tensor.shape))
         result = Result(agent, out, tensor, tuple(tensor.shape))
-        result.flat.copy_(data)
+        copy(result.flat, data)
         return result.finish()
 
     channel, named = members.channel("broadcast", name), name is not None

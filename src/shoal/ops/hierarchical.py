@@ -17,6 +17,7 @@ from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
 from ..engine.operation import Carried, Exchange, Fusible, Handle, Operation, Send, Steps
+from ..kernels.elementwise import copy
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
 from .allreduce import reduced
@@ -305,11 +306,11 @@ def _by_leaders(
     if agent.rank != group[0]:
         arrived = yield Exchange([], [group[0]], tensor.dtype, shape, stage=_FROM_LEADER)
         yield from complete([payload(arrived, group[0])])
-        result.flat.copy_(payload(arrived, group[0]).data)
+        copy(result.flat, payload(arrived, group[0]).data)
         return result.finish()
     leaders, digest = [ranks[0] if ranks else -1 for ranks in groups], shape_digest(shape) ^ layout
     mixed = yield from _mixed(agent, operation, mean, here, leaders, compressor, digest=digest, stage=_BETWEEN_LEADERS)
     told = engine.publisher.publish(operation, mixed)
     yield Exchange([Send(rank, told, 0, mixed.numel(), shape) for rank in group[1:]], [], stage=_FROM_LEADER)
-    result.flat.copy_(mixed)
+    copy(result.flat, mixed)
     return result.finish()

@@ -15,6 +15,7 @@ import torch
 
 from ..arithmetic import real, reduce
 from ..engine.operation import MORE, Arrived, Carried, Exchange, Operation, Send, Steps
+from ..kernels.elementwise import copy
 from ..transport.link import Published
 from ..world.agent import Agent
 from .arguments import LAYOUT, payload, rotated
@@ -125,13 +126,13 @@ def put_together(
             if owner != agent.rank:
                 parts.append((out[start:stop], payload(arrived, owner)))
             elif share is not None:
-                out[start:stop].copy_(share)
+                copy(out[start:stop], share)
     copied = [0] * len(parts)
     while True:
         for number, (place, source) in enumerate(parts):
             at, here = copied[number], source.available
             if here > at:
-                place[at:here].copy_(source.data[at:here])
+                copy(place[at:here], source.data[at:here])
                 copied[number] = here
         if all(at == place.numel() for at, (place, _) in zip(copied, parts, strict=True)):
             return

@@ -21,6 +21,7 @@ import torch
 
 from .. import clock
 from ..arithmetic import weigh_in_blocks
+from ..kernels.elementwise import add_scaled, copy, scale
 from .locks import Busy, ByteLocks, Freed
 
 MUTEX, OWN, EDGES = 0, 1, 2
@@ -268,11 +269,11 @@ class WindowMemory:
             gets += 1
             after = before  # a get moves no associated weight
         if how is How.ACCUMULATE and not meta[_EMPTY]:
-            torch.add(current, tensor, alpha=weight, out=idle)
+            add_scaled(idle, current, tensor, weight)
         elif weight == 1:
-            idle.copy_(tensor)
+            copy(idle, tensor)
         else:
-            torch.mul(tensor, weight, out=idle)
+            scale(idle, tensor, weight)
         self._describe(edge, 1 - now, after, (puts, gets, accumulates), False)
         self._index[edge][_WRITES] = writes + 1
 
@@ -294,8 +295,12 @@ class WindowMemory:
         reset: list[int],
         deadline: float,
         check: Callable[[], None] = lambda: None,
+        *,
+        publish: bool = False,
     ) -> tuple[float, dict[int, SlotState]]:
         """``out = own_weight * own + sum of weight * slot``, all flat, and empty the slots of ``reset``.
+
+        With ``publish`` the owner's tensor in this memory becomes the same as ``out``.
 
         Each slot is read, and emptied, in one step that no write comes between. Returns the sum of the associated
         weights, each times its weight, and what had happened to the slots by then.
@@ -309,7 +314,8 @@ class WindowMemory:
                 now = int(self._index[edge][_WRITES]) & 1
                 blocks.append(None if self._meta[edge][now][_EMPTY] else self._slots[edge][now])
                 p += weight * self.state(source).p
-            weigh_in_blocks(out, own, own_weight, blocks, [weight for _, weight in sorted(weights.items())])
+            also = self.own if publish else None
+            weigh_in_blocks(out, own, own_weight, blocks, [weight for _, weight in sorted(weights.items())], also)
             seen = {source: self.state(source) for source in self.layout.sources}
             for source in reset:
                 edge = self._edge[source]

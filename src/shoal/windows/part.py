@@ -21,6 +21,7 @@ from ..engine.engine import Engine
 from ..engine.operation import MORE, Exchange, Handle, Operation, Send, Steps
 from ..engine.seconds import acquire_until
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
+from ..kernels.elementwise import copy
 from ..ops.arguments import where
 from ..topology import Mixing
 from .locks import Busy, Freed
@@ -254,19 +255,20 @@ class WindowPart:
             tensor = self.tensor.detach()
             flat = tensor.view(-1) if tensor.is_contiguous() and tensor.is_cpu else self.memory.own
             if flat is self.memory.own:
-                flat.view(tensor.shape).copy_(tensor)
+                copy(flat.view(tensor.shape), tensor)
             out = torch.empty(flat.shape, dtype=flat.dtype) if clone else flat
             with self._explained(op, me, deadline):
                 check = partial(self._check, op, me)
-                p, self.seen = self.memory.combine(out, flat, self_weight, weights, reset, deadline, check)
+                publish = not clone and flat is not self.memory.own and not self.in_place
+                p, self.seen = self.memory.combine(
+                    out, flat, self_weight, weights, reset, deadline, check, publish=publish
+                )
             if self._owner.with_p:
                 self.p = self_weight * self.p + p
             if clone:
                 return where(tensor, out.view(tensor.shape))
             if flat is self.memory.own:
-                tensor.copy_(flat.view(tensor.shape))
-            elif not self.in_place:
-                self.memory.own.copy_(flat)
+                copy(tensor, flat.view(tensor.shape))
             return self.tensor
 
     def check_neighbours(self, op: str) -> None:
@@ -313,7 +315,7 @@ class WindowPart:
     def _publish_own(self, deadline: float, op: str) -> None:
         if not self.in_place:
             with self._own(deadline, op):
-                self.memory.own.view(self.tensor.shape).copy_(self.tensor.detach())
+                copy(self.memory.own.view(self.tensor.shape), self.tensor.detach())
 
     # Mutexes
 

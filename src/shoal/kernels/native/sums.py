@@ -1,0 +1,116 @@
+"""Weighted sums and reductions by the compiled kernels: each number is read once and written once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from .library import library
+
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+REDUCTIONS = {"sum": 0, "average": 1, "product": 2, "min": 3, "max": 4}
+MOST_INPUTS = 64
+LEAST_BYTES = 16 << 10
+"""A smaller result is computed by torch: its few operations take less time than the call."""
+STREAMED_BYTES = 8 << 20
+"""A result of so many bytes is written past the caches, which would not keep it until it is read."""
+_VECTOR_BYTES = 32
+_NO_SCALE, _MULTIPLY, _DIVIDE = range(3)
+
+
+def fits(out: torch.Tensor, inputs: Sequence[torch.Tensor], least: int = LEAST_BYTES) -> bool:
+    """Whether the kernels are here and take these: flat tensors without gaps, alike, in the memory of the CPU."""
+    return (
+        out.nbytes >= least
+        and out.dtype in DTYPES
+        and out.is_cpu
+        and len(inputs) <= MOST_INPUTS
+        and library() is not None
+        and out.is_contiguous()
+        and all(one.is_contiguous() and one.dtype == out.dtype for one in inputs)
+    )
+
+
+def weigh(
+    out: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    factor: float | None = None,
+    divides: bool = False,
+    also: torch.Tensor | None = None,
+) -> None:
+    """``out`` becomes the sum of each input times its weight, or with a factor the sum of the inputs, scaled once.
+
+    Args:
+        out: One that :func:`fits`. It may be one of ``inputs``, and not overlap one otherwise.
+        inputs: The terms, in their order.
+        weights: One for each; not used where there is a factor.
+        factor: What the sum is multiplied by, or divided by where ``divides``.
+        also: A second tensor that becomes the same, like ``out``; no input.
+    """
+    kernels = library()
+    assert kernels is not None
+    count = len(inputs)
+    scale = _NO_SCALE if factor is None else _DIVIDE if divides else _MULTIPLY
+    kernels.shoal_weigh(
+        DTYPES[out.dtype],
+        out.data_ptr(),
+        None if also is None else also.data_ptr(),
+        (ctypes.c_void_p * count)(*[one.data_ptr() for one in inputs]),
+        count,
+        (ctypes.c_double * count)(*weights),
+        scale,
+        factor or 0.0,
+        out.numel(),
+        _streams(out, also),
+    )
+
+
+def reduce(out: torch.Tensor, how: str, inputs: Sequence[torch.Tensor], parts: Sequence[int] = ()) -> None:
+    """``out`` becomes the reduction of ``inputs`` in their order, each part of them reduced by itself first.
+
+    Args:
+        out: One that :func:`fits`. It may be one of ``inputs``, and not overlap one otherwise.
+        how: One of :data:`REDUCTIONS`.
+        inputs: What is reduced.
+        parts: How many inputs each part has, from the first on; none if all are one part.
+    """
+    kernels = library()
+    assert kernels is not None
+    starts, at = 0, 0
+    for length in parts[:-1]:
+        at += length
+        starts |= 1 << at
+    count = len(inputs)
+    pointers = (ctypes.c_void_p * count)(*[one.data_ptr() for one in inputs])
+    kernels.shoal_reduce(
+        DTYPES[out.dtype], out.data_ptr(), pointers, count, REDUCTIONS[how], starts, out.numel(), _streams(out)
+    )
+
+
+def copies(out: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether :func:`copy` is faster than torch's: large tensors without gaps, alike, in the memory of the CPU."""
+    return (
+        out.nbytes >= STREAMED_BYTES
+        and out.dtype == tensor.dtype
+        and out.is_cpu
+        and tensor.is_cpu
+        and library() is not None
+        and out.is_contiguous()
+        and tensor.is_contiguous()
+    )
+
+
+def copy(out: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor past the caches, where :func:`copies` says so."""
+    kernels = library()
+    assert kernels is not None
+    kernels.shoal_copy(out.data_ptr(), tensor.data_ptr(), out.nbytes)
+
+
+def _streams(out: torch.Tensor, also: torch.Tensor | None = None) -> bool:
+    if out.nbytes < STREAMED_BYTES or out.data_ptr() % out.element_size():
+        return False
+    return also is None or (also.data_ptr() - out.data_ptr()) % _VECTOR_BYTES == 0
