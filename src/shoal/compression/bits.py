@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.native import codecs as native
+
 _TOGETHER = {2: torch.int32, 4: torch.int16}
 """As many bytes as one has codes: an integer that becomes one byte."""
 
@@ -40,8 +42,10 @@ class Packed:
         if self._rest:
             if len(self._planes):
                 codes = (codes >> 8 * len(self._planes)) & ((1 << self._rest) - 1)
-            packed = _pack(_filled(codes.to(torch.uint8), 8), self._rest)
             target = self._packed[start // 8 * self._rest :][: packed_bytes(len(codes), self._rest)]
+            if native.pack(target, codes, self._rest):
+                return
+            packed = _pack(_filled(codes.to(torch.uint8), 8), self._rest)
             target.copy_(packed[: len(target)])
 
     def take(self, start: int, stop: int) -> torch.Tensor:
@@ -51,7 +55,9 @@ class Packed:
         codes = None
         if self._rest:
             packed = self._packed[start // 8 * self._rest : packed_bytes(stop, self._rest)]
-            codes = _unpack(_filled(packed, self._rest), self._rest)[: stop - start]
+            codes = torch.empty(stop - start, dtype=torch.uint8, device=packed.device)
+            if not native.unpack(codes, packed, self._rest):
+                codes = _unpack(_filled(packed, self._rest), self._rest)[: stop - start]
             if self.bits < 8:
                 return codes
         total = torch.zeros(stop - start, dtype=torch.int64, device=self._packed.device)

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from ..kernels.native import codecs as native
+
 _STEP = -7046029254386353131
 _FIRST, _SECOND = -4658895280553007687, -7723592293110705685
 _WINDOW = 1 << 15
@@ -72,12 +74,22 @@ class HashStream:
         bits = (hashed(self._keys + torch.arange(self._like.shape[-1], device=self._like.device)) >> 11) & _53_BITS
         return _between_0_and_1(bits, torch.empty(bits.shape, dtype=self._like.dtype, device=bits.device))
 
+    def key(self, row: int) -> int:
+        """Of the first number of a row; that of the next is one more."""
+        return int(self._keys_of_rows()[row])
+
+    def _keys_of_rows(self) -> torch.Tensor:
+        return self._keys.expand(*self._like.shape[:-1], 1).reshape(-1)
+
     def fill(self, row: int, start: int, out: torch.Tensor) -> torch.Tensor:
-        key = self._keys.expand(*self._like.shape[:-1], 1).reshape(-1)[row] + start
         if not out.is_cpu:
-            return _between_0_and_1((hashed(key + torch.arange(len(out), device=out.device)) >> 11) & _53_BITS, out)
+            keys = self._keys_of_rows()[row] + start + torch.arange(len(out), device=out.device)
+            return _between_0_and_1((hashed(keys) >> 11) & _53_BITS, out)
+        key = self.key(row) + start
+        if native.uniform(out, key):
+            return out
         self._hash = self._hash or _PlaceHash()
-        for at, bits in self._hash.stretches(int(key), len(out)):
+        for at, bits in self._hash.stretches(key, len(out)):
             _between_0_and_1(bits, out[at : at + len(bits)])
         return out
 

@@ -27,18 +27,15 @@ def _elias_fano(k: int, d: int) -> tuple[int, int]:
     return packed_bytes(k, low), packed_bytes(k + ((d - 1) >> low), 1)
 
 
-def write_positions(chosen: torch.Tensor, places: torch.Tensor, data: torch.Tensor) -> None:
-    """Into ``data`` ``[positions_bytes(k, d)]``.
-
-    Args:
-        chosen: bool ``[d]``.
-        places: int64 ``[k]``, where it is true.
-    """
-    k, d = len(places), len(chosen)
+def write_positions(d: int, places: torch.Tensor, data: torch.Tensor) -> None:
+    """Write ``places`` (int64 ``[k]``, ascending, below ``d``) into ``data`` ``[positions_bytes(k, d)]``."""
+    k = len(places)
     if k == d:
         return
     if len(data) == packed_bytes(d, 1):
-        Packed(data, d, 1).put(0, chosen.view(torch.uint8))
+        chosen = torch.zeros(d, dtype=torch.uint8, device=data.device)
+        chosen[places] = 1
+        Packed(data, d, 1).put(0, chosen)
         return
     low, (lower, _) = _low_bits(k, d), _elias_fano(k, d)
     length = k + ((d - 1) >> low)

@@ -13,9 +13,10 @@ from typing import Literal
 
 import torch
 
+from ..kernels.native import codecs as native
 from .bits import Packed, packed_bytes
 from .compressor import Compressor, Draw, Piece
-from .draws import Draws, Stream, stream_of
+from .draws import Draws, HashStream, Stream, stream_of
 from .message import BLOCK, HALF, as_bytes, as_numbers, blocks, rows
 
 _MOST_LEVELS = 1 << 52
@@ -88,6 +89,11 @@ class QSGD(Compressor):
         return each[..., where.start - first * self.chunk :][..., : where.stop - where.start]
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        chunk = min(self.chunk or x.shape[-1], x.shape[-1])
+        if self.norm == "max" and x.dim() == 1:
+            maxima = x.new_empty(-(-len(x) // chunk))
+            if native.maxima(maxima, x, chunk):
+                return maxima
         if self.chunk is not None and self.chunk < x.shape[-1]:
             filled = torch.cat([x, x.new_zeros(()).expand(*x.shape[:-1], -x.shape[-1] % self.chunk)], dim=-1)
             chunks = filled.view(*x.shape[:-1], -1, self.chunk)
@@ -140,12 +146,29 @@ class QSGD(Compressor):
             message[:header] = as_bytes(own)
             codes = Packed(message[header:], len(row), self._bits)
             finite = bool(own.isfinite().all())
+            if finite and self._encode_native(row, own, codes, stream, number):
+                continue
             for where in blocks(len(row)):
                 drawn, exact, low = scratch[:, : where.stop - where.start]
                 stream.fill(number, where.start, drawn)
                 found = self._multiples(_over(row[where], self._spread(own, where), exact), drawn, low, most)
                 # Where a step is not finite nothing else counts.
                 codes.put(where.start, self._as_codes(found if finite else found.nan_to_num_(0.0)))
+
+    def _encode_native(
+        self, row: torch.Tensor, steps: torch.Tensor, codes: Packed, stream: Stream, number: int
+    ) -> bool:
+        """Put the codes of a row by the compiled kernels, in one pass; whether they took it."""
+        if self._bits > 8 or not isinstance(stream, HashStream):
+            return False
+        key, chunk, most = stream.key(number), self.chunk or len(row), self._most(row.dtype)
+        found = torch.empty(min(BLOCK, len(row)), dtype=torch.uint8)
+        for where in blocks(len(row)):
+            part, start = found[: where.stop - where.start], where.start
+            if not native.quantise(part, row[where], key + start, steps, chunk, start, most, self._bits):
+                return False
+            codes.put(start, part)
+        return True
 
     def _as_codes(self, multiples: torch.Tensor) -> torch.Tensor:
         """In two's complement."""
@@ -181,7 +204,10 @@ class QSGD(Compressor):
         numbers = torch.empty(min(BLOCK, d), dtype=steps.dtype, device=steps.device)
         for where in blocks(d):
             multiples = self._as_multiples(codes.take(where.start, where.stop))
-            yield where, numbers[: len(multiples)].copy_(multiples).mul_(self._spread(steps, where))
+            found = numbers[: len(multiples)]
+            if not native.multiples(found, multiples, steps, self.chunk or d, where.start):
+                found.copy_(multiples).mul_(self._spread(steps, where))
+            yield where, found
 
     def omega(self, d: int) -> float:
         d, fineness = min(self.chunk or d, d), self.levels**2
@@ -208,7 +234,12 @@ class Sign(Compressor):
     def _scale(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., 1]``: a power of two or zero; infinite or NaN if a number is, and then so is what arrives."""
         wide = torch.float32 if x.dtype in HALF else x.dtype
-        sums = (x[..., where].abs().sum(-1, keepdim=True, dtype=wide) for where in blocks(x.shape[-1]))
+        x = x.detach()
+        room = torch.empty(*x.shape[:-1], min(BLOCK, x.shape[-1]), dtype=x.dtype, device=x.device)
+        sums = (
+            torch.abs(x[..., where], out=room[..., : where.stop - where.start]).sum(-1, keepdim=True, dtype=wide)
+            for where in blocks(x.shape[-1])
+        )
         mean = (sum(sums, torch.zeros((), dtype=wide, device=x.device)) / x.shape[-1]).to(x.dtype)
         below = _power_of_two_below(mean)
         return torch.where(mean > 1.5 * below, 2 * below, below)
@@ -221,6 +252,8 @@ class Sign(Compressor):
         for row, message, scale in zip(rows(x), rows(data), rows(self._scale(x)), strict=True):
             message[: x.itemsize] = as_bytes(scale)
             signs = Packed(message[x.itemsize :], len(row), 1)
+            if native.signs(message[x.itemsize :], row):
+                continue
             for where in blocks(len(row)):
                 # Into numbers, 0 or 1: torch takes five times as long into bool.
                 found = torch.lt(row[where], 0, out=scratch[: where.stop - where.start])
@@ -333,10 +366,13 @@ class MinMaxUInt8(Compressor):
                 least, greatest = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
                 ends.append(torch.cat([least, greatest], dim=-1))
                 grid = self._grid(least, greatest)
+                finite = bool(grid[1].isfinite().all())
+                if finite and native.grid_codes(message[header:][where].view(-1, width), group, *grid):
+                    continue
                 for part in _columns(group.shape):
                     numbers = group[part]
                     found = self._codes(numbers, grid, codes[: numbers.numel()].view(numbers.shape))
-                    if not grid[1].isfinite().all():
+                    if not finite:
                         found.nan_to_num_(0.0)
                     # Through int32, which is faster than float to byte.
                     target = message[header:][where].view(-1, width)[part]
@@ -372,7 +408,9 @@ class MinMaxUInt8(Compressor):
             chunk += len(group)
             grid = self._grid(least, greatest)
             for part in _columns(group.shape):
-                found = self._restored(scratch[: group[part].numel()].view(group[part].shape).copy_(group[part]), grid)
+                found = scratch[: group[part].numel()].view(group[part].shape)
+                if not native.grid_numbers(found, group[part], *grid):
+                    found = self._restored(found.copy_(group[part]), grid)
                 start = where.start + part[1].start
                 yield slice(start, start + found.numel()), found.view(-1).to(ends.dtype)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..kernels.native import codecs as native
 from .compressor import Compressor, Draw, Piece
 from .draws import Draws, Stream, stream_of
 from .message import as_bytes, as_numbers, rows
@@ -35,8 +36,7 @@ class TopK(Compressor):
         return torch.where(self._chosen(x), x, 0.0)
 
     def _chosen(self, x: torch.Tensor) -> torch.Tensor:
-        size = x.abs()
-        return _largest(size.nan_to_num_(torch.inf, torch.inf), _count(self.share, x.shape[-1]))
+        return _largest(_magnitude(x), _count(self.share, x.shape[-1]))
 
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         count = _count(self.share, d)
@@ -47,11 +47,10 @@ class TopK(Compressor):
 
     def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
         for row, message in zip(rows(x), rows(data), strict=True):
-            chosen = self._chosen(row)
-            places = _places(chosen)
+            places = _places_of_largest(row, _count(self.share, len(row)))
             end = len(places) * x.itemsize
             message[:end] = as_bytes(row[places])
-            write_positions(chosen, places, message[end:])
+            write_positions(len(row), places, message[end:])
 
     def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
         count = _count(self.share, d)
@@ -101,12 +100,12 @@ class RandomK(Compressor):
         assert stream is not None
         drawn, count = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device), _count(self.share, x.shape[-1])
         for number, (row, message) in enumerate(zip(rows(x), rows(data), strict=True)):
-            places = _places(_largest(stream.fill(number, 0, drawn), count))
+            places = _places_of_largest(stream.fill(number, 0, drawn), count)
             message.copy_(as_bytes(self._scaled(row[places], len(row))))
 
     def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
         drawn = draw(0, torch.empty(d, dtype=dtype, device=data.device))
-        places = _places(_largest(drawn, _count(self.share, d)))
+        places = _places_of_largest(drawn, _count(self.share, d))
         return iter([(places, as_numbers(data, dtype).clone())])
 
     def omega(self, d: int) -> float:
@@ -146,6 +145,15 @@ def _least_of_largest(size: torch.Tensor, count: int) -> torch.Tensor:
     return torch.from_numpy(np.partition(wide.detach().numpy(), at, axis=-1)[..., at : at + 1]).to(size.dtype)
 
 
-def _places(chosen: torch.Tensor) -> torch.Tensor:
-    """int64 ``[k]``, where it is true, ascending."""
+def _magnitude(x: torch.Tensor) -> torch.Tensor:
+    """A NaN counts as infinite."""
+    return x.abs().nan_to_num_(torch.inf, torch.inf)
+
+
+def _places_of_largest(x: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 ``[count]``, where the numbers of largest magnitude are, ascending; of equals the first."""
+    places = native.largest(x, count)
+    if places is not None:
+        return places
+    chosen = _largest(_magnitude(x), count)
     return torch.from_numpy(np.flatnonzero(chosen.numpy())) if chosen.is_cpu else chosen.nonzero().view(-1)

@@ -1,0 +1,299 @@
+// What compressors do to each number: random numbers, steps of a grid, codes of a few bits, the largest numbers.
+//
+// Each has the bits of the operations of torch and numpy in shoal/compression, which compute the same without this.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace shoal {
+
+constexpr size_t BLOCK = 1024;
+
+typedef uint64_t Words __attribute__((vector_size(32)));
+typedef double Doubles __attribute__((vector_size(32)));
+
+// SplitMix64's finaliser (Steele, Lea, Flood 2014).
+inline Words hashed(Words z) {
+  z += 0x9e3779b97f4a7c15u;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+// Whole numbers below 2^52, put into the significand of 2^52.
+inline Doubles as_doubles(Words whole) {
+  whole |= 0x4330000000000000u;
+  Doubles numbers;
+  std::memcpy(&numbers, &whole, sizeof numbers);
+  return numbers - 0x1p52;
+}
+
+// The upper 53 bits of hashes, divided by 2^53: exact in double, rounded once for float.
+inline Doubles below_one(Words hash) {
+  const Words bits = hash >> 11;
+  return (as_doubles(bits >> 32) * 0x1p32 + as_doubles(bits & 0xffffffffu)) * 0x1p-53;
+}
+
+// out[i] is the hash of key + i as a number below one. Rounding would make some floats one: the largest below is taken.
+template <class W>
+void uniform(W* out, uint64_t key, size_t n) {
+  typedef W Four __attribute__((vector_size(4 * sizeof(W))));
+  const Four most = Four{} + (W(1) - std::numeric_limits<W>::epsilon() / 2);
+  Words keys = Words{0, 1, 2, 3} + key;
+  for (size_t i = 0; i < n; i += 4, keys += 4) {
+    Four drawn = __builtin_convertvector(below_one(hashed(keys)), Four);
+    drawn = drawn < most ? drawn : most;
+    if (i + 4 <= n)
+      std::memcpy(out + i, &drawn, sizeof drawn);
+    else
+      std::memcpy(out + i, &drawn, (n - i) * sizeof(W));
+  }
+}
+
+// Codes of whole multiples of steps, rounded up where a random number is below the rest, in two's complement.
+// Number i of x is number `place + i` of its row: of the chunk (place + i) / chunk, whose step is a power of two.
+template <class W>
+void quantise(const W* x, size_t n, uint64_t key, const W* steps, size_t chunk, size_t place, W most, unsigned mask,
+              uint8_t* codes) {
+  W drawn[BLOCK];
+  while (n) {
+    const size_t here = std::min({n, BLOCK, chunk - place % chunk});
+    const W step = steps[place / chunk], inverse = 1 / step;
+    uniform(drawn, key, here);
+    // The quotient by a power of two is the product with its inverse, but where that overflows.
+    const bool multiplies = std::isfinite(inverse);
+    const W by = multiplies ? inverse : step;
+    for (size_t i = 0; i < here; i++) {
+      const W exact = multiplies ? x[i] * by : x[i] / by;
+      const W low = std::floor(exact);
+      const W multiple = low + W(drawn[i] < exact - low ? 1 : 0);
+      codes[i] = uint8_t(unsigned(int(std::max(-most, std::min(multiple, most)))) & mask);
+    }
+    x += here, codes += here, key += here, place += here, n -= here;
+  }
+}
+
+// The largest magnitude of each chunk of a row; NaN where a number is.
+template <class W>
+void maxima(const W* x, size_t n, size_t chunk, W* out) {
+  for (; n; out++) {
+    const size_t here = std::min(n, chunk);
+    W most[8] = {};
+    bool isnan = false;
+    size_t i = 0;
+    for (; i + 8 <= here; i += 8)
+      for (size_t j = 0; j < 8; j++) {
+        most[j] = std::max(most[j], std::abs(x[i + j]));
+        isnan |= x[i + j] != x[i + j];
+      }
+    for (; i < here; i++) most[0] = std::max(most[0], std::abs(x[i])), isnan |= x[i] != x[i];
+    *out = isnan ? std::numeric_limits<W>::quiet_NaN() : *std::max_element(most, most + 8);
+    x += here, n -= here;
+  }
+}
+
+// out[i] = codes[i] times the step of its chunk.
+template <class W>
+void multiples(const int8_t* codes, size_t n, const W* steps, size_t chunk, size_t place, W* out) {
+  while (n) {
+    const size_t here = std::min(n, chunk - place % chunk);
+    const W step = steps[place / chunk];
+    for (size_t i = 0; i < here; i++) out[i] = W(codes[i]) * step;
+    codes += here, out += here, place += here, n -= here;
+  }
+}
+
+// Codes between the least and the greatest number of each row: round(x scale) - bottom, from 0 to 255.
+template <class W>
+void grid_codes(const W* x, size_t rows, size_t width, size_t stride, const W* scale, const W* bottom, uint8_t* codes) {
+  for (size_t row = 0; row < rows; row++, x += stride, codes += stride) {
+    const W by = scale[row], from = bottom[row];
+    for (size_t i = 0; i < width; i++)
+      codes[i] = uint8_t(int(std::max(W(0), std::min(std::nearbyint(x[i] * by) - from, W(255)))));
+  }
+}
+
+template <class W>
+void grid_numbers(const uint8_t* codes, size_t rows, size_t width, size_t stride, const W* scale, const W* bottom,
+                  W* out) {
+  for (size_t row = 0; row < rows; row++, codes += stride, out += width) {
+    const W by = scale[row], from = bottom[row];
+    for (size_t i = 0; i < width; i++) out[i] = (W(codes[i]) + from) / by;
+  }
+}
+
+template <class W>
+void signs(const W* x, size_t n, uint8_t* packed) {
+  for (; n; packed++) {
+    const size_t here = std::min(n, size_t(8));
+    unsigned byte = 0;
+    for (size_t i = 0; i < here; i++) byte |= unsigned(x[i] < 0) << i;
+    *packed = uint8_t(byte);
+    x += here, n -= here;
+  }
+}
+
+// Eight codes of `BITS` bits in as many bytes, the first code in the lowest bits.
+template <unsigned BITS>
+void pack(const uint8_t* codes, size_t n, uint8_t* packed) {
+  for (; n >= 8; n -= 8, codes += 8, packed += BITS) {
+    uint64_t eight = 0;
+    for (unsigned i = 0; i < 8; i++) eight |= uint64_t(codes[i]) << i * BITS;
+    std::memcpy(packed, &eight, BITS);
+  }
+  if (!n) return;
+  uint64_t eight = 0;
+  for (unsigned i = 0; i < n; i++) eight |= uint64_t(codes[i]) << i * BITS;
+  std::memcpy(packed, &eight, (n * BITS + 7) / 8);
+}
+
+template <unsigned BITS>
+void unpack(const uint8_t* packed, size_t n, uint8_t* codes) {
+  constexpr uint64_t MASK = (1u << BITS) - 1;
+  for (; n >= 8; n -= 8, codes += 8, packed += BITS) {
+    uint64_t eight = 0;
+    std::memcpy(&eight, packed, BITS);
+    for (unsigned i = 0; i < 8; i++) codes[i] = uint8_t(eight >> i * BITS & MASK);
+  }
+  if (!n) return;
+  uint64_t eight = 0;
+  std::memcpy(&eight, packed, (n * BITS + 7) / 8);
+  for (unsigned i = 0; i < n; i++) codes[i] = uint8_t(eight >> i * BITS & MASK);
+}
+
+template <template <unsigned> class Kernel, class... Args>
+int with_bits(unsigned bits, Args... args) {
+  switch (bits) {
+    case 1: return Kernel<1>::call(args...);
+    case 2: return Kernel<2>::call(args...);
+    case 3: return Kernel<3>::call(args...);
+    case 4: return Kernel<4>::call(args...);
+    case 5: return Kernel<5>::call(args...);
+    case 6: return Kernel<6>::call(args...);
+    case 7: return Kernel<7>::call(args...);
+  }
+  return 1;
+}
+template <unsigned BITS>
+struct Pack {
+  static int call(const uint8_t* codes, size_t n, uint8_t* packed) { return pack<BITS>(codes, n, packed), 0; }
+};
+template <unsigned BITS>
+struct Unpack {
+  static int call(const uint8_t* packed, size_t n, uint8_t* codes) { return unpack<BITS>(packed, n, codes), 0; }
+};
+
+// The magnitude of a number as a whole number of the same order; a NaN counts as infinite.
+inline uint32_t magnitude(const float* x) {
+  uint32_t bits;
+  std::memcpy(&bits, x, sizeof bits);
+  return std::min(bits & 0x7fffffffu, 0x7f800000u);
+}
+
+constexpr unsigned SHIFT = 16, BUCKETS = 1u << (31 - SHIFT);
+
+// Places of the k numbers of largest magnitude, ascending; of equals the first. `room` has n whole numbers.
+//
+// The upper bits of all are counted, then the numbers in the one bucket that the k-th largest is in are sorted apart.
+void largest(const float* x, size_t n, size_t k, uint32_t* counts, uint32_t* room, int64_t* places) {
+  std::fill(counts, counts + BUCKETS, 0u);
+  for (size_t i = 0; i < n; i++) counts[magnitude(x + i) >> SHIFT]++;
+  size_t above = 0;
+  uint32_t bucket = BUCKETS - 1;
+  while (above + counts[bucket] < k) above += counts[bucket--];
+  size_t inside = 0;
+  for (size_t i = 0; i < n; i++) {
+    const uint32_t size = magnitude(x + i);
+    room[inside] = size;
+    inside += size >> SHIFT == bucket;
+  }
+  uint32_t* nth = room + (k - above - 1);
+  std::nth_element(room, nth, room + inside, [](uint32_t one, uint32_t other) { return one > other; });
+  const uint32_t least = *nth;
+  size_t equal = k - above;  // how many that equal the least are among the k
+  for (size_t i = 0; i < inside; i++) equal -= room[i] > least;
+  for (size_t i = 0, found = 0; found < k; i++) {
+    const uint32_t size = magnitude(x + i);
+    const bool ties = size == least && equal;
+    places[found] = int64_t(i);
+    found += size > least || ties;
+    equal -= ties;
+  }
+}
+
+}  // namespace shoal
+
+extern "C" {
+
+int shoal_uniform(int wide, void* out, uint64_t key, size_t n) {
+  if (wide)
+    shoal::uniform(static_cast<double*>(out), key, n);
+  else
+    shoal::uniform(static_cast<float*>(out), key, n);
+  return 0;
+}
+
+int shoal_quantise(int wide, const void* x, size_t n, uint64_t key, const void* steps, size_t chunk, size_t place,
+                   double most, unsigned mask, uint8_t* codes) {
+  if (wide)
+    shoal::quantise(static_cast<const double*>(x), n, key, static_cast<const double*>(steps), chunk, place, most, mask,
+                    codes);
+  else
+    shoal::quantise(static_cast<const float*>(x), n, key, static_cast<const float*>(steps), chunk, place, float(most),
+                    mask, codes);
+  return 0;
+}
+
+int shoal_maxima(int wide, const void* x, size_t n, size_t chunk, void* out) {
+  if (wide)
+    shoal::maxima(static_cast<const double*>(x), n, chunk, static_cast<double*>(out));
+  else
+    shoal::maxima(static_cast<const float*>(x), n, chunk, static_cast<float*>(out));
+  return 0;
+}
+
+int shoal_multiples(int wide, const int8_t* codes, size_t n, const void* steps, size_t chunk, size_t place, void* out) {
+  if (wide)
+    shoal::multiples(codes, n, static_cast<const double*>(steps), chunk, place, static_cast<double*>(out));
+  else
+    shoal::multiples(codes, n, static_cast<const float*>(steps), chunk, place, static_cast<float*>(out));
+  return 0;
+}
+
+int shoal_grid_codes(const float* x, size_t rows, size_t width, size_t stride, const float* scale, const float* bottom,
+                     uint8_t* codes) {
+  shoal::grid_codes(x, rows, width, stride, scale, bottom, codes);
+  return 0;
+}
+
+int shoal_grid_numbers(const uint8_t* codes, size_t rows, size_t width, size_t stride, const float* scale,
+                       const float* bottom, float* out) {
+  shoal::grid_numbers(codes, rows, width, stride, scale, bottom, out);
+  return 0;
+}
+
+int shoal_signs(const float* x, size_t n, uint8_t* packed) {
+  shoal::signs(x, n, packed);
+  return 0;
+}
+
+int shoal_pack(unsigned bits, const uint8_t* codes, size_t n, uint8_t* packed) {
+  return shoal::with_bits<shoal::Pack>(bits, codes, n, packed);
+}
+
+int shoal_unpack(unsigned bits, const uint8_t* packed, size_t n, uint8_t* codes) {
+  return shoal::with_bits<shoal::Unpack>(bits, packed, n, codes);
+}
+
+// `counts` has 2^15 and `room` n + 1 whole numbers of 32 bits, `places` k + 1 of 64: one more than is kept, since a number
+// is written before it is known whether it counts.
+int shoal_largest(const float* x, size_t n, size_t k, uint32_t* counts, uint32_t* room, int64_t* places) {
+  if (!k || k > n) return 1;
+  shoal::largest(x, n, k, counts, room, places);
+  return 0;
+}
+
+}

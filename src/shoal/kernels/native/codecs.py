@@ -1,0 +1,147 @@
+"""What compressors do to each number, by the compiled kernels.
+
+Each function returns whether it has done its work: False where the kernels are not here, or do not take these tensors;
+then the caller computes the same bits by torch. Tensors are flat, without gaps, and in the memory of the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .library import library
+
+_WIDE = {torch.float32: 0, torch.float64: 1}
+_BUCKETS = 1 << 15
+_MASK = (1 << 64) - 1
+
+
+def _takes(*tensors: torch.Tensor) -> bool:
+    return all(one.is_cpu and one.is_contiguous() for one in tensors)
+
+
+def uniform(out: torch.Tensor, key: int) -> bool:
+    """``out`` becomes the hashes of ``key + place`` as numbers below one; float32 or float64."""
+    kernels = library()
+    if kernels is None or out.dtype not in _WIDE or not _takes(out):
+        return False
+    kernels.shoal_uniform(_WIDE[out.dtype], out.data_ptr(), key & _MASK, out.numel())
+    return True
+
+
+def quantise(
+    codes: torch.Tensor, x: torch.Tensor, key: int, steps: torch.Tensor, chunk: int, place: int, most: float, bits: int
+) -> bool:
+    """``codes`` (uint8) become the multiples of the steps, rounded up or down by :func:`uniform` numbers of ``key``.
+
+    Args:
+        codes: As many as ``x`` has numbers.
+        x: A stretch of a row from ``place`` on, finite; float32 or float64.
+        key: Of the first of these numbers.
+        steps: Powers of two, finite, one for each chunk of the row.
+        chunk: Numbers with one step.
+        place: Of the first of these numbers in the row.
+        most: The largest multiple.
+        bits: Of a code, at most 8, in two's complement.
+    """
+    kernels = library()
+    if kernels is None or x.dtype not in _WIDE or steps.dtype != x.dtype or not _takes(codes, x, steps):
+        return False
+    given = x.data_ptr(), x.numel(), key & _MASK, steps.data_ptr(), chunk, place, most, (1 << bits) - 1
+    kernels.shoal_quantise(_WIDE[x.dtype], *given, codes.data_ptr())
+    return True
+
+
+def maxima(out: torch.Tensor, x: torch.Tensor, chunk: int) -> bool:
+    """``out`` becomes the largest magnitude of each chunk of ``x``, NaN where a number is; float32 or float64."""
+    kernels = library()
+    if kernels is None or x.dtype not in _WIDE or out.dtype != x.dtype or not _takes(out, x):
+        return False
+    kernels.shoal_maxima(_WIDE[x.dtype], x.data_ptr(), x.numel(), chunk, out.data_ptr())
+    return True
+
+
+def multiples(out: torch.Tensor, codes: torch.Tensor, steps: torch.Tensor, chunk: int, place: int) -> bool:
+    """``out`` becomes each code (int8) times the step of its chunk, as of :func:`quantise`."""
+    kernels = library()
+    if kernels is None or out.dtype not in _WIDE or steps.dtype != out.dtype or codes.dtype != torch.int8:
+        return False
+    if not _takes(out, codes, steps):
+        return False
+    given = codes.data_ptr(), codes.numel(), steps.data_ptr(), chunk, place
+    kernels.shoal_multiples(_WIDE[out.dtype], *given, out.data_ptr())
+    return True
+
+
+def grid_codes(codes: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, bottom: torch.Tensor) -> bool:
+    """``codes`` (uint8) become ``round(x scale) - bottom``, from 0 to 255.
+
+    Args:
+        codes, x: ``[rows, width]``, each row without gaps, and rows as far apart in both; float32.
+        scale, bottom: ``[rows, 1]``, finite.
+    """
+    kernels = library()
+    if kernels is None or x.dtype != torch.float32 or not _rows_alike(x, codes) or not _takes(scale, bottom):
+        return False
+    if scale.dtype != x.dtype or bottom.dtype != x.dtype:
+        return False
+    ends = scale.data_ptr(), bottom.data_ptr()
+    kernels.shoal_grid_codes(x.data_ptr(), *x.shape, x.stride(0), *ends, codes.data_ptr())
+    return True
+
+
+def grid_numbers(out: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bottom: torch.Tensor) -> bool:
+    """``out`` (float32, without gaps) becomes ``(code + bottom) / scale``, row by row as in :func:`grid_codes`."""
+    kernels = library()
+    if kernels is None or out.dtype != torch.float32 or not _takes(out, scale, bottom):
+        return False
+    if scale.dtype != out.dtype or bottom.dtype != out.dtype or not codes.is_cpu or codes.stride(1) != 1:
+        return False
+    ends = scale.data_ptr(), bottom.data_ptr()
+    kernels.shoal_grid_numbers(codes.data_ptr(), *codes.shape, codes.stride(0), *ends, out.data_ptr())
+    return True
+
+
+def _rows_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.is_cpu and other.is_cpu and one.stride() == other.stride() and one.stride(1) == 1
+
+
+def signs(packed: torch.Tensor, x: torch.Tensor) -> bool:
+    """``packed`` (uint8) become bits, eight to a byte from the lowest on: 1 where a number is below zero; float32."""
+    kernels = library()
+    if kernels is None or x.dtype != torch.float32 or not _takes(packed, x):
+        return False
+    kernels.shoal_signs(x.data_ptr(), x.numel(), packed.data_ptr())
+    return True
+
+
+def pack(packed: torch.Tensor, codes: torch.Tensor, bits: int) -> bool:
+    """Codes of 1 to 7 bits (uint8), closed up: eight are as many bytes as one has bits, the first in the lowest."""
+    kernels = library()
+    if kernels is None or not 1 <= bits <= 7 or codes.dtype != torch.uint8 or not _takes(packed, codes):
+        return False
+    kernels.shoal_pack(bits, codes.data_ptr(), codes.numel(), packed.data_ptr())
+    return True
+
+
+def unpack(codes: torch.Tensor, packed: torch.Tensor, bits: int) -> bool:
+    """The reverse of :func:`pack`."""
+    kernels = library()
+    if kernels is None or not 1 <= bits <= 7 or not _takes(codes, packed):
+        return False
+    kernels.shoal_unpack(bits, packed.data_ptr(), codes.numel(), codes.data_ptr())
+    return True
+
+
+def largest(x: torch.Tensor, count: int) -> torch.Tensor | None:
+    """int64 ``[count]``: where the numbers of largest magnitude are, ascending; of equals the first; None if not done.
+
+    A NaN counts as infinite. ``x`` is float32 and has fewer than 2^32 numbers.
+    """
+    kernels = library()
+    if kernels is None or x.dtype != torch.float32 or not _takes(x) or not 0 < count <= x.numel() < 1 << 32:
+        return None
+    # One more than is kept: a number is written before it is known whether it counts.
+    counts, room = torch.empty(_BUCKETS, dtype=torch.int32), torch.empty(x.numel() + 1, dtype=torch.int32)
+    places = torch.empty(count + 1, dtype=torch.int64)
+    kernels.shoal_largest(x.data_ptr(), x.numel(), count, counts.data_ptr(), room.data_ptr(), places.data_ptr())
+    return places[:count]
