@@ -7,6 +7,11 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace shoal {
 
@@ -37,20 +42,29 @@ inline Doubles below_one(Words hash) {
   return (as_doubles(bits >> 32) * 0x1p32 + as_doubles(bits & 0xffffffffu)) * 0x1p-53;
 }
 
-// out[i] is the hash of key + i as a number below one. Rounding would make some floats one: the largest below is taken.
+typedef float FourFloats __attribute__((vector_size(16)));
+template <class W>
+using Four = std::conditional_t<std::is_same_v<W, double>, Doubles, FourFloats>;
+
+// Hashes of four keys as numbers below one. Rounding would make some floats one: the largest below is taken.
+template <class W>
+inline Four<W> four_below_one(Words keys) {
+  const Four<W> most = Four<W>{} + (W(1) - std::numeric_limits<W>::epsilon() / 2);
+  const Four<W> drawn = __builtin_convertvector(below_one(hashed(keys)), Four<W>);
+  return drawn < most ? drawn : most;
+}
+
+// out[i] is the hash of key + i.
 template <class W>
 void uniform(W* out, uint64_t key, size_t n) {
-  typedef W Four __attribute__((vector_size(4 * sizeof(W))));
-  const Four most = Four{} + (W(1) - std::numeric_limits<W>::epsilon() / 2);
   Words keys = Words{0, 1, 2, 3} + key;
-  for (size_t i = 0; i < n; i += 4, keys += 4) {
-    Four drawn = __builtin_convertvector(below_one(hashed(keys)), Four);
-    drawn = drawn < most ? drawn : most;
-    if (i + 4 <= n)
-      std::memcpy(out + i, &drawn, sizeof drawn);
-    else
-      std::memcpy(out + i, &drawn, (n - i) * sizeof(W));
+  size_t i = 0;
+  for (; i + 4 <= n; i += 4, keys += 4) {
+    const Four<W> drawn = four_below_one<W>(keys);
+    std::memcpy(out + i, &drawn, sizeof drawn);
   }
+  const Four<W> drawn = four_below_one<W>(keys);
+  std::memcpy(out + i, &drawn, (n - i) * sizeof(W));
 }
 
 // Codes of whole multiples of steps, rounded up where a random number is below the rest, in two's complement.
@@ -77,20 +91,21 @@ void quantise(const W* x, size_t n, uint64_t key, const W* steps, size_t chunk, 
 }
 
 // The largest magnitude of each chunk of a row; NaN where a number is.
-template <class W>
-void maxima(const W* x, size_t n, size_t chunk, W* out) {
+//
+// Magnitudes have the order of their bits, in which a NaN comes last.
+template <class W, class Bits>
+void maxima(const Bits* x, size_t n, size_t chunk, W* out) {
+  constexpr Bits MAGNITUDE = std::numeric_limits<Bits>::max();
+  constexpr size_t LANES = 32 / sizeof(Bits);
   for (; n; out++) {
     const size_t here = std::min(n, chunk);
-    W most[8] = {};
-    bool isnan = false;
+    Bits lanes[LANES] = {};
     size_t i = 0;
-    for (; i + 8 <= here; i += 8)
-      for (size_t j = 0; j < 8; j++) {
-        most[j] = std::max(most[j], std::abs(x[i + j]));
-        isnan |= x[i + j] != x[i + j];
-      }
-    for (; i < here; i++) most[0] = std::max(most[0], std::abs(x[i])), isnan |= x[i] != x[i];
-    *out = isnan ? std::numeric_limits<W>::quiet_NaN() : *std::max_element(most, most + 8);
+    for (; i + LANES <= here; i += LANES)
+      for (size_t j = 0; j < LANES; j++) lanes[j] = std::max(lanes[j], x[i + j] & MAGNITUDE);
+    for (; i < here; i++) lanes[0] = std::max(lanes[0], x[i] & MAGNITUDE);
+    const Bits most = *std::max_element(lanes, lanes + LANES);
+    std::memcpy(out, &most, sizeof most);
     x += here, n -= here;
   }
 }
@@ -136,32 +151,58 @@ void signs(const W* x, size_t n, uint8_t* packed) {
   }
 }
 
+// The lowest `bits` bits of each lane of `width` bits.
+constexpr uint64_t lanes(unsigned width, unsigned bits) {
+  uint64_t found = 0;
+  for (unsigned at = 0; at < 64; at += width) found |= ((uint64_t(1) << bits) - 1) << at;
+  return found;
+}
+
+// From lanes of `LANE` bits to lanes twice as wide, whose lower half had `HAVE` bits: the upper half closes up.
+template <unsigned LANE, unsigned HAVE>
+inline uint64_t closed(uint64_t eight) {
+  constexpr uint64_t LOW = lanes(2 * LANE % 64 ? 2 * LANE : 64, HAVE);
+  return (eight & LOW) | ((eight & (LOW << LANE)) >> (LANE - HAVE));
+}
+template <unsigned LANE, unsigned HAVE>
+inline uint64_t opened(uint64_t eight) {
+  constexpr uint64_t LOW = lanes(2 * LANE % 64 ? 2 * LANE : 64, HAVE);
+  return (eight & LOW) | ((eight << (LANE - HAVE)) & (LOW << LANE));
+}
+
 // Eight codes of `BITS` bits in as many bytes, the first code in the lowest bits.
 template <unsigned BITS>
 void pack(const uint8_t* codes, size_t n, uint8_t* packed) {
+  const auto close = [](uint64_t eight) {
+    return closed<32, 4 * BITS>(closed<16, 2 * BITS>(closed<8, BITS>(eight)));
+  };
+  uint64_t eight = 0;
   for (; n >= 8; n -= 8, codes += 8, packed += BITS) {
-    uint64_t eight = 0;
-    for (unsigned i = 0; i < 8; i++) eight |= uint64_t(codes[i]) << i * BITS;
+    std::memcpy(&eight, codes, 8);
+    eight = close(eight);
     std::memcpy(packed, &eight, BITS);
   }
-  if (!n) return;
-  uint64_t eight = 0;
-  for (unsigned i = 0; i < n; i++) eight |= uint64_t(codes[i]) << i * BITS;
+  eight = 0;
+  std::memcpy(&eight, codes, n);
+  eight = close(eight);
   std::memcpy(packed, &eight, (n * BITS + 7) / 8);
 }
 
 template <unsigned BITS>
 void unpack(const uint8_t* packed, size_t n, uint8_t* codes) {
-  constexpr uint64_t MASK = (1u << BITS) - 1;
+  const auto open = [](uint64_t eight) {
+    return opened<8, BITS>(opened<16, 2 * BITS>(opened<32, 4 * BITS>(eight)));
+  };
   for (; n >= 8; n -= 8, codes += 8, packed += BITS) {
     uint64_t eight = 0;
     std::memcpy(&eight, packed, BITS);
-    for (unsigned i = 0; i < 8; i++) codes[i] = uint8_t(eight >> i * BITS & MASK);
+    eight = open(eight);
+    std::memcpy(codes, &eight, 8);
   }
-  if (!n) return;
   uint64_t eight = 0;
   std::memcpy(&eight, packed, (n * BITS + 7) / 8);
-  for (unsigned i = 0; i < n; i++) codes[i] = uint8_t(eight >> i * BITS & MASK);
+  eight = open(eight);
+  std::memcpy(codes, &eight, n);
 }
 
 template <template <unsigned> class Kernel, class... Args>
@@ -186,42 +227,75 @@ struct Unpack {
   static int call(const uint8_t* packed, size_t n, uint8_t* codes) { return unpack<BITS>(packed, n, codes), 0; }
 };
 
-// The magnitude of a number as a whole number of the same order; a NaN counts as infinite.
-inline uint32_t magnitude(const float* x) {
-  uint32_t bits;
+// Magnitudes of eight numbers as whole numbers of the same order; a NaN counts as infinite.
+typedef int32_t Eight __attribute__((vector_size(32)));
+
+inline Eight magnitudes(const float* x) {
+  Eight bits;
   std::memcpy(&bits, x, sizeof bits);
-  return std::min(bits & 0x7fffffffu, 0x7f800000u);
+  bits &= 0x7fffffff;
+  return bits < 0x7f800000 ? bits : Eight{} + 0x7f800000;
 }
 
-constexpr unsigned SHIFT = 16, BUCKETS = 1u << (31 - SHIFT);
+// One bit for each number of which the mask is set.
+inline unsigned bits_of(Eight mask) {
+#if defined(__x86_64__)
+  return unsigned(_mm256_movemask_ps(reinterpret_cast<__m256>(mask)));
+#else
+  unsigned bits = 0;
+  for (unsigned j = 0; j < 8; j++) bits |= unsigned(mask[j] & 1) << j;
+  return bits;
+#endif
+}
+
+// Call `take(place, magnitude)` for the numbers for which `wanted(magnitudes)` holds, in order.
+template <class Wanted, class Take>
+inline void for_each_wanted(const float* x, size_t n, Wanted wanted, Take take) {
+  for (size_t i = 0; i < n; i += 8) {
+    float padded[8] = {};
+    const size_t here = std::min(n - i, size_t(8));
+    if (here < 8) std::memcpy(padded, x + i, here * sizeof(float));
+    const Eight sizes = magnitudes(here < 8 ? padded : x + i);
+    int32_t size[8];
+    std::memcpy(size, &sizes, sizeof size);
+    for (unsigned bits = bits_of(wanted(sizes)) & ((1u << here) - 1); bits; bits &= bits - 1) {
+      const unsigned j = unsigned(__builtin_ctz(bits));
+      take(i + j, size[j]);
+    }
+  }
+}
+
+constexpr int SHIFT = 16, BUCKETS = 1 << (31 - SHIFT);
 
 // Places of the k numbers of largest magnitude, ascending; of equals the first. `room` has n whole numbers.
 //
 // The upper bits of all are counted, then the numbers in the one bucket that the k-th largest is in are sorted apart.
-void largest(const float* x, size_t n, size_t k, uint32_t* counts, uint32_t* room, int64_t* places) {
+void largest(const float* x, size_t n, size_t k, uint32_t* counts, int32_t* room, int64_t* places) {
   std::fill(counts, counts + BUCKETS, 0u);
-  for (size_t i = 0; i < n; i++) counts[magnitude(x + i) >> SHIFT]++;
-  size_t above = 0;
-  uint32_t bucket = BUCKETS - 1;
-  while (above + counts[bucket] < k) above += counts[bucket--];
-  size_t inside = 0;
   for (size_t i = 0; i < n; i++) {
-    const uint32_t size = magnitude(x + i);
-    room[inside] = size;
-    inside += size >> SHIFT == bucket;
+    int32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    counts[std::min(bits & 0x7fffffff, 0x7f800000) >> SHIFT]++;
   }
-  uint32_t* nth = room + (k - above - 1);
-  std::nth_element(room, nth, room + inside, [](uint32_t one, uint32_t other) { return one > other; });
-  const uint32_t least = *nth;
+  size_t above = 0;
+  int32_t bucket = BUCKETS - 1;
+  while (above + counts[bucket] < k) above += counts[bucket--];
+  int32_t* end = room;
+  for_each_wanted(
+      x, n, [=](Eight sizes) { return (sizes >> SHIFT) == bucket; }, [&](size_t, int32_t size) { *end++ = size; });
+  int32_t* nth = room + (k - above - 1);
+  std::nth_element(room, nth, end, [](int32_t one, int32_t other) { return one > other; });
+  const int32_t least = *nth;
   size_t equal = k - above;  // how many that equal the least are among the k
-  for (size_t i = 0; i < inside; i++) equal -= room[i] > least;
-  for (size_t i = 0, found = 0; found < k; i++) {
-    const uint32_t size = magnitude(x + i);
-    const bool ties = size == least && equal;
-    places[found] = int64_t(i);
-    found += size > least || ties;
-    equal -= ties;
-  }
+  for (const int32_t* one = room; one < end; one++) equal -= *one > least;
+  for_each_wanted(
+      x, n, [=](Eight sizes) { return sizes >= least; },
+      [&](size_t place, int32_t size) {
+        if (size > least)
+          *places++ = int64_t(place);
+        else if (equal)
+          *places++ = int64_t(place), equal--;
+      });
 }
 
 }  // namespace shoal
@@ -249,9 +323,9 @@ int shoal_quantise(int wide, const void* x, size_t n, uint64_t key, const void* 
 
 int shoal_maxima(int wide, const void* x, size_t n, size_t chunk, void* out) {
   if (wide)
-    shoal::maxima(static_cast<const double*>(x), n, chunk, static_cast<double*>(out));
+    shoal::maxima(static_cast<const int64_t*>(x), n, chunk, static_cast<double*>(out));
   else
-    shoal::maxima(static_cast<const float*>(x), n, chunk, static_cast<float*>(out));
+    shoal::maxima(static_cast<const int32_t*>(x), n, chunk, static_cast<float*>(out));
   return 0;
 }
 
@@ -288,9 +362,8 @@ int shoal_unpack(unsigned bits, const uint8_t* packed, size_t n, uint8_t* codes)
   return shoal::with_bits<shoal::Unpack>(bits, packed, n, codes);
 }
 
-// `counts` has 2^15 and `room` n + 1 whole numbers of 32 bits, `places` k + 1 of 64: one more than is kept, since a number
-// is written before it is known whether it counts.
-int shoal_largest(const float* x, size_t n, size_t k, uint32_t* counts, uint32_t* room, int64_t* places) {
+// `counts` has 2^15 and `room` n whole numbers of 32 bits, `places` k of 64.
+int shoal_largest(const float* x, size_t n, size_t k, uint32_t* counts, int32_t* room, int64_t* places) {
   if (!k || k > n) return 1;
   shoal::largest(x, n, k, counts, room, places);
   return 0;

@@ -140,8 +140,7 @@ def largest(x: torch.Tensor, count: int) -> torch.Tensor | None:
     kernels = library()
     if kernels is None or x.dtype != torch.float32 or not _takes(x) or not 0 < count <= x.numel() < 1 << 32:
         return None
-    # One more than is kept: a number is written before it is known whether it counts.
-    counts, room = torch.empty(_BUCKETS, dtype=torch.int32), torch.empty(x.numel() + 1, dtype=torch.int32)
-    places = torch.empty(count + 1, dtype=torch.int64)
+    counts, room = torch.empty(_BUCKETS, dtype=torch.int32), torch.empty(x.numel(), dtype=torch.int32)
+    places = torch.empty(count, dtype=torch.int64)
     kernels.shoal_largest(x.data_ptr(), x.numel(), count, counts.data_ptr(), room.data_ptr(), places.data_ptr())
-    return places[:count]
+    return places
