@@ -1,7 +1,7 @@
 """Compile the kernels for CPUs into the wheel, or into the source tree of an editable installation.
 
-Without a C++ compiler the wheel has none, works everywhere, and computes the same by torch. ``SHOAL_BUILD_NATIVE=1`` makes
-that an error, as for the wheels of a release; ``SHOAL_BUILD_NATIVE=0`` compiles nothing.
+Without a C++ compiler the wheel has none, works everywhere, and computes the same by torch. ``SHOAL_BUILD_NATIVE=1``
+makes that an error, as for the wheels of a release; ``SHOAL_BUILD_NATIVE=0`` compiles nothing.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shoal.kernels import choice, way_of, why_not_triton
+from shoal.kernels.native import why_not_native
 from support.kernels import DEVICE, QUIET, REASON
 
 pytestmark = QUIET
@@ -29,7 +30,9 @@ def forgotten() -> Iterator[None]:
     choice.why_not_triton.cache_clear()
 
 
-def test_tensors_of_the_cpu_go_by_torch_whether_triton_is_there_or_not() -> None:
+def test_tensors_of_the_cpu_go_by_compiled_kernels_or_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert way_of(torch.empty(3)) == ("torch" if why_not_native() else "native")
+    monkeypatch.setattr(choice, "library", lambda: None)
     assert way_of(torch.empty(3)) == "torch"
 
 
@@ -82,7 +85,7 @@ def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     example = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert example is not None
     exec(example[1], {})
-    assert capsys.readouterr().out.startswith("[1.5, 1.5, 1.5, 1.5, 1.5] torch ")
+    assert capsys.readouterr().out.startswith(f"[1.5, 1.5, 1.5, 1.5, 1.5] {way_of(torch.empty(3))} ")
 
 
 def test_importing_kernels_does_not_import_triton() -> None:

@@ -48,9 +48,9 @@ def way_of(tensor: torch.Tensor) -> Way:
     ``"triton"`` on NVIDIA's devices from Ampere on, where Triton is installed; ``"native"`` on CPUs, where the compiled
     kernels are (:func:`~shoal.kernels.native.why_not_native`).
     """
-    if tensor.is_cpu:
-        return "torch" if library() is None else "native"
-    if not tensor.is_cuda or why_not_triton() is not None:
+    if not tensor.is_cuda:
+        return "native" if tensor.is_cpu and library() is not None else "torch"
+    if why_not_triton() is not None:
         return "torch"
     return "triton" if _capability(tensor.device.index) >= _LEAST_CAPABILITY else "torch"
 

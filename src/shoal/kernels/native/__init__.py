@@ -6,5 +6,5 @@ of Python to compile: one build serves all versions of Python. :mod:`~shoal.kern
 
 from __future__ import annotations
 
-from .library import library as library
-from .library import why_not_native as why_not_native
+from .loading import library as library
+from .loading import why_not_native as why_not_native

@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from .sums import DTYPES, REDUCTIONS
+from .interface import DIVIDE, DTYPES, MULTIPLY, NO_SCALE, REDUCTIONS
 
 _NUMBERS = 96 + 5
 """A tile, and what fills no tile; in torch vectors, and what fills no vector."""
@@ -24,7 +24,7 @@ def differing(kernels: ctypes.CDLL) -> str | None:
         inputs = [one.to(dtype) for one in drawn]
         pointers = (ctypes.c_void_p * 3)(*[one.data_ptr() for one in inputs])
         out = torch.empty(_NUMBERS, dtype=dtype)
-        for scale in range(3):
+        for scale in (NO_SCALE, MULTIPLY, DIVIDE):
             weights = (ctypes.c_double * 3)(0.3, 0.1, 0.7)
             kernels.shoal_weigh(code, out.data_ptr(), None, pointers, 3, weights, scale, 3.0, _NUMBERS, 0)
             if not torch.equal(out, _weighed(inputs, list(weights), scale)):
@@ -39,13 +39,13 @@ def differing(kernels: ctypes.CDLL) -> str | None:
 def _weighed(inputs: list[torch.Tensor], weights: list[float], scale: int) -> torch.Tensor:
     wide = torch.promote_types(inputs[0].dtype, torch.float32)
     first, *others = [one.to(wide) for one in inputs]
-    if not scale:
+    if scale == NO_SCALE:
         total = first * weights[0]
         for one, weight in zip(others, weights[1:], strict=True):
             total.add_(one, alpha=weight)
     else:
         total = first + others[0] + others[1]
-        total = total * 3.0 if scale == 1 else total / 3.0
+        total = total * 3.0 if scale == MULTIPLY else total / 3.0
     return total.to(inputs[0].dtype)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .library import library
+from .loading import library
 
 _WIDE = {torch.float32: 0, torch.float64: 1}
 _BUCKETS = 1 << 15

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-from .library import library
+from .interface import DIVIDE, DTYPES, MULTIPLY, NO_SCALE, REDUCTIONS
+from .loading import library
 
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-REDUCTIONS = {"sum": 0, "average": 1, "product": 2, "min": 3, "max": 4}
 MOST_INPUTS = 64
 LEAST_BYTES = 16 << 10
 """A smaller result is computed by torch: its few operations take less time than the call."""
 STREAMED_BYTES = 8 << 20
 """A result of so many bytes is written past the caches, which would not keep it until it is read."""
 _VECTOR_BYTES = 32
-_NO_SCALE, _MULTIPLY, _DIVIDE = range(3)
 
 
 def fits(out: torch.Tensor, inputs: Sequence[torch.Tensor], least: int = LEAST_BYTES) -> bool:
@@ -53,7 +51,7 @@ def weigh(
     kernels = library()
     assert kernels is not None
     count = len(inputs)
-    scale = _NO_SCALE if factor is None else _DIVIDE if divides else _MULTIPLY
+    scale = NO_SCALE if factor is None else DIVIDE if divides else MULTIPLY
     kernels.shoal_weigh(
         DTYPES[out.dtype],
         out.data_ptr(),

@@ -72,7 +72,7 @@ inline Tile<W> operator/(const Tile<W>& x, W y) {
 // x * y + z, rounded once.
 template <class W>
 inline Tile<W> fma(const Tile<W>& x, W y, const Tile<W>& z) {
-  const Vector<W> all = Vector<W>{} + y;
+  const Vector<W> all = y - Vector<W>{};  // 0 + y would lose the sign of -0
   return {fma(x.a, all, z.a), fma(x.b, all, z.b), fma(x.c, all, z.c), fma(x.d, all, z.d)};
 }
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+from .check import differing
+from .interface import declare
+
 LIBRARY = Path(__file__).with_name("_native.so")
 VARIABLE = "SHOAL_NATIVE"
 _FUSES = ("AVX2", "AVX512")
@@ -39,33 +42,8 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
         kernels = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         return None, f"they cannot be loaded: {error}"
-    _declare(kernels)
-    from .check import differing
-
+    declare(kernels)
     found = differing(kernels)
     if found is not None:
         return None, f"they and this torch ({torch.__version__}) round {found} differently"
     return kernels, None
-
-
-def _declare(kernels: ctypes.CDLL) -> None:
-    pointer, integer, size, number = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_double
-    key = ctypes.c_uint64
-    signatures: dict[str, list[type]] = {
-        "shoal_weigh": [integer, pointer, pointer, pointer, integer, pointer, integer, number, size, integer],
-        "shoal_copy": [pointer, pointer, size],
-        "shoal_reduce": [integer, pointer, pointer, integer, integer, key, size, integer],
-        "shoal_uniform": [integer, pointer, key, size],
-        "shoal_quantise": [integer, pointer, size, key, pointer, size, size, number, ctypes.c_uint, pointer],
-        "shoal_maxima": [integer, pointer, size, size, pointer],
-        "shoal_multiples": [integer, pointer, size, pointer, size, size, pointer],
-        "shoal_grid_codes": [pointer, size, size, size, pointer, pointer, pointer],
-        "shoal_grid_numbers": [pointer, size, size, size, pointer, pointer, pointer],
-        "shoal_signs": [pointer, size, pointer],
-        "shoal_pack": [ctypes.c_uint, pointer, size, pointer],
-        "shoal_unpack": [ctypes.c_uint, pointer, size, pointer],
-        "shoal_largest": [pointer, size, size, pointer, pointer, pointer],
-    }
-    for name, arguments in signatures.items():
-        function = getattr(kernels, name)
-        function.argtypes, function.restype = arguments, integer

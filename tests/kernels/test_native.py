@@ -1,0 +1,259 @@
+"""The compiled kernels have the bits of torch's operations, and are not used where they would not have them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.arithmetic import weigh_in_blocks
+from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
+from shoal.compression.draws import Redrawn
+from shoal.kernels.elementwise import add_scaled, copy, scale
+from shoal.kernels.native import build, codecs, library, sums, why_not_native
+from shoal.kernels.native.check import differing
+from shoal.kernels.reduce import REDUCTIONS, combine
+from shoal.kernels.weighted_sum import common_factor, weigh
+from support.kernels import same_numbers
+from support.reference import same_bits
+
+NATIVE = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
+SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, 1e-40, 6e-8, -65504.0, 3e38]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A context in which the compiled kernels are not used."""
+
+    def none() -> pytest.MonkeyPatch:
+        patch = pytest.MonkeyPatch()
+        patch.setattr(sums, "library", lambda: None)
+        patch.setattr(codecs, "library", lambda: None)
+        return patch
+
+    return none
+
+
+def drawn(n: int, seed: int, dtype: torch.dtype, special: bool, gap: int = 0) -> torch.Tensor:
+    """Random numbers of many magnitudes that begin ``gap`` numbers into their memory."""
+    chance = torch.Generator().manual_seed(seed)
+    x = torch.randn(gap + n, generator=chance, dtype=torch.float64)
+    x *= 2.0 ** torch.randint(-30, 30, (gap + n,), generator=chance).double()
+    if special:
+        where = torch.randint(0, gap + n, (max(1, n // 7),), generator=chance)
+        x[where] = torch.tensor([SPECIAL[int(at) % len(SPECIAL)] for at in where], dtype=torch.float64)
+    return x.to(dtype)[gap:]
+
+
+@NATIVE
+@settings(deadline=None, max_examples=150)
+@given(
+    st.integers(4096, 9000),
+    st.integers(1, 64),
+    st.integers(0, 9),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.sampled_from(["unequal", "mean", "equal"]),
+    st.integers(0, 1 << 30),
+)
+def test_weighted_sums(n: int, count: int, gap: int, dtype: torch.dtype, special: bool, kind: str, seed: int) -> None:
+    inputs = [drawn(n, seed + at, dtype, special, gap if at else 0) for at in range(count)]
+    weights = {"unequal": [0.1 + 0.3 * at for at in range(count)], "mean": [1 / count] * count, "equal": [0.3] * count}
+    factor, given_weights = common_factor(weights[kind]), weights[kind]
+    found, also, expected = (torch.zeros(gap + n, dtype=dtype)[gap:] for _ in range(3))
+    assert sums.fits(found, inputs, least=0)
+    if factor is None:
+        sums.weigh(found, inputs, given_weights, also=also)
+    else:
+        sums.weigh(found, inputs, given_weights, factor.number, factor.divides, also)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "library", lambda: None)
+        weigh(given_weights, factor, expected, inputs[0], inputs[1:])
+    assert same_numbers(found, expected)
+    assert same_bits(found.nan_to_num(), also.nan_to_num())
+
+
+@NATIVE
+@pytest.mark.parametrize("how", REDUCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [[], [[0, 1], [2, 3, 4]], [[4, 0], [1], [3, 2]]], ids=str)
+def test_reductions(by_torch: Any, how: str, dtype: torch.dtype, parts: list[list[int]]) -> None:
+    inputs = [drawn(20_011, seed, dtype, special=True) for seed in range(5)]
+    found, expected = torch.empty(20_011, dtype=dtype), torch.empty(20_011, dtype=dtype)
+    combine(how, 2, parts, found, inputs[2], [*inputs[:2], *inputs[3:]])
+    patch = by_torch()
+    combine(how, 2, parts, expected, inputs[2], [*inputs[:2], *inputs[3:]])
+    patch.undo()
+    if how in ("min", "max"):  # which zero it is where both are is left open
+        found, expected = found + 0.0, expected + 0.0
+    assert same_numbers(found, expected)
+
+
+@NATIVE
+@pytest.mark.parametrize("gap", [0, 1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_large_results_are_written_past_the_caches_wherever_they_begin(
+    by_torch: Any, gap: int, dtype: torch.dtype
+) -> None:
+    n = 2 * sums.STREAMED_BYTES // dtype.itemsize + 5
+    own, other = (torch.ones(gap + n, dtype=dtype)[gap:] * at for at in (3, 5))
+    own[:7] = torch.arange(7)
+    found, also, expected = (torch.full((gap + n + 9,), 7, dtype=dtype) for _ in range(3))
+    weigh_in_blocks(found[gap : gap + n], own, 0.3, [other, None], [0.2, 0.5], also[:n])
+    patch = by_torch()
+    weigh_in_blocks(expected[gap : gap + n], own, 0.3, [other, None], [0.2, 0.5])
+    patch.undo()
+    assert torch.equal(found, expected)
+    assert torch.equal(also[:n], found[gap : gap + n])
+    assert (also[n:] == 7).all()
+    assert (found[:gap] == 7).all()
+    assert (found[gap + n :] == 7).all()
+    copy(expected[gap : gap + n], own)
+    assert torch.equal(expected[gap : gap + n], own)
+    assert (expected[gap + n :] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scaled_copies_are_those_of_torch(dtype: torch.dtype) -> None:
+    x, y = (drawn(30_001, seed, dtype, special=True) for seed in (1, 2))
+    out = torch.empty_like(x)
+    scale(out, x, 1 / 3)
+    assert same_numbers(out, torch.mul(x, 1 / 3))
+    add_scaled(out, x, y, 0.7)
+    wide = x.float() if dtype in (torch.float16, torch.bfloat16) else x.clone()
+    assert same_numbers(out, wide.add_(y.to(wide.dtype), alpha=0.7).to(dtype))
+    add_scaled(out[::2], x[::2], y[::2], 0.7)
+    assert same_numbers(out[1::2], wide[1::2].to(dtype))
+
+
+COMPRESSORS: list[Compressor] = [
+    Identity(),
+    Cast(torch.bfloat16),
+    MinMaxUInt8(),
+    MinMaxUInt8(100, dyadic=True),
+    *(QSGD(levels) for levels in (127, 63, 31, 15, 7, 3, 1)),
+    QSGD(7, chunk=64),
+    QSGD(7, "euclidean", chunk=50),
+    QSGD(1000),
+    Sign(),
+    *(TopK(share) for share in (0.0001, 0.01, 0.3, 1.0)),
+    RandomK(0.05),
+]
+
+
+@NATIVE
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["usual", "ties", "special", "zeros"])
+@pytest.mark.parametrize("n", [1, 13, 4_099, 140_003])
+def test_messages_and_what_is_made_of_them(
+    by_torch: Any, compressor: Compressor, dtype: torch.dtype, kind: str, n: int
+) -> None:
+    chance = torch.Generator().manual_seed(n)
+    x = torch.randn(n, generator=chance, dtype=torch.float64).to(dtype)
+    if kind == "ties":
+        x = x.mul(4).round().div(4)
+    elif kind == "special":
+        x[torch.randint(0, n, (3,), generator=chance)] = torch.tensor([math.nan, math.inf, -1e-40]).to(dtype)
+    elif kind == "zeros":
+        x = torch.zeros(n, dtype=dtype)
+    found = _outcome(compressor, x)
+    patch = by_torch()
+    expected = _outcome(compressor, x)
+    patch.undo()
+    assert torch.equal(found[0], expected[0])
+    assert same_numbers(found[1], expected[1])
+    assert same_numbers(found[2], expected[2])
+
+
+def _outcome(compressor: Compressor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    data = compressor.encode(x, Redrawn(1, 2, 3))
+    total = torch.linspace(-1, 1, len(x)).to(x.dtype)
+    compressor.add_decoded(total, data, 0.3, Redrawn(1, 2, 3))
+    return data, compressor.decode(data, len(x), x.dtype, Redrawn(1, 2, 3)), total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_random_numbers_are_the_hashes(by_torch: Any, dtype: torch.dtype) -> None:
+    stream = Redrawn(5, 6, 7).stream(torch.empty(100_003, dtype=dtype))
+    found = stream.fill(0, 17, torch.empty(70_003, dtype=dtype))
+    patch = by_torch()
+    assert torch.equal(found, stream.fill(0, 17, torch.empty(70_003, dtype=dtype)))
+    patch.undo()
+    assert float(found.max()) < 1
+
+
+@NATIVE
+def test_the_interpreter_lock_is_released_while_a_kernel_runs() -> None:
+    assert type(library()) is ctypes.CDLL  # ctypes.PyDLL, of the same interface, holds it
+
+
+# Where they are not used
+
+
+class _Wrong:
+    """Kernels of which one function gives a result that is off by one unit in the last place."""
+
+    def __init__(self, kernels: ctypes.CDLL, name: str) -> None:
+        self._kernels, self._name = kernels, name
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._kernels, name)
+        if name != self._name:
+            return function
+
+        def wrong(dtype: int, out: int, *args: Any) -> int:
+            found = int(function(dtype, out, *args))
+            ctypes.cast(out, ctypes.POINTER(ctypes.c_uint16))[0] ^= 1
+            return found
+
+        return wrong
+
+
+@NATIVE
+def test_kernels_that_round_differently_are_found() -> None:
+    kernels = library()
+    assert kernels is not None
+    assert differing(kernels) is None
+    wrong: Any = _Wrong(kernels, "shoal_weigh")
+    assert differing(wrong) == "weighted sums of torch.float32"
+    wrong = _Wrong(kernels, "shoal_reduce")
+    assert differing(wrong) == "reductions (sum) of torch.float32"
+
+
+def test_a_variable_turns_them_off() -> None:
+    code = "from shoal.kernels.native import library, why_not_native; print(library(), why_not_native())"
+    found = subprocess.run([sys.executable, "-c", code], env={"SHOAL_NATIVE": "0"}, capture_output=True, text=True,
+                           timeout=120, check=True)  # fmt: skip
+    assert found.stdout.strip() == "None SHOAL_NATIVE is 0"
+
+
+def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    with pytest.raises(build.CannotCompile, match="there is no C\\+\\+ compiler no-such-compiler"):
+        build.compile_kernels(tmp_path)
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(build.CannotCompile, match="failed"):
+        build.compile_kernels(tmp_path)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build.CannotCompile, match=r"install g\+\+"):
+        build.compile_kernels(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+def test_they_compile_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "FLAGS", [*build.FLAGS, "-Werror"])
+    assert build.compile_kernels(tmp_path) == tmp_path / build.LIBRARY
+    assert [path.name for path in tmp_path.iterdir()] == [build.LIBRARY]
