@@ -37,9 +37,11 @@ POINTS = [
     Point("finished", 31),
     *(pytest.param(point, marks=pytest.mark.soak) for point in (Point("submitted", 58), Point("sent", 21))),
 ]
-TOGETHER, BETWEEN, STEPS, QUIET = 2, 20, 300, 300
-"""Steps after which agents wait for each other, so that none is far ahead; after which some may enter; in all, once
-everybody is there that is to be; and after those, without a gradient."""
+TOGETHER, BETWEEN, STEPS = 2, 20, 300
+"""Steps after which agents wait for each other, so that none is far ahead; after which some may enter; and in all, once
+everybody is there that is to be."""
+LEARNING, QUIET = 100, 200
+"""The same of those that only agree exactly: steps with a gradient, and then without one."""
 MOST_SECONDS = 40.0
 
 Ended = tuple[list[float], tuple[int, ...], list[tuple[int, ...]]]
@@ -59,8 +61,8 @@ def train(way: str, rate: float, point: Point | None, returns: int) -> Ended:
     take_a_step = step_of(optimizer, model)
     if first and point is not None:
         arm(point)
-    while since < STEPS + (QUIET if way not in NEAR else 0):
-        optimizer.param_groups[0]["lr"] = rate if since < STEPS else 0.0
+    while since < (STEPS if way in NEAR else LEARNING + QUIET):
+        optimizer.param_groups[0]["lr"] = rate if way in NEAR or since < LEARNING else 0.0
         take_a_step()
         step, since = step + 1, since + 1
         if step % TOGETHER == 0:
@@ -71,7 +73,7 @@ def train(way: str, rate: float, point: Point | None, returns: int) -> Ended:
             if entered < returns or len(there) != (SIZE if returns else len(LEFT)):
                 since = 0
                 time.sleep(0.01)
-            assert time.monotonic() < limit, f"rank {rank}: {seen}"
+                assert time.monotonic() < limit, f"rank {rank}: {seen}"
             checkpoint.save(None, step)
     shoal.barrier()
     return model.x.tolist(), shoal.alive(), seen
