@@ -84,6 +84,39 @@ def test_each_direction_is_named_with_what_is_wrong(
     assert output.count("note: agents of machine 1 open the connections for both directions") == 2
 
 
+@pytest.mark.transport("namespaces")
+@pytest.mark.timeout(180)
+def test_a_firewall_in_one_direction_is_named_with_the_direction() -> None:
+    with network_namespaces(2) as machines:
+        machines[0].let_no_connection_in(but_port=29400)
+        with doctor_on(machines, 29400) as doctors:
+            for one in doctors:
+                output, _ = one.communicate(timeout=170)
+                assert one.returncode == 0, output
+                assert f"open: {machines[1].address}:29500" in output
+                assert f"CLOSED: machine 1 cannot connect to {machines[0].address}:29500 (no answer" in output
+                assert "note: agents of machine 0 open the connections for both directions" in output
+
+
+@pytest.mark.transport("namespaces")
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_network_that_loses_all_packets_of_one_direction_is_told_from_one_that_loses_both(lost: int) -> None:
+    """What machine 0 gets of the other shows which it is; machine 1 gets nothing either way, and says where to look."""
+    with network_namespaces(2) as machines:
+        machines[lost].cut(machines[1 - lost], True)
+        with doctor_on(machines, 29400) as doctors:
+            first, second = (one.communicate(timeout=170)[0] for one in doctors)
+        assert [one.returncode for one in doctors] == [1, 1], first + second
+    if lost == 0:
+        assert f"what {machines[1].address} sends reaches this machine, and the answers do not reach it" in first
+        assert "machine 0 to machine 1" in first
+    else:
+        assert "nobody has connected" in first and "no request to connect has come either" in first
+    assert f"cannot connect to {machines[0].address}:29400 (no answer: a firewall?)" in second
+    assert "what machine 0 says tells which direction is closed" in second
+
+
 def test_where_the_other_machine_does_not_come_it_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

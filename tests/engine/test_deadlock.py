@@ -89,6 +89,24 @@ def test_a_circle_of_several_is_one_error_on_each_of_them(fleet: Fleets) -> None
     assert found[0][0] == (0, 1, 2)
 
 
+@pytest.mark.parametrize("numel", [2, 200_000])
+def test_roots_that_wait_for_nothing_but_confirmations(fleet: Fleets, numel: int) -> None:
+    """Each agent is the root of a call that the other does not make: it has sent, and waits until the other says that
+    it expected it."""
+
+    def run() -> tuple[tuple[int, ...], str]:
+        rank = shoal.rank()
+        found = circle(lambda: shoal.broadcast(torch.ones(numel), rank, name=f"of {rank}"))
+        assert call("after") == 1.0
+        return found
+
+    one, other = fleet(2, timeout=3600.0).run(run)
+    assert one == other
+    ranks, text = one
+    assert ranks == (0, 1)
+    assert "rank 0 waits in broadcast 'of 0' round 0 for rank 1; rank 1 waits in broadcast 'of 1' round 0" in text
+
+
 def feeder(path: Path) -> Callable[[], None]:
     """Start the thread that feeds a queue of processes, as a data loader does; returns what ends it."""
     fed: multiprocessing.Queue[int] = multiprocessing.Queue()
@@ -262,13 +280,16 @@ def test_random_programs_without_a_circle_end_well(seed: int, size: int) -> None
     def run() -> None:
         common, own = random.Random(seed), random.Random(f"{seed} {shoal.rank()}")
         for step in range(4):
-            names = [f"{step} {number}" for number in range(common.randrange(1, 4))]
+            roots = {f"{step} {number}": common.randrange(-size, size) for number in range(common.randrange(1, 4))}
             handles = []
-            for name in own.sample(names, len(names)):
+            for name in own.sample([*roots], len(roots)):
                 time.sleep(own.random() * 0.02)
-                handles.append(shoal.allreduce_nonblocking(torch.ones(1), average=False, name=name))
+                if roots[name] < 0:
+                    handles.append(shoal.allreduce_nonblocking(torch.full((1,), 1 / size), average=False, name=name))
+                else:
+                    handles.append(shoal.broadcast_nonblocking(torch.ones(1), roots[name], name=name))
             for handle in own.sample(handles, len(handles)):
-                assert handle.wait()[0].item() == size
+                assert handle.wait()[0].item() == pytest.approx(1.0)
 
     with patched.context():
         try:

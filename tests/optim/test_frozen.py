@@ -462,3 +462,46 @@ def test_a_generator_and_a_discriminator_that_take_turns(fleet: Fleets) -> None:
 
     agents = fleet(2)
     assert torch.equal(torch.stack(agents.run(run, "backward")), torch.stack(agents.run(run, None)))
+
+
+class Tail(nn.Module):
+    """A second layer, which takes part from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = deepcopy(MODEL), nn.Linear(1, 1).double()
+        nn.init.constant_(self.second.weight, 0.5)
+        nn.init.constant_(self.second.bias, 0.1)
+        self.both = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x).mean(1, keepdim=True)
+        return self.second(y) if self.both else y
+
+
+@pytest.mark.filterwarnings("ignore:no optimizer that averages has these parameters")  # until the group is added
+@pytest.mark.parametrize("what", ["a group is added", "frozen after the forward pass", "unfrozen after it"])
+def test_a_change_midway_with_exchanges_during_the_backward_pass_equals_one_without(fleet: Fleets, what: str) -> None:
+    def run(overlap: str | None) -> Tensor:
+        shoal.set_topology(shoal.RingGraph(2))
+        model = Tail()
+        model.both = what != "a group is added"
+        model.second.requires_grad_(what != "unfrozen after it")
+        learnt = model if model.both else model.first
+        inner = torch.optim.SGD(learnt.parameters(), lr=LR)
+        optimizer = shoal.DecentralizedOptimizer(inner, model, ATC, overlap=overlap, bucket_bytes=1)
+        for step in range(5):
+            if step == 2 and not model.both:
+                optimizer.add_param_group({"params": list(model.second.parameters())})
+                model.both = True
+            optimizer.zero_grad()
+            loss = model(batch(shoal.rank(), step)).square().mean()
+            if step == 2:
+                model.second.requires_grad_(what != "frozen after the forward pass")
+            loss.backward()
+            optimizer.step()
+        optimizer.close()
+        return flat(model)
+
+    agents = fleet(2)
+    assert torch.equal(torch.stack(agents.run(run, "backward")), torch.stack(agents.run(run, None)))

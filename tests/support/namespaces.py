@@ -23,20 +23,25 @@ INTERFACE = "eth0"
 _PREFIX = "shoal-test"
 _numbers = itertools.count()
 _ANY, _DROP = 0, 2
-_PROGRAM = (
-    (0x28, 0, 0, 12),  # the Ethernet type:
-    (0x15, 0, 6, 0x0800),  # IPv4, else to the end
-    (0x30, 0, 0, 23),  # the protocol:
-    (0x15, 0, 4, 6),  # TCP
-    (0x30, 0, 0, 47),  # the flags, of a header of IPv4 without options:
-    (0x54, 0, 0, 0x12),
-    (0x15, 0, 1, 0x02),  # SYN, and not ACK
-    (0x06, 0, 0, _DROP),
-    (0x06, 0, 0, _ANY),
-)
-"""For the kernel's classic packet filter, which needs no program but tc: instruction, where to jump if true and if not
-(so many instructions), and a number."""
-_NO_SYN = ",".join([str(len(_PROGRAM)), *(" ".join(map(str, one)) for one in _PROGRAM)])
+
+
+def _no_syn(but_port: int) -> str:
+    """For the kernel's classic packet filter, which needs no program but tc: instruction, where to jump if true and if
+    not (so many instructions), and a number."""
+    program = (
+        (0x28, 0, 0, 12),  # the Ethernet type:
+        (0x15, 0, 8, 0x0800),  # IPv4, else to the end
+        (0x30, 0, 0, 23),  # the protocol:
+        (0x15, 0, 6, 6),  # TCP
+        (0x28, 0, 0, 36),  # the port, behind a header of IPv4 without options:
+        (0x15, 4, 0, but_port),  # the one that is open
+        (0x30, 0, 0, 47),  # the flags:
+        (0x54, 0, 0, 0x12),
+        (0x15, 0, 1, 0x02),  # SYN, and not ACK
+        (0x06, 0, 0, _DROP),
+        (0x06, 0, 0, _ANY),
+    )
+    return ",".join([str(len(program)), *(" ".join(map(str, one)) for one in program)])
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,11 @@ class Namespace:
                 ),
             )
 
-    def let_no_connection_in(self) -> None:
-        """Drop every request to connect (a TCP segment with SYN and without ACK) that comes through the cable. What
-        this machine connects to answers as before."""
-        commands = "qdisc add dev {} clsact", f"filter add dev {{}} ingress bpf bytecode '{_NO_SYN}' direct-action"
+    def let_no_connection_in(self, but_port: int = 0) -> None:
+        """Drop every request to connect (a TCP segment with SYN and without ACK) that comes through the cable, but
+        those to one port. What this machine connects to answers as before."""
+        no_syn = _no_syn(but_port)
+        commands = "qdisc add dev {} clsact", f"filter add dev {{}} ingress bpf bytecode '{no_syn}' direct-action"
         for command in commands:
             words = shlex.split(command.format(INTERFACE))
             subprocess.run(["tc", "-n", self.name, *words], check=True, capture_output=True)

@@ -164,3 +164,39 @@ def test_the_smaller_part_stops_and_comes_back_when_the_cable_does(machines: lis
         came = [running[rank].outcome().value for rank in range(size)]
     assert [one[2] for one in came] == [tuple(range(size))] * size and len({one[1] for one in came}) == 1
     assert all(came[rank][0] > 0 for rank in others)
+
+
+def load_outside() -> float:
+    """Load, as an agent that was started again; how long that took, with the error it ended in."""
+    began = time.monotonic()
+    try:
+        shoal.Checkpoint(model=torch.nn.Linear(1, 1)).load(None, missing_ok=True)
+    except shoal.PeerLost as error:
+        raise shoal.PeerLost(f"after {time.monotonic() - began:.0f} s: {error}", error.ranks) from None
+    raise AssertionError("it has entered")
+
+
+def test_who_comes_back_and_reaches_nobody_says_which_ports_are_closed(machines: list[Namespace]) -> None:
+    """The rendezvous is open. The agent that goes on hears of nobody, so it cannot open the connection either."""
+    with World(2, environment=CONTINUE, namespaces=machines, restarts=True, timeout=60.0) as world:
+        world.kill(1)
+        machines[0].let_no_connection_in(but_port=29400)
+        world.start_again(1)
+        said = world.run_on(1, load_outside).outcome(60.0)
+        assert said.error == "PeerLost" and said.ranks == (0,), said.trace
+        assert f"rank 1 cannot connect to rank 0 at {machines[0].address}:" in said.message
+        assert "(no answer: a firewall?)" in said.message and "none of the others" in said.message
+
+
+def test_who_comes_back_enters_through_those_it_reaches(machines: list[Namespace]) -> None:
+    """The first machine lets no connection in, and its agents hear through rank 2 that rank 3 asks for theirs."""
+    with World(4, environment=GO, namespaces=machines, restarts=True) as world:
+        running = [world.run_on(rank, keep_saving, 30.0, 5) for rank in range(4)]
+        machines[0].let_no_connection_in(but_port=29400)
+        world.kill(3)
+        assert running[3].outcome().error == "Died"
+        world.start_again(3)
+        running[3] = world.run_on(3, keep_saving, 1.0, 4)
+        outcomes = [one.outcome(60.0) for one in running]
+    assert not [one.trace for one in outcomes if one.error]
+    assert {one.value[2] for one in outcomes} == {(0, 1, 2, 3)} and outcomes[3].value[0] > 0

@@ -3,6 +3,10 @@
 The same command runs on both machines. Machine 0 listens at the rendezvous, as its launcher would; machine 1 connects.
 Over that connection each says where it listens for data, at an address and a port as an agent's. Then each connects to
 the other's data port, and says whether it could. No secret is sent, and nothing that comes is kept.
+
+Where the network loses all packets of one direction, no connection can be opened at all. Then the kernel of machine 0
+knows which direction it is. Requests of machine 1 that come, while the answers to them are lost, stand in its table of
+connections.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ import json
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..transport import tcp
@@ -28,6 +34,8 @@ WAIT_SECONDS = 60.0
 ANSWER_SECONDS = 12.0
 """So long a connection may take, as at an agent's first contact (``transport/reversing.py``)."""
 _AGAIN_SECONDS = 0.25
+_SYN_RECEIVED = "03"
+"""The state of a connection, in the kernel's table, whose request has come and been answered."""
 _MOST_BYTES = 4096
 
 
@@ -102,14 +110,42 @@ def _try_both(control: socket.socket, host: str, node: int, ports: range) -> lis
 
 def _accept(host: str, port: int, deadline: float) -> socket.socket:
     with listen(host, port, os.environ.get("SHOAL_INTERFACE", "")) as listener:
-        listener.settimeout(max(0.1, deadline - time.monotonic()))
-        try:
-            return listener.accept()[0]
-        except TimeoutError:
-            raise PathError(
-                f"nobody has connected to {join_address(host, port)} in {WAIT_SECONDS:g} s. Run the same command on "
-                "the other machine meanwhile; if that has no answer there, a firewall closes this port"
-            ) from None
+        listener.settimeout(_AGAIN_SECONDS)
+        since: dict[str, float] = {}  # of machines whose requests come, when the first did
+        while (now := time.monotonic()) < deadline:
+            try:
+                return listener.accept()[0]
+            except TimeoutError:
+                for address in _half_open(port):
+                    if now >= since.setdefault(address, now) + ANSWER_SECONDS / 2:
+                        raise PathError(
+                            f"what {address} sends reaches this machine, and the answers do not reach it: all packets "
+                            "from machine 0 to machine 1 are lost, as by a firewall or a route that is missing there"
+                        ) from None
+        raise PathError(
+            f"nobody has connected to {join_address(host, port)} in {WAIT_SECONDS:g} s, and no request to connect has "
+            "come either. Run the same command on the other machine meanwhile; if that has no answer there, a firewall "
+            "closes this port, or all packets from machine 1 to machine 0 are lost"
+        )
+
+
+def _half_open(port: int) -> list[str]:
+    """The addresses that have asked to connect to a port of this machine, and do not go on: they have had no answer, or
+    their next packet was lost."""
+    found = []
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with contextlib.suppress(OSError):  # a kernel without IPv6
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                _, local, remote, state = line.split()[:4]
+                if state == _SYN_RECEIVED and int(local.rpartition(":")[2], 16) == port:
+                    found.append(_address_of(family, remote.partition(":")[0]))
+    return found
+
+
+def _address_of(family: int, written: str) -> str:
+    """An address as the kernel's table has it: words of 32 bits, each in the machine's order."""
+    words = struct.pack(f"={len(written) // 8}I", *(int(written[at : at + 8], 16) for at in range(0, len(written), 8)))
+    return socket.inet_ntop(family, words).removeprefix("::ffff:")
 
 
 def _connect(host: str, port: int, deadline: float) -> socket.socket:
@@ -132,7 +168,7 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
         if now >= (silent_at if problem == "no answer" else deadline):
             raise PathError(
                 f"this machine cannot connect to {join_address(host, port)} ({problem}: a firewall?). Run the same "
-                "command on that machine meanwhile"
+                "command on that machine meanwhile; what machine 0 says tells which direction is closed"
             )
         time.sleep(_AGAIN_SECONDS)
 

@@ -102,6 +102,7 @@ class Entry(MinimalService):
         self.on_entry: Callable[[], None] = lambda: None
         self._asked: dict[int, Newcomer] = {}
         self._sign = Sign()
+        self._unreachable: list[int] = []  # all others, once no connection to any of them can be opened
         self._rank = rank
         self._size = size
         self._progress = progress
@@ -198,20 +199,36 @@ class Entry(MinimalService):
             says_so: After how many seconds, again and again.
 
         Raises:
-            PeerLost: They have ended.
+            PeerLost: They have ended; or no connection to any of them can be opened.
             DeadlineExceeded: They have not, for so many seconds.
         """
         progress, limit = self._progress, clock.monotonic() + seconds
         with held, progress.lock:
+            self._unreachable = []
             self.ask()
             self._router.poller.wake()
-        while not progress.drive_until(lambda: not self.waits, min(limit, clock.monotonic() + says_so)):
+        while not progress.drive_until(
+            lambda: not self.waits or bool(self._unreachable), min(limit, clock.monotonic() + says_so)
+        ):
             held.checkpoint()
             if progress.stopped:
                 raise NotInitialized("this agent has shut down; call shoal.init() first")
+            if self._unreachable:
+                break
             if clock.monotonic() >= limit:
                 raise self.not_let_in(seconds)
-            log.warning("rank %d waits to be let in: at the others' next Checkpoint.save", self._rank)
+            problems = self._outbox.problems_with(sorted(self._router.links))
+            log.warning(
+                "rank %d waits to be let in: at the others' next Checkpoint.save%s",
+                self._rank,
+                f"; {problems}" if problems else "",
+            )
+        if self._unreachable:
+            error = self.nobody_reached()
+            with progress.lock:  # or shutdown would wait for what they have not taken
+                for rank in self._unreachable:
+                    self._router.drop(rank)
+            raise error
         if self.outside:
             raise self.nobody_left()
 
@@ -235,10 +252,20 @@ class Entry(MinimalService):
     def not_let_in(self, seconds: float) -> DeadlineExceeded:
         """The others have not let this agent in."""
         asked = sorted(self._router.links)
+        problems = self._outbox.problems_with(asked)
         return DeadlineExceeded(
             f"rank {self._rank} has waited {seconds:g} s to be let in: ranks {asked} have called no Checkpoint.save. "
-            "SHOAL_ENTRY_TIMEOUT sets how long to wait",
+            "SHOAL_ENTRY_TIMEOUT sets how long to wait" + (f"; {problems}" if problems else ""),
             asked,
+        )
+
+    def nobody_reached(self) -> PeerLost:
+        """No connection to any of the others can be opened, and so none of them knows that this agent waits."""
+        return PeerLost(
+            f"rank {self._rank} was started later, and none of the others hears that it waits to be let in: "
+            f"{self._outbox.problems_with(self._unreachable)}. Open the data ports of one of them at least to this "
+            "machine (SHOAL_PORTS sets which these are)",
+            self._unreachable,
         )
 
     def nobody_left(self) -> PeerLost:
@@ -296,7 +323,15 @@ class Entry(MinimalService):
     def check(self, now: float) -> float:
         """Hear what those have said who were let in; see :class:`~.services.Service`."""
         self._router.open_lobby()
-        return float("inf")
+        if not self.outside or self._unreachable:
+            return float("inf")
+        closed = [self._router.reversing.closed_at(peer) for peer in self._router.links]
+        when = max(closed, default=float("inf"))
+        if now >= when:  # others pass a request on for a reversed connection as soon as one of them is reached
+            self._unreachable = sorted(self._router.links)
+            self._progress.notify()
+            return float("inf")
+        return when
 
     def descriptors(self) -> list[int]:
         return self._sign.descriptors()

@@ -52,6 +52,7 @@ class Watchdog:
         self.drop_after = float("inf")
         self._asked: dict[int, float] = {}  # whether they live, and have not answered
         self._answered: dict[int, float] = {}  # when those were asked last who answered
+        self._looked: dict[Operation, float] = {}  # for a circle, when, those that wait for confirmations
         self._failures = failures
         self._agreement = agreement
         self._deadlocks = deadlocks
@@ -65,7 +66,10 @@ class Watchdog:
     def check(self, now: float) -> float:
         """Look at all operations. Returns when to come back, as ``clock.monotonic()``."""
         following = float("inf")
-        for operation in self._matcher.in_flight():
+        operations = self._matcher.in_flight()
+        if self._looked:
+            self._looked = {one: self._looked[one] for one in operations if one in self._looked}
+        for operation in operations:
             if now >= operation.deadline and not operation.computing:
                 self._lifecycle.fail(operation, self._overdue(operation))
             else:
@@ -118,7 +122,7 @@ class Watchdog:
         wait themselves, and for others than before."""
         stage = operation.stage
         if stage is None or not (stage.missing or stage.absent):
-            return operation.deadline
+            return self._look_for_circle(operation, now)
         first = ASK_AFTER if stage.missing else min(ASK_ALL_AFTER, operation.timeout / 2)
         due = stage.started + max(first, 2 * (stage.asked - stage.started))
         if now < due:
@@ -131,6 +135,20 @@ class Watchdog:
         if now >= stage.started + LOOK_AFTER:
             self._deadlocks.look(operation)
         return 2 * now - stage.started
+
+    def _look_for_circle(self, operation: Operation, now: float) -> float:
+        """It has all that it needs, and perhaps waits until others confirm what it sent. Such a wait may be part of a
+        circle, too: look for one after a while, and again whenever the wait has doubled."""
+        stage = (operation.fused or operation).stage
+        if not (operation.unconfirmed or (stage is not None and stage.unconfirmed)):
+            return operation.deadline
+        looked = self._looked.get(operation, operation.started)
+        due = max(operation.started + max(LOOK_AFTER, ASK_AFTER), 2 * looked - operation.started)
+        if now < due:
+            return due
+        self._looked[operation] = now
+        self._deadlocks.look(operation)
+        return 2 * now - operation.started
 
     def _overdue(self, operation: Operation) -> DeadlineExceeded:
         """The error of an operation that has waited long enough: who did not do what."""

@@ -86,6 +86,11 @@ _REMEDY = "change requires_grad of a parameter on all agents, before the same st
 _KINDS = ("frozen", "trainable")
 
 
+def difference_text(called: str, frozen_on: int, trainable_on: int) -> str:
+    """Which parameter differs, and what to do."""
+    return f"The parameter {called!r} is frozen on rank {frozen_on} and trainable on rank {trainable_on}: {_REMEDY}"
+
+
 def _difference(here: int, mine: Sequence[str], there: int, theirs: Sequence[str], names: Sequence[str]) -> str:
     for called, one, other in zip(names, mine, theirs, strict=False):
         kinds = one.partition(" ")[0], other.partition(" ")[0]

@@ -25,6 +25,7 @@ from ..world.agent import current
 from .buckets import Bucket
 from .flight import Flight, Params
 from .settings import Settings
+from .trainable_window import TrainableWindow
 
 
 class WindowFlight(Flight, ABC):
@@ -44,6 +45,8 @@ class WindowFlight(Flight, ABC):
         super().__init__(params, name, bucket_bytes, settings, schedule)
         self._moves: list[Handle[bool] | None] | None = None
         self._windows: list[str] = []
+        self._declarations: TrainableWindow | None = None
+        self._counted_from = 0  # the round since which all agents count alike
 
     @property
     def under_way(self) -> bool:
@@ -68,6 +71,8 @@ class WindowFlight(Flight, ABC):
 
     def _move_all(self) -> None:
         self._look()
+        if self._declarations is not None:
+            self._declarations.begin(self.rounds - self._counted_from, self._trainable)
         self._moves = [self._move(bucket, name) for bucket, name in self._active_windows()]
         self.rounds += 1
 
@@ -81,6 +86,13 @@ class WindowFlight(Flight, ABC):
         barrier(f"{self._name}.settled")
         self.prepare()
         self._take_all(self._windows_of_buckets())
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        """All agents are at the same place, whatever rounds they have made until then."""
+        self._counted_from = self.rounds
+        if self._declarations is not None:
+            self._declarations.all_have_met()
 
     def _look(self) -> None:
         if self.balance is not None:
@@ -100,8 +112,17 @@ class WindowFlight(Flight, ABC):
             self._moves = None
 
     def prepare(self) -> None:
-        """As it is; the first time windows are made with all neighbours."""
+        """As it is; the first time windows are made with all neighbours. So are those of parameters that are trainable
+        for the first time."""
         super().prepare()
+        if self.under_way:
+            return
+        if self._declarations is None:
+            names = list(self._params().values())
+            self._counted_from = self.rounds
+            self._declarations = TrainableWindow(f"{self._name}.trainable", self._name, names, self._trainable)
+        elif len(self.buckets) > len(self._windows):  # without all neighbours none can be made
+            self._declarations.await_neighbours(self.rounds - self._counted_from, self._trainable)
         for number, bucket in enumerate(self.buckets[len(self._windows) :], len(self._windows)):
             name = f"{self._name}.{number}"
             self._register(bucket, name)
@@ -129,9 +150,12 @@ class WindowFlight(Flight, ABC):
     def close(self) -> None:
         """Free the windows."""
         windows, self._windows = self._windows, []
+        declarations, self._declarations = self._declarations, None
         try:
             super().close()
         finally:
+            if declarations is not None:
+                declarations.free()
             for name in windows:
                 if name in ops.get_current_created_window_names():
                     ops.win_free(name)

@@ -143,6 +143,14 @@ class Reversing:
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         return f"rank {self._agent.rank} cannot connect to rank {peer} at {where} ({one.problem}: a firewall?)"
 
+    def closed_at(self, peer: int) -> float:
+        """When both directions count as closed, as ``clock.monotonic()``, if no connection opens until then; infinity
+        where one is open, or the last attempt was refused: the peer may be started again, at another port."""
+        one, link = self._attempts.get(peer), self._agent.links.get(peer)
+        if one is None or not isinstance(link, NetworkLink) or self._is_settled(link) or self.is_refused(peer):
+            return float("inf")
+        return float("inf") if self._agent.hears(peer) else one.since + one.limit
+
     @staticmethod
     def _is_settled(link: NetworkLink) -> bool:
         return link.open or (not link.is_reversed and link.is_connected)

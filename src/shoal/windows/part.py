@@ -272,16 +272,20 @@ class WindowPart:
             return self.tensor
 
     def check_neighbours(self, op: str) -> None:
-        """Raise if a neighbour is gone, or has freed this window, without moving anything."""
+        """Raise if a neighbour is gone, or has freed this window, without moving anything.
+
+        A neighbour that is lost raises nothing where the others go on without it.
+        """
         deadline = clock.monotonic() + self._engine.timeout
         for rank in self.there(sorted({*self.sources, *self.destinations})):
-            self._check(op, rank)
-            memory = self.direct.get(rank)
-            if memory is None:  # who asks for its mutex is told
-                with self.mutex([rank], deadline, op):
-                    pass
-            elif memory.freed:
-                raise self._freed_by(op, rank)
+            with self._or_go_on_without(rank):  # it may be lost while it is asked
+                self._check(op, rank)
+                memory = self.direct.get(rank)
+                if memory is None:  # who asks for its mutex is told
+                    with self.mutex([rank], deadline, op):
+                        pass
+                elif memory.freed:
+                    raise self._freed_by(op, rank)
 
     def version(self, source: int) -> int:
         """Puts and gets into a slot since the last update."""
