@@ -60,7 +60,7 @@ class Held:
 HELD = {
     "DDP": Held(0, 0, "0: its buckets are the gradients"),
     GRADIENTS: Held(2.25, 2.25, "(2 + 1/n) P: the gradients joined, their mean, the sum of a share"),
-    ATC: Held(1, 2, "P: the average is received and summed there, and is the parameters from then on"),
+    ATC: Held(1, 2, "P: the average is summed there and becomes the parameters"),
     AWC: Held(1, 2, "P: as ATC"),
     OVERLAP: Held(1, 2, "P: as ATC"),
     PUT: Held(4, 1, "2 d P: two slots for each of d = 2 in-neighbours"),

@@ -20,7 +20,7 @@ COMMANDS = {f"{name}.py" for name in cli.COMMANDS}
 
 def rooms() -> dict[str, set[str]]:
     """The names of modules in the list, under the room that they are listed in."""
-    listed = re.search(r"## The rooms.*?```(.*?)```", PAGE.read_text(), re.DOTALL)
+    listed = re.search(r"## Source layout.*?```(.*?)```", PAGE.read_text(), re.DOTALL)
     assert listed is not None
     found: dict[str, set[str]] = {}
     room = ""

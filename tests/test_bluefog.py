@@ -64,9 +64,9 @@ def rows(section: str) -> dict[str, str]:
     return dict(found)
 
 
-SAME, ALIASES, ONLY = rows("The same"), rows("Another word in Shoal"), rows("Only in `shoal.bluefog`")
+SAME, ALIASES, ONLY = rows("Unchanged names"), rows("Aliases"), rows("Only in `shoal.bluefog`")
 DIFFERENT = rows("Different in `shoal.bluefog`")
-OTHER_DEFAULT = rows("With another default")
+OTHER_DEFAULT = rows("Different default topology")
 
 
 def test_every_name_of_bluefog_is_in_the_module() -> None:
@@ -76,7 +76,7 @@ def test_every_name_of_bluefog_is_in_the_module() -> None:
 
 def test_the_page_says_of_every_name_what_became_of_it() -> None:
     assert sorted([*SAME, *DIFFERENT, *ALIASES, *OTHER_DEFAULT, *ONLY]) == sorted(bf.__all__)
-    assert [name for name in rows("Left out") if hasattr(bf, name)] == []
+    assert [name for name in rows("Unsupported names") if hasattr(bf, name)] == []
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -46,7 +46,7 @@ def test_the_calls_it_shows_average_what_they_say():
 
 def test_what_it_counts_is_as_many() -> None:
     text = (ROOT / "README.md").read_text()
-    assert "by three lines more and one less" in text
+    assert "add three lines and remove one" in text
     assert [line[0] for line in DIFF.splitlines() if line[0] != " "].count("+") == 3
     assert [line[0] for line in DIFF.splitlines() if line[0] != " "].count("-") == 1
     assert "**Algorithms**: thirty," in text

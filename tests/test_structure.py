@@ -1,4 +1,4 @@
-"""The drawn house: imports go one way, down the list of rooms in docs/architecture.md, and no file writes another's
+"""The layering: imports go one way, down the list of folders in docs/architecture.md, and no file writes another's
 fields."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def room_of(module: str) -> str:
 
 def rooms() -> list[str]:
     """From the top to the bottom, as the page lists them."""
-    listed = re.search(r"## The rooms.*?```(.*?)```", PAGE.read_text(), re.DOTALL)
+    listed = re.search(r"## Source layout.*?```(.*?)```", PAGE.read_text(), re.DOTALL)
     assert listed is not None
     return [one.removesuffix(".py") for one in re.findall(r"^  (\w+)(?:/|\.py)", listed[1], re.MULTILINE)]
 
@@ -93,7 +93,7 @@ OF_THE_HOUSE = {
     *("wheel", "hearing", "departures", "hearsay", "believed", "owed", "debtors", "fate", "seat", "seats", "census"),
     *("lend", "lends", "lent", "lending", "strangers", "stranger", "card", "cards", "heap", "bundled", "parcel"),
 }
-"""Words that only this house understood; what took their places is in docs/architecture.md."""
+"""Words of a former dialect, which names no longer use."""
 
 
 def test_names_are_the_fields_words() -> None:

@@ -1,4 +1,4 @@
-"""Train under drawn faults, many times, and print what came of each kind: the tables of docs/survival.md.
+"""Train under drawn faults, many times, and print what came of each kind: the tables of docs/fault-injection.md.
 
 python tools/chaos.py              # 100 runs, seven minutes
 python tools/chaos.py 1000 --first 0

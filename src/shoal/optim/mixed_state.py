@@ -43,8 +43,8 @@ def warn_of_second_moments(optimizer: torch.optim.Optimizer) -> None:
     if keys:
         warnings.warn(
             f"{type(optimizer).__name__} divides by the size of each agent's own gradients, and the agents average "
-            'their parameters only: where their data differ much, accuracy is lost (docs/training.md, "Adam, and '
-            f'data that differ"). mix_state={keys} averages what it divides by, too, and sends '
+            'their parameters only: where their data differ much, accuracy is lost (docs/training.md, "Adam on '
+            f'heterogeneous data"). mix_state={keys} averages what it divides by, too, and sends '
             f"{len(keys) + 1} times as much; mix_state=() leaves it as it is, and this warning out",
             stacklevel=5,
         )

@@ -1,0 +1,47 @@
+"""Links between the pages lead to files and headings that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+def test_headings_that_the_code_cites_exist() -> None:
+    """``docs/training.md, "Adam on heterogeneous data"``: in messages, docstrings, and the heads of manifests."""
+    cited = []
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "deploy").rglob("*.yaml"), ROOT / "Dockerfile"]:
+        text = re.sub(r"['\"]?\n\s*#?\s*f?['\"]?", " ", path.read_text())
+        cited += [(path.name, *found) for found in re.findall(r'(docs/[\w-]+\.md), "([^"\n]+)"', text)]
+        for page in re.findall(r"docs/[\w-]+\.md", text):
+            assert (ROOT / page).exists(), (path, page)
+    assert len(cited) >= 5
+    for name, page, heading in cited:
+        headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+        assert re.sub(r"\s+", " ", heading) in headings, (name, page, heading)
