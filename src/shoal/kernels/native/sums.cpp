@@ -14,21 +14,23 @@ enum Dtype { FLOAT32 = 0, FLOAT64 = 1, FLOAT16 = 2, BFLOAT16 = 3 };
 template <class T>
 void weigh(const Result<T>& result, const T* const* in, int count, const double* weights, int scale, double factor) {
   using W = Wide<T>;
-  if (scale == NO_SCALE) {
-    W weight[MOST_INPUTS];
-    for (int k = 0; k < count; k++) weight[k] = W(weights[k]);
-    for_each_tile(result, in, count, [&](const T* const* at) {
-      Tile<W> sum = load(at[0]) * weight[0];
-      for (int k = 1; k < count; k++) sum = fma(load(at[k]), weight[k], sum);
-      return sum;
+  with_count(count, [&](auto inputs) {
+    if (scale == NO_SCALE) {
+      W weight[MOST_INPUTS];
+      for (int k = 0; k < inputs; k++) weight[k] = W(weights[k]);
+      for_each_tile(result, in, inputs, [&](const T* const* at) {
+        Tile<W> sum = load(at[0]) * weight[0];
+        for (int k = 1; k < inputs; k++) sum = fma(load(at[k]), weight[k], sum);
+        return sum;
+      });
+      return;
+    }
+    const W by = W(factor);
+    for_each_tile(result, in, inputs, [=](const T* const* at) {
+      Tile<W> sum = load(at[0]);
+      for (int k = 1; k < inputs; k++) sum = sum + load(at[k]);
+      return scale == DIVIDE ? sum / by : sum * by;
     });
-    return;
-  }
-  const W by = W(factor);
-  for_each_tile(result, in, count, [=](const T* const* at) {
-    Tile<W> sum = load(at[0]);
-    for (int k = 1; k < count; k++) sum = sum + load(at[k]);
-    return scale == DIVIDE ? sum / by : sum * by;
   });
 }
 

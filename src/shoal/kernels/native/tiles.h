@@ -167,6 +167,12 @@ inline void store(const Tile<float>& tile, BFloat16* to) {
 template <class T>
 inline void store_streaming(const Tile<Wide<T>>& tile, T* to) {
 #if defined(__x86_64__)
+  if constexpr (std::is_same_v<T, Wide<T>>) {
+    const Vector<T>* from = &tile.a;
+    for (size_t k = 0; k < 4; k++)
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to) + k, reinterpret_cast<__m256i>(from[k]));
+    return;
+  }
   alignas(VECTOR_BYTES) T numbers[Tile<Wide<T>>::LENGTH];
   store(tile, numbers);
   const __m256i* from = reinterpret_cast<const __m256i*>(numbers);
@@ -199,6 +205,18 @@ inline void copy_streaming(char* to, const char* from, size_t bytes) {
 #endif
 }
 
+// Call `kernel` with a count: as a type if it is small, so that loops over the inputs are unrolled.
+template <class Kernel>
+inline void with_count(int count, Kernel kernel) {
+  switch (count) {
+    case 2: return kernel(std::integral_constant<int, 2>{});
+    case 3: return kernel(std::integral_constant<int, 3>{});
+    case 4: return kernel(std::integral_constant<int, 4>{});
+    case 5: return kernel(std::integral_constant<int, 5>{});
+  }
+  kernel(count);
+}
+
 inline void end_of_streaming() {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -217,19 +235,20 @@ struct Result {
 
 // out[tile] = compute(in[tile], ...) for all numbers; `compute` takes where the tile of each input begins. Numbers that
 // fill no tile are copied to one: all are computed alike. A tile of all inputs is read before it is written, so `out` may
-// be an input.
-template <class T, class Compute>
-inline void for_each_tile(const Result<T>& result, const T* const* in, int count, Compute compute) {
+// be an input. A `count` that is a type has its inputs in registers.
+template <class T, class Count, class Compute>
+inline void for_each_tile(const Result<T>& result, const T* const* in, Count count, Compute compute) {
   T *const out = result.out, *const also = result.also;
   const size_t length = result.length;
   const bool streams = result.streams;
   constexpr size_t LENGTH = Tile<Wide<T>>::LENGTH;
-  const T* at[MOST_INPUTS];
+  const T *begin[MOST_INPUTS], *at[MOST_INPUTS];
+  for (int k = 0; k < count; k++) begin[k] = in[k];
   const auto part = [&](size_t place, size_t numbers) {
     T padded[MOST_INPUTS][LENGTH], computed[LENGTH];
     for (int k = 0; k < count; k++) {
       std::memset(static_cast<void*>(padded[k]), 0, sizeof padded[k]);
-      std::memcpy(static_cast<void*>(padded[k]), in[k] + place, numbers * sizeof(T));
+      std::memcpy(static_cast<void*>(padded[k]), begin[k] + place, numbers * sizeof(T));
       at[k] = padded[k];
     }
     store(compute(at), computed);
@@ -243,7 +262,7 @@ inline void for_each_tile(const Result<T>& result, const T* const* in, int count
     if (head && head <= length) part(0, head), place = head;
   }
   for (; place + LENGTH <= length; place += LENGTH) {
-    for (int k = 0; k < count; k++) at[k] = in[k] + place;
+    for (int k = 0; k < count; k++) at[k] = begin[k] + place;
     const Tile<Wide<T>> tile = compute(at);
     if (streams) {
       store_streaming(tile, out + place);
