@@ -1,1 +1,1 @@
-"""One order of operations on all agents, for engines that need one: what is asked for, remembered, decided."""
+"""One order of operations on all agents, for collective backends: requests, response cache, decisions."""

@@ -1,4 +1,4 @@
-"""What an agent asks to have moved, until it is."""
+"""Pending requests of one agent."""
 
 from __future__ import annotations
 

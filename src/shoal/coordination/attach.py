@@ -1,4 +1,4 @@
-"""Has an agent's tensors moved by process groups, where ``SHOAL_TRANSPORT=process-group`` says so."""
+"""Sends an agent's tensors by process groups, if ``SHOAL_TRANSPORT=process-group``."""
 
 from __future__ import annotations
 

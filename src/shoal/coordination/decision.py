@@ -1,9 +1,8 @@
-"""What may go on, in which order, and what cannot: decided once, from what all agents ask for.
+"""The coordinator's decision on the requests of all agents: which run, in which order, and which are refused.
 
-A request is ready when every member has asked. Of calls whose members nobody can know, such as those that name their
-sources and destinations themselves, the members are those that are connected: with each all of its peers must have
-asked. The decision is a function of the requests alone, so whoever makes it keeps nothing, and another agent can make
-the next one.
+A request is ready when every member has requested it. Calls that name their own sources and destinations have no known
+members. For these the connected agents count as members: all peers of each must have requested it. The decision is a
+function of the requests alone. So the coordinator keeps no state, and another agent can make the next decision.
 """
 
 from __future__ import annotations

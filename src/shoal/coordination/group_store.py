@@ -1,6 +1,6 @@
-"""Where the members of a process group find each other: what each says about itself, told over Shoal's own links.
+"""The rendezvous of a process group's members: each sends its address over Shoal's own links.
 
-Nothing listens for it, and who speaks has proved who it is.
+No port is open for it, and the senders are authenticated.
 """
 
 from __future__ import annotations

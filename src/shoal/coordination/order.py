@@ -1,20 +1,19 @@
-"""One order of operations on all agents, for engines that need one: asked for, decided once, remembered.
+"""One order of operations on all agents, for collective backends: requested, decided once, cached.
 
-The problem. Agents come to their operations in different orders, and a process group of ``torch.distributed`` pairs
-whatever is next on both sides. Shoal's own transports need no order, since each message says what it belongs to; so
-nothing here is used by them.
+The problem. Agents reach their operations in different orders, and a process group of ``torch.distributed`` pairs the
+next call on both sides. Shoal's own transports need no order, because each message names its call; they use nothing of
+this package.
 
-How it works. An operation whose messages have been compared asks for its tensors to be moved (``request.py``). Agents
-that have something to ask for go through a round together (``round.py``), at whose end all have the same list of what
-all have asked for: that is moved, in that order. What has been decided once costs a bit in later rounds
-(``response_cache.py``, ``vector.py``); what is new is decided by the first agent, which keeps nothing
-(``decision.py``).
+The method. An operation whose messages have been compared requests the transfer of its tensors (``request.py``). Agents
+with requests take part in a round (``round.py``). At its end all have the same list of the requests common to all, and
+run them in that order. An earlier decision costs one bit in later rounds (``response_cache.py``, ``vector.py``). New
+requests are decided by the first agent, which keeps no state (``decision.py``).
 
-When a round begins. No clock ticks, and who has nothing to ask for takes part in nothing. Who has something to ask for
-begins, and waits in the round for the others; what it asks for meanwhile goes into the next. Where a round has come to
-nothing, since agents asked for different things, nobody begins another before something new is asked for, and who does
-calls the others. It calls all, also those that ask for nothing, where only some take part in what it asks for; and when
-it leaves.
+The start of a round. There is no timer, and an agent without requests takes part in nothing. An agent with requests
+begins a round and waits in it for the others; its new requests go into the next round. After a round without a result,
+because agents requested different operations, nobody begins another before a new request, whose agent then calls the
+others. It calls all agents, including those without requests, if a request involves only some of them, and when it
+leaves.
 """
 
 from __future__ import annotations

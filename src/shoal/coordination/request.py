@@ -1,7 +1,7 @@
-"""What an agent asks for: to move the tensors of one stage of an operation, when all that take part have asked.
+"""A request to transfer the tensors of one stage of an operation, once all its members have requested it.
 
-A request says nothing of the tensors themselves. What two agents of an edge must agree on has been compared by then,
-message by message (``engine/matching.py``); ``what`` is what all must agree on where nothing else compares it.
+A request does not describe the tensors. By then the two agents of each edge have compared them, message by message
+(``engine/matching.py``). ``what`` holds the properties that all must agree on and no message compares.
 """
 
 from __future__ import annotations

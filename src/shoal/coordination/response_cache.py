@@ -1,9 +1,9 @@
-"""What has been decided once is remembered: a call that comes again costs one bit instead of a question.
+"""The response cache: a repeated call costs one bit instead of a request.
 
-After Horovod (Romero et al., NSDI 2022, section 3.1.1): every agent keeps the same entries at the same
-places, because all change them in the same way by what all have decided. Unlike there, that is checked: a digest of the
-cache travels with the bits, so caches that differ are an error and never a wrong sum; a round belongs to each entry, so
-an agent that has skipped a call is found; and a call in which only some take part is remembered as well.
+After Horovod (Romero et al., NSDI 2022, section 3.1.1): every agent has the same entries at the same indices, because
+all change them in the same way by the same decisions. Unlike in Horovod this is checked: a digest of the cache travels
+with the bits, so different caches are an error and never a wrong sum. Each entry has a round, so a skipped call is
+detected. Calls that involve only some agents are cached as well.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""One round, in which all agents tell each other what they ask for, and end with the same list of what goes on.
+"""One negotiation round: all agents exchange their requests, and end with the same list of operations to run.
 
-First each tells ``ceil(log2 n)`` others its bits and hears as many: a dissemination, in which AND and OR come out the
-same on all, whoever hears what twice. Where all that is asked for is known that is everything, and nobody decides.
+First each agent sends its bits to ``ceil(log2 n)`` others and receives as many (dissemination). AND and OR have the
+same result on all agents, even if bits arrive twice. If all requests are cached, the round ends here without a
+decision.
 
-Else what is not known goes up a tree to the first agent, which decides and is told nothing that it would have to keep,
-and the decision comes down. Up to ``FLAT`` agents the tree has one level; beyond, what goes up is put together on its
-way, so no agent hears more than ``FAN_OUT`` others.
+Otherwise new requests go up a tree to the first agent, which decides without keeping state, and the decision comes
+down. Up to ``FLAT`` agents the tree has one level. Beyond that, requests are merged on the way, so no agent receives
+from more than ``FAN_OUT`` others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What agents tell each other in a round: a bit for each call that is known, and what else all must hear.
+"""The vector that agents exchange in a round: a bit for each cached call, and flags.
 
-Bits come together by AND: what is left is what all have asked for. The rest comes together by OR: that somebody asks
-for what is not known, that somebody leaves, that two caches differ.
+Bits are combined by AND: the result is the calls requested by all. Flags are combined by OR: an agent has a new
+request, an agent leaves, or two caches differ.
 """
 
 from __future__ import annotations

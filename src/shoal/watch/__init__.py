@@ -1,4 +1,4 @@
-"""A page that shows a run: while it goes on (``shoal run --watch``), or what its files say of it (``shoal watch DIR``).
+"""The live page of a run (``shoal run --watch``), and of a finished run from its files (``shoal watch DIR``).
 
-Nothing here imports torch, which launchers do without.
+Nothing here imports torch, because launchers run without it.
 """

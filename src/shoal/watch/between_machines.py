@@ -1,10 +1,10 @@
-"""What the launchers of other machines see, told to the first, which shows it.
+"""Launchers of other machines report their agents' status to the first launcher, which serves the page.
 
-Over TCP, to the port after that of the rendezvous. Both sides prove that they know the job's secret, without sending
-it: HMAC-SHA-256 over fresh random numbers of both. What follows goes one way, each message sealed with a key of that
-connection and its number, so that none is changed, repeated or left out; like tensors between machines it is not
-hidden. A launcher that cannot reach the first tries again and again, and its agents notice nothing. Each report, and
-each word of an agent, says all anew: so what is lost on the way is not missed.
+The connection is TCP, to the port after that of the rendezvous. Both sides authenticate with the job's secret, without
+sending it: HMAC-SHA-256 over fresh nonces. Messages go one way. Each is authenticated with a key of the connection and
+its number, so it cannot be changed, repeated or left out; like tensors between machines it is not encrypted. A launcher
+that cannot reach the first retries, and its agents are unaffected. Each report is complete, so a lost one needs no
+retransmission.
 """
 
 from __future__ import annotations

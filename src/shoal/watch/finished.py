@@ -1,4 +1,4 @@
-"""What a page is to show of a run that is over: moments of it, from the traces and the records of its agents."""
+"""The state of a finished run at any moment, from the traces and membership logs of its agents."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where a launcher hears of its agents: a Unix socket that only its user can reach, on which they push summaries.
+"""The launcher's status socket: a Unix socket that only its user can reach, to which its agents push summaries.
 
-What comes is JSON, bounded in length; nothing is unpickled, and nothing is answered.
+Messages are JSON of bounded length. Nothing is unpickled, and nothing is answered.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""What a launcher does for those who look on: hears its agents, sees their processes, and shows it all, or hands it on
-to the launcher that does. Part of the launcher's own loop, without a thread or a process of its own."""
+"""The launcher's side of the live page: receives status messages, watches processes, and serves or forwards the state.
+
+It is part of the launcher's own loop, without a thread or a process of its own.
+"""
 
 from __future__ import annotations
 

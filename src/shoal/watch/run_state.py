@@ -1,5 +1,4 @@
-"""What is known of a run, from what its agents say of themselves and their launchers see of their processes; and what
-a page is to show of it."""
+"""The state of a run, from the status of its agents and of their processes, and its form for the page."""
 
 from __future__ import annotations
 

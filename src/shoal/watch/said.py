@@ -1,4 +1,4 @@
-"""What an agent has said of itself, as a value: checked, since it came from outside, and bounded."""
+"""The status message of an agent, validated and bounded, because it comes from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers over time, of bounded length: the longer a run, the further its points are apart."""
+"""Time series of bounded length: the longer the run, the larger the distance of the points."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Serves the page to a browser on this machine, and tells it what is new: in one thread, and never waiting for anybody.
+"""Serves the page to a browser on this machine, in one thread that never blocks.
 
-It listens on 127.0.0.1, which every user of the machine reaches, and so does every page that a browser has open. So
-nothing is said to who does not know the token, which is a part of the address: a request without it ends like one that
-makes no sense, by the end of the connection and without a word. The name of the host must be one of this machine's own,
-or a page of somebody else's whose name has come to mean 127.0.0.1 could read along. Nothing that is sent here changes
-anything. How many connections there are, how long they take to ask, and what lies ready for them is bounded.
+It listens on 127.0.0.1, which every user of the machine and every page in a browser can reach. So a request without the
+token of the address is disconnected without a response, like a malformed one. The host name must be one of this
+machine: otherwise a foreign page whose name resolves to 127.0.0.1 could read the responses (DNS rebinding). Requests
+change nothing. The number of connections, their duration and their output buffers are bounded.
 """
 
 from __future__ import annotations
