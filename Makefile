@@ -7,9 +7,12 @@ STAMP := $(VENV)/.installed
 NATIVE := hatch_build.py $(wildcard src/shoal/kernels/native/*.cpp src/shoal/kernels/native/*.h)
 QUIET := --quiet --disable-pip-version-check
 
-# What to test, and options of pytest; CI adds --every-transport. Each value of a parameter is tested once;
-# TESTS=--cases=all tests all combinations (tests/support/case_selection.py).
+# What to test, and options of pytest; CI adds --every-transport. Each value of a parameter is tested once, but for the
+# transport; TESTS=--cases=each tests each function over each transport, TESTS=--cases=all all combinations
+# (tests/support/case_selection.py).
 TESTS ?=
+# Which marks run. `make test MARKED="not soak"` runs the slow tests, too, as .ci/run does.
+MARKED ?= not soak and not slow
 # The environment that the tests of frameworks and clusters have for themselves: their packages are large, and move often.
 FRAMEWORKS := .venv-frameworks
 RAY := tests/frameworks/test_ray.py
@@ -24,8 +27,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	# One thread of torch for each worker: with two each, on two cores, they take turns. And bytecode is kept, wherever
 	# it otherwise is not: a hundred processes of the tests would each compile the package again. Three workers on two
-	# cores: a third of the time a test waits.
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not soak" -n 3 $(TESTS)
+	# cores: a third of the time a test waits. Each begins with a third of the modules, whose fixtures and caches it then
+	# makes alone, and takes some of another's when it has none left.
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "$(MARKED)" --cases=few -n 3 --dist worksteal $(TESTS)
 
 # With Transformers, Accelerate and Lightning, as requirements/frameworks.lock has them; `make test` passes over these tests.
 # And the programs of kernels/, which need Triton.

@@ -40,6 +40,40 @@ def test_all_combinations_of_values_are_there_and_few_cases(length: int, fewest:
     assert fewest <= len(found) <= 1.5 * fewest and len(set(found)) == len(found)
 
 
+def test_of_a_parameter_that_may_be_what_comes_no_value_costs_a_case() -> None:
+    found = [dict(CASES[case]) for case in cover(CASES, 1, list(range(len(CASES))), ("transport",))]
+    assert sorted(case["size"] for case in found) == list(range(4)) and {case["dtype"] for case in found} == {0, 1}
+    assert {case["transport"] for case in found} == {0, 1, 2}
+
+
+OVER = """
+import pytest
+over = pytest.mark.parametrize("transport", [pytest.param(one, marks=pytest.mark.transport(one)) for one in "xyz"])
+TWO = pytest.mark.parametrize("b", [0.5, 1.5])
+@over
+def test_one(transport): pass
+@over
+@TWO
+def test_two(transport, b): pass
+@pytest.mark.every_pair
+@over
+@TWO
+def test_six(transport, b): pass
+@pytest.mark.parametrize("transport", "xyz")
+def test_names_of_transports(transport): pass
+"""
+
+
+@pytest.mark.parametrize(("way", "passed"), [("few", 1 + 2 + 6 + 3), ("each", 3 + 3 + 6 + 3)])
+def test_few_cases_are_as_many_as_there_are_values_besides_the_transport(
+    pytester: pytest.Pytester, way: str, passed: int
+) -> None:
+    pytester.makepyfile(OVER)
+    pytester.makeini("[pytest]\nmarkers =\n    transport(name): over it")
+    result = pytester.runpytest("-p", "support.case_selection", "-p", "no:cacheprovider", f"--cases={way}")
+    result.assert_outcomes(passed=passed, deselected=3 + 6 + 6 + 3 - passed)
+
+
 @pytest.mark.parametrize(
     ("arguments", "passed"),
     [((), 3 + 6 + 6 + 1), (("--cases=pairs",), 6 + 6 + 6 + 1), (("--cases=all",), 6 + 12 + 6 + 1)],

@@ -22,12 +22,24 @@ from support.world import World
 Fleets = Callable[..., shoal.Fleet]
 STEPS = 30  # longer than any period in the catalog: of a schedule, of local steps, of variance reduction
 BINARY_STEPS = 5
+LONG = 1500
+"""Steps that an exact one takes at most; those that converge in more are slow tests."""
 REAL_SIZE = 4
+IN_PROCESSES = ("D-PSGD", "RelaySGD", "SGP", "push-pull", "CHOCO-SGD", "PowerGossip")
+"""Of each kind of mixing and of messages; that the others do not know a thread from a process, slow tests say."""
 
 every_entry = pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items()])
-smooth_entry, compressed_entry = (
+compressed_entry = pytest.mark.parametrize(
+    "entry", [pytest.param(one, id=name) for name, one in CATALOG.items() if case_of(one).compressed]
+)
+smooth_in_processes, compressed_in_processes = (
     pytest.mark.parametrize(
-        "entry", [pytest.param(one, id=name) for name, one in CATALOG.items() if case_of(one).compressed == is_]
+        "entry",
+        [
+            pytest.param(one, id=name, marks=[] if name in IN_PROCESSES else [pytest.mark.slow])
+            for name, one in CATALOG.items()
+            if case_of(one).compressed == is_
+        ],
     )
     for is_ in (False, True)
 )
@@ -78,7 +90,7 @@ def test_a_fleet_agrees_with_the_stacked_fleet(entry: Entry, fleet: Fleets) -> N
     assert (found - stacked(entry, REAL_SIZE, STEPS)).abs().max() < 1e-12
 
 
-@smooth_entry
+@smooth_in_processes
 @pytest.mark.transport("shared_memory")
 def test_processes_agree_with_the_stacked_fleet(entry: Entry, world: World) -> None:
     found = torch.tensor(world.results(run_one, entry.name, STEPS), dtype=torch.float64)
@@ -93,14 +105,21 @@ def test_threads_agree_exactly_on_numbers_exact_in_binary(entry: Entry, fleet: F
     assert torch.equal(found, stacked_binary(entry, REAL_SIZE))
 
 
-@compressed_entry
+@compressed_in_processes
 @pytest.mark.transport("shared_memory")
 def test_processes_agree_exactly_on_numbers_exact_in_binary(entry: Entry, world: World) -> None:
     found = torch.tensor(world.results(run_binary, entry.name, BINARY_STEPS), dtype=torch.float64)
     assert torch.equal(found, stacked_binary(entry, REAL_SIZE))
 
 
-@pytest.mark.parametrize("entry", [pytest.param(one, id=name) for name, one in CATALOG.items() if one.exact])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(one, id=name, marks=[pytest.mark.slow] if case_of(one).steps > LONG else [])
+        for name, one in CATALOG.items()
+        if one.exact
+    ],
+)
 def test_the_exact_ones_find_the_optimum(entry: Entry) -> None:
     assert (stacked_on(entry, gradients(), SIZE, case_of(entry).steps) - optimum()).abs().max() < 1e-8
 

@@ -136,7 +136,7 @@ def test_one_agent_by_itself_begins_again(jobs: Jobs) -> None:
     assert sorted(jobs.marks("up")) == [(0, 0, 0), (1, 0, 0)]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_in_the_second_attempt_ends_it_and_nothing_is_left(jobs: Jobs, signum: signal.Signals) -> None:
     job = jobs.begin("wait_for('up', 0, 1)\nattempt or die()\nmark('waits')\ntime.sleep(60)", "-n", 2)
     wait_until(lambda: len(jobs.marks("waits")) == 2)
@@ -158,7 +158,9 @@ def test_a_second_ctrl_c_in_the_second_attempt_kills_at_once(jobs: Jobs) -> None
     assert job.wait(10) == 130
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "signum", [*(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP)), signal.SIGTERM]
+)
 def test_a_signal_between_two_attempts_begins_none(jobs: Jobs, signum: signal.Signals) -> None:
     job = jobs.begin("wait_for('up', 0, 1)\ndie()", "-n", 2)
     assert job.stderr is not None
@@ -230,7 +232,7 @@ while time.monotonic() < end: time.sleep(0.1)
     assert (ending.status, ending.all_gone, started) == (130, False, 2)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_agents_that_die_of_a_signal_that_was_passed_on_are_not_begun_again(jobs: Jobs, signum: signal.Signals) -> None:
     job = jobs.begin("mark('waits')\ntime.sleep(60)", "-n", 2)
     wait_until(lambda: len(jobs.marks("waits")) == 2)

@@ -256,8 +256,8 @@ for step in range(1000):
     ("end", "status", "said"),
     [
         ("sys.exit(9)", 9, "its script ended with SystemExit: 9"),
-        ("raise SystemExit(9)", 9, "its script ended with SystemExit: 9"),
-        ("exit(9)", 9, "its script ended with SystemExit: 9"),
+        pytest.param("raise SystemExit(9)", 9, "its script ended with SystemExit: 9", marks=pytest.mark.slow),
+        pytest.param("exit(9)", 9, "its script ended with SystemExit: 9", marks=pytest.mark.slow),
         ("raise ValueError('no data')", 1, "its script ended with ValueError: no data"),
         ("os._exit(9)", 9, ""),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, ""),
@@ -388,7 +388,7 @@ def test_killing_the_launcher_leaves_no_orphan(script: Script, start: Callable[.
         (signal.SIGTERM, "signal.SIG_DFL", 128 + signal.SIGTERM),
         (signal.SIGHUP, "lambda *_: (mark('got'), sys.exit(0))", 0),
         (signal.SIGUSR1, "lambda *_: mark('got')", 0),
-        (signal.SIGUSR2, "lambda *_: mark('got')", 0),
+        pytest.param(signal.SIGUSR2, "lambda *_: mark('got')", 0, marks=pytest.mark.slow),
     ],
 )
 def test_signals_are_passed_on_to_all_agents(

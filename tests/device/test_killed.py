@@ -20,21 +20,28 @@ POINTS = [
     Point("received", 4),
     Point("finished", 2),
 ]
-CASES = [
-    pytest.param(point, OVER[name], id=f"{point}-{name}", marks=pytest.mark.transport(name))
-    for number, point in enumerate(POINTS)
-    for name in [["shared_memory", "network"][number % 3 == 2]]
-]
+
+
+def each_point(other: int) -> pytest.MarkDecorator:
+    """Each point over one transport; every other one is a slow test, and is none of the other function."""
+    cases = []
+    for number, point in enumerate(POINTS):
+        name = ["shared_memory", "network"][number % 3 == 2]
+        marks = [pytest.mark.transport(name), *[pytest.mark.slow] * ((number + other) % 2)]
+        cases.append(pytest.param(point, OVER[name], id=f"{point}-{name}", marks=marks))
+    return pytest.mark.parametrize(("point", "environment"), cases)
+
+
 ON_DEVICES = {"SHOAL_DEVICE_MEMORY": "1"}
 
 
-@pytest.mark.parametrize(("point", "environment"), CASES)
+@each_point(0)
 def test_all_survivors_learn_within_a_second_who_was_killed(point: Point, environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | ON_DEVICES) as world:
         assert_all_learnt_it(world.run(average_until_it_fails, VICTIM, point), VICTIM)
 
 
-@pytest.mark.parametrize(("point", "environment"), CASES)
+@each_point(1)
 def test_those_that_are_left_go_on_with_each_other(point: Point, environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | ON_DEVICES | CONTINUE) as world:
         outcomes = world.run(average_and_go_on, VICTIM, point, 5)

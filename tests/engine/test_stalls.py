@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from threading import Barrier, Event
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from shoal.engine.operation import for_whom
 from shoal.world.agent import current
 from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
-from support.leftovers import nothing_is_left
+from support.leftovers import nothing_is_left, wait_until
 from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]
@@ -224,29 +225,30 @@ def test_nobody_is_reported_who_waits_for_less(
     assert [one for one in heard(caplog) if "has waited" in one] == []
 
 
-def reports_of_a_barrier() -> list[str]:
-    """What this agent says in the log while it waits in a barrier."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+def report_a_barrier(path: Path) -> None:
+    """Into a file: what this agent says in the log while it waits in a barrier."""
+    handler = logging.FileHandler(path)
     logging.getLogger("shoal").addHandler(handler)
     try:
         shoal.barrier()
     finally:
         logging.getLogger("shoal").removeHandler(handler)
-    return found
+        handler.close()
 
 
 @over_both
-def test_one_that_is_stopped_does_not_answer(environment: dict[str, str]) -> None:
+def test_one_that_is_stopped_does_not_answer(environment: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "reports"
     with World(2, environment=environment | {"SHOAL_STALL_SECONDS": str(AFTER)}) as world:
         world.results(shoal.barrier)
         world.kill(1, signal.SIGSTOP)
-        waiting = world.run_on(0, reports_of_a_barrier)
-        time.sleep(AFTER + 5.0)
+        waiting = world.run_on(0, report_a_barrier, path)
+        told = "has waited", "does not answer"
+        assert wait_until(lambda: path.exists() and all(one in path.read_text() for one in told), 15.0)
         world.kill(1, signal.SIGCONT)
         world.results(shoal.barrier, on=[1])
-        found = waiting.outcome().value
+        assert not waiting.outcome().error
+    found = path.read_text().splitlines()
     assert any("barrier round 1 on rank 0 has waited" in one and "for ranks [1]" in one for one in found), found
     assert "rank 1 does not answer rank 0: it is stopped, hung, or cut off" in found
 

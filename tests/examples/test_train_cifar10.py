@@ -73,6 +73,7 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(tmp_path: Path, fol
     assert_same_bits(whole, saved(tmp_path / "parts"))
 
 
+@pytest.mark.slow  # test_train_digits.py runs its script in processes, and this one in a fleet
 @pytest.mark.timeout(150)  # modules are imported in each process, which takes long where others want the cores, too
 def test_processes_go_on_from_where_a_fleet_stopped(tmp_path: Path, folder: Path) -> None:
     in_fleet(2, folder, "--compare", "--checkpoint", str(tmp_path / "whole"))

@@ -84,7 +84,13 @@ def test_torchrun_and_shoal_run_learn_the_same(tmp_path):
 
 @pytest.mark.parametrize(
     ("algorithm", "topology", "size"),
-    [("atc", "one-peer", 3), ("atc", "star", 5), ("awc", "ring", 4), ("allreduce", "full", 2), ("awc", "one-peer", 1)],
+    [
+        ("atc", "one-peer", 3),
+        pytest.param("atc", "star", 5, marks=pytest.mark.slow),
+        pytest.param("awc", "ring", 4, marks=pytest.mark.slow),
+        ("allreduce", "full", 2),
+        ("awc", "one-peer", 1),
+    ],
 )
 def test_every_agent_measures_the_same_fleet(tmp_path, algorithm, topology, size):
     everybody = in_fleet(size, tmp_path, "--algorithm", algorithm, "--topology", topology)

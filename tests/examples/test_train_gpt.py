@@ -66,6 +66,7 @@ def test_a_run_that_is_resumed_equals_one_that_never_stopped(tmp_path: Path, fil
     assert_same_bits(states, saved(tmp_path / "parts"))
 
 
+@pytest.mark.slow  # test_train_digits.py runs its script in processes, and this one in a fleet
 @pytest.mark.timeout(150)  # modules are imported in each process, which takes long where others want the cores, too
 def test_processes_go_on_from_where_a_fleet_stopped(tmp_path: Path, file: Path) -> None:
     (run, _) = in_fleet(2, file, "--compare", "--checkpoint", str(tmp_path / "whole"))[0]

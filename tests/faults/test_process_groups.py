@@ -18,6 +18,7 @@ from support.fault_points import (
     Point,
     arm,
     average_until_it_fails,
+    one_of_each_kind,
     until_killed_allreduces,
     until_killed_pushes,
 )
@@ -42,12 +43,14 @@ POINTS = [
 
 
 def in_turn() -> list[object]:
-    """Each point on the coordinator and on another, with small and large tensors in turn; the soak has all."""
-    cases = []
+    """Each point on the coordinator and on another, with small and large tensors in turn; the soak has all. Points that
+    are not the one of their kind are slow tests."""
+    cases, usual = [], one_of_each_kind(POINTS)
     for number, point in enumerate(POINTS):
         for place, victim in enumerate((0, 2)):
             for size, numel in enumerate((SMALL, LARGE)):
                 marks = [pytest.mark.soak] if (number + place + size) % 2 or (number % 2 and victim) else []
+                marks += [] if point in usual else [pytest.mark.slow]
                 cases.append(pytest.param(point, victim, numel, id=f"{point}-{victim}-{numel}", marks=marks))
     return cases
 

@@ -129,7 +129,7 @@ def pulled(compressor: Compressor | None, topology: Any) -> torch.Tensor:
     model.x = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
     sgd = torch.optim.SGD(model.parameters(), lr=0.02)
     optimizer = shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=topology, compression=compressor)
-    for _ in range(500):
+    for _ in range(250):
         optimizer.zero_grad()
         (model.x - target).square().sum().div(2).backward()
         optimizer.step()
@@ -152,7 +152,14 @@ def test_agents_learn_together(compressor: Compressor) -> None:
     assert compressed < plain + 0.2
 
 
-@pytest.mark.parametrize("compressor", [MinMaxUInt8(), Sign(), TopK(0.1), QSGD(7)], ids=repr)
+SLOW = pytest.mark.slow  # each of them learns on a ring, and so do two others where the topology changes
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [MinMaxUInt8(), pytest.param(Sign(), marks=SLOW), TopK(0.1), pytest.param(QSGD(7), marks=SLOW)],
+    ids=repr,
+)
 def test_agents_learn_together_where_the_topology_changes(compressor: Compressor) -> None:
     optimum = targets().mean(0)
     alone = (targets() - optimum).norm(dim=1).max()

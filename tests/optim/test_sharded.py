@@ -52,6 +52,8 @@ from support.world import World
 
 pytestmark = pytest.mark.transport("shared_memory")
 ATC = WAYS["adapt then combine"]
+USUAL, WITH_ADAM = ("adapt then combine", "gradients", "exact diffusion"), "Adam, its second moments too"
+"""The ways that are tested always; that the others shard alike, slow tests say."""
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
@@ -89,7 +91,7 @@ def train_sharded(way: str) -> bytes:
         return packed(whole(model))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way if way in USUAL else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_sharded_replicas_train_as_whole_ones_do(world: World, way: str) -> None:
     """With gradients clipped by their norm over all shards, and layers that two ranks cannot halve."""
     found = torch.stack([unpacked(one) for one in world.results(train_sharded, way)])
@@ -207,7 +209,9 @@ def load_and_go_on(folder: Path, way: str, steps: int) -> bytes:
         return packed(whole(model))
 
 
-@pytest.mark.parametrize("way", ["adapt then combine", "exact diffusion", "Adam, its second moments too"])
+@pytest.mark.parametrize(
+    "way", ["exact diffusion", *(pytest.param(way, marks=pytest.mark.slow) for way in (USUAL[0], WITH_ADAM))]
+)
 def test_a_run_that_is_resumed_equals_one_that_never_stopped(world: World, way: str, tmp_path: Path) -> None:
     whole_run = world.results(save_after, tmp_path, way, 2)
     assert whole_run[0] != whole_run[-1], "replicas that are equal would prove little"

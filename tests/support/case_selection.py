@@ -5,18 +5,23 @@ many times as long as one case for each value, and find hardly anything else. So
 of every test function so many cases that each value of each parameter is in one of them. ``--cases=pairs`` keeps each
 pair of values of two parameters. ``@pytest.mark.every_pair`` asks for pairs, ``@pytest.mark.every_case`` for all cases,
 where the interaction is what the function tests. A node id on the command line runs as it is.
+
+``--cases=few``, which ``make test`` passes, keeps each value of each parameter but the transport: a function runs over
+as many transports as it has cases anyway, which are others for another function. ``.ci/run`` tests each over all.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from itertools import combinations
 from zlib import crc32
 
 import pytest
 
-WAYS = ("each", "pairs", "all")
+WAYS = ("few", "each", "pairs", "all")
+TRANSPORT = ("transport", "environment")
+"""The parameters that say over which transport a case runs, where it has that mark."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,30 +54,39 @@ def chosen(name: str, cases: list[pytest.Item], way: str) -> Iterable[pytest.Ite
     """The cases of one function that run."""
     if cases[0].get_closest_marker("every_case") or not all(hasattr(case, "callspec") for case in cases):
         return cases
-    length = 2 if way == "pairs" or cases[0].get_closest_marker("every_pair") else 1
+    pairs = way == "pairs" or cases[0].get_closest_marker("every_pair")
     # The same object stands for a value in all cases of a function.
     values = [[(name, id(value)) for name, value in case.callspec.params.items()] for case in cases]  # type: ignore[attr-defined]
+    over_any = way == "few" and not pairs and all(case.get_closest_marker("transport") for case in cases)
     # Another first case for each function, so that not all of them test their first size over the first transport.
     first = crc32(name.encode()) % len(cases)
     order = [*range(first, len(cases)), *range(first)]
-    return [cases[index] for index in sorted(cover([values[index] for index in order], length, order))]
+    found = cover([values[index] for index in order], 2 if pairs else 1, order, TRANSPORT if over_any else ())
+    return [cases[index] for index in sorted(found)]
 
 
-def cover(values: list[list[tuple[str, int]]], length: int, order: list[int]) -> list[int]:
+def cover(
+    values: list[list[tuple[str, int]]], length: int, order: list[int], as_it_comes: Collection[str] = ()
+) -> list[int]:
     """Entries of ``order`` whose cases have, together, all combinations of ``length`` values that any case has.
 
-    Greedy: the next case is the first of those with the most combinations that no chosen case has.
+    Greedy: the next case is the first of those with the most combinations that no chosen case has; among these, the
+    first of those with the most new values of the parameters ``as_it_comes``.
 
     Args:
         values: The parameters of each case, as names and numbers that stand for their values.
         length: How many parameters' values are combined; all of a case, if it has fewer.
         order: What is returned for each case.
+        as_it_comes: Parameters of which not every value is needed.
     """
-    combined: list[set[Hashable]] = [set(combinations(sorted(one), min(length, len(one)))) for one in values]
+    needed = [[one for one in case if one[0] not in as_it_comes] for case in values]
+    combined: list[set[Hashable]] = [set(combinations(sorted(one), min(length, len(one)))) for one in needed]
     missing = set().union(*combined)
-    found = []
+    welcome = [set(case) - set(one) for case, one in zip(values, needed, strict=True)]
+    found, met = [], set[tuple[str, int]]()
     while missing:
-        best = max(range(len(combined)), key=lambda case: len(combined[case] & missing))
+        best = max(range(len(combined)), key=lambda case: (len(combined[case] & missing), len(welcome[case] - met)))
         missing -= combined[best]
+        met |= welcome[best]
         found.append(order[best])
     return found

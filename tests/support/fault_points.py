@@ -55,6 +55,12 @@ def each_over_one(ways: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("way", "environment"), cases)
 
 
+def seeds(usual: int, by_ci: int, soak: int) -> pytest.MarkDecorator:
+    """ "seed": those below ``usual`` always, below ``by_ci`` with the slow tests, and below ``soak`` by the soak."""
+    marks = [[] if k < usual else [pytest.mark.slow] if k < by_ci else [pytest.mark.soak] for k in range(soak)]
+    return pytest.mark.parametrize("seed", [pytest.param(k, marks=marks[k]) for k in range(soak)])
+
+
 def in_turn(names: Sequence[str]) -> list[object]:
     """As ``each_over_one`` for "transport", of all three."""
     cases = []
@@ -76,16 +82,24 @@ class Point:
         return f"{self.kind.replace(' ', '_')}-{self.count}"
 
 
+def one_of_each_kind(points: Sequence[Point]) -> set[Point]:
+    """The middle one of the points of each kind; a sweep has the others among the slow tests."""
+    kinds = {kind: [point for point in points if point.kind == kind] for kind in {point.kind for point in points}}
+    return {of_kind[len(of_kind) // 2] for of_kind in kinds.values()}
+
+
 def swept(points: Sequence[Point], numels: tuple[int, int]) -> pytest.MarkDecorator:
     """Every point over both transports, with small tensors over the one and large ones over the other, in turn.
 
-    So any two of point, size and transport meet; the soak has all three.
+    So any two of point, size and transport meet; the soak has all three. One point of each kind is tested always, and
+    the others with the slow tests.
     """
-    cases = []
+    cases, usual = [], one_of_each_kind(points)
     for number, point in enumerate(points):
         for size, numel in enumerate(numels):
             for way, (name, environment) in enumerate(OVER.items()):
                 marks = [pytest.mark.transport(name), *([pytest.mark.soak] if (number + size + way) % 2 else [])]
+                marks += [] if point in usual else [pytest.mark.slow]
                 cases.append(pytest.param(point, numel, environment, id=f"{point}-{numel}-{name}", marks=marks))
     return pytest.mark.parametrize(("point", "numel", "environment"), cases)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import pytest
 
 from support.chaos import FAULTS, LATE, LOCKED, Draw, run
+from support.fault_points import seeds
 
-SEEDS = [pytest.param(seed, id=f"seed-{seed}", marks=[pytest.mark.soak] if seed >= 5 else []) for seed in range(200)]
 LOCKING = [seed for seed in range(100) if Draw.of(seed).kind.startswith(LOCKED)]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@seeds(2, 5, 200)
 def test_those_that_are_left_end_where_they_must(seed: int) -> None:
     run(seed)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import pytest
 
 from support.chaos_links import FAULTS, Draw, run
+from support.fault_points import seeds
 
 pytestmark = pytest.mark.transport("namespaces")
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.soak) for k in range(3, 100))])
+@seeds(1, 3, 100)
 def test_training_ends_where_it_must_whatever_a_cable_does(seed: int) -> None:
     run(seed)
 

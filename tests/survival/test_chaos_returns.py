@@ -10,15 +10,16 @@ import pytest
 from support import PROCESS_GROUP
 from support.chaos import LATE
 from support.chaos_returns import FAULTS, Draw, run
+from support.fault_points import seeds
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(k, marks=pytest.mark.soak) for k in range(5, 200))])
+@seeds(2, 5, 200)
 def test_whoever_fails_comes_back_and_all_end_where_they_would_have(seed: int) -> None:
     run(seed)
 
 
 @pytest.mark.transport(PROCESS_GROUP)
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(k, marks=pytest.mark.soak) for k in range(3, 60))])
+@seeds(1, 3, 60)
 def test_also_where_process_groups_carry_what_they_exchange(seed: int) -> None:
     """Who comes back takes part in the next round of all, as the others do, and has none of what they remember."""
     run(seed, PROCESS_GROUP)

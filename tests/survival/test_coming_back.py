@@ -20,7 +20,7 @@ from shoal.ops.entering import hand_over
 from shoal.topology import OnePeerExponential, Static
 from shoal.world.agent import current
 from support.coming_back import KILLED, MOST_SECONDS, Seen, train
-from support.fault_points import OVER, Point, each_over_one, over_both, over_one
+from support.fault_points import OVER, Point, each_over_one, over_both, over_one, seeds
 from support.surviving_training import optimum, resting_place
 from support.survivors import CONTINUE
 from support.world import World
@@ -114,7 +114,7 @@ def drawn(seed: int) -> tuple[str, str, dict[int, list[Point]]]:
     return chance.choice(list(WAYS)), chance.choice(list(OVER)), deaths
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(k, marks=pytest.mark.soak) for k in range(4, 200))])
+@seeds(1, 4, 200)
 def test_deaths_drawn_from_a_seed_while_others_enter(seed: int) -> None:
     way, transport, deaths = drawn(seed)
     with World(SIZE, environment=OVER[transport] | RETURNS, restarts=True) as world:

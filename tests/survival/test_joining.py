@@ -154,7 +154,7 @@ def until_three_are_there() -> tuple[int, ...]:
         take()
         step += 1
         if not last and 3 in (there := shoal.alive()) and 2 not in there:
-            last = step + 400
+            last = step + 200
         if step % 10 == 0:
             checkpoint.save(None, step)
             time.sleep(0 if last else 0.01)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from support import PROCESS_GROUP
-from support.fault_points import Point
+from support.fault_points import Point, one_of_each_kind
 from support.survivors import CONTINUE, burst_through, check_all_alike, check_averages, live_through, survivors
 from support.world import World
 
@@ -29,13 +29,15 @@ POINTS = [
 
 
 def in_turn() -> list[object]:
-    cases = []
+    """The soak has all; points that are not the one of their kind are slow tests."""
+    cases, usual = [], one_of_each_kind(POINTS)
     for number, point in enumerate(POINTS):
         for place, victim in enumerate((0, 2)):
             for size, numel in enumerate((SMALL, LARGE)):
                 if point.kind == "Deciding order" and victim:
                     continue
                 marks = [pytest.mark.soak] if (number + place + size) % 2 else []
+                marks += [] if point in usual else [pytest.mark.slow]
                 cases.append(pytest.param(point, victim, numel, id=f"{point}-{victim}-{numel}", marks=marks))
     return cases
 
