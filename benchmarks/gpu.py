@@ -3,11 +3,11 @@
     python benchmarks/gpu.py
     python benchmarks/gpu.py --megabytes 64 --json out/gpu.json
 
-Weighted sums of 1, 2 and 4 neighbours, steps of SGD and AdamW with the published copy, and messages: each way that
-there is, in turn with a copy from memory of the device to memory of the device. A kernel's bandwidth counts what it has
-to read and write once, so a kernel that does no more than that and is as fast as the copy has a share of 1; passes over
-the same numbers by torch's operations have less. Times are the device's own (events), the median of rounds in which all
-take turns. Before that each is checked: a result that differs in a bit from the CPU's is said, and the status is 1.
+Weighted sums of 1, 2 and 4 neighbours: each way that there is, in turn with a copy from memory of the device to memory
+of the device. A kernel's bandwidth counts what it has to read and write once, so a kernel that does no more than that
+and is as fast as the copy has a share of 1; passes over the same numbers by torch's operations have less. Times are the
+device's own (events), the median of rounds in which all take turns. Before that each is checked: a result that differs
+in a bit from the CPU's is said, and the status is 1.
 
 Without a CUDA device it says so, and its exit status is 0. It was written without one: how long it takes, and what it
 shows, has not been seen. Meant are two minutes.
@@ -25,12 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.compression import QSGD, Sign
-from shoal.compression.draws import Redrawn
 from shoal.kernels import way_of, why_not_triton
 from shoal.kernels.choice import Way
-from shoal.kernels.codecs import add_quantised, quantise, signs, steps_of
-from shoal.kernels.steps import adamw_step, sgd_step
 from shoal.kernels.weighted_sum import weighted_sum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,54 +64,6 @@ def sums(n: int, name: str, ways: list[Way]) -> list[Measured]:
                 weighted_sum(out, own, 0.3, others[:k], weights, way=way)
 
             found.append(Measured(f"weighted sum of {k}, {name}", way, k + 2, run))
-    return found
-
-
-def steps(n: int, ways: list[Way]) -> list[Measured]:
-    param, grad, mean, square, published = randoms(5, n, torch.float32, DEVICE)
-    square.abs_()
-    found = []
-    for way in ways:
-
-        def sgd(way: Way = way) -> None:
-            sgd_step(param, grad, mean, published, lr=1e-6, momentum=0.9, weight_decay=1e-4, way=way)
-
-        def adamw(way: Way = way) -> None:
-            adamw_step(param, grad, mean, square, published, step=10, lr=1e-6, way=way)
-
-        found += [Measured("SGD's step and copy", way, 6, sgd), Measured("AdamW's step and copy", way, 8, adamw)]
-    for name, make in (("SGD's step and copy", torch.optim.SGD), ("AdamW's step and copy", torch.optim.AdamW)):
-        own = param.clone().requires_grad_()
-        own.grad = grad.clone()
-        options = {"momentum": 0.9, "weight_decay": 1e-4} if make is torch.optim.SGD else {}
-        optimizer = make([own], lr=1e-6, fused=True, **options)
-
-        def theirs(optimizer: torch.optim.Optimizer = optimizer, own: torch.Tensor = own) -> None:
-            optimizer.step()
-            published.copy_(own.detach())
-
-        found.append(Measured(name, "torch.optim, fused=True, then a copy", 6 if options else 8, theirs))
-    return found
-
-
-def messages(n: int, ways: list[Way]) -> list[Measured]:
-    (x, total), key = randoms(2, n, torch.float32, DEVICE), torch.tensor([1], device=DEVICE)
-    codes, bits = (torch.empty(n, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    found = [
-        Measured("QSGD() encodes", "torch", 2.25, lambda: QSGD().encode(x, Redrawn(1, 0, 0))),
-        Measured("Sign() encodes", "torch", 2 + 1 / 32, lambda: Sign().encode(x, Redrawn(1, 0, 0))),
-    ]
-    message = QSGD().encode(x, Redrawn(1, 0, 0))
-    found.append(
-        Measured("QSGD() is added", "torch", 2.25, lambda: QSGD().add_decoded(total, message, 1e-3, Redrawn(1, 0, 0)))
-    )
-    if "triton" in ways:
-        step = steps_of(x, 127)
-        found += [
-            Measured("QSGD() encodes", "triton", 2.25, lambda: quantise(x, steps_of(x, 127), key, codes, 127)),
-            Measured("Sign()'s bits", "triton", 1 + 1 / 32, lambda: signs(x, bits[: -(-n // 8)])),
-            Measured("QSGD() is added", "triton", 2.25, lambda: add_quantised(total, codes, step, 1e-3, 127)),
-        ]
     return found
 
 
@@ -157,17 +105,6 @@ def differing(ways: list[Way]) -> list[str]:
                 weighted_sum(found, own.to(DEVICE), weights[0], there, weights[1:], way=way)
                 if not torch.equal(found.cpu().view(torch.uint8), wanted.view(torch.uint8)):
                     wrong.append(f"a weighted sum of {name} by {way}")
-    x = randoms(1, CHECKED, torch.float32, "cpu")[0]
-    wanted = QSGD().encode(x, Redrawn(1, 0, 0))
-    if not torch.equal(QSGD().encode(x.to(DEVICE), Redrawn(1, 0, 0)).cpu(), wanted):
-        wrong.append("a message of QSGD() by torch")
-    if "triton" in ways:
-        there = x.to(DEVICE)
-        key = Redrawn(1, 0, 0).stream(there)._keys
-        step, codes = steps_of(there, 127), torch.empty(CHECKED, dtype=torch.uint8, device=DEVICE)
-        quantise(there, step, key, codes, 127)
-        if not torch.equal(torch.cat([step.view(torch.uint8), codes]).cpu(), wanted):
-            wrong.append("a message of QSGD() by triton")
     return wrong
 
 
@@ -193,13 +130,8 @@ def main() -> int:
         print(f"Other bits than on the CPU: {one}")
     n_bytes = arguments.megabytes << 20
     figures = []
-    for rows in (
-        lambda: [*sums(n_bytes // 4, "float32", ways)],
-        lambda: [*sums(n_bytes // 2, "bfloat16", ways)],
-        lambda: steps(n_bytes // 4, ways),
-        lambda: messages(n_bytes // 4, ways),
-    ):
-        figures += timed(rows(), n_bytes, arguments.rounds)
+    for name, dtype in DTYPES.items():
+        figures += timed(sums(n_bytes // dtype.itemsize, name, ways), n_bytes, arguments.rounds)
         torch.cuda.empty_cache()
     print(f"{'':34} {'by':38} {'ms':>8} {'GB/s':>8} {'of the copy':>12}")
     for row in figures:

@@ -37,20 +37,11 @@ REDUCED = f"out x0 {X.removesuffix(' x16')}"
 SUM = {"TERMS": 3, "GOES_ON": False, "TOGETHER": False, "SCALE": "no", "BLOCK": 1024}
 MEAN = {**SUM, "TOGETHER": True, "SCALE": "divide"}
 REDUCTION = {"INPUTS": 4, "STARTS": 4, "HOW": "average", "BLOCK": 1024}
-SGD = {"MOMENTUM": True, "FIRST": False, "NESTEROV": True, "DECAYS": True, "MAXIMIZE": True, "PUBLISHES": True}
-ADAMW = {"SLOWLY": True, "DECAYS": True, "MAXIMIZE": True, "PUBLISHES": True, "BLOCK": 1024}
-CODED = {"CHUNKED": True, "GROUPS": 128}
-STEPPED = "param grad mean square published"
 
 CASES: dict[str, Case] = {}
 for kind, wide in (("fp32", "fp32"), ("fp64", "fp64"), ("fp16", "fp32"), ("bf16", "fp32")):
     f = wide.replace("fp", "f")
-    fma, mul, add, div, root = (f"{name}.rn.{f}" for name in ("fma", "mul", "add", "div", "sqrt"))
-    sub = f"sub.rn.{f}"
-    # Of two numbers of float16, whose product is rounded to float16: the same.
-    decoded = "mul.rn.f16" if kind == "fp16" else mul
-    bits = {"BITS": 8, "WIDE": wide, **CODED}
-    less = (1 - 2.0**-24) if wide == "fp32" else 1 - 2.0**-53
+    fma, mul, add, div = (f"{name}.rn.{f}" for name in ("fma", "mul", "add", "div"))
     CASES |= {
         f"sum {kind}": Case("sums", "weighted_sum", _of(kind, SUMMED), {**SUM, "ACC": wide}, (fma, mul)),
         f"mean {kind}": Case("sums", "weighted_sum", _of(kind, SUMMED), {**MEAN, "ACC": wide}, (add, div)),
@@ -58,37 +49,7 @@ for kind, wide in (("fp32", "fp32"), ("fp64", "fp64"), ("fp16", "fp32"), ("bf16"
         f"least {kind}": Case(
             "reductions", "reduction", _of(kind, REDUCED), {**REDUCTION, "HOW": "min", "ACC": wide}, ()
         ),
-        f"quantise {kind}": Case(
-            "codecs",
-            "quantise",
-            {**_of(kind, "x steps"), "keys": "*i64", "out": "*u8"},
-            {**bits, "BELOW_ONE": less},
-            (add, div, mul, sub),
-        ),
-        f"signs {kind}": Case("codecs", "signs", {"x": f"*{kind}", "out": "*u8"}, {"WIDE": wide, "GROUPS": 128}, ()),
-        f"add codes {kind}": Case(
-            "codecs", "add_codes", {**_of(kind, "total steps"), "codes": "*u8"}, {**bits, "BITS": 4}, (fma, decoded)
-        ),
     }
-    if kind == wide:
-        CASES |= {
-            f"sgd {kind}": Case(
-                "steps", "sgd", _of(kind, "param grad buffer published"), {**SGD, "BLOCK": 1024}, (fma, mul)
-            ),
-            f"adamw {kind}": Case("steps", "adamw", _of(kind, STEPPED), ADAMW, (add, div, fma, mul, root, sub)),
-        }
-for bits_of, codes in ((4, "u8"), (13, "i64")):
-    CASES[f"pack {bits_of}"] = Case(
-        "codecs", "pack", {"codes": f"*{codes}", "out": "*u8"}, {"BITS": bits_of, "GROUPS": 128}, ()
-    )
-for whole in (16, 32, 64):
-    CASES[f"greatest {whole}"] = Case(
-        "codecs",
-        "greatest",
-        _of(f"i{whole}", "bits out"),
-        {"SIGNLESS": (1 << (whole - 1)) - 1, "ROWS": 16, "WIDTH": 64},
-        (),
-    )
 
 
 def launched(program: Any) -> list[str]:

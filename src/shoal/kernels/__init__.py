@@ -1,7 +1,7 @@
-"""What is computed where tensors are: sums, steps and messages that read each number once and write it once.
+"""What is computed where tensors are: sums and reductions that read each number once and write it once.
 
-Sums, reductions and steps are there twice, as programs in Triton and as operations of torch in the same order, and take
-the first where they can (:func:`way_of`; :func:`why_not_triton` says why not). See docs/kernels.md for what was seen to
+Each is there twice, as a program in Triton and as operations of torch in the same order, and takes the first where it
+can (:func:`way_of`; :func:`why_not_triton` says why not). See docs/kernels.md for what was seen to
 give the same bits, and how.
 """
 

@@ -3,7 +3,7 @@
 What each operation becomes on an NVIDIA device was read in the PTX that Triton 3.9 writes for sm_90, and
 ``tests/kernels/test_ptx.py`` reads it again: ``tl.fma`` is ``fma.rn``, ``+`` and ``*`` are ``add.rn`` and ``mul.rn``
 (each by itself: every start says ``enable_fp_fusion=False``), ``tl.div_rn`` is ``div.rn`` (``/`` of float32 would be
-``div.full``, which is not rounded), ``tl.sqrt_rn`` is ``sqrt.rn``, a conversion is ``cvt.rn``. None has ``.ftz``, so
+``div.full``, which is not rounded), a conversion is ``cvt.rn``. None has ``.ftz``, so
 subnormal numbers stay. ``tl.floor`` would have: it takes small negative numbers for zeros. No program here has it.
 """
 

@@ -17,16 +17,6 @@ def divided(x: "Any", y: "Any") -> "Any":
 
 
 @triton.jit
-def square_root(x: "Any") -> "Any":
-    """In float32 or float64."""
-    if x.dtype == tl.float64:
-        x = tl.sqrt(x)
-    else:
-        x = tl.sqrt_rn(x)
-    return x
-
-
-@triton.jit
 def loaded(pointer: "Any", at: "Any", inside: "Any", ACC: tl.constexpr) -> "Any":
     """Numbers, in a dtype that has all of them."""
     number = tl.load(pointer + at, mask=inside, other=0.0)
