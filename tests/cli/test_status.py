@@ -71,12 +71,16 @@ def until(found: Callable[[], Agents], true: Callable[[Agents], bool]) -> Agents
 # What is said
 
 
-def chain() -> None:
-    """Rank 2 does something else, rank 1 waits for it, and rank 0 waits for rank 1."""
+def until_there_is(path: Path) -> None:
+    assert wait_until(path.exists, 20.0)
+
+
+def chain(seen: Path) -> None:
+    """Rank 2 does something else until there is a file, rank 1 waits for it, and rank 0 waits for rank 1."""
     rank = shoal.rank()
     shoal.allreduce(torch.ones(1), name="before")
     if rank == 2:
-        time.sleep(3.0)
+        until_there_is(seen)
     if rank:
         shoal.pair_gossip(torch.ones(1), 3 - rank)
     if rank < 2:
@@ -84,9 +88,12 @@ def chain() -> None:
 
 
 @over_both
-def test_each_agent_says_in_what_it_waits_for_whom_and_what_ended_last(environment: dict[str, str]) -> None:
+def test_each_agent_says_in_what_it_waits_for_whom_and_what_ended_last(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
     with World(3, environment=environment) as world:
-        pending = [world.run_on(rank, chain) for rank in range(3)]
+        pending = [world.run_on(rank, chain, seen) for rank in range(3)]
         found = until(
             lambda: agents_of(status.look(pids(world))),
             lambda agents: (
@@ -106,6 +113,7 @@ def test_each_agent_says_in_what_it_waits_for_whom_and_what_ended_last(environme
             assert agent["host"] == socket.gethostname() and abs(time.time() - agent["since"]) < 60.0
         said = words(status.look(pids(world)))
         assert "in pair_gossip of ranks 0 and 1 round 0 for rank 1 " in said and "runs its script" in said
+        seen.touch()
         assert all(not one.outcome().error for one in pending)
 
 
@@ -150,13 +158,13 @@ def test_one_that_is_stopped_is_named_within_two_seconds_with_its_state(environm
         world.results(shoal.barrier)
 
 
-def hold_the_mutex() -> None:
-    """Rank 0 holds a window's mutex for a while, and rank 1 wants it."""
+def hold_the_mutex(seen: Path) -> None:
+    """Rank 0 holds a window's mutex until there is a file, and rank 1 wants it."""
     shoal.win_create(torch.ones(3), "weights")
     if shoal.rank() == 0:
         with shoal.win_mutex("weights", for_self=True):
             shoal.barrier()
-            time.sleep(2.0)
+            until_there_is(seen)
     else:
         shoal.barrier()
         shoal.win_put(torch.ones(3), "weights", require_mutex=True)
@@ -165,15 +173,17 @@ def hold_the_mutex() -> None:
 
 
 @over_both
-def test_a_call_on_a_window_that_waits_is_told_as_well(environment: dict[str, str]) -> None:
+def test_a_call_on_a_window_that_waits_is_told_as_well(environment: dict[str, str], tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
     with World(2, environment=environment) as world:
-        pending = [world.run_on(rank, hold_the_mutex) for rank in range(2)]
+        pending = [world.run_on(rank, hold_the_mutex, seen) for rank in range(2)]
         found = until(
             lambda: agents_of(status.look(pids(world))),
             lambda agents: any("'weights'" in one["call"] for one in agents[1].get("waiting", ())),
         )
         first = found[1]["waiting"][0]
         assert first["call"].startswith("win_") and first["ranks"] == [0] and found[1]["stands_still"]
+        seen.touch()
         assert all(not one.outcome().error for one in pending)
 
 

@@ -30,7 +30,8 @@ from support.leftovers import nothing_is_left, wait_until
 from support.world import World
 
 Fleets = Callable[..., shoal.Fleet]
-AFTER = 0.8
+AFTER = 0.4
+"""Seconds; an agent that waits is reported after them, and others that it asks answer at once."""
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.transport(name)) for name in (*TRANSPORTS, PROCESS_GROUP)])
@@ -88,8 +89,8 @@ def test_what_all_have_come_to_and_has_not_been_moved_waits_for_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No order is agreed on for a while, which a process that is short of time may take."""
-    monkeypatch.setenv("SHOAL_STALL_SECONDS", str(AFTER))
-    monkeypatch.setattr(watchdog, "ASK_ALL_AFTER", AFTER / 4)  # after which agents know who has come
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", str(2 * AFTER))
+    monkeypatch.setattr(watchdog, "ASK_ALL_AFTER", AFTER / 2)  # after which agents know who has come
     caplog.set_level(logging.WARNING, "shoal")
     holds, said = Event(), list[str]()
     due = Order.due.fget
@@ -101,7 +102,7 @@ def test_what_all_have_come_to_and_has_not_been_moved_waits_for_nobody(
         holds.set()
         handle = shoal.neighbor_allreduce_nonblocking(torch.ones(100_000), name="x")
         with pytest.raises(shoal.DeadlineExceeded, match="to which all have come"):
-            handle.wait(1.5 * AFTER)
+            handle.wait(3 * AFTER)
         if shoal.rank() == 0:
             with current().engine.lock:
                 said.append(str(current().engine.about.doing))
@@ -128,13 +129,13 @@ def test_in_an_operation_of_all_those_are_named_that_have_not_come(
     anywhere: Fleets, late: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whichever way it goes, and also where the others wait for each other meanwhile."""
-    monkeypatch.setenv("SHOAL_STALL_SECONDS", "1.5")
+    monkeypatch.setenv("SHOAL_STALL_SECONDS", str(2 * AFTER))
     caplog.set_level(logging.WARNING, "shoal")
 
     def run() -> None:
         shoal.barrier()
         if shoal.rank() == late:
-            time.sleep(3.0)
+            time.sleep(4 * AFTER)
         shoal.allreduce(torch.ones(1000), name="all")
 
     anywhere(4).run(run)

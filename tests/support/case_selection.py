@@ -20,7 +20,7 @@ from zlib import crc32
 import pytest
 
 WAYS = ("few", "each", "pairs", "all")
-TRANSPORT = ("transport", "environment")
+TRANSPORT = ("transport", "environment", "anywhere")
 """The parameters that say over which transport a case runs, where it has that mark."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -45,12 +45,14 @@ def over_one(usual: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("environment", cases)
 
 
-def each_over_one(ways: Iterable[str]) -> pytest.MarkDecorator:
-    """ "way" and "environment": each over one of the transports, in turn; the soak has the others."""
+def each_over_one(ways: Iterable[str], slow: Collection[str] = ()) -> pytest.MarkDecorator:
+    """ "way" and "environment": each over one of the transports, in turn; the soak has the others. The ways in ``slow``
+    are slow tests."""
     cases = []
     for number, way in enumerate(ways):
         for other, (name, environment) in enumerate(OVER.items()):
             marks = [pytest.mark.transport(name), *([pytest.mark.soak] if (number + other) % 2 else [])]
+            marks += [pytest.mark.slow] if way in slow else []
             cases.append(pytest.param(way, environment, id=f"{way}-{name}", marks=marks))
     return pytest.mark.parametrize(("way", "environment"), cases)
 

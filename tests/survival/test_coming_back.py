@@ -75,7 +75,7 @@ def run(world: World, way: str, deaths: dict[int, list[Point]]) -> list[Seen]:
     return [one.value for one in outcomes]
 
 
-@each_over_one(WAYS)
+@each_over_one(WAYS, slow=("AWC", "gradients", "exact diffusion", "exact diffusion during backward"))
 def test_who_comes_back_trains_on_as_if_nothing_had_been(way: str, environment: dict[str, str]) -> None:
     with World(SIZE, environment=environment | RETURNS, restarts=True) as world:
         seen = run(world, way, {1: [Point("received", 60)]})
