@@ -14,7 +14,7 @@ import torch
 
 import shoal
 from shoal.coordination import round as coordination
-from shoal.coordination.order import CALL, ROUND
+from shoal.coordination.ordering import CALL, ROUND
 from shoal.transport.link import Published
 from shoal.transport.process_group import ProcessGroups
 from shoal.transport.threads import ThreadLink

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from _adam_methods import METHODS, Local
 from _adam_tasks import Task, Text, cifar10, digits, text
-from shoal.algorithms.weights import ScheduleWeights
+from shoal.algorithms.schedule_weights import ScheduleWeights
 from shoal.topology.families.graphs import RingGraph
 from shoal.topology.families.one_peer import OnePeerExponential
 from shoal.topology.schedule import Schedule, Static

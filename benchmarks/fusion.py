@@ -30,7 +30,7 @@ from shoal.bench.figures import Figures
 from shoal.bench.jobs import run_job
 from shoal.bench.machine import LoadWatch
 from shoal.bench.meter import Reporter, compare
-from shoal.ops import together
+from shoal.ops import fused_ops
 
 KINDS = ("static", "push-pull", "allreduce")
 COUNTS = (1, 10, 50, 200)
@@ -56,7 +56,7 @@ def all_of(kind: str, count: int, nbytes: int, threshold: int) -> Callable[[], N
     outs = [torch.empty_like(one) for one in tensors]
 
     def act() -> None:
-        together.MOST_BYTES = threshold
+        fused_ops.MOST_BYTES = threshold
         handles = [begun(kind, one, out) for one, out in zip(tensors, outs, strict=True)]
         for handle in handles:
             handle.wait()
@@ -127,7 +127,7 @@ def draw(path: Path, medians: Medians, title: str) -> None:
             ratios = [medians[kind, count, nbytes][0] / medians[kind, count, nbytes][1] for nbytes in sizes]
             axes.plot(sizes, ratios, "o-", label=f"{count} calls")
         axes.axhline(1.0, color="gray", linestyle="--")
-        axes.axvline(together.MOST_BYTES, color="gray", linestyle=":")
+        axes.axvline(fused_ops.MOST_BYTES, color="gray", linestyle=":")
         axes.set(xscale="log", xlabel="bytes of each", title=f"{kind}, {title}")
         axes.set_xticks(SIZES, [said(nbytes) for nbytes in SIZES])
     panels[0].set_ylabel("fused, of the time one by one")

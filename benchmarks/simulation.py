@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.algorithms import GradientDescent
-from shoal.algorithms.weights import ScheduleWeights
+from shoal.algorithms.schedule_weights import ScheduleWeights
 from shoal.bench.machine import LoadWatch, here
 from shoal.sim import StackedFleet, StackedMix, per_agent, products
 from shoal.topology.families.circulant import ring

@@ -24,9 +24,9 @@ import torch
 import shoal
 from _blocks import paired, show
 from _steps import mlp
-from shoal.engine.traffic import Traffic
-from shoal.monitor import summaries
-from shoal.monitor.summaries import SECONDS, Summaries
+from shoal.engine.edge_counters import EdgeCounters
+from shoal.monitor import status_publisher
+from shoal.monitor.status_publisher import SECONDS, StatusPublisher
 from shoal.world.agent import current
 from shoal.world.launch import WATCH
 
@@ -42,7 +42,7 @@ def of_the_launcher() -> float:
     return int(Path(f"/proc/{os.getppid()}/schedstat").read_text().split()[0]) / 1e9
 
 
-class Watched(Summaries):
+class Watched(StatusPublisher):
     """An agent's summaries, at times: its thread wakes up always, and tells the launcher something while it is on."""
 
     def __init__(self, often: int = 1) -> None:
@@ -75,7 +75,7 @@ class Watched(Summaries):
 
 def each() -> None:
     """What one summary takes of its agent."""
-    one = Summaries(current(), os.environ[WATCH], seconds=3600.0)
+    one = StatusPublisher(current(), os.environ[WATCH], seconds=3600.0)
     rounds = []
     for _ in range(200):
         began = time.thread_time_ns()
@@ -86,7 +86,7 @@ def each() -> None:
     if shoal.rank() == 0:
         took = statistics.median(rounds)
         print(f"a summary: {took:.0f} us of a core, twice a second: {2 * took / 1e4:.3f}% of it", flush=True)
-        traffic, messages = Traffic(), 100_000
+        traffic, messages = EdgeCounters(), 100_000
         began = time.thread_time_ns()
         for round_ in range(messages):
             traffic.sent("neighbor_allreduce", "x", round_, 1, 1000)
@@ -103,7 +103,7 @@ def main() -> None:
     shoal.init()
     if not os.environ.get(WATCH):
         raise SystemExit("start it with shoal run --watch")
-    summaries._detach(current())  # the blocks have their own
+    status_publisher._detach(current())  # the blocks have their own
     for name in arguments.only:
         work = CASES[name]()
         often = {"watched": Watched(), f"{OFTEN} times": Watched(OFTEN)}

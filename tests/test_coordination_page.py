@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shoal.coordination.order import CAPACITY
+from shoal.coordination.ordering import CAPACITY
 from shoal.coordination.round import FAN_OUT, FLAT
-from shoal.ops.by_engine import GATHERED_BYTES
+from shoal.ops.backend_ops import GATHERED_BYTES
 from shoal.transport.process_group import BACKENDS, CONNECT_SECONDS, MADE_HERE
 
 PAGE = " ".join((Path(__file__).parents[1] / "docs" / "coordination.md").read_text().split())

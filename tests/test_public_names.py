@@ -20,7 +20,7 @@ ROOT = Path(shoal.__file__).parent
 INTERNAL = {
     *("_public", "_version", "__main__", "arithmetic", "bench", "cli", "clock", "coordination", "device", "dtensors"),
     "engine",
-    *("errors", "interrupts", "kernels", "lazily", "ops", "progress_bar", "transport", "watch", "world"),
+    *("errors", "_signals", "kernels", "_lazy_import", "ops", "progress_bar", "transport", "watch", "world"),
 }
 """Whose names are public only where ``shoal`` or another public package has them."""
 NEEDS = {"shoal.frameworks.transformers", "shoal.frameworks.accelerate", "shoal.frameworks.lightning"}

@@ -105,3 +105,40 @@ def test_names_are_the_fields_words() -> None:
                 if token.type == tokenize.NAME and OF_THE_HOUSE & {word.lower() for word in words}:
                     found.add(f"{path.relative_to(PACKAGE)}:{token.start[0]} {token.string}")
     assert not found
+
+
+FORBIDDEN_STEMS = {
+    *(
+        "said",
+        "told",
+        "doing",
+        "later",
+        "missed",
+        "handing",
+        "carrying",
+        "lobby",
+        "doors",
+        "place",
+        "asking",
+        "outside",
+    ),
+    *("reunion", "introductions", "keeping", "joining", "together", "entering", "begun", "finished", "inbox"),
+}
+"""File names that say nothing to a reader who knows distributed systems."""
+MOST_CLASSES_WITH_TWO_MEANINGS = 5
+
+
+def test_file_names_are_the_fields_terms() -> None:
+    found = [module for module, path in MODULES.items() if FORBIDDEN_STEMS & set(path.stem.split("_"))]
+    assert not found
+
+
+def test_class_names_have_one_meaning() -> None:
+    """But for a few public names, and those of other libraries in ``compat``."""
+    where: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, set()).add(module)
+    twice = {name: sorted(modules) for name, modules in where.items() if len(modules) > 1}
+    assert len(twice) <= MOST_CLASSES_WITH_TWO_MEANINGS, twice

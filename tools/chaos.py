@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from rich.progress import track
 
-from support import chaos, chaos_acts, chaos_links, chaos_returns
+from support import chaos, chaos_acts, chaos_links, chaos_rejoins
 
 Run = TypeVar("Run")
 Failed = list[tuple[int, str]]
@@ -79,10 +79,10 @@ def returns(seeds: Sequence[int], over: str = "") -> Failed:
     """Whoever fails comes back. As :func:`losses`."""
 
     def kinds(seed: int) -> list[str]:
-        draw = chaos_returns.Draw.of(seed, over)
+        draw = chaos_rejoins.Draw.of(seed, over)
         return [draw.kind, *(f"*{condition}*" for condition in draw.conditions)]
 
-    found, failed = _collect(seeds, "chaos, and back", lambda seed: chaos_returns.run(seed, over), kinds)
+    found, failed = _collect(seeds, "chaos, and back", lambda seed: chaos_rejoins.run(seed, over), kinds)
     print("| fault | runs | started again | to enter, median | worst | from where they must end, at most |")
     print("| --- | --- | --- | --- | --- | --- |")
     for kind, runs in found.items():
@@ -107,7 +107,7 @@ def main() -> None:
     else:
         failed = links(seeds, args.over) if args.links else losses(seeds, args.locked, args.over)
     if args.returns:
-        drawn = sum(len(faults) for seed in seeds for faults in chaos_returns.Draw.of(seed, args.over).faults.values())
+        drawn = sum(len(faults) for seed in seeds for faults in chaos_rejoins.Draw.of(seed, args.over).faults.values())
     else:
         drawn = len(seeds) if args.links else sum(len(chaos.Draw.of(seed).faults) for seed in seeds)
     print(f"\n{len(seeds)} runs, {drawn} faults; {len(failed)} runs failed")

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from math import isqrt
 from pathlib import Path
 
-from shoal.cli import topology_words as words
+from shoal.cli import topology_format as words
 from shoal.topology.analysis.overview import Analysis, analyse
 from shoal.topology.catalog import CATALOG, Topology
 
@@ -202,7 +202,7 @@ def overview(sections: dict[str, dict[int, Analysis | str]]) -> str:
             name,
             words.preserves(topology),
             words.repeats(found.period),
-            words.figure(found.traffic.busiest_messages),
+            words.format_figure(found.traffic.busiest_messages),
             words.exact(found),
             str(found.rounds),
             str(found.age),

@@ -10,8 +10,8 @@ command line is a part of this package, and does without torch.
 # ruff: noqa: F405 - the names of __all__ come with the star
 import typing as _typing
 
+from ._lazy_import import names_of as _names_of
 from ._version import __version__ as __version__
-from .lazily import names_of as _names_of
 
 if _typing.TYPE_CHECKING:
     from ._public import *  # noqa: F403 - as checkers and editors see them

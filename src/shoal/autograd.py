@@ -40,7 +40,7 @@ from torch.autograd.function import once_differentiable
 from .ops import collective, neighbor
 from .ops.alltoall import alltoall_nonblocking
 from .ops.arguments import split_name, where
-from .ops.groups import Group, within
+from .ops.groups import Group, caller_group
 from .topology import Mixing
 from .world.agent import bind, current
 
@@ -90,7 +90,7 @@ def allgather(
         name, group, timeout: As of :func:`shoal.allgather`. The backward pass has the name ``name.gradient``.
     """
     agent = current("allgather")
-    ranks = within("allgather", group, agent).ranks or tuple(range(agent.size))
+    ranks = caller_group("allgather", group, agent).ranks or tuple(range(agent.size))
     rows: dict[int, int] = {}
 
     def gather(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -166,7 +166,7 @@ def neighbor_allreduce(
     agent = current(called)
     self_weight, name = split_name(called, self_weight, name)
     given, form = neighbor.mixing_of(agent, self_weight, src_weights, dst_weights)
-    members, topology = within(called, group, agent), agent.topology
+    members, topology = caller_group(called, group, agent), agent.topology
     rest = members.rest(agent.size)
     checked = enable_topo_check
 
@@ -241,11 +241,11 @@ def apply_linear(
         forward_again: ``forward`` as the backward pass of ``transposed``. Without it a second derivative is an error.
         anchor: A tensor that requires grad makes the results require it, whatever ``tensors`` do.
     """
-    node: Any = _LinearOnce if forward_again is None else _Linear
+    node: Any = _LinearOnce if forward_again is None else _LinearOperation
     return list(node.apply(forward, bind(transposed), forward_again and bind(forward_again), anchor, *tensors))
 
 
-class _Linear(torch.autograd.Function):
+class _LinearOperation(torch.autograd.Function):
     """A linear operation; the backward pass of its backward pass is the operation."""
 
     @staticmethod
@@ -261,7 +261,7 @@ class _Linear(torch.autograd.Function):
         return (None, None, None, None, *found)
 
 
-class _LinearOnce(_Linear):
+class _LinearOnce(_LinearOperation):
     """The same where the backward pass has factors of its own, so that its derivative is another one."""
 
     @staticmethod

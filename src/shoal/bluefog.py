@@ -95,24 +95,24 @@ from .windows.by_name import win_wait as win_wait
 from .world.agent import current
 from .world.bootstrap import init as _init
 from .world.bootstrap import shutdown as shutdown
-from .world.identity import in_neighbor_machine_ranks as in_neighbor_machine_ranks
-from .world.identity import in_neighbor_ranks as in_neighbor_ranks
-from .world.identity import is_homogeneous as is_homogeneous
-from .world.identity import is_initialized as _is_initialized
-from .world.identity import is_machine_topo_weighted as is_machine_topo_weighted
-from .world.identity import is_topo_weighted as is_topo_weighted
-from .world.identity import load_machine_topology as load_machine_topology
-from .world.identity import load_topology as load_topology
-from .world.identity import local_rank as local_rank
-from .world.identity import local_size as local_size
-from .world.identity import machine_rank as machine_rank
-from .world.identity import machine_size as machine_size
-from .world.identity import out_neighbor_machine_ranks as out_neighbor_machine_ranks
-from .world.identity import out_neighbor_ranks as out_neighbor_ranks
-from .world.identity import rank as rank
-from .world.identity import set_machine_topology as set_machine_topology
-from .world.identity import set_topology as set_topology
-from .world.identity import size as size
+from .world.queries import in_neighbor_machine_ranks as in_neighbor_machine_ranks
+from .world.queries import in_neighbor_ranks as in_neighbor_ranks
+from .world.queries import is_homogeneous as is_homogeneous
+from .world.queries import is_initialized as _is_initialized
+from .world.queries import is_machine_topo_weighted as is_machine_topo_weighted
+from .world.queries import is_topo_weighted as is_topo_weighted
+from .world.queries import load_machine_topology as load_machine_topology
+from .world.queries import load_topology as load_topology
+from .world.queries import local_rank as local_rank
+from .world.queries import local_size as local_size
+from .world.queries import machine_rank as machine_rank
+from .world.queries import machine_size as machine_size
+from .world.queries import out_neighbor_machine_ranks as out_neighbor_machine_ranks
+from .world.queries import out_neighbor_ranks as out_neighbor_ranks
+from .world.queries import rank as rank
+from .world.queries import set_machine_topology as set_machine_topology
+from .world.queries import set_topology as set_topology
+from .world.queries import size as size
 
 __all__ = [
     "CommunicationType",

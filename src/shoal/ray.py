@@ -101,7 +101,7 @@ def train(
         ray.util.remove_placement_group(group)
 
 
-class _Agent:
+class _RayAgent:
     """One agent's process; an actor of Ray's."""
 
     def __init__(self, rank: int) -> None:
@@ -183,7 +183,7 @@ def _start(ray: Any, group: Any, bundle: int, rank: int, resources: Mapping[str,
         "max_restarts": 0,
         "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
     }
-    return ray.remote(_Agent).options(**options).remote(rank)
+    return ray.remote(_RayAgent).options(**options).remote(rank)
 
 
 def _environments(ray: Any, actors: Sequence[Any], on_loss: str, seconds: float) -> list[dict[str, str]]:

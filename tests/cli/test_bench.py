@@ -19,7 +19,7 @@ from shoal.bench import jobs, machine, picture, verdicts
 from shoal.bench.figures import Figures
 from shoal.bench.machine import Load, LoadWatch
 from shoal.bench.tables import amount, speed_markdown
-from shoal.bench.wire import missing_tool, wire_seconds
+from shoal.bench.wire_bytes import missing_tool, wire_seconds
 from shoal.cli import main
 from support.leftovers import wait_until
 from support.limits import scaled

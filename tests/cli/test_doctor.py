@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.cli import doctor, live_check, main
+from shoal.cli import doctor, main, self_test
 from shoal.device.device import Unshareable
 
 # Longer than the doctor's own patience, which begins when it has imported torch.
@@ -201,7 +201,7 @@ def test_a_wrong_average_fails_the_check(
 ) -> None:
     monkeypatch.setattr(shoal, "neighbor_allreduce", average)
     with pytest.raises(RuntimeError, match="over threads it came to"):
-        shoal.Fleet(2).run(live_check.average)
+        shoal.Fleet(2).run(self_test.average)
 
 
 def test_problems_that_several_checks_share_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,22 +14,22 @@ import pytest
 import shoal
 from shoal.cli import main
 from shoal.cli.membership_report import Stay, stays
-from shoal.monitor.record import CAME, CHANGED, LEFT, Entry, read
+from shoal.monitor.membership_log import CAME, CHANGED, LEFT, MembershipEvent, read
 from support.world import World, reserved_port
 
 BY_HAND = [
-    Entry(100.0, 0, 0, CAME, alive=(0, 1)),
-    Entry(100.5, 1, 0, CAME, alive=(0, 1)),
-    Entry(110.0, 0, 0, CHANGED, lost=(1,), alive=(0,)),
-    Entry(112.0, 1, 1, CAME, alive=(1,)),
-    Entry(115.0, 0, 0, CHANGED, entered=(1,), alive=(0, 1)),
-    Entry(115.25, 1, 1, CHANGED, entered=(0, 1), alive=(0, 1)),
-    Entry(130.0, 0, 0, LEFT),
-    Entry(131.0, 1, 1, LEFT),
+    MembershipEvent(100.0, 0, 0, CAME, alive=(0, 1)),
+    MembershipEvent(100.5, 1, 0, CAME, alive=(0, 1)),
+    MembershipEvent(110.0, 0, 0, CHANGED, lost=(1,), alive=(0,)),
+    MembershipEvent(112.0, 1, 1, CAME, alive=(1,)),
+    MembershipEvent(115.0, 0, 0, CHANGED, entered=(1,), alive=(0, 1)),
+    MembershipEvent(115.25, 1, 1, CHANGED, entered=(0, 1), alive=(0, 1)),
+    MembershipEvent(130.0, 0, 0, LEFT),
+    MembershipEvent(131.0, 1, 1, LEFT),
 ]
 
 
-def written(folder: Path, entries: list[Entry]) -> Path:
+def written(folder: Path, entries: list[MembershipEvent]) -> Path:
     for one in entries:
         with (folder / f"agent{one.rank}.{one.incarnation}.jsonl").open("a") as file:
             file.write(json.dumps(asdict(one)) + "\n")
@@ -42,7 +42,7 @@ def test_who_was_there_when() -> None:
         Stay(1, 0.5, 0.5, 10.0, True),
         Stay(1, 12.0, 15.25, 31.0, False),
     ]
-    unfinished = [*BY_HAND[:4], Entry(120.0, 0, 0, CHANGED, lost=(), alive=(0,))]
+    unfinished = [*BY_HAND[:4], MembershipEvent(120.0, 0, 0, CHANGED, lost=(), alive=(0,))]
     assert stays(unfinished) == [
         Stay(0, 0.0, 0.0, None, False),
         Stay(1, 0.5, 0.5, 10.0, True),
@@ -51,7 +51,7 @@ def test_who_was_there_when() -> None:
 
 
 def test_who_was_there_of_a_job_that_was_begun_again() -> None:
-    begun_again = [Entry(50.0 + one.at, *list(vars(one).values())[1:]) for one in BY_HAND]
+    begun_again = [MembershipEvent(50.0 + one.at, *list(vars(one).values())[1:]) for one in BY_HAND]
     gone = [one for one in BY_HAND if one.at < 130.0]
     assert stays([*gone, *begun_again]) == [
         Stay(0, 0.0, 0.0, 50.0, True),

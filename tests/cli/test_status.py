@@ -20,11 +20,11 @@ import torch
 from rich.console import Console
 
 import shoal
-from shoal.cli import agents_here, main, status
-from shoal.cli.agents_here import Process
-from shoal.transport import inquiries
-from shoal.transport.doors import listen_privately
+from shoal.cli import local_agents, main, status
+from shoal.cli.local_agents import Process
+from shoal.transport import status_socket
 from shoal.transport.handshake import HELLO_SIZE, Accepting
+from shoal.transport.listeners import listen_privately
 from shoal.transport.sockets import GREETING_SECONDS
 from shoal.world.agent import current
 from support import PROCESS_GROUP, TRANSPORTS
@@ -32,7 +32,7 @@ from support.fault_points import over_both
 from support.flooders import NOBODY, may_become_others
 from support.leftovers import wait_until
 from support.limits import scaled
-from support.strangers import count_of_descriptors, door
+from support.unauthenticated_peers import count_of_descriptors, door
 from support.world import World
 
 NETWORK = {"SHOAL_TRANSPORT": "network"}
@@ -254,23 +254,23 @@ def test_all_threads_of_a_fleet_are_found_through_one_socket_also_when_its_keepe
     try:
         assert left.wait(30)
         for keeper in range(4):  # whoever has the socket goes next
-            doors = agents_here.find()[os.getpid()]
+            doors = local_agents.find()[os.getpid()]
             assert len(doors) == 1
             deadline = time.monotonic() + 10.0
             while True:  # word that rank 0 left may still be under way
-                found = agents_of(agents_here.ask({os.getpid(): doors}))
+                found = agents_of(local_agents.ask({os.getpid(): doors}))
                 if all(0 in agent["left"] for agent in found.values()) or time.monotonic() > deadline:
                     break
             assert set(found) == {1, 2, 3, 4}, keeper
             assert all(agent["size"] == 5 and 0 in agent["left"] for agent in found.values())
-            (mine,) = [one for one in inquiries.here._agents if one.has_own_door]
-            inquiries.here.leave(mine)  # as if it closed
+            (mine,) = [one for one in status_socket.here._agents if one.has_private_listener]
+            status_socket.here.leave(mine)  # as if it closed
             mine.acceptor.close()  # type: ignore[attr-defined]
-            inquiries.here.join(mine)
+            status_socket.here.join(mine)
     finally:
         go_on.set()
         running.join()
-    assert os.getpid() not in agents_here.find()
+    assert os.getpid() not in local_agents.find()
 
 
 def test_an_agent_that_nobody_asks_has_nothing_to_look_after() -> None:
@@ -281,7 +281,7 @@ def test_an_agent_that_nobody_asks_has_nothing_to_look_after() -> None:
 # Who may ask, and what
 
 
-def question(path: str, word: bytes = inquiries.QUESTION) -> bytes:
+def question(path: str, word: bytes = status_socket.QUESTION) -> bytes:
     """What an agent answers to a word; empty where it hangs up."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(GREETING_SECONDS + 5.0)
@@ -289,14 +289,14 @@ def question(path: str, word: bytes = inquiries.QUESTION) -> bytes:
         sock.recv(HELLO_SIZE)
         sock.send(word)
         heard = []
-        while packet := sock.recv(inquiries.PACKET_BYTES):
+        while packet := sock.recv(status_socket.PACKET_BYTES):
             heard.append(packet)
         return b"".join(heard)
 
 
 def test_the_answer_is_json_without_the_secret() -> None:
     with World(2, environment={"SHOAL_SECRET": "only we know"}) as world:
-        [path] = agents_here.find()[pids(world)[0]]
+        [path] = local_agents.find()[pids(world)[0]]
         answer = question(path)
         assert json.loads(answer)["agents"][0]["rank"] == 0
         assert b"only we know" not in answer
@@ -321,11 +321,11 @@ except OSError as error:
     print(type(error).__name__)
 """
     with World(2) as world:
-        [path] = agents_here.find()[pids(world)[0]]
+        [path] = local_agents.find()[pids(world)[0]]
         unix = world.results(door, on=[0])[0].unix
         said = [
             subprocess.run(
-                [sys.executable, "-I", "-c", ask, where, str(NOBODY), inquiries.QUESTION.decode()],
+                [sys.executable, "-I", "-c", ask, where, str(NOBODY), status_socket.QUESTION.decode()],
                 capture_output=True,
                 text=True,
                 check=True,
@@ -358,7 +358,7 @@ except OSError:
         [sys.executable, "-I", "-c", listen, name, str(NOBODY), str(HELLO_SIZE)], stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "listens\n"
-        [found] = agents_here.ask({os.getpid(): [name.replace("@", "\0")]})
+        [found] = local_agents.ask({os.getpid(): [name.replace("@", "\0")]})
         assert "another user" in found.silent
         assert other.stdout.readline() == "heard 0\n"
 
@@ -368,16 +368,16 @@ def test_over_a_network_the_question_is_no_answer_to_a_greeting() -> None:
         way = world.results(door, on=[0])[0]
         with socket.create_connection((way.host, way.port), timeout=1.0) as sock:
             assert len(sock.recv(HELLO_SIZE)) == HELLO_SIZE
-            sock.sendall(inquiries.QUESTION)
+            sock.sendall(status_socket.QUESTION)
             with pytest.raises(TimeoutError):
                 sock.recv(1)
         world.results(shoal.barrier)
 
 
-@pytest.mark.parametrize("word", [inquiries.QUESTION[:-1], inquiries.QUESTION + b"?", b"SHOAL: stop"])
+@pytest.mark.parametrize("word", [status_socket.QUESTION[:-1], status_socket.QUESTION + b"?", b"SHOAL: stop"])
 def test_no_other_word_is_answered(word: bytes) -> None:
     with World(1) as world:
-        [path] = agents_here.find()[pids(world)[0]]
+        [path] = local_agents.find()[pids(world)[0]]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(0.5)
             sock.connect(path)
@@ -397,7 +397,7 @@ def averages(count: int) -> int:
 @over_both
 def test_a_flood_of_questions_takes_no_descriptor_for_long_and_keeps_nobody_out(environment: dict[str, str]) -> None:
     with World(2, environment=environment) as world:
-        [path] = agents_here.find()[pids(world)[0]]
+        [path] = local_agents.find()[pids(world)[0]]
         before = world.results(count_of_descriptors)
         stop, asked = threading.Event(), [0] * 4
 
@@ -426,19 +426,19 @@ def test_a_flood_of_questions_takes_no_descriptor_for_long_and_keeps_nobody_out(
 def test_who_asks_and_does_not_listen_holds_nobody_up() -> None:
     with World(2) as world:
         before = world.results(count_of_descriptors)
-        [path] = agents_here.find()[pids(world)[0]]
+        [path] = local_agents.find()[pids(world)[0]]
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             sock.connect(path)
-            sock.send(inquiries.QUESTION)
+            sock.send(status_socket.QUESTION)
             world.results(averages, 50)
             assert wait_until(lambda: world.results(count_of_descriptors) == before)
 
 
 def test_many_agents_are_told_in_packets_that_a_socket_takes() -> None:
     agents = [{"rank": rank, "text": "x" * 500} for rank in range(1000)]
-    packets = inquiries._in_packets(agents)
-    assert max(map(len, packets)) <= inquiries.PACKET_BYTES and sum(map(len, packets)) <= inquiries.MOST_BYTES
+    packets = status_socket._in_packets(agents)
+    assert max(map(len, packets)) <= status_socket.PACKET_BYTES and sum(map(len, packets)) <= status_socket.MOST_BYTES
     said = json.loads(b"".join(packets))
     assert said["there"] == 1000 and said["agents"] == agents[: len(said["agents"])] and len(said["agents"]) > 200
 
@@ -455,8 +455,8 @@ def test_a_forked_child_is_no_agent() -> None:
     with World(1) as world:
         [child] = world.results(fork_and_wait)
         try:
-            assert wait_until(lambda: child not in agents_here.find())  # it closes what it has right after the fork
-            assert pids(world)[0] in agents_here.find()
+            assert wait_until(lambda: child not in local_agents.find())  # it closes what it has right after the fork
+            assert pids(world)[0] in local_agents.find()
         finally:
             os.kill(child, signal.SIGKILL)
             world.results(os.waitpid, child, 0)
@@ -520,27 +520,27 @@ NONSENSE = [
 @pytest.mark.parametrize("answer", NONSENSE)
 def test_an_answer_that_is_nonsense_is_said_to_be_that(answer: bytes) -> None:
     with one_that_answers(answer) as path:
-        [found] = agents_here.ask({os.getpid(): path})
+        [found] = local_agents.ask({os.getpid(): path})
     assert found.agents == () and "makes no sense" in found.silent
 
 
 def test_who_greets_like_no_agent_is_asked_nothing() -> None:
     with one_that_answers(b"", greeting=b"220 mail") as path:
-        [found] = agents_here.ask({os.getpid(): path})
+        [found] = local_agents.ask({os.getpid(): path})
     assert "makes no sense" in found.silent
 
 
 def test_an_answer_without_end_is_not_read_for_ever() -> None:
     said: list[bytes] = []
     with one_that_answers(*[b"x" * 10_000] * 1000, said=said) as path:
-        [found] = agents_here.ask({os.getpid(): path}, within=5.0)
+        [found] = local_agents.ask({os.getpid(): path}, within=5.0)
     assert "makes no sense" in found.silent
     assert len(said) < 100  # a megabyte, with what the socket holds
 
 
 def test_an_agent_that_is_busy_says_who_it_is() -> None:
     with one_that_answers(json.dumps({"there": 1, "agents": [AGENT]}).encode()) as path:
-        found = agents_here.ask({os.getpid(): path})
+        found = local_agents.ask({os.getpid(): path})
     assert "has no time to say more" in words(found)
 
 

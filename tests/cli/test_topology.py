@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shoal.cli import main, topology
-from shoal.cli import topology_words as words
+from shoal.cli import topology_format as words
 from shoal.topology import CATALOG, Alternating, OnePeerExponential, RingGraph, Static, mixing_matrix
 from shoal.topology.analysis.overview import analyse
 

@@ -17,7 +17,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.netmodel import Link
-from shoal.netmodel.probe import Measured
+from shoal.netmodel.probe import MeasuredNetwork
 from support.world import World
 
 NIC = ("--latency", "5ms", "--bandwidth", "1gbit", "--model-mb", "100")
@@ -197,9 +197,9 @@ def two_measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Measuring takes no time and finds one machine; the numbers of agents that were asked to."""
     asked: list[int] = []
 
-    def found(agents: int) -> Measured:
+    def found(agents: int) -> MeasuredNetwork:
         asked.append(agents)
-        return Measured(agents, agents, Link(1e-5, 4e9), None)
+        return MeasuredNetwork(agents, agents, Link(1e-5, 4e9), None)
 
     monkeypatch.setattr("shoal.netmodel.probe.measure_here", found)
     return asked

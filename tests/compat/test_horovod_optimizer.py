@@ -220,7 +220,7 @@ def test_who_has_no_gradient_counts_as_zero() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-            self.never, self.frozen = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1), False)
+            self.never, self.paused = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1), False)
 
     def run() -> list[list[float]]:
         hvd.init()
@@ -231,11 +231,11 @@ def test_who_has_no_gradient_counts_as_zero() -> None:
             (rank * model.first + (rank - 1) * model.second).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        model.frozen.requires_grad_(True)  # it is learnt from now on
-        (model.frozen * rank).sum().backward()
+        model.paused.requires_grad_(True)  # it is learnt from now on
+        (model.paused * rank).sum().backward()
         optimizer.step()
         assert model.never.grad is not None
-        return [model.first.tolist(), model.second.tolist(), model.never.tolist(), model.frozen.tolist()]
+        return [model.first.tolist(), model.second.tolist(), model.never.tolist(), model.paused.tolist()]
 
     for found in shoal.Fleet(SIZE, timeout=20.0).run(run):
         assert found == [[0.0, 0.0], pytest.approx([2 / 3] * 2), [1.0], [0.0]]

@@ -15,7 +15,7 @@ import torch
 import shoal
 from shoal.cli import certificates
 from shoal.coordination.attach import check_backend
-from shoal.engine.operation import Carried, Exchange
+from shoal.engine.operation import BackendRequest, Exchange
 from shoal.transport.process_group import available
 from shoal.transport.wire import Kind, Message, ProtocolError, Where
 from shoal.world.agent import current
@@ -159,7 +159,7 @@ def test_what_nothing_would_move_is_no_message_of_ours() -> None:
     def run() -> None:
         message = Message(Kind.DATA, "neighbor_allreduce", "x", where=Where.CARRIED, nbytes=8)
         with pytest.raises(ProtocolError, match="travels over an engine that there is not"):
-            current().engine.lifecycle.carrying.check(message)
+            current().engine.lifecycle.backend_stages.check(message)
 
     shoal.Fleet(2).run(run)
 
@@ -168,11 +168,11 @@ def test_nor_is_a_tensor_larger_than_this_machines_memory() -> None:
     def run() -> None:
         message = Message(Kind.DATA, "neighbor_allreduce", "x", where=Where.CARRIED, nbytes=1 << 50)
         with pytest.raises(ProtocolError, match="more than this machine has"):
-            current().engine.lifecycle.carrying.check(message)
+            current().engine.lifecycle.backend_stages.check(message)
 
     shoal.Fleet(2, transport=PROCESS_GROUP).run(run)
 
 
 def test_an_exchange_that_is_not_said_to_be_carried_goes_by_links() -> None:
     assert Exchange((), ()).carried is None
-    assert Carried().among == ()
+    assert BackendRequest().among == ()

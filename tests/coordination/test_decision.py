@@ -18,15 +18,17 @@ from shoal.coordination.decision import (
     requests_as_data,
     requests_of,
 )
-from shoal.coordination.request import ALL, Entry, Key, Request
+from shoal.coordination.request import ALL, CallSignature, RequestKey, TransferRequest
 
 
-def request(name: str, round_: int = 0, members: tuple[int, ...] = ALL, what: str = "", op: str = "sum") -> Request:
-    return Request(Entry(Key(name, 0, members), op, what), round_)
+def request(
+    name: str, round_: int = 0, members: tuple[int, ...] = ALL, what: str = "", op: str = "sum"
+) -> TransferRequest:
+    return TransferRequest(CallSignature(RequestKey(name, 0, members), op, what), round_)
 
 
-def edges(*peers: int, round_: int = 0) -> Request:
-    return Request(Entry(Key("x", 0, ALL), "push-pull"), round_, peers)
+def edges(*peers: int, round_: int = 0) -> TransferRequest:
+    return TransferRequest(CallSignature(RequestKey("x", 0, ALL), "push-pull"), round_, peers)
 
 
 def responses(decision: list[Response | Refusal]) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -101,10 +103,10 @@ def test_those_of_other_rounds_are_others() -> None:
 
 REQUESTS = st.dictionaries(
     st.builds(
-        Request,
+        TransferRequest,
         st.builds(
-            Entry,
-            st.builds(Key, st.text(max_size=5), st.integers(0, 9), st.sampled_from([ALL, (0, 3), (1, 2, 3)])),
+            CallSignature,
+            st.builds(RequestKey, st.text(max_size=5), st.integers(0, 9), st.sampled_from([ALL, (0, 3), (1, 2, 3)])),
             st.text(max_size=5),
             st.text(max_size=5),
             st.sampled_from(["", "allreduce"]),
@@ -119,7 +121,7 @@ REQUESTS = st.dictionaries(
 
 @given(REQUESTS)
 @settings(max_examples=200, deadline=None)
-def test_what_travels_arrives(asked: dict[Request, list[int]]) -> None:
+def test_what_travels_arrives(asked: dict[TransferRequest, list[int]]) -> None:
     assert requests_of(json.loads(json.dumps(requests_as_data(asked))), 4) == asked
     decision = decide(asked, range(4))
     assert decision_of(json.loads(json.dumps(decision_as_data(decision))), 4) == decision
@@ -127,7 +129,9 @@ def test_what_travels_arrives(asked: dict[Request, list[int]]) -> None:
 
 @given(st.lists(REQUESTS, min_size=1, max_size=4))
 @settings(max_examples=100, deadline=None)
-def test_it_makes_no_difference_where_requests_are_put_together(several: list[dict[Request, list[int]]]) -> None:
+def test_it_makes_no_difference_where_requests_are_put_together(
+    several: list[dict[TransferRequest, list[int]]],
+) -> None:
     apart = [{request: [rank] for request in asked} for rank, asked in enumerate(several)]
     at_once = merged(apart)
     by_tree = merged([merged(apart[:2]), merged(apart[2:])])

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.coordination.request import ALL, Entry, Key, Request
+from shoal.coordination.request import ALL, CallSignature, RequestKey, TransferRequest
 from shoal.coordination.response_cache import ResponseCache
 
 
-def request(name: str, round_: int = 0, members: tuple[int, ...] = ALL, what: str = "") -> Request:
-    return Request(Entry(Key(name, 0, members), "allreduce", what), round_)
+def request(name: str, round_: int = 0, members: tuple[int, ...] = ALL, what: str = "") -> TransferRequest:
+    return TransferRequest(CallSignature(RequestKey(name, 0, members), "allreduce", what), round_)
 
 
 def test_what_was_decided_is_known_in_its_next_round_and_in_no_other() -> None:
@@ -114,15 +114,15 @@ CHANGES = st.lists(
 @settings(max_examples=200, deadline=None)
 def test_agents_that_decide_the_same_have_the_same_cache(changes: list, capacity: int) -> None:
     caches = [ResponseCache(rank, capacity) for rank in range(3)]
-    rounds: dict[Key, int] = {}
+    rounds: dict[RequestKey, int] = {}
     for name, members, what, again in changes:
-        entry = Entry(Key(name, 0, members), "allreduce", what)
+        entry = CallSignature(RequestKey(name, 0, members), "allreduce", what)
         round_ = rounds[entry.key] = rounds.get(entry.key, -1) + 1
         for cache in caches:
-            if again and cache.knows(Request(entry, round_)):
+            if again and cache.knows(TransferRequest(entry, round_)):
                 assert cache.used([entry]) == [round_]
             else:
-                cache.put(Request(entry, round_))
+                cache.put(TransferRequest(entry, round_))
         assert len({cache.digest for cache in caches}) == 1
         assert len({(len(cache), cache.width, cache.bits) for cache in caches}) == 1
         assert len(caches[0]) <= capacity

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shoal
-from shoal.coordination.asked import Asked, PendingRequests
-from shoal.coordination.order import Order
-from shoal.coordination.request import ALL, Entry, Key, Request
+from shoal.coordination.ordering import CollectiveOrdering
+from shoal.coordination.pending_requests import PendingRequest, PendingRequests
+from shoal.coordination.request import ALL, CallSignature, RequestKey, TransferRequest
 from shoal.engine.matching import Matcher
 from shoal.engine.operation import Exchange, Stage
-from shoal.transport.movement import Movement
+from shoal.transport.collective_plan import CollectivePlan
 from shoal.world.agent import current
 from support import PROCESS_GROUP
 from support.leftovers import nothing_is_left, wait_until
@@ -35,12 +35,12 @@ def fleet() -> Any:
         yield partial(shoal.Fleet, transport=PROCESS_GROUP, timeout=20.0)
 
 
-def pending(matcher: Matcher, number: int, asked_for: bool, name: str = "~allreduce") -> Asked:
+def pending(matcher: Matcher, number: int, asked_for: bool, name: str = "~allreduce") -> PendingRequest:
     """The next call under a name, in a stage whose tensors are to be moved."""
     operation = matcher.begin("allreduce", name, 10.0, False)
     operation.stage = stage = Stage(number, Exchange((), ()), set(), {}, to_move=True, asked_for=asked_for)
-    request = Request(Entry(Key(name, number, ALL), "allreduce"), operation.round)
-    return Asked(request, operation, stage, Movement((), [], []), [])
+    request = TransferRequest(CallSignature(RequestKey(name, number, ALL), "allreduce"), operation.round)
+    return PendingRequest(request, operation, stage, CollectivePlan((), [], []), [])
 
 
 def test_a_request_is_held_while_an_earlier_call_may_still_ask() -> None:
@@ -124,8 +124,8 @@ REFUSED: list[Callable[[], Any]] = [
 def counted() -> tuple[Any, ...]:
     """All by which an agent numbers and remembers its calls."""
     engine = current().engine
-    order = engine.carrier
-    assert isinstance(order, Order)
+    order = engine.backend
+    assert isinstance(order, CollectiveOrdering)
     with engine.lock:
         remembered = order._cache.digest, len(order._pending.all()), order._changed, order._call
         return engine.matcher.all_begun(), [str(one) for one in engine.matcher.in_flight()], remembered

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ops.test_allreduce import *  # noqa: F403
+from ops.test_allreduce_choice import *  # noqa: F403
 from ops.test_alltoall import *  # noqa: F403
 from ops.test_collectives import *  # noqa: F403
 from ops.test_compression import *  # noqa: F403

@@ -15,7 +15,7 @@ import torch
 import shoal
 from shoal.device import opening
 from shoal.device.device import Unshareable
-from shoal.ops import on_device
+from shoal.ops import device_ops
 from support.leftovers import wait_until
 from support.limits import scaled
 from support.slow_device import Slow, SlowDevice, empty, here, in_use, to_device, without_memory
@@ -298,5 +298,5 @@ def test_a_sum_that_fails_or_hangs_fails_its_call_and_the_next_goes_on(
         goes_on.set()
         return took
 
-    monkeypatch.setattr(on_device, "weighted_sum", lambda *_: here().current().queue(goes_wrong))
+    monkeypatch.setattr(device_ops, "weighted_sum", lambda *_: here().current().queue(goes_wrong))
     assert max(fleet(2).run(run)) < 8.0

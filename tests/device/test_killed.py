@@ -6,8 +6,8 @@ import pytest
 
 from support.device_agents import average_and_go_on, average_until_it_fails
 from support.fault_points import OVER, Point
-from support.learnt import assert_all_learnt_it
 from support.survivors import CONTINUE
+from support.training_loss import assert_all_learnt_it
 from support.world import World
 
 SIZE, VICTIM = 4, 2

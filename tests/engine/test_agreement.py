@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shoal.engine import keeping
+from shoal.engine import result_cache
 from shoal.engine.agreement import WORD, Agreement
-from shoal.engine.callbacks import Callbacks
-from shoal.engine.entry import Entry, Newcomer
-from shoal.engine.gate import Gate
-from shoal.engine.handing_on import RESULT, HandingOn
-from shoal.engine.keeping import HAD, Keeping
+from shoal.engine.deferred_callbacks import Callbacks
 from shoal.engine.matching import LAST_STAGE, Matcher
 from shoal.engine.membership import NOT_YET, Departure, Membership, Plan
-from shoal.engine.operation import OnLoss, Operation, Recovery
-from shoal.transport.lobby import ENTRY
-from shoal.transport.place import Endpoint, Place, here
+from shoal.engine.operation import FailurePolicy, Operation, Recovery
+from shoal.engine.rejoin import JoiningPeer, Rejoin
+from shoal.engine.result_cache import HAD, ResultCache
+from shoal.engine.result_transfer import RESULT, ResultTransfer
+from shoal.engine.submission_gate import SubmissionGate
+from shoal.transport.peer_address import Endpoint, PeerId, local_peer_id
+from shoal.transport.pending_peers import ENTRY
 from shoal.transport.sockets import Outgoing
 from shoal.transport.wire import Kind, Message, Payload, ProtocolError
 
-HERE = here(0)
+HERE = local_peer_id(0)
 ALL, IN, SMALL = "b", "c", "d"
 """Operations of all; those of them that let others in; and those whose results are kept to be handed on."""
 
@@ -34,7 +34,7 @@ class Lifecycle:
     """As much of one as agreements, entries and repairs use."""
 
     def __init__(self, one: Simulated) -> None:
-        self.gate = Gate(lambda: None)
+        self.gate = SubmissionGate(lambda: None)
         self.ready: deque[Operation] = deque()
         self.missed = type("Missed", (), {"survive": lambda *_: None})()
         self._one = one
@@ -84,19 +84,19 @@ class Router:
         found = self._one.net.there.get(rank)
         return (rank, incarnation) in self.waiting and found is not None and found.incarnation == incarnation
 
-    def wait_outside(self) -> None:
+    def begin_pending(self) -> None:
         self.outside = True
 
-    def stop_waiting(self) -> None:
+    def end_pending(self) -> None:
         self.outside = False
 
-    def admit(self, place: Place, endpoint: Endpoint) -> None:
+    def admit(self, place: PeerId, endpoint: Endpoint) -> None:
         self.places[place.rank], self.endpoints[place.rank] = place, endpoint
 
     def drop(self, rank: int) -> None:
         del self.links[rank]
 
-    def open_lobby(self) -> None:
+    def admit_pending(self) -> None:
         for rank, incarnation in list(self.waiting):
             if not self.outside and self.places[rank].incarnation == incarnation:
                 for message in self.waiting.pop((rank, incarnation), []):
@@ -136,8 +136,10 @@ class Simulated:
         fusion: Any = Fusion()
         nothing: Any = Nothing()
         self.lifecycle, self.router = lifecycle, router
-        self.keeping = Keeping(rank, self.matcher, self.membership, self._send, lambda *_: None)
-        self.handing_on = HandingOn(self.matcher, self.membership, lifecycle, self.keeping, self._send, lambda *_: None)
+        self.result_cache = ResultCache(rank, self.matcher, self.membership, self._send, lambda *_: None)
+        self.result_transfer = ResultTransfer(
+            self.matcher, self.membership, lifecycle, self.result_cache, self._send, lambda *_: None
+        )
         self.agreement = Agreement(
             rank,
             net.size,
@@ -146,8 +148,8 @@ class Simulated:
             lifecycle,
             fusion,
             Callbacks(),
-            self.keeping,
-            self.handing_on,
+            self.result_cache,
+            self.result_transfer,
             self._send,
             lambda *_: None,
             self.notice,
@@ -155,7 +157,7 @@ class Simulated:
             lambda _: None,
         )
         self.agreement.activate()
-        self.entry = Entry(
+        self.entry = Rejoin(
             rank,
             net.size,
             nothing,
@@ -169,7 +171,7 @@ class Simulated:
         )
         self.entry._sign = nothing  # to a launcher
         if incarnation:
-            self.entry.wait_outside()
+            self.entry.begin_waiting()
         elif net.begins < net.size:
             absent = tuple(range(net.begins, net.size))
             self.membership.begin_without(dict.fromkeys(absent, NOT_YET))
@@ -178,7 +180,7 @@ class Simulated:
     def ask(self) -> None:
         """As :meth:`Entry.ask` says it."""
         self.router.endpoints[self.rank] = Endpoint()
-        text = torch.frombuffer(bytearray(Newcomer(self.router.place, Endpoint()).as_json()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(JoiningPeer(self.router.place, Endpoint()).as_json()), dtype=torch.uint8)
         for other in self.net.there.values():
             if other is not self:
                 message = Message(Kind.DATA, ENTRY, ENTRY, dtype=text.dtype, payload=Payload(text, text.numel()))
@@ -192,10 +194,10 @@ class Simulated:
 
     def notice(self, departure: Departure) -> None:
         if self.membership.remove(departure.rank, departure.cause, departure.died) and (
-            departure.died or self.lifecycle.gate.frozen
+            departure.died or self.lifecycle.gate.paused
         ):
             self.agreement.change()
-        self.keeping.on_gone(departure.rank, None)
+        self.result_cache.on_gone(departure.rank, None)
 
     def misses_somebody(self) -> None:
         """A round needs an agent that has left, if there is one."""
@@ -208,18 +210,18 @@ class Simulated:
             return
         operation = self.matcher.begin(name, name, float("inf"), False)
         if name not in (ALL, IN, SMALL):
-            self.planned[operation.round] = self.agreement.plan_of(name, operation.round, OnLoss.GO_ON)
+            self.planned[operation.round] = self.agreement.plan_of(name, operation.round, FailurePolicy.SKIP_MISSING)
             self.matcher.end(operation, None)
             return
-        plan = self.agreement.plan_of(name, operation.round, OnLoss.RESTART)
-        operation.recovery = Recovery(lambda _: iter(()), OnLoss.RESTART, plan)  # type: ignore[arg-type, return-value]
+        plan = self.agreement.plan_of(name, operation.round, FailurePolicy.RETRY)
+        operation.recovery = Recovery(lambda _: iter(()), FailurePolicy.RETRY, plan)  # type: ignore[arg-type, return-value]
         operation.recovery.take = as_plan if name == SMALL else None
         self.attempts(operation)
 
     def attempts(self, operation: Operation) -> None:
         said = None
         if operation.name == IN:
-            self.entry.let_in_at_the_end_of(operation)
+            self.entry.admit_after(operation)
             said = self.entry.asking(), self.entry.begun()
         self.net.here[operation.name, operation.round, operation.plan][self.rank] = said
 
@@ -229,7 +231,7 @@ class Simulated:
         for operation in self.matcher.in_flight():
             key, recovery = (operation.name, operation.round, operation.plan), operation.recovery
             assert recovery is not None
-            group = set(range(self.net.size)) - set(operation.gone)
+            group = set(range(self.net.size)) - set(operation.excluded_ranks)
             parts = self.net.here[key]
             if operation.name == SMALL:
                 if set(parts) >= group and operation not in self.awaiting:
@@ -246,16 +248,16 @@ class Simulated:
         self.ended[operation.name, operation.round] = result
         if operation.name == SMALL:
             assert isinstance(result, Plan)
-            self.keeping.ended(operation, torch.tensor([result.entered, *result.gone]))
+            self.result_cache.ended(operation, torch.tensor([result.entered, *result.gone]))
         self.matcher.end(operation, None)
         if operation.on_end is not None:
             operation.on_end(result)
 
     def hear(self, source: int, incarnation: int, message: Message) -> None:
         if self.router.take(source, incarnation, message):
-            services = {ENTRY: self.entry, WORD: self.agreement, HAD: self.keeping, RESULT: self.handing_on}
+            services = {ENTRY: self.entry, WORD: self.agreement, HAD: self.result_cache, RESULT: self.result_transfer}
             services[message.name.partition(" ")[0]].serve(source, message)
-        self.router.open_lobby()
+        self.router.admit_pending()
 
 
 def as_plan(result: torch.Tensor) -> Plan:
@@ -263,14 +265,14 @@ def as_plan(result: torch.Tensor) -> Plan:
     return Plan(tuple(gone), entered)
 
 
-def joined(parts: dict[int, Any], operation: Operation) -> tuple[dict[int, Newcomer], dict[str, int]]:
-    """As ``ops/entering.py`` joins what all say."""
-    found: dict[int, Newcomer] = {}
+def joined(parts: dict[int, Any], operation: Operation) -> tuple[dict[int, JoiningPeer], dict[str, int]]:
+    """As ``ops/state_transfer.py`` joins what all say."""
+    found: dict[int, JoiningPeer] = {}
     begun: dict[str, int] = {}
     for asking, counts in parts.values():
         for rank, one in asking.items():
             known = found.get(rank)
-            if rank in operation.gone and (known is None or known.place.incarnation < one.place.incarnation):
+            if rank in operation.excluded_ranks and (known is None or known.place.incarnation < one.place.incarnation):
                 found[rank] = one
         for name, count in counts.items():
             begun[name] = max(count, begun.get(name, 0))
@@ -332,7 +334,7 @@ class Net:
             one.misses_somebody()
         elif what < 0.51 and returns and len(self.there) < self.size:
             self.come_back(draw.choice([rank for rank in range(self.size) if rank not in self.there]))
-        elif one.entry.outside or one.lifecycle.gate.frozen:
+        elif one.entry.outside or one.lifecycle.gate.paused:
             pass
         elif what < 0.7:
             one.begin(draw.choice(["a", ALL, SMALL, SMALL, *([IN] if returns else [])]))
@@ -352,29 +354,29 @@ class Net:
                 most = max(one.matcher.begun(name) for one in self.inside)
                 for one in self.inside:
                     for _ in range(most - one.matcher.begun(name)):
-                        if not one.lifecycle.gate.frozen:
+                        if not one.lifecycle.gate.paused:
                             one.begin(name)
             for one in self.inside:
                 one.go_on()
-                one.router.open_lobby()  # who drives looks at the clock
+                one.router.admit_pending()  # who drives looks at the clock
 
 
 def check(net: Net) -> None:
     left = net.inside
     first = left[0]
     for one in left:
-        assert not one.lifecycle.gate.frozen and one.agreement.now == first.agreement.now
+        assert not one.lifecycle.gate.paused and one.agreement.now == first.agreement.now
         assert set(one.agreement.alive) == {other.rank for other in left}
         assert not one.matcher.in_flight()
         assert one.matcher.all_begun() == first.matcher.all_begun()
     ended: dict[tuple[str, int], object] = {}
     planned: dict[int, Plan] = {}
     for one in left:
-        one.keeping.tell()
+        one.result_cache.tell()
     for link in net.waiting:
         net.deliver(link)
     for one in left:
-        assert not one.keeping.results and not one.keeping._ahead
+        assert not one.result_cache.results and not one.result_cache._ahead
         for key, result in one.ended.items():
             assert ended.setdefault(key, result) == result
         for number, plan in one.planned.items():
@@ -386,7 +388,7 @@ def check(net: Net) -> None:
 def test_agents_that_are_there_plan_and_end_all_rounds_alike(
     first: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "TELL_AFTER", 3)
+    monkeypatch.setattr(result_cache, "TELL_AFTER", 3)
     lost = entered = handed_on = 0
     returns = how != "lost"
     for seed in range(first, first + 250):
@@ -412,7 +414,7 @@ def test_who_missed_a_first_agreement_plans_its_rounds_like_those_who_had_it() -
         net.notices(rank, 3)
     for source, to in ((1, 0), (2, 0)):
         net.deliver(Link(source, 0, to, 0))
-    assert first.agreement.gone == (3,) and second.lifecycle.gate.frozen
+    assert first.agreement.gone == (3,) and second.lifecycle.gate.paused
     first.begin("a")
     net.lose(2)
     net.notices(1, 2)  # before it has heard what 0 and 2 said of the first
@@ -439,15 +441,15 @@ def test_who_enters_asks_nobody_any_more_whom_it_has_not_reached() -> None:
     inside = net.there[0]
     assert inside.agreement.gone == (1, 2, 3)
     net.come_back(3)
-    newcomer = net.there[3]
-    newcomer.router.links.update({0: link(1.0), 1: link(0.0), 2: link(1.0)})
+    joining_peer = net.there[3]
+    joining_peer.router.links.update({0: link(1.0), 1: link(0.0), 2: link(1.0)})
     net.deliver(Link(3, 1, 0, 0))
     inside.begin(IN)
     inside.go_on()
     inside.go_on()
     net.deliver(Link(0, 0, 3, 1))
-    assert newcomer.agreement.alive == (0, 3)
-    assert set(newcomer.router.links) == {0, 2}
+    assert joining_peer.agreement.alive == (0, 3)
+    assert set(joining_peer.router.links) == {0, 2}
 
 
 def test_results_of_two_attempts_are_not_taken_for_one() -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.engine import deadlock, lifecycle, watchdog
-from shoal.engine.callbacks import Callbacks
+from shoal.engine.deferred_callbacks import Callbacks
 from shoal.transport.wire import Kind, Message, ProtocolError
 from shoal.world.agent import current
 

@@ -34,8 +34,8 @@ class Postman:
 
     def __init__(self) -> None:
         self.fused = self.single = 0
-        outbox = current().engine.outbox
-        post = outbox.post
+        sender = current().engine.sender
+        post = sender.post
 
         def counted(channel: Any, operation: Any, stage: Any) -> None:
             if operation.name.startswith(PREFIX):
@@ -44,7 +44,7 @@ class Postman:
                 self.single += 1
             post(channel, operation, stage)
 
-        outbox.post = counted  # type: ignore[method-assign]
+        sender.post = counted  # type: ignore[method-assign]
 
 
 def shape_of(index: int) -> tuple[int, ...]:
@@ -381,7 +381,7 @@ def test_bundles_leave_nothing_in_the_books(fleet: Fleets) -> None:
         shoal.barrier()
         books = engine.fusion
         unbegun = engine.lifecycle.unbegun
-        empty = wait_until(lambda: not (books._active or books._early or unbegun) and engine.outbox.drained)
+        empty = wait_until(lambda: not (books._active or books._early or unbegun) and engine.sender.drained)
         return empty and not any(one.unacknowledged for one in books._unread)
 
     assert all(fleet(3).run(run))

@@ -40,14 +40,14 @@ def call(form: str, index: int, named: Edges = NAMED, name: str | None = None) -
 def counted_messages() -> Counter[bool]:
     """Messages that this agent sends from here on, by whether they move tensors."""
     found: Counter[bool] = Counter()
-    outbox = current().engine.outbox
-    post = outbox.post
+    sender = current().engine.sender
+    post = sender.post
 
     def counted(channel: Any, operation: Any, stage: Any) -> None:
         found[not stage.exchange.coordinates] += len(stage.exchange.sends)
         post(channel, operation, stage)
 
-    outbox.post = counted  # type: ignore[method-assign]
+    sender.post = counted  # type: ignore[method-assign]
     return found
 
 
@@ -186,7 +186,7 @@ def test_nothing_is_left_in_the_books(fleet: Fleets) -> None:
         shoal.barrier()
         books = engine.fusion
         return wait_until(
-            lambda: not (books._active or books._early or engine.lifecycle.unbegun) and engine.outbox.drained
+            lambda: not (books._active or books._early or engine.lifecycle.unbegun) and engine.sender.drained
         )
 
     assert all(fleet(SIZE).run(run))

@@ -13,9 +13,9 @@ import torch
 
 import shoal
 from shoal.engine.fused_name import PREFIX
-from shoal.engine.fused_operation import take
+from shoal.engine.fused_operation import take_fusible
 from shoal.engine.membership import Plan
-from shoal.engine.operation import Fusible, OnLoss, Operation, Recovery, Steps
+from shoal.engine.operation import FailurePolicy, FusionSpec, Operation, Recovery, Steps
 from shoal.world.agent import current
 from support.leftovers import wait_until
 from support.reference import push_pull, reduced, same_bits
@@ -35,15 +35,15 @@ class Postman:
 
     def __init__(self) -> None:
         self.sent: Counter[tuple[str, bool]] = Counter()
-        outbox = current().engine.outbox
-        post = outbox.post
+        sender = current().engine.sender
+        post = sender.post
 
         def counted(channel: Any, operation: Any, stage: Any) -> None:
             fused = operation.name.startswith(PREFIX)
             self.sent[operation.op.partition(" ")[0], fused] += len(stage.exchange.sends)
             post(channel, operation, stage)
 
-        outbox.post = counted  # type: ignore[method-assign]
+        sender.post = counted  # type: ignore[method-assign]
 
     def of(self, op: str) -> tuple[int, int]:
         """Messages that are fused, and that are not."""
@@ -371,7 +371,7 @@ def test_nothing_is_left_in_the_books(fleet: Fleets) -> None:
         shoal.barrier()
         books = engine.fusion
         return wait_until(
-            lambda: not (books._active or books._early or engine.lifecycle.unbegun) and engine.outbox.drained
+            lambda: not (books._active or books._early or engine.lifecycle.unbegun) and engine.sender.drained
         )
 
     assert all(fleet(SIZE).run(run))
@@ -450,7 +450,7 @@ class Alike:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def together(self, operation: Operation, parts: list[Fusible]) -> Steps[list[torch.Tensor | Exception]]:
+    def together(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
         raise NotImplementedError
         yield
 
@@ -461,8 +461,8 @@ def unbegun(plans: list[Plan]) -> deque[Operation]:
     for round_, plan in enumerate(plans):
         one = Operation("op", "x", round_, 1.0)
         one.handle = cast("Handle", object())
-        one.fusible = Fusible(torch.zeros(1), (1,), None, lambda _: iter(()), Alike())  # type: ignore[arg-type,return-value]
-        one.recovery = Recovery(one.fusible.alone, OnLoss.GO_ON, plan)
+        one.fusible = FusionSpec(torch.zeros(1), (1,), None, lambda _: iter(()), Alike())  # type: ignore[arg-type,return-value]
+        one.recovery = Recovery(one.fusible.alone, FailurePolicy.SKIP_MISSING, plan)
         found.append(one)
     return found
 
@@ -472,5 +472,5 @@ def test_calls_that_are_planned_without_some_go_alone() -> None:
     waiting = unbegun([lost, lost, Plan(), entered, Plan()])
     taken = []
     while waiting:
-        taken.append([one.round for one in take(waiting)[1]])
+        taken.append([one.round for one in take_fusible(waiting)[1]])
     assert taken == [[0], [1], [2, 3, 4]]

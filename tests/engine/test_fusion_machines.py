@@ -44,14 +44,14 @@ def call(index: int, name: str | None = None, **more: Any) -> Handle:
 def counted_messages() -> Counter[int]:
     """Messages that this agent sends from here on, by stage."""
     found: Counter[int] = Counter()
-    outbox = current().engine.outbox
-    post = outbox.post
+    sender = current().engine.sender
+    post = sender.post
 
     def counted(channel: Any, operation: Any, stage: Any) -> None:
         found[stage.number - stage.exchange.early] += len(stage.exchange.sends)
         post(channel, operation, stage)
 
-    outbox.post = counted  # type: ignore[method-assign]
+    sender.post = counted  # type: ignore[method-assign]
     return found
 
 
@@ -165,7 +165,7 @@ def test_nothing_is_left_in_the_books(fleet: Fleets) -> None:
         shoal.barrier()
         books = engine.fusion
         return wait_until(
-            lambda: not (books._active or books._early or engine.lifecycle.unbegun) and engine.outbox.drained
+            lambda: not (books._active or books._early or engine.lifecycle.unbegun) and engine.sender.drained
         )
 
     assert all(fleet(SIZE, agents_per_machine=EACH).run(run))

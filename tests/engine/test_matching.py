@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from shoal.engine import matching
-from shoal.engine.matching import SMALL_WINDOW, WINDOW, Channel, Failure, Matcher, MatchResult, disagreement
+from shoal.engine.matching import SMALL_WINDOW, WINDOW, Channel, Matcher, MatchResult, RoundFailure, disagreement
 from shoal.engine.operation import Exchange, Operation, Send, Stage
 from shoal.transport.link import Published
-from shoal.transport.memory import Arena
+from shoal.transport.shared_regions import Arena
 from shoal.transport.wire import Kind, Message, ProtocolError
 
 
@@ -39,7 +39,7 @@ def test_a_message_is_for_now_early_late_or_never_expected() -> None:
     failed = matcher.begin("average", "x", 1.0, True)
     matcher.end(failed, ValueError("spoiled"))
     assert matcher.match(message(1)) == (MatchResult.LATE, None)
-    assert matcher.failure_of(failed) == Failure("ValueError: spoiled", own=True)
+    assert matcher.failure_of(failed) == RoundFailure("ValueError: spoiled", own=True)
 
 
 def test_one_name_takes_two_kinds_of_operations_and_not_one_twice() -> None:

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import shoal
-from shoal.coordination.order import Order
-from shoal.engine import doing, stalls, watchdog
+from shoal.coordination.ordering import CollectiveOrdering
+from shoal.engine import agent_status, stalls, watchdog
 from shoal.engine.matching import Matcher
 from shoal.engine.membership import Membership
-from shoal.engine.operation import for_whom
+from shoal.engine.operation import needed_by
 from shoal.world.agent import current
 from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
@@ -93,9 +93,9 @@ def test_what_all_have_come_to_and_has_not_been_moved_waits_for_nobody(
     monkeypatch.setattr(watchdog, "ASK_ALL_AFTER", AFTER / 2)  # after which agents know who has come
     caplog.set_level(logging.WARNING, "shoal")
     holds, said = Event(), list[str]()
-    due = Order.due.fget
+    due = CollectiveOrdering.due.fget
     assert due is not None
-    monkeypatch.setattr(Order, "due", property(lambda order: not holds.is_set() and due(order)))
+    monkeypatch.setattr(CollectiveOrdering, "due", property(lambda order: not holds.is_set() and due(order)))
 
     def run() -> None:
         shoal.barrier()
@@ -105,7 +105,7 @@ def test_what_all_have_come_to_and_has_not_been_moved_waits_for_nobody(
             handle.wait(3 * AFTER)
         if shoal.rank() == 0:
             with current().engine.lock:
-                said.append(str(current().engine.about.doing))
+                said.append(str(current().engine.status_reporter.doing))
         while_held.wait()
         holds.clear()
         assert torch.equal(handle.wait(), torch.ones(100_000))
@@ -120,8 +120,8 @@ def test_what_all_have_come_to_and_has_not_been_moved_waits_for_nobody(
 
 def test_only_of_what_is_to_be_moved_it_is_said_that_all_have_come() -> None:
     """One that computes, or that has not begun, waits for no rank either."""
-    assert (for_whom([3], True), for_whom([], False)) == (" for ranks [3]", "")
-    assert "all have come" in for_whom([], True)
+    assert (needed_by([3], True), needed_by([], False)) == (" for ranks [3]", "")
+    assert "all have come" in needed_by([], True)
 
 
 @pytest.mark.parametrize("late", [0, 3])
@@ -258,7 +258,7 @@ def test_one_that_is_stopped_does_not_answer(environment: dict[str, str], tmp_pa
     ("seconds", "said"), [(0.3012, "0.301 s"), (31.24, "31.2 s"), (300.0, "300 s"), (3600, "3600 s")]
 )
 def test_times_are_written_as_people_do(seconds: float, said: str) -> None:
-    assert doing.seconds(seconds) == said
+    assert agent_status.format_seconds(seconds) == said
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
@@ -293,9 +293,9 @@ def test_an_error_at_the_deadline_repeats_what_the_last_report_said(
 
 def test_an_agent_is_asked_again_only_once_it_has_answered_or_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     matcher, said = Matcher(), list[tuple[int, str]]()
-    outbox = SimpleNamespace(say=lambda rank, message: said.append((rank, message.op)))
+    sender = SimpleNamespace(say=lambda rank, message: said.append((rank, message.op)))
     about = SimpleNamespace(waited_for=lambda operation: [0, 1])
-    parts: Any = (0, matcher, Membership(2), outbox, about, SimpleNamespace(all=list), SimpleNamespace())
+    parts: Any = (0, matcher, Membership(2), sender, about, SimpleNamespace(all=list), SimpleNamespace())
     reports = stalls.Stalls(*parts)
     reports.after = 30.0
 

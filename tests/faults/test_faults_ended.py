@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.engine.closing import HANG_UP_SECONDS
 from shoal.engine.events import Event
+from shoal.engine.shutdown import HANG_UP_SECONDS
 from shoal.transport.sockets import Outgoing
 from shoal.world import bootstrap
 from shoal.world.agent import current

@@ -22,8 +22,8 @@ from support.fault_points import (
     until_killed_pushes,
     wait_for_no_orphans,
 )
-from support.learnt import assert_all_learnt_it
 from support.namespaces import network_namespaces
+from support.training_loss import assert_all_learnt_it
 from support.world import World
 
 SIZE, VICTIM = 5, 2

@@ -22,9 +22,9 @@ from support.fault_points import (
     until_killed_allreduces,
     until_killed_pushes,
 )
-from support.learnt import assert_all_learnt_it
 from support.leftovers import wait_until
 from support.namespaces import network_namespaces
+from support.training_loss import assert_all_learnt_it
 from support.world import World
 
 pytestmark = pytest.mark.transport(PROCESS_GROUP)

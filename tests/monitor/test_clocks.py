@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.monitor import clocks, flows, traces
-from shoal.monitor.clocks import Clock
+from shoal.monitor import clocks, message_matching, traces
+from shoal.monitor.clocks import ClockFit
 from shoal.monitor.traces import Trace
 from support.written_traces import MS, Written, exchange
 
@@ -34,8 +34,8 @@ def run_of(
     return traces.read(folder).traces
 
 
-def aligned(found: list[Trace]) -> tuple[list[Clock], list[Trace]]:
-    known = clocks.align(found, flows.match(found))
+def aligned(found: list[Trace]) -> tuple[list[ClockFit], list[Trace]]:
+    known = clocks.align(found, message_matching.match(found))
     return known, [clocks.on_one_clock(trace, clock) for trace, clock in zip(found, known, strict=True)]
 
 
@@ -48,7 +48,7 @@ def test_what_is_found_is_off_by_half_of_the_fastest_round_trip_at_most(
     ahead: float, there: float, back: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     found = run_of(tmp_path_factory.mktemp("traces"), [0.0, ahead], {(0, 1): there, (1, 0): back})
-    first, second = clocks.align(found, flows.match(found))
+    first, second = clocks.align(found, message_matching.match(found))
     assert (first.ahead, first.uncertain) == (0.0, 0.0)
     assert second.uncertain is not None and second.uncertain <= (there + back) / 2 * MS + 100
     assert abs(second.ahead - ahead * MS) <= second.uncertain + 100
@@ -58,7 +58,7 @@ def test_what_is_found_is_off_by_half_of_the_fastest_round_trip_at_most(
 def test_no_message_comes_before_it_was_sent(tmp_path: Path) -> None:
     delays = {(k, j): 0.2 + 0.1 * k for k in range(4) for j in range(4) if k != j}
     _, laid = aligned(run_of(tmp_path, [0.0, 500.0, -70.0, 3.0], delays))
-    matched = flows.match(laid)
+    matched = message_matching.match(laid)
     assert len(matched) == 100 * len(delays)
     assert all(one.received.at > one.sent.at for one in matched)
 
@@ -82,13 +82,13 @@ def test_clocks_that_drift_apart_are_laid_along_a_line(tmp_path: Path) -> None:
     found = run_of(tmp_path, [0.0, 40.0], {(0, 1): 0.1, (1, 0): 0.1}, drift=0.02, seconds=600.0)
     known, laid = aligned(found)
     assert known[1].drift == pytest.approx(20_000, rel=0.02)
-    late = [one.received.at - one.sent.at for one in flows.match(laid)]
+    late = [one.received.at - one.sent.at for one in message_matching.match(laid)]
     assert max(map(abs, late)) < 1 * MS
 
 
 def test_where_messages_go_one_way_only_the_time_of_day_is_believed(tmp_path: Path) -> None:
     known, _ = aligned(run_of(tmp_path, [0.0, 100.0], {(0, 1): 1.0}))
-    assert known[1] == Clock("node1", 0.0, 0.0, None, 0, known[1].middle)
+    assert known[1] == ClockFit("node1", 0.0, 0.0, None, 0, known[1].middle)
 
 
 def test_agents_of_one_machine_share_its_clock(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_all_times_of_a_trace_are_laid_on_the_one_clock(tmp_path: Path) -> None:
     agent.lost(0, 7.0, "gone")
     trace = traces.read_one(agent.into(tmp_path))
     right = traces.read_one(Written(1, host="node1", lines=agent.lines, rows=agent.rows).into(tmp_path))
-    laid = clocks.on_one_clock(trace, Clock("node1", 100.0 * MS, 0.0, 0.0, 1, 0))
+    laid = clocks.on_one_clock(trace, ClockFit("node1", 100.0 * MS, 0.0, 0.0, 1, 0))
     assert laid.shift == trace.shift and (laid.start, laid.end) == (right.start, right.end)
     for name in ("calls", "waits", "steps", "sent", "received", "losses"):
         assert getattr(laid, name) == getattr(right, name), name

@@ -67,14 +67,14 @@ def test_a_trace_shows_each_call_with_its_sum_and_the_one_message_of_all(traces:
 def test_what_is_sent_is_the_same_with_a_trace_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sent() -> Counter[str]:
         posted: Counter[str] = Counter()
-        outbox = current().engine.outbox
-        post = outbox.post
+        sender = current().engine.sender
+        post = sender.post
 
         def counted(channel: Any, operation: Any, stage: Any) -> None:
             posted[operation.name] += 1
             post(channel, operation, stage)
 
-        outbox.post = counted  # type: ignore[method-assign]
+        sender.post = counted  # type: ignore[method-assign]
         burst()
         burst("named")
         return posted

@@ -10,7 +10,7 @@ import torch
 
 import shoal
 from shoal.monitor import traces
-from shoal.monitor.traces import Key, Loss
+from shoal.monitor.traces import MessageKey, TracedLoss
 from support.written_traces import BEGAN, MS, Written
 
 
@@ -40,12 +40,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     ]
     assert unended.end is None and failed.error == "Mismatch: no"
     (sent,), (received,) = trace.sent, trace.received
-    assert (sent.peer, sent.key, sent.nbytes, ms(sent.at)) == (2, Key("x", 4, 0, 1), 4000, 1.5)
+    assert (sent.peer, sent.key, sent.nbytes, ms(sent.at)) == (2, MessageKey("x", 4, 0, 1), 4000, 1.5)
     assert (received.peer, ms(received.at), ms(received.arrived)) == (0, 2.0, 3.0)
     (wait,), (step,) = trace.waits, trace.steps
     assert (wait.thread, wait.name, wait.round, ms(wait.start), ms(wait.end)) == ("MainThread", "x", 4, 1.25, 5.0)
     assert (step.optimizer, step.number, ms(step.start), ms(step.end)) == ("optimizer", 9, 0.0, 6.0)
-    assert trace.losses == [Loss(2, "died", "its process ended", trace.losses[0].at)]
+    assert trace.losses == [TracedLoss(2, "died", "its process ended", trace.losses[0].at)]
     assert (ms(trace.start), ms(trace.end)) == (0.0, 9.0)
 
 
@@ -66,7 +66,7 @@ def work() -> int:
     return shoal.bytes_sent()
 
 
-def is_first(key: Key) -> bool:
+def is_first(key: MessageKey) -> bool:
     return (key.name, key.round) == ("~barrier", 0)
 
 

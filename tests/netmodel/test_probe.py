@@ -9,7 +9,7 @@ import torch
 import shoal
 from shoal.netmodel import Link, probe
 from shoal.netmodel.fit import Observation
-from shoal.netmodel.probe import Measured, measure, measure_difference, measure_here
+from shoal.netmodel.probe import MeasuredNetwork, measure, measure_difference, measure_here
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_what_agents_print_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None
         return subprocess.CompletedProcess(command, 0, stdout=printed, stderr="")
 
     monkeypatch.setattr(subprocess, "run", told)
-    assert measure_here(2) == Measured(2, 2, Link(1e-5, 2e9), None)
+    assert measure_here(2) == MeasuredNetwork(2, 2, Link(1e-5, 2e9), None)
 
 
 def gradients(rank: int) -> list[torch.Tensor]:

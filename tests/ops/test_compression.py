@@ -14,7 +14,7 @@ from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, RandomK, Shru
 from shoal.compression.draws import Draws, Redrawn
 from shoal.ops import encoded as encoding
 from shoal.ops.encoded import Encoded
-from shoal.transport.memory import Arena
+from shoal.transport.shared_regions import Arena
 
 Fleets = Callable[..., shoal.Fleet]
 SIZE = 4

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.windows.memory import OWN
 from shoal.windows.registry import windows_of
+from shoal.windows.window_memory import OWN
 from shoal.world.agent import bind, current
 from support.leftovers import wait_until
 from support.limits import scaled

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 import shoal
 from shoal.algorithms import ExactDiffusion
-from shoal.optim import window_flight
+from shoal.optim import window_exchange
 
 Make = Callable[[torch.optim.Optimizer, nn.Module], torch.optim.Optimizer]
 Local = Callable[[Any], torch.optim.Optimizer]
@@ -156,7 +156,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_little_is_done_for_each_parameter(case: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_flight, "FLOOR", 0.0)  # who has little gives nothing away: a step of fewer instructions
+    monkeypatch.setattr(
+        window_exchange, "FLOOR", 0.0
+    )  # who has little gives nothing away: a step of fewer instructions
     make, options, numel, (most_touches, most_instructions) = CASES[case]
     touches, instructions = for_each_parameter(size, partial(make, **options), numel)
     assert touches < most_touches + 0.5

@@ -181,15 +181,15 @@ def test_windows_of_frozen_parameters_alone_are_left_out(fleet: Fleets, make: An
         model.base.bias.requires_grad_(True)
         shoal.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = make(torch.optim.SGD(model.parameters(), lr=0.01), model, bucket_bytes=1)
-        flight = optimizer._flight
+        bucket_exchange = optimizer._bucket_exchange
         moved: list[list[int]] = []
-        whole = flight._move
+        whole = bucket_exchange._move
 
         def move(bucket: Any, name: str) -> Any:
             moved[-1].append(bucket.numel)
             return whole(bucket, name)
 
-        flight._move = move
+        bucket_exchange._move = move
         for step in range(8):
             if step in (2, 5):
                 model.base.bias.requires_grad_(step == 5)
@@ -370,8 +370,8 @@ def test_layers_that_take_turns_are_not_moved_again(fleet: Fleets) -> None:
             optimizer.step()
             places.append({one.untyped_storage().data_ptr() for one in model.parameters()})
             if step == 2:
-                buckets = list(optimizer._flight.buckets)
-        assert all(one is other for one, other in zip(buckets, optimizer._flight.buckets, strict=True))
+                buckets = list(optimizer._bucket_exchange.buckets)
+        assert all(one is other for one, other in zip(buckets, optimizer._bucket_exchange.buckets, strict=True))
         assert len(buckets) == 2
         optimizer.close()
 

@@ -36,7 +36,7 @@ def train(make: Any, options: Options) -> tuple[torch.Tensor, list[list[str]]]:
         optimizer.zero_grad()
         model(batch(shoal.rank(), step)).square().mean().backward()
         optimizer.step()
-    layout = optimizer._flight.layout
+    layout = optimizer._bucket_exchange.layout
     optimizer.close()
     return flat(model), layout
 

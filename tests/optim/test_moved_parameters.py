@@ -12,8 +12,8 @@ from torch.nn.utils import parametrize, prune
 
 import shoal
 from shoal.algorithms import ExactDiffusion, GradientDescent
-from shoal.optim.pair_flight import PairFlight
-from shoal.optim.window_flight import GetFlight, PushSumFlight, PutFlight
+from shoal.optim.pairwise_exchange import PairwiseExchange
+from shoal.optim.window_exchange import GetExchange, PushSumExchange, PutExchange
 
 Fleets = Callable[..., shoal.Fleet]
 ATC, AWC = GradientDescent(1.0), GradientDescent(1.0, atc=False)
@@ -67,7 +67,7 @@ def test_a_local_step_that_gives_parameters_new_data_counts(fleet: Fleets, how: 
             "awc": {"algorithm": AWC},
             "backward": {"overlap": "backward", "bucket_bytes": 1},
             "equation": {"algorithm": ExactDiffusion(1.0, lazy=True)},
-            "put": {"algorithm": AWC, "flight": PutFlight},
+            "put": {"algorithm": AWC, "flight": PutExchange},
             "gradients": {"algorithm": shoal.algorithms.ParallelGradientDescent(1.0)},
         }[how]
         net = model(width)
@@ -256,10 +256,10 @@ SHARING: dict[str, dict[str, Any]] = {
         "bucket_bytes": 1,
     },
     "equation": {"algorithm": ExactDiffusion(1.0, lazy=True)},
-    "put": {"algorithm": AWC, "flight": PutFlight},
-    "get": {"algorithm": AWC, "flight": GetFlight},
-    "push-sum": {"algorithm": ATC, "flight": PushSumFlight},
-    "ad-psgd": {"algorithm": AWC, "flight": PairFlight},
+    "put": {"algorithm": AWC, "flight": PutExchange},
+    "get": {"algorithm": AWC, "flight": GetExchange},
+    "push-sum": {"algorithm": ATC, "flight": PushSumExchange},
+    "ad-psgd": {"algorithm": AWC, "flight": PairwiseExchange},
 }
 
 

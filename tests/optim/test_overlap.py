@@ -94,10 +94,10 @@ class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(5, 5).double() for _ in range(3))
-        self.frozen = nn.Linear(5, 5).double().requires_grad_(False)
+        self.paused = nn.Linear(5, 5).double().requires_grad_(False)
 
     def forward(self, x: Tensor, deep: bool) -> Tensor:
-        x = self.frozen(self.layers[0](x))
+        x = self.paused(self.layers[0](x))
         y: Tensor = self.layers[1](x) if deep else x
         return y
 
@@ -119,7 +119,7 @@ def test_parameters_without_a_gradient_travel_at_the_step(fleet: Fleets, make: A
             model(batch(shoal.rank(), step), (step + shoal.rank()) % 2 == 0).square().mean().backward()
             optimizer.step()
             if step == 1:
-                model.frozen.requires_grad_(True)
+                model.paused.requires_grad_(True)
         return flat(model)
 
     agents = fleet(SIZE)
@@ -237,8 +237,8 @@ def test_buckets_that_leave_early_are_smaller(fleet: Fleets) -> None:
     def run(overlap: str | None) -> int:
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3)))  # 4 MiB each
         optimizer = ATC(sgd(model), model, overlap=overlap)
-        optimizer._flight.prepare()
-        return len(optimizer._flight.buckets)
+        optimizer._bucket_exchange.prepare()
+        return len(optimizer._bucket_exchange.buckets)
 
     agents = fleet(2)
     assert agents.run(run, None) == [1, 1]
@@ -257,7 +257,7 @@ def test_an_error_during_the_backward_pass_is_raised_by_step_and_keeps_no_parame
         def lost(number: int) -> None:
             raise shoal.PeerLost("rank 7 is gone", (7,))
 
-        optimizer._flight.start_bucket = lost  # type: ignore[method-assign]
+        optimizer._bucket_exchange.start_bucket = lost  # type: ignore[method-assign]
         loss_of(model, 1).backward()
         with pytest.raises(shoal.PeerLost, match="rank 7"):
             optimizer.step()

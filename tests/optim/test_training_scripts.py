@@ -310,10 +310,10 @@ class Awkward(nn.Module):
         self.second = nn.Linear(5, 5).double()
         self.second.weight = self.first.weight
         self.unused = nn.Linear(2, 2).double()
-        self.frozen = nn.Linear(5, 5).double().requires_grad_(False)
+        self.paused = nn.Linear(5, 5).double().requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.frozen(self.second(self.first(x * self.scale)))
+        y: Tensor = self.paused(self.second(self.first(x * self.scale)))
         return y
 
 
@@ -332,7 +332,7 @@ def test_awkward_parameters_are_averaged_like_all_others(fleet: Fleets, make: An
         optimizer = make(sgd(model, lr=0.0), model)
         model(batch(shoal.rank(), 0)).square().mean().backward()
         optimizer.step()
-        model.frozen.requires_grad_(True)
+        model.paused.requires_grad_(True)
         model(batch(shoal.rank(), 0)).square().mean().backward()
         optimizer.step()
         assert model.second.weight is model.first.weight

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.transport.network import NetworkLink
+from shoal.transport.network_link import NetworkLink
 from shoal.world.agent import current
 from support.agent_main import holdings
 from support.namespaces import INTERFACE, network_namespaces

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.transport import acceptor, doors, router
-from shoal.transport.doors import AT_ONCE_SECONDS, SHARE, Door
+from shoal.transport import acceptor, listeners, router
+from shoal.transport.listeners import AT_ONCE_SECONDS, SHARE, RateLimitedListener
 from shoal.transport.poller import Poller
 from shoal.world.agent import current
 from support.agent_main import holdings
@@ -100,7 +100,7 @@ def test_a_flood_by_another_user_keeps_no_agent_out() -> None:
 @pytest.mark.parametrize("transport", ["shared_memory", "network"])
 def test_agents_get_in_beside_a_crowd_in_one_queue(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a system where the agents cannot have a queue of their own."""
-    monkeypatch.setattr(doors, "listen_privately", lambda: None)
+    monkeypatch.setattr(listeners, "listen_privately", lambda: None)
     monkeypatch.setattr(acceptor, "listen_for", lambda *_: None)
 
     def run() -> float:
@@ -208,15 +208,15 @@ def test_a_door_takes_its_share_of_the_time_and_no_more() -> None:
 
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as listener:
         listener.setblocking(False)
-        door = Door(listener, poller, slowly)
+        door = RateLimitedListener(listener, poller, slowly)
         came = [socket.create_connection(listener.getsockname()) for _ in range(500)]
         began = time.monotonic()
         while (now := time.monotonic()) < began + 1.0:
             door.check(now)
-            for callback, events in poller.poll(min(0.01, max(0.0, door.opens - now))):
+            for callback, events in poller.poll(min(0.01, max(0.0, door.next_turn - now))):
                 callback(events)
         fair = AT_ONCE_SECONDS + SHARE * 1.0
-        assert fair / 2 < sum(let_in) < fair + doors.A_TURN * 0.003, f"{len(let_in)} in {sum(let_in):.3f} s"
+        assert fair / 2 < sum(let_in) < fair + listeners.A_TURN * 0.003, f"{len(let_in)} in {sum(let_in):.3f} s"
         door.close()
         for sock in came:
             sock.close()
@@ -228,11 +228,11 @@ def test_a_door_is_not_shut_for_time_in_which_its_process_did_nothing() -> None:
     poller = Poller()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        door = Door(listener, poller, lambda sock, _: (sock.close(), time.sleep(0.3)))
+        door = RateLimitedListener(listener, poller, lambda sock, _: (sock.close(), time.sleep(0.3)))
         with socket.create_connection(listener.getsockname()):
             for callback, events in poller.poll(5.0):
                 callback(events)
-        assert door.opens == float("inf")
+        assert door.next_turn == float("inf")
         door.close()
     poller.close()
 
@@ -249,11 +249,11 @@ def test_a_door_is_not_shut_for_what_the_interpreter_does_while_somebody_comes()
     poller = Poller()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        door = Door(listener, poller, collect)
+        door = RateLimitedListener(listener, poller, collect)
         with socket.create_connection(listener.getsockname()):
             for callback, events in poller.poll(5.0):
                 callback(events)
-        assert door.opens == float("inf")
+        assert door.next_turn == float("inf")
         door.close()
     poller.close()
 
@@ -272,7 +272,7 @@ def test_those_who_come_from_known_addresses_have_a_queue_of_their_own(address: 
         first.listen()
         first.settimeout(2.0)
         others = ["fd77::3%lo", "fd77::4", "10.0.0.1", "10.0.0.2"]
-        second = doors.listen_for([*others, known], first)
+        second = listeners.listen_for([*others, known], first)
         assert second is not None
         second.settimeout(2.0)
         with second:
@@ -289,7 +289,7 @@ def test_no_other_user_reaches_the_socket_that_is_for_this_one() -> None:
     import os
     import subprocess
 
-    private = doors.listen_privately()
+    private = listeners.listen_privately()
     assert private is not None
     sock, descriptor = private
     path = f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -15,9 +15,9 @@ import torch
 
 from shoal.transport.handshake import Keys
 from shoal.transport.link import Published
-from shoal.transport.memory import Arena, ResultPool
-from shoal.transport.network import NetworkIncoming, NetworkLink
+from shoal.transport.network_link import NetworkIncoming, NetworkLink
 from shoal.transport.shared_memory import SharedMemoryIncoming, SharedMemoryLink
+from shoal.transport.shared_regions import Arena, ResultPool
 from shoal.transport.sockets import Incoming, Outgoing
 from shoal.transport.wire import Kind, Message
 

@@ -22,8 +22,8 @@ import torch
 
 import shoal
 from shoal.cli import certificates, doctor, main
-from shoal.transport.asking import Asking
 from shoal.transport.handshake import HELLO_SIZE, REFUSED, Connecting
+from shoal.transport.peer_probe import PeerProbe
 from shoal.transport.tls import Certificates
 from shoal.transport.wire import ProtocolError
 from shoal.world.agent import current
@@ -296,7 +296,7 @@ def test_who_only_asks_is_answered_inside_tls() -> None:
     def run() -> list[int]:
         engine, heard = current().engine, []
         engine.router.answer_by(lambda rank, incarnation: 7)
-        asking = Asking(engine.router)
+        asking = PeerProbe(engine.router)
 
         def waits() -> bool:
             with engine.lock:  # while TLS begins, the socket is nobody's for a moment

@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from shoal.algorithms import GradientDescent, GradientTracking
-from shoal.algorithms.weights import ScheduleWeights
+from shoal.algorithms.schedule_weights import ScheduleWeights
 from shoal.sim import StackedFleet, StackedMix, per_agent, products
 from shoal.topology.families import equitopo, graphs
 from shoal.topology.families.circulant import Circulant, exponential, ring, symmetric_exponential

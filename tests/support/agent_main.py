@@ -39,7 +39,7 @@ IMPORTED = (
     "torch.profiler",
     "torch.utils.data",
     "shoal._public",  # the first name of Shoal
-    "shoal.monitor.attached",  # init
+    "shoal.monitor.observers",  # init
     "shoal.netmodel",
     "shoal.sim",
     "support.world",

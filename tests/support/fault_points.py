@@ -19,12 +19,12 @@ from shoal import arithmetic
 from shoal.coordination import round as round_
 from shoal.engine import devices
 from shoal.engine.agreement import Agreement
-from shoal.engine.entry import Entry
 from shoal.engine.events import Event
-from shoal.ops import on_device
+from shoal.engine.rejoin import Rejoin
+from shoal.ops import device_ops
 from shoal.optim import checkpoint_files
 from shoal.transport import process_group
-from shoal.transport.network import NetworkIncoming, NetworkLink
+from shoal.transport.network_link import NetworkIncoming, NetworkLink
 from shoal.transport.process_group import ProcessGroups
 from support.agent_main import die
 from support.world import template
@@ -120,7 +120,7 @@ def arm(point: Point, act: Callable[[], object] = die) -> None:
     elif point.kind == "Deciding":
         _before(Agreement, "_decide", reached)
     elif point.kind == "Entering":
-        _before(Entry, "_enter", reached)
+        _before(Rejoin, "_enter", reached)
     elif point.kind == "Telling":  # the others what this agent asks for, in a round of coordination
         _before(round_, "_said", reached)
     elif point.kind == "Deciding order":  # of what all ask for, as the coordinator
@@ -130,9 +130,9 @@ def arm(point: Point, act: Callable[[], object] = die) -> None:
     elif point.kind == "Meeting":  # the other members of a process group
         _before(process_group, "_make", reached)
     elif point.kind == "Queued":  # work on a device, that others wait for
-        _before(devices.Lane, "queued", reached)
+        _before(devices.DeviceLane, "queued", reached)
     elif point.kind == "Bringing":  # numbers from a neighbour's memory, for a sum on a device
-        _before(on_device, "_brought", reached)
+        _before(device_ops, "_brought", reached)
     elif point.kind == "Writing":  # a file of a checkpoint
         _before(checkpoint_files, "_sync", reached)
     else:

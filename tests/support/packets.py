@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from shoal.transport.network import _ALL_BITS, _LENGTH
-from shoal.transport.sealing import Keyed
+from shoal.transport.message_auth import MacSeal
+from shoal.transport.network_link import _ALL_BITS, _LENGTH
 
 
-def over_tcp(seal: Keyed, packet: bytes) -> bytes:
+def over_tcp(seal: MacSeal, packet: bytes) -> bytes:
     """A packet as it travels over a network."""
     sealed = seal.close(packet)
     return _LENGTH.pack(len(sealed), len(sealed) ^ _ALL_BITS) + sealed

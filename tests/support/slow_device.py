@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from shoal.device import opening
 from shoal.device.device import Unshareable
-from shoal.transport.memory import PeerMemory, Segment
+from shoal.transport.shared_regions import PeerMemory, Segment
 
 CUDA = torch.device("cuda", 0)
 _aten = torch.ops.aten

@@ -18,9 +18,9 @@ import torch
 
 import shoal
 from shoal.engine.events import Event
-from shoal.windows import memory
+from shoal.windows import window_memory
 from shoal.windows.locks import ByteLocks
-from shoal.windows.memory import WindowMemory
+from shoal.windows.window_memory import WindowMemory
 from support import fault_points
 from support.agent_main import Holdings, die, holdings
 from support.leftovers import resident_bytes
@@ -85,7 +85,7 @@ def arm_write(place: str, act: Callable[[], object] = die) -> None:
     if place == "locked":
         _around(WindowMemory, "_write", before=once)
     elif place == "half copied":
-        setattr(memory, "torch", _HalfWay(once))  # noqa: B010 - to a type checker a module's imports are its own
+        setattr(window_memory, "torch", _HalfWay(once))  # noqa: B010 - to a type checker a module's imports are its own
     elif place == "copied":
         _around(WindowMemory, "_describe", before=once)
     elif place == "described":
@@ -198,7 +198,7 @@ def accumulates(source: int) -> int:
 
 def update_and_stop(source: int) -> Slot:
     """Stops with the locks of its slots in its hands."""
-    _around(memory, "weigh_in_blocks", before=fault_points._counting(1, stop))
+    _around(window_memory, "weigh_in_blocks", before=fault_points._counting(1, stop))
     return read(source)
 
 

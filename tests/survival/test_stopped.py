@@ -67,7 +67,7 @@ def test_the_others_go_on_without_who_is_stopped_and_it_learns_of_it(environment
 
 def questions() -> int:
     """How often this agent has asked somebody whom it counts as lost."""
-    reunion = current().engine.reunion
+    reunion = current().engine.partition_resolver
     return reunion._turn - shoal.rank()
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.transport.network import NetworkLink
-from shoal.transport.resuming import SAY_AFTER_UNITS, Had, Sent
+from shoal.transport.network_link import NetworkLink
+from shoal.transport.retransmit import SAY_AFTER_UNITS, ReceivedOffset, SendBuffer
 from shoal.transport.wire import ProtocolError
 from shoal.world.agent import current
 from support.leftovers import nothing_is_left
@@ -24,14 +24,14 @@ SIZES = (3, 5_000, 400_000)
 @pytest.mark.parametrize("seed", range(50))
 def test_each_unit_comes_once_and_in_order_wherever_it_is_cut(seed: int) -> None:
     draws = random.Random(seed)
-    sent: Sent[int] = Sent()
-    had, come, following = Had(), [], 0
+    sent: SendBuffer[int] = SendBuffer()
+    had, come, following = ReceivedOffset(), [], 0
     on_the_way: list[int] = []
     acknowledgements: list[int] = []
     while following < 500 or not sent.idle or on_the_way:
         act = draws.random()
         if act < 0.5 and (following < 500 or not sent.idle):
-            unit = sent.next_again()
+            unit = sent.next_to_resend()
             if unit is None:
                 unit, following = following, following + 1
             sent.keep(unit)
@@ -45,12 +45,12 @@ def test_each_unit_comes_once_and_in_order_wherever_it_is_cut(seed: int) -> None
         elif act > 0.99:  # what is on its way is lost, there and back
             on_the_way.clear()
             acknowledgements.clear()
-            sent.go_on_after(had.count)
+            sent.resend_after(had.count)
     assert come == list(range(500))
 
 
 def test_a_count_that_cannot_be_is_refused() -> None:
-    sent: Sent[int] = Sent()
+    sent: SendBuffer[int] = SendBuffer()
     for unit in range(5):
         sent.keep(unit)
     sent.acknowledge(3)
@@ -58,13 +58,13 @@ def test_a_count_that_cannot_be_is_refused() -> None:
         with pytest.raises(ProtocolError, match="were expected"):
             sent.acknowledge(count)
         with pytest.raises(ProtocolError, match="were expected"):
-            sent.go_on_after(count)
+            sent.resend_after(count)
     sent.acknowledge(5)
 
 
 def test_what_is_sent_is_not_kept_for_ever() -> None:
-    sent: Sent[int] = Sent()
-    had = Had()
+    sent: SendBuffer[int] = SendBuffer()
+    had = ReceivedOffset()
     for unit in range(10 * SAY_AFTER_UNITS):
         sent.keep(unit)
         if had.one_more(1):

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from shoal.watch.between_machines import Teller
-from shoal.watch.live import Others, Shown
+from shoal.watch.launcher_link import StatusSender
+from shoal.watch.live import JoiningLaunchers, LocalViewer
 from support.leftovers import nothing_is_left, wait_until
-from support.summaries import summary
+from support.status_messages import summary
 
 
 def test_what_an_agent_says_and_what_its_process_does_is_on_the_page() -> None:
-    with nothing_is_left(), Shown(2, 2, "two") as watch:
+    with nothing_is_left(), LocalViewer(2, 2, "two") as watch:
         watch.started(0, os.getpid())
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
             agent.connect(watch.path)
@@ -37,12 +37,16 @@ def test_what_an_agent_says_and_what_its_process_does_is_on_the_page() -> None:
 
 
 def test_launchers_are_heard_that_know_the_secret_of_this_attempt_and_none_of_the_one_before() -> None:
-    with nothing_is_left(), Shown(2, 1, "one, and room for one", begins=1) as watch, contextlib.ExitStack() as tellers:
+    with (
+        nothing_is_left(),
+        LocalViewer(2, 1, "one, and room for one", begins=1) as watch,
+        contextlib.ExitStack() as tellers,
+    ):
         for pid, secret in ((5, "of the first"), (6, "of the second")):
             listener = socket.create_server(("127.0.0.1", 0))
             address = listener.getsockname()
-            watch.gather(Others(listener, secret, 1))
-            told = [Teller(socket.AF_INET, address, known) for known in ("of the first", "of the second")]
+            watch.gather(JoiningLaunchers(listener, secret, 1))
+            told = [StatusSender(socket.AF_INET, address, known) for known in ("of the first", "of the second")]
             for teller in told:
                 tellers.callback(teller.close)
             right = next(teller for teller in told if teller._secret == secret.encode())
@@ -50,7 +54,7 @@ def test_launchers_are_heard_that_know_the_secret_of_this_attempt_and_none_of_th
             (wrong,) = (teller for teller in told if teller is not right)
             wrong.process(1, 666, "there", "S")
 
-            def has_come(pid: int = pid, told: tuple[Teller, ...] = tuple(told)) -> bool:
+            def has_come(pid: int = pid, told: tuple[StatusSender, ...] = tuple(told)) -> bool:
                 for teller in told:
                     teller.serve()
                 watch.serve()
@@ -72,7 +76,7 @@ def _news(address: str) -> dict[str, Any]:
 
 
 def test_a_fault_in_it_ends_the_page_and_no_run(capsys: pytest.CaptureFixture[str]) -> None:
-    with nothing_is_left(), Shown(1, 1, "one") as watch:
+    with nothing_is_left(), LocalViewer(1, 1, "one") as watch:
         watch.state.draw = watch.state.as_json = None  # type: ignore[assignment, method-assign]
         watch.serve()
         assert watch.due == float("inf") and "nobody can look on any more (TypeError" in capsys.readouterr().err

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.watch import run_state
-from shoal.watch.finished import row_of
+from shoal.watch.replay import row_of
 from shoal.watch.run_state import RunState
 from shoal.watch.series import MOST_POINTS, MOST_SERIES, History, Series
-from support.summaries import summary
+from support.status_messages import summary
 
 
 def shown(state: RunState) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.windows.memory import WindowMemory
+from shoal.windows.window_memory import WindowMemory
 from support.leftovers import descriptors, wait_until
 from support.limits import scaled
 

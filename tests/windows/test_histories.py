@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
-from shoal.windows.memory import EDGES
-from shoal.windows.part import PREFIX
 from shoal.windows.registry import Windows
+from shoal.windows.window_memory import EDGES
+from shoal.windows.window_part import PREFIX
 from shoal.world.agent import bind, current
 from support.histories import (
     NEVER,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.windows.memory import OWN, WindowMemory
 from shoal.windows.switch_interval import SECONDS, short_switch_interval
+from shoal.windows.window_memory import OWN, WindowMemory
 from support.leftovers import wait_until
 
 Fleets = Callable[..., shoal.Fleet]

@@ -32,7 +32,7 @@ def failure_of(folder: Path, body: str) -> tuple[int, str]:
 
 
 def failed(text: str, is_peer_loss: bool = False) -> str:
-    return repr(script_end.Failure(f"its script ended with {text}", is_peer_loss))
+    return repr(script_end.ScriptFailure(f"its script ended with {text}", is_peer_loss))
 
 
 @pytest.mark.parametrize(

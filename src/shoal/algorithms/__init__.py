@@ -4,7 +4,7 @@ An :class:`Algorithm` is a frozen dataclass with ``init`` and ``step``. It runs 
 agents (:class:`shoal.sim.StackedFleet`), and on real ones (:func:`run`): threads, processes, a cluster.
 """
 
-from ..lazily import public_names as _public_names
+from .._lazy_import import public_names as _public_names
 from .accum_adam import AccumAdam as AccumAdam
 from .admm import DecentralizedADMM as DecentralizedADMM
 from .algorithm import Algorithm as Algorithm

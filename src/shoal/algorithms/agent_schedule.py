@@ -12,7 +12,7 @@ from ..topology.healing import Without
 from ..topology.links import separates
 from ..topology.mixing import Mixing
 from ..topology.schedule import AnyTopology, Schedule
-from .weights import Form, Ranks, ScheduleWeights, Weights
+from .schedule_weights import Form, Ranks, ScheduleWeights, Weights
 
 log = logging.getLogger("shoal")
 _KEPT = 256

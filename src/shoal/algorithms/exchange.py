@@ -17,7 +17,7 @@ from ..ops.arguments import channel_name, where
 from ..ops.collective import submit_allreduce
 from ..ops.encoded import Encoded
 from ..ops.neighbor import submit
-from ..ops.owners import shares
+from ..ops.reduce_scatter import shares
 from ..ops.shares import submit_shares
 from ..topology.healing import Without
 from ..topology.schedule import Schedule
@@ -27,7 +27,7 @@ from .algorithm import Algorithm, Gradient
 from .loop import Measure, Run, steps_of
 from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from .needs import check
-from .weights import Form
+from .schedule_weights import Form
 
 
 class Exchange(Mix):

@@ -23,7 +23,7 @@ from .algorithm import Algorithm, Gradient, State
 from .linear_map import Growth, growth_of, rounds_of
 from .mix import Mix
 from .needs import DOUBLY_STOCHASTIC, SYMMETRIC, Facts, Need
-from .weights import TOLERANCE, Form, RoundWeights, Weights
+from .schedule_weights import TOLERANCE, Form, RoundWeights, Weights
 
 DIES_OUT = "differences die out"
 _SLOWEST = 1e-3

@@ -22,7 +22,7 @@ from ..topology.analysis.symmetry import find_invariance
 from .algorithm import Algorithm, Gradient
 from .mix import EVERYBODY, Mix
 from .needs import LOOKED_AT, Facts
-from .weights import TOLERANCE, Form, RoundWeights, Weights
+from .schedule_weights import TOLERANCE, Form, RoundWeights, Weights
 
 _LONGEST = 4096
 """Steps that are taken at most: of a longer period, the first so many."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..topology._neighbours import Neighbours
 from ..topology.schedule import Schedule, as_schedule
-from .weights import TOLERANCE, Ranks, RoundWeights, ScheduleWeights
+from .schedule_weights import TOLERANCE, Ranks, RoundWeights, ScheduleWeights
 
 LOOKED_AT = 64
 """Rounds of a schedule that are checked when its period is longer, or when it has none."""

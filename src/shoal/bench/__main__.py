@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shoal
 
-from . import memory, scaling, speed, windows, wire
+from . import memory_use, scaling, speed, windows, wire_bytes
 from .meter import Reporter
 
 PARTS = {
@@ -18,9 +18,9 @@ PARTS = {
     "small": speed.small,
     "windows": windows.measure,
     "latency": windows.over_wire,
-    "memory": memory.measure,
+    "memory": memory_use.measure,
     "scaling": scaling.measure,
-    "wire": wire.measure,
+    "wire": wire_bytes.measure,
 }
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from .figures import Figures
-from .wire import ADDRESSES, DEVICE, two_machines
+from .wire_bytes import ADDRESSES, DEVICE, two_machines
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being measured, how many steps are done, and of how many."""

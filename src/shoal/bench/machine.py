@@ -18,7 +18,7 @@ OTHERS_LIMIT = 0.1
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineInfo:
     """What a reader needs to place a figure. ``memory`` is in bytes; ``cores`` are those we may use."""
 
     cpu: str
@@ -38,7 +38,7 @@ class Machine:
         )
 
 
-def here() -> Machine:
+def here() -> MachineInfo:
     """The machine of the caller."""
     from importlib.metadata import version
 
@@ -48,7 +48,7 @@ def here() -> Machine:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
     why_not = why_not_native()
-    return Machine(
+    return MachineInfo(
         cpu_name(),
         cores,
         memory,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from .figures import Figures
-from .wire import wire_seconds
+from .wire_bytes import wire_seconds
 
 MIB = 1 << 20
 GROWTH_LIMIT = MIB

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol, cast
 
-from .streams import run_with_streams
+from .standard_streams import run_with_streams
 
 COMMANDS = {
     "run": ("shoal.cli.run", "start the agents of a job on this machine"),

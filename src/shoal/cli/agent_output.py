@@ -38,7 +38,7 @@ _ERASE = b"\r\x1b[K"
 
 
 @dataclass
-class _Stream:
+class _AgentStream:
     tail: bytes = b""
     state: bytes = b""
     state_written: float = field(default_factory=time.monotonic)
@@ -63,7 +63,7 @@ class AgentOutput:
         self.is_incomplete = False
         self._descriptors = {STDOUT: out, STDERR: err}
         self._is_terminal = {stream: os.isatty(fd) for stream, fd in self._descriptors.items()}
-        self._streams: dict[tuple[int, int], _Stream] = {}
+        self._streams: dict[tuple[int, int], _AgentStream] = {}
         self._last_lines: dict[int, deque[bytes]] = {}
         self._broken: set[int] = set()
         # In one queue where both are one file, so that what is written there keeps its order.
@@ -74,7 +74,7 @@ class AgentOutput:
 
     def feed(self, rank: int, stream: int, data: bytes) -> bool:
         """Take what ``rank`` printed; False if our own ``stream`` takes nothing more."""
-        source = self._streams.setdefault((rank, stream), _Stream())
+        source = self._streams.setdefault((rank, stream), _AgentStream())
         text = source.tail + data
         lines = []
         start = 0

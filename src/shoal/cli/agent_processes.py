@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from ..transport.outside import shows
+from ..transport.rejoin_marker import is_marked
 from ..watch.live import Watch
 from ..world import exit_notes
 from ..world.launch import INCARNATION
@@ -48,7 +48,7 @@ _GROUP_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AgentExit:
     """How one agent ended.
 
     Attributes:
@@ -74,7 +74,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Ending:
+class JobExit:
     """How a run ended.
 
     Attributes:
@@ -90,7 +90,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class _Agent:
+class _AgentProcess:
     rank: int
     process: subprocess.Popen[bytes]
     started: float
@@ -128,16 +128,16 @@ class AgentProcesses:
         self._elsewhere = elsewhere
         self._watch = watch
         self._grace = grace
-        self._living: list[_Agent] = []
-        self._outcomes: dict[int, Outcome] = {}  # the last of each agent
+        self._living: list[_AgentProcess] = []
+        self._outcomes: dict[int, AgentExit] = {}  # the last of each agent
         self._starts: dict[int, Callable[[int], None]] = {}
         self._started: Counter[int] = Counter()
-        self._again: list[Outcome] = []  # those that are to be started again, at this time
+        self._again: list[AgentExit] = []  # those that are to be started again, at this time
         self._again_at = 0.0
-        self._first_failure: Outcome | None = None  # that is no peer loss, if there is one
+        self._first_failure: AgentExit | None = None  # that is no peer loss, if there is one
         self._notes = exit_notes.ExitNotes()
         # The first peer loss, if all are to end and what caused it is not known yet; and when it was seen.
-        self._peer_loss: tuple[Outcome, float] | None = None
+        self._peer_loss: tuple[AgentExit, float] | None = None
         self._helpers: list[tuple[str, subprocess.Popen[bytes]]] = []
         self._tellers: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
         self._telling: list[subprocess.Popen[bytes]] = []
@@ -187,7 +187,7 @@ class AgentProcesses:
         stdin = None if keeps_stdin else subprocess.DEVNULL
         environ = {**environ, exit_notes.VARIABLE: self._notes.path}
         process = _start(command, env=environ, stdin=stdin, stdout=pipe, stderr=pipe)
-        self._living.append(_Agent(rank, process, time.monotonic()))
+        self._living.append(_AgentProcess(rank, process, time.monotonic()))
         if self._watch is not None:
             self._watch.started(rank, process.pid)
         if self._pipes is not None:
@@ -202,7 +202,7 @@ class AgentProcesses:
         """Run this, with one argument more that says how, when an agent fails and the rest is to go on."""
         self._tellers[rank] = (command, environ)
 
-    def mind(self) -> Ending:
+    def mind(self) -> JobExit:
         """Wait for the end of all agents."""
         while self._living or self._again:
             for key, _ in self._selector.select(self._patience()):
@@ -230,20 +230,20 @@ class AgentProcesses:
         with contextlib.suppress(OSError):
             print(f"shoal run: {text}", file=sys.stderr, flush=True)
 
-    def _ending(self) -> Ending:
+    def _ending(self) -> JobExit:
         lost = [self._outcomes[rank] for rank in sorted(self._outcomes) if self._outcomes[rank].code != 0]
         if self._requested is not None:
-            return Ending(128 + self._requested if lost else 0)
+            return JobExit(128 + self._requested if lost else 0)
         if not lost:
-            return Ending(0)
+            return JobExit(0)
         status = self._first_failure.exit_status if self._first_failure is not None else 1
         if not self._survive:
-            return Ending(status)
+            return JobExit(status)
         finished = len(self._outcomes) - len(lost)
         summary = f"{finished} of {len(self._outcomes)} agents finished; lost: {'; '.join(map(str, lost))}"
         told_to = any(-outcome.code in self._passed_on for outcome in lost)
         all_gone = self._restarts > 0 and not finished and not told_to and not self._elsewhere()
-        return Ending(0 if finished else status, all_gone, summary)
+        return JobExit(0 if finished else status, all_gone, summary)
 
     def _patience(self) -> float | None:
         due = [self._steps[0][0]] if self._steps else []
@@ -324,7 +324,9 @@ class AgentProcesses:
         now = time.monotonic()
         losses = self._peer_losses() if ended else set()
         outcomes = [
-            Outcome(agent.rank, agent.process.pid, code, now - agent.started, code > 0 and agent.process.pid in losses)
+            AgentExit(
+                agent.rank, agent.process.pid, code, now - agent.started, code > 0 and agent.process.pid in losses
+            )
             for agent, code in ended
         ]
         # Of those seen in one glance, one that was killed did not fail because of another one's failure.
@@ -360,7 +362,7 @@ class AgentProcesses:
         ending = any(notes.get(agent.process.pid) == exit_notes.OTHER for agent in self._living)
         return self._peer_loss[1] + (CAUSE_EXIT_SECONDS if ending else CAUSE_SECONDS)
 
-    def _take_failure(self, outcome: Outcome) -> None:
+    def _take_failure(self, outcome: AgentExit) -> None:
         if self._first_failure is None or (self._first_failure.is_peer_loss and not outcome.is_peer_loss):
             self._first_failure = outcome
         others, rank = len(self._living), outcome.rank
@@ -381,7 +383,7 @@ class AgentProcesses:
         elif others:
             self._tell_of(outcome)
 
-    def _tell_of(self, outcome: Outcome) -> None:
+    def _tell_of(self, outcome: AgentExit) -> None:
         if outcome.rank in self._tellers:
             command, environ = self._tellers[outcome.rank]
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -404,7 +406,7 @@ class AgentProcesses:
 
     def _somebody_is_inside(self) -> bool:
         """Somebody may be left who lets in those that come back: who waits for that itself does not."""
-        return any(not shows(agent.process.pid) for agent in self._living) or self._elsewhere()
+        return any(not is_marked(agent.process.pid) for agent in self._living) or self._elsewhere()
 
     @property
     def _has_finished(self) -> bool:

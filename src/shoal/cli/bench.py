@@ -23,11 +23,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..bench.figures import Figures
 from ..bench.jobs import Progress as Tell
 from ..bench.jobs import run_agents, run_over_wire
-from ..bench.machine import Load, LoadWatch, Machine, here
+from ..bench.machine import Load, LoadWatch, MachineInfo, here
 from ..bench.picture import draw_scaling
 from ..bench.tables import scaling_table, speed_markdown, speed_table
 from ..bench.verdicts import rows_of
-from ..bench.wire import missing_tool
+from ..bench.wire_bytes import missing_tool
 
 AGENTS = 4
 LARGEST_SCALE = 8
@@ -37,7 +37,7 @@ _WIDTH_IN_FILE = 132
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """Something to measure with agents of its own. ``run`` takes whom to tell of its progress."""
 
     name: str
@@ -48,7 +48,7 @@ class Job:
 class Measurement:
     """What was measured, and where, and how quiet it was there."""
 
-    machine: Machine
+    machine: MachineInfo
     load: Load
     figures: list[Figures]
 
@@ -127,7 +127,7 @@ def _measure_speed(args: argparse.Namespace, parts: Sequence[str]) -> None:
     if "small" in local:
         jobs.append(_job(["small"], 2, args.quick))
     if "network" in parts:
-        jobs.append(Job("a wire of 1 Gbit/s", lambda tell: run_over_wire(args.quick, tell)))
+        jobs.append(BenchJob("a wire of 1 Gbit/s", lambda tell: run_over_wire(args.quick, tell)))
     measured = _measure(jobs)
     rows = rows_of(measured.figures, judged=not args.quick)
     out = _console()
@@ -151,11 +151,11 @@ def _measure_scaling(args: argparse.Namespace) -> None:
     _write(args.json, measured)
 
 
-def _job(parts: Sequence[str], agents: int, quick: bool) -> Job:
-    return Job(f"{agents} agents", lambda tell: run_agents(parts, agents, quick, tell))
+def _job(parts: Sequence[str], agents: int, quick: bool) -> BenchJob:
+    return BenchJob(f"{agents} agents", lambda tell: run_agents(parts, agents, quick, tell))
 
 
-def _measure(jobs: Sequence[Job]) -> Measurement:
+def _measure(jobs: Sequence[BenchJob]) -> Measurement:
     watch = LoadWatch()
     figures = []
     for number, job in enumerate(jobs, start=1):

@@ -42,7 +42,7 @@ from ..world.bootstrap import default_timeout
 from ..world.launch import LOOPBACK, Launch, detect, join_address, parse_address
 from ..world.rendezvous import is_own
 from . import path_check
-from .live_check import FLEET_CHECKS, PAIR_CHECK
+from .self_test import FLEET_CHECKS, PAIR_CHECK
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ _LAUNCHER_NAMES = (
 )
 # Slurm sets some forty.
 _SHOWN_SLURM = ("SLURM_JOB", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP", "SLURM_NODELIST")
-_LIVE_CHECK = (sys.executable, "-m", "shoal.cli.live_check")
+_LIVE_CHECK = (sys.executable, "-m", "shoal.cli.self_test")
 # A check meets its own agents, at an address of its own, and writes no trace; who they are is no question.
 _NOT_FOR_CHECKS = (
     "SHOAL_BEGIN_WITH",
@@ -432,7 +432,7 @@ def _limit(value: int, unit: int = 1, name: str = "") -> str:
 
 
 @dataclass(frozen=True)
-class _Process:
+class _CheckProcess:
     checks: tuple[str, ...]
     """The names of the checks that this process makes."""
     process: subprocess.Popen[bytes]
@@ -449,7 +449,7 @@ class LiveChecks:
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        self._processes: list[_Process] = []
+        self._processes: list[_CheckProcess] = []
         self._files = contextlib.ExitStack()
 
     def __enter__(self) -> LiveChecks:
@@ -474,7 +474,7 @@ class LiveChecks:
         process = subprocess.Popen(
             [*_LIVE_CHECK, what], env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
         )
-        self._processes.append(_Process(checks, process, output, errors))
+        self._processes.append(_CheckProcess(checks, process, output, errors))
 
     def _scratch_file(self) -> IO[str]:
         return self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..monitor.record import CAME, LEFT, Entry, read
+from ..monitor.membership_log import CAME, LEFT, MembershipEvent, read
 
 AT_ONCE = 2.0
 """Seconds in which all agents write down one change."""
@@ -33,7 +33,7 @@ class Stay:
     was_lost: bool
 
 
-def stays(entries: list[Entry]) -> list[Stay]:
+def stays(entries: list[MembershipEvent]) -> list[Stay]:
     """Of all agents, by rank and time."""
     start = entries[0].at
     found = []
@@ -81,7 +81,7 @@ def tell(folder: Path, picture: str) -> None:
         print(f"drawn: {picture}")
 
 
-def _print(entries: list[Entry], found: list[Stay]) -> None:
+def _print(entries: list[MembershipEvent], found: list[Stay]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -106,7 +106,7 @@ def _print(entries: list[Entry], found: list[Stay]) -> None:
     console.print(f"{text}, {statistics.median(back):.1f} s later (median; at most {max(back):.1f})" if back else text)
 
 
-def _most(entries: list[Entry]) -> int:
+def _most(entries: list[MembershipEvent]) -> int:
     return max(len(one.alive) for one in entries)
 
 

@@ -18,7 +18,7 @@ from ..world.rendezvous import listen
 from .agent_processes import AgentProcesses
 from .launcher_signals import Signals
 from .notebook_files import Files
-from .run import SERVE, Job
+from .run import SERVE, LaunchedJob
 
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_SECONDS = 2.0
@@ -37,7 +37,7 @@ def main(profile: str, agents: int) -> int:
     _adopt_orphans()
     listener = listen(LOOPBACK, 0)
     port = listener.getsockname()[1]
-    job = Job(
+    job = LaunchedJob(
         agents, 1, 0, LOOPBACK, port, secrets.token_hex(8), os.environ.get("SHOAL_SECRET") or secrets.token_hex(32)
     )
     where = f"--profile-dir={profile}"

@@ -32,7 +32,7 @@ from ..world.rendezvous import listen
 WAIT_SECONDS = 60.0
 """So long each machine waits for the other one."""
 ANSWER_SECONDS = 12.0
-"""So long a connection may take, as at an agent's first contact (``transport/reversing.py``)."""
+"""So long a connection may take, as at an agent's first contact (``transport/reverse_connections.py``)."""
 _AGAIN_SECONDS = 0.25
 _SYN_RECEIVED = "03"
 """The state of a connection, in the kernel's table, whose request has come and been answered."""

@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..monitor import record, traces
+from ..monitor import membership_log, traces
 from . import membership_report, trace_report
 
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tell what is there, and draw it."""
     folder = Path(args.folder)
-    of_traces, of_records = traces.are_there(folder), record.are_there(folder)
+    of_traces, of_records = traces.are_there(folder), membership_log.are_there(folder)
     try:
         if not of_traces and not of_records:
             raise FileNotFoundError(

@@ -23,16 +23,16 @@ from pathlib import Path
 
 from ..transport.addresses import parse_ports, ports_of_environment
 from ..watch.live import Watch
-from ..world.joining import Room, keep_secret
+from ..world.bootstrap_barrier import LOST
+from ..world.elastic_join import Invitation, keep_secret
 from ..world.launch import BEGIN_WITH, INCARNATION, LAUNCHER, LOOPBACK, WATCH, join_address, parse_address
-from ..world.meeting import LOST
 from ..world.rendezvous import listen
 from . import agent_script, node_variables
 from .agent_output import AgentOutput
-from .agent_processes import AgentProcesses, Ending
-from .joining import claim
+from .agent_processes import AgentProcesses, JobExit
 from .launcher_signals import Signals
-from .watching import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
+from .rank_claim import claim
+from .watch_setup import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
 
 # A process of its own, so that the launcher needs no torch and starts the agents at once, and no thread. torch would
 # warn of each client that says something odd, with pages of frames, and anybody may be one: only errors are shown.
@@ -50,7 +50,7 @@ LONGEST_PAUSE = 30.0
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchedJob:
     """What all agents of one run of a job have in common, as far as this machine's launcher knows it."""
 
     agents_per_node: int
@@ -60,7 +60,7 @@ class Job:
     port: int
     name: str
     secret: str | None
-    room: Room | None = None
+    room: Invitation | None = None
     joins_at: int | None = None
     """The first of the ranks with which these agents join a run that goes on."""
     attempt: int = 0
@@ -244,7 +244,7 @@ def _begin_once(
     attempts: int,
     signals: Signals,
     watch: Watch | None,
-) -> Ending:
+) -> JobExit:
     """One run, in which nothing is of the one before it: it has its own store, name and secret."""
     with contextlib.ExitStack() as last:
         listener = None
@@ -252,9 +252,9 @@ def _begin_once(
             try:
                 listener = last.enter_context(listen(host, port, os.environ.get("SHOAL_INTERFACE", "")))
             except ValueError as error:
-                return Ending(_refused(error, 2))
+                return JobExit(_refused(error, 2))
             except OSError as error:
-                return Ending(_refused(f"cannot listen on {join_address(host, port)}: {error.strerror}", 1))
+                return JobExit(_refused(f"cannot listen on {join_address(host, port)}: {error.strerror}", 1))
             port = listener.getsockname()[1]
         secret = os.environ.get("SHOAL_SECRET") or (secrets.token_hex(32) if args.nnodes == 1 else None)
         name = f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8)
@@ -262,15 +262,15 @@ def _begin_once(
         if args.max_agents is not None and secret is not None:
             kept = keep_secret(secret)
             last.callback(os.close, kept)
-            room = Room(name, args.max_agents, args.agents * args.nnodes, os.getpid(), kept, attempt)
+            room = Invitation(name, args.max_agents, args.agents * args.nnodes, os.getpid(), kept, attempt)
             try:
                 room = replace(room, watch_port=listen_for_joining(watch, room, secret, host, port, args.nnodes))
             except OSError as error:
-                return Ending(_refused(f"--watch: cannot listen for launchers that join: {error.strerror}", 1))
+                return JobExit(_refused(f"--watch: cannot listen for launchers that join: {error.strerror}", 1))
             text, how = room.written(secret), _how_to_join(args, room, host, port)
         nodes = args.agents, args.nnodes, args.node_rank
         path = watch.path if watch is not None else ""
-        job = Job(*nodes, host, port, name, secret, room, attempt=attempt, attempts=attempts, watch=path)
+        job = LaunchedJob(*nodes, host, port, name, secret, room, attempt=attempt, attempts=attempts, watch=path)
         elsewhere = _beyond if args.nnodes > 1 else _have_joined(room, host, port)
         return _mind(args, job, signals, elsewhere, watch, listener, text, how if listener is not None else "")
 
@@ -308,7 +308,7 @@ def _beyond() -> bool:
     return True
 
 
-def _have_joined(room: Room | None, host: str, port: int) -> Callable[[], bool]:
+def _have_joined(room: Invitation | None, host: str, port: int) -> Callable[[], bool]:
     """Whether agents of other launchers may have joined this run. Once it has said no, none can any more."""
 
     @functools.cache
@@ -334,7 +334,7 @@ def _join(args: argparse.Namespace, host: str, port: int) -> int:
         return 128 + signal.SIGINT
     room, last = claimed.room, claimed.first + args.agents - 1
     ranks = f"rank {last}" if args.agents == 1 else f"ranks {claimed.first} to {last}"
-    job = Job(args.agents, 1, 0, host, port, room.name, claimed.secret, room, claimed.first, room.attempt)
+    job = LaunchedJob(args.agents, 1, 0, host, port, room.name, claimed.secret, room, claimed.first, room.attempt)
     with Signals() as signals, contextlib.ExitStack() as parts:
         watch = watch_of_joining(claimed, host, args.agents)
         if watch is not None:
@@ -345,14 +345,14 @@ def _join(args: argparse.Namespace, host: str, port: int) -> int:
 
 def _mind(
     args: argparse.Namespace,
-    job: Job,
+    job: LaunchedJob,
     signals: Signals,
     elsewhere: Callable[[], bool],
     watch: Watch | None,
     listener: socket.socket | None = None,
     room: str = "",
     says: str = "",
-) -> Ending:
+) -> JobExit:
     """Start the agents, mind them to their end, and serve the store where that is to be done here."""
     output = AgentOutput() if args.agents > 1 and not args.no_prefix else None
     # Unbuffered: lines come when they are printed, and a killed agent's last words are not lost.
@@ -388,7 +388,7 @@ def _mind(
         return ending
 
 
-def _how_to_join(args: argparse.Namespace, room: Room, host: str, port: int) -> str:
+def _how_to_join(args: argparse.Namespace, room: Invitation, host: str, port: int) -> str:
     """What to tell the user of a run that has room."""
     more = room.size - room.begins
     if not more:

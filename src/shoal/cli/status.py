@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..engine.seconds import seconds
-from .agents_here import STOPPED, Process, ask, find
+from ..engine.timeouts import format_seconds
+from .local_agents import STOPPED, Process, ask, find
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def look(pids: Sequence[int]) -> list[Process]:
     """The processes that have agents, or those of these that do."""
     found = find()
-    return ask({pid: doors for pid, doors in found.items() if not pids or pid in pids})
+    return ask({pid: listeners for pid, listeners in found.items() if not pids or pid in pids})
 
 
 def status_of(found: Iterable[Process]) -> int:
@@ -134,7 +134,7 @@ def _row(one: dict[str, Any]) -> list[str]:
     who = [str(one["rank"]), str(one["pid"]), _plain(one["host"]), _duration(time.time() - one["since"])]
     if "waiting" not in one:
         return [*who, "handles messages, and has no time to say more", "", "", "", ""]
-    ended = f"{_plain(one['ended'])}, {seconds(one['seconds_ago'])} ago" if one["ended"] else ""
+    ended = f"{_plain(one['ended'])}, {format_seconds(one['seconds_ago'])} ago" if one["ended"] else ""
     return [*who, _doing(one), _steps(one), str(one["calls"]), _bytes(one["bytes_sent"]), ended]
 
 
@@ -148,7 +148,7 @@ def _doing(one: dict[str, Any]) -> str:
     more = f", and in {one['waits_in'] - 1} more" if one["waits_in"] > 1 else ""
     whom = f" for rank{'s' if len(first['ranks']) > 1 else ''} {_ranks(first['ranks'])}" if first["ranks"] else ""
     what = f"{_plain(first['call'])}{whom}"
-    since = seconds(first["seconds"])
+    since = format_seconds(first["seconds"])
     if one["stands_still"]:
         return f"waits since {since} in {what}{more}"
     return f"runs its script; since {since} under way: {what}{more}"

@@ -21,8 +21,8 @@ from ..netmodel.units import format_seconds, parse_rate, parse_seconds
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY, Analysis, analyse
 from ..topology.catalog import CATALOG
 from ..topology.schedule import Schedule
+from . import topology_format as words
 from . import topology_recommend
-from . import topology_words as words
 from .topology_arguments import above_zero, count, quantity, refuse_negatives_by_value
 
 _WIDTH_IN_FILE = 132
@@ -87,7 +87,7 @@ def _list(args: argparse.Namespace) -> int:
             table.add_row(*first[:2], Text(_reason(refused), style="dim"), "", "", "")
             continue
         found = analyse(schedule)
-        messages = words.figure(found.traffic.busiest_messages)
+        messages = words.format_figure(found.traffic.busiest_messages)
         table.add_row(*first, words.repeats(schedule.period), words.exact(found), messages)
     _console().print(table)
     print("messages a round: of the busiest agent, each of the size of the model. shoal topology show NAME tells more.")
@@ -223,7 +223,7 @@ def _comparison(found: dict[str, Analysis], args: argparse.Namespace) -> Table:
             _gap(one),
             str(one.rounds),
             str(one.age),
-            f"{words.figure(one.traffic.busiest_bytes / 1e6)} MB",
+            f"{words.format_figure(one.traffic.busiest_bytes / 1e6)} MB",
             str(one.traffic.most_senders_on_a_nic),
             format_seconds(one.round_seconds),
             format_seconds(one.consensus_seconds),

@@ -18,12 +18,12 @@ from rich.table import Table
 
 from ..netmodel.candidates import MOST_EDGES
 from ..netmodel.network import Link, Network
-from ..netmodel.training_words import ACCURACY, COMPRESSION, DIFFERENCE
+from ..netmodel.training_options import ACCURACY, COMPRESSION, DIFFERENCE
 from ..netmodel.units import format_rate, format_seconds, parse_rate, parse_seconds
 from ..progress_bar import shown
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
 from ..world.launch import detect
-from . import topology_words as words
+from . import topology_format as words
 from .topology_arguments import above_zero, count, quantity, zero_or_more
 
 if TYPE_CHECKING:
@@ -163,13 +163,13 @@ def _nic(args: argparse.Namespace) -> Link:
 
 def _measured(args: argparse.Namespace) -> Network | None:
     """The network as agents find it, with what the command line says of it put in; None on agents other than rank 0."""
-    from ..netmodel.probe import Measured, measure, measure_here
+    from ..netmodel.probe import MeasuredNetwork, measure, measure_here
 
     if args.inside_bandwidth is not None:
         raise ValueError("--inside-bandwidth is what --measure measures. Leave out one of the two.")
     said = any(value is not None for value in (args.latency, args.bandwidth, args.upload, args.download, args.overhead))
     launch = detect()
-    found: Measured
+    found: MeasuredNetwork
     if launch.launcher == "none" or launch.size == 1:
         print("measuring with agents on this machine", file=sys.stderr)
         found = measure_here(max(2, min(args.agents or DEFAULT_AGENTS, _MOST_MEASURING)))

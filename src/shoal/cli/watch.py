@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from ..watch.finished import read
+from ..watch.replay import read
 from ..watch.server import PageServer
 from .launcher_signals import Signals
 

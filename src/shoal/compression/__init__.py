@@ -6,7 +6,7 @@ are CHOCO-SGD, DeepSqueeze, BEER and low-precision D-PSGD. Between machines the 
 are read where they lie.
 """
 
-from ..lazily import public_names as _public_names
+from .._lazy_import import public_names as _public_names
 from .compressor import Cast as Cast
 from .compressor import Compressor as Compressor
 from .compressor import Identity as Identity

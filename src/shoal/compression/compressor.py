@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from .draws import Draws, Stream
+from .draws import Draws, DrawStream
 from .message import HALF, as_numbers, blocks, check_dtype, check_message, rows
 
 _NO_WIRE_FORMAT = "{!r} has no wire format: to travel as bytes a compressor defines _encode and _pieces"
@@ -175,11 +175,11 @@ class Compressor(ABC):
             for number, message in enumerate(rows(data))
         ]
 
-    def _stream(self, draws: Draws, like: torch.Tensor) -> Stream | None:
+    def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:
         """The random numbers of the messages of ``like``: :func:`~shoal.compression.draws.stream_of` if it has any."""
         return None
 
-    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         """Write the message of each row of ``x``, which has numbers, into that of ``data``."""
         raise TypeError(_NO_WIRE_FORMAT.format(self))
 
@@ -191,7 +191,7 @@ class Compressor(ABC):
         raise TypeError(_NO_WIRE_FORMAT.format(self))
 
 
-def _of_row(stream: Stream | None, row: int) -> Draw:
+def _of_row(stream: DrawStream | None, row: int) -> Draw:
     return _nothing_drawn if stream is None else partial(stream.fill, row)
 
 
@@ -212,7 +212,7 @@ class Converted(Compressor):
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return d * self._sent(dtype).itemsize
 
-    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         data.view(self._sent(x.dtype)).copy_(x)
 
     def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
@@ -299,10 +299,10 @@ class Shrunk(Compressor):
     def omega(self, d: int) -> float:
         return 1 - 1 / (1 + self.compressor.omega(d))
 
-    def _stream(self, draws: Draws, like: torch.Tensor) -> Stream | None:
+    def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:
         return self.compressor._stream(draws, like)
 
-    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         self._divisor(x.shape[-1])
         self.compressor._encode(x, data, stream)
 

@@ -25,7 +25,7 @@ class Draws(Protocol):
         ...
 
 
-class Stream(Protocol):
+class DrawStream(Protocol):
     """What one call of :meth:`Draws.uniform` gives, a stretch of a row at a time."""
 
     def fill(self, row: int, start: int, out: torch.Tensor) -> torch.Tensor:
@@ -37,12 +37,12 @@ class Stream(Protocol):
 class Streaming(Protocol):
     """Draws that need not draw all numbers of a message at once."""
 
-    def stream(self, like: torch.Tensor) -> Stream:
+    def stream(self, like: torch.Tensor) -> DrawStream:
         """Counts as a call of :meth:`Draws.uniform`, and has the same numbers; rows as in ``like.view(-1, d)``."""
         ...
 
 
-def stream_of(draws: Draws, like: torch.Tensor) -> Stream:
+def stream_of(draws: Draws, like: torch.Tensor) -> DrawStream:
     """The numbers of ``draws.uniform(like)``; only shape, dtype and device of ``like`` count."""
     return draws.stream(like) if isinstance(draws, Streaming) else _Drawn(draws.uniform(like))
 

@@ -16,7 +16,7 @@ import torch
 from ..kernels.native import codecs as native
 from .bits import Packed, packed_bytes
 from .compressor import Compressor, Draw, Piece
-from .draws import Draws, HashStream, Stream, stream_of
+from .draws import Draws, DrawStream, HashStream, stream_of
 from .message import BLOCK, HALF, as_bytes, as_numbers, blocks, rows
 
 _MOST_LEVELS = 1 << 52
@@ -134,10 +134,10 @@ class QSGD(Compressor):
     def _chunks(self, d: int) -> int:
         return -(-d // (self.chunk or d)) if d else 0
 
-    def _stream(self, draws: Draws, like: torch.Tensor) -> Stream | None:
+    def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:
         return stream_of(draws, like)
 
-    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         assert stream is not None
         steps, most = self._steps(x), self._most(x.dtype)
         header = self._chunks(x.shape[-1]) * x.itemsize
@@ -156,7 +156,7 @@ class QSGD(Compressor):
                 codes.put(where.start, self._as_codes(found if finite else found.nan_to_num_(0.0)))
 
     def _encode_native(
-        self, row: torch.Tensor, steps: torch.Tensor, codes: Packed, stream: Stream, number: int
+        self, row: torch.Tensor, steps: torch.Tensor, codes: Packed, stream: DrawStream, number: int
     ) -> bool:
         """Put the codes of a row by the compiled kernels, in one pass; whether they took it."""
         if self._bits > 8 or not isinstance(stream, HashStream):
@@ -247,7 +247,7 @@ class Sign(Compressor):
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return packed_bytes(d, 1) + dtype.itemsize if d else 0
 
-    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         scratch = torch.empty(min(BLOCK, x.shape[-1]), dtype=x.dtype, device=x.device)
         for row, message, scale in zip(rows(x), rows(data), rows(self._scale(x)), strict=True):
             message[: x.itemsize] = as_bytes(scale)
@@ -353,7 +353,7 @@ class MinMaxUInt8(Compressor):
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return d + self._header(d) * dtype.itemsize
 
-    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         d = x.shape[-1]
         header = self._header(d) * x.itemsize
         wide = torch.float32 if x.dtype in HALF else x.dtype

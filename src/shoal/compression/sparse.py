@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.native import codecs as native
 from .compressor import Compressor, Draw, Piece
-from .draws import Draws, Stream, stream_of
+from .draws import Draws, DrawStream, stream_of
 from .message import as_bytes, as_numbers, rows
 from .positions import positions_bytes, read_positions, write_positions
 
@@ -45,7 +45,7 @@ class TopK(Compressor):
     def omega(self, d: int) -> float:
         return 1 - _count(self.share, d) / d
 
-    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         for row, message in zip(rows(x), rows(data), strict=True):
             places = _places_of_largest(row, _count(self.share, len(row)))
             end = len(places) * x.itemsize
@@ -93,10 +93,10 @@ class RandomK(Compressor):
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
         return _count(self.share, d) * dtype.itemsize
 
-    def _stream(self, draws: Draws, like: torch.Tensor) -> Stream | None:
+    def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:
         return stream_of(draws, like)
 
-    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         assert stream is not None
         drawn, count = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device), _count(self.share, x.shape[-1])
         for number, (row, message) in enumerate(zip(rows(x), rows(data), strict=True)):

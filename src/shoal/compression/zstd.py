@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .compressor import Compressor, Draw, Piece
-from .draws import Draws, Stream
+from .draws import Draws, DrawStream
 from .message import check_dtype, check_message
 
 
@@ -105,10 +105,10 @@ class Zstd(Compressor):
         check_message(found, nbytes, what)
         return found
 
-    def _stream(self, draws: Draws, like: torch.Tensor) -> Stream | None:
+    def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:
         return self.compressor._stream(draws, like)
 
-    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: Stream | None) -> None:
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         self.compressor._encode(x, data, stream)
 
     def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:

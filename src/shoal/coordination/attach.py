@@ -9,17 +9,17 @@ from typing import Any
 from ..engine.engine import Engine
 from ..engine.membership import WHOLE, Plan
 from ..transport.addresses import LOOPBACK
-from ..transport.place import TRANSPORTS
+from ..transport.peer_address import TRANSPORTS
 from ..transport.process_group import BACKENDS, MADE_HERE, ProcessGroups, available
 from .group_store import WORD, GroupStores
-from .order import CALL, Order
+from .ordering import CALL, CollectiveOrdering
 
 PROCESS_GROUP = "process-group"
 """The value of ``SHOAL_TRANSPORT``."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class BackendOptions:
     """What moves tensors, as it was asked for.
 
     Attributes:
@@ -68,7 +68,7 @@ def check_backend(backend: str, given: Any, size: int, rank: int) -> str:
     return backend
 
 
-def carry(engine: Engine, wanted: Wanted) -> None:
+def attach_backend(engine: Engine, wanted: BackendOptions) -> None:
     """Have tensors moved that way. When the agent has met the others, and before the exchange starts.
 
     Raises:
@@ -81,7 +81,7 @@ def carry(engine: Engine, wanted: Wanted) -> None:
             f"SHOAL_TLS=on, and SHOAL_TRANSPORT=process-group: what a process group of {wanted.backend} sends to ranks "
             f"{far} is not encrypted; leave one of the two out"
         )
-    order, stores = Order(engine, wanted.capacity), GroupStores(engine)
+    order, stores = CollectiveOrdering(engine, wanted.capacity), GroupStores(engine)
     given = None if wanted.given is None else (tuple(range(engine.size)), wanted.given)
     address = router.endpoints[engine.rank].host or LOOPBACK
 
@@ -100,8 +100,8 @@ def carry(engine: Engine, wanted: Wanted) -> None:
 
     order.move_by(make)
     if engine.agreement.active:
-        engine.outbox.keep_what_is_carried()
-    engine.entry.on_entry = order.enter
+        engine.sender.keep_what_is_carried()
+    engine.rejoin.on_entry = order.enter
     engine.services.add(CALL, order)
     engine.services.add(WORD, stores)
-    engine.lifecycle.carrying.carry_with(order)
+    engine.lifecycle.backend_stages.carry_with(order)

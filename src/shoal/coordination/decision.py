@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .request import ALL, Entry, Key, Ranks, Request, ranks_of, request_of
+from .request import ALL, CallSignature, Ranks, RequestKey, TransferRequest, parsed_ranks, parsed_request
 
 _SHOWN = 8
 """Ranks that an error lists of each side."""
@@ -27,7 +27,7 @@ class Response:
         members: Who takes part, ascending.
     """
 
-    request: Request
+    request: TransferRequest
     members: Ranks
 
     def as_data(self) -> list[Any]:
@@ -59,15 +59,15 @@ class Refusal:
 Decision = list[Response | Refusal]
 
 
-def decide(requests: Mapping[Request, Sequence[int]], group: Sequence[int]) -> Decision:
+def decide(requests: Mapping[TransferRequest, Sequence[int]], group: Sequence[int]) -> Decision:
     """What is ready, and what is wrong, in one order for all.
 
     Args:
         requests: What is asked for, each with the ranks that ask for it; what stands first goes first.
         group: The ranks that are there, ascending.
     """
-    declared: dict[Key, list[tuple[Request, Sequence[int]]]] = defaultdict(list)
-    concerned: dict[tuple[str, int, int], list[tuple[Request, Sequence[int]]]] = defaultdict(list)
+    declared: dict[RequestKey, list[tuple[TransferRequest, Sequence[int]]]] = defaultdict(list)
+    concerned: dict[tuple[str, int, int], list[tuple[TransferRequest, Sequence[int]]]] = defaultdict(list)
     for request, ranks in requests.items():
         if request.peers is None:
             declared[request.key].append((request, ranks))
@@ -75,17 +75,17 @@ def decide(requests: Mapping[Request, Sequence[int]], group: Sequence[int]) -> D
             concerned[request.key.name, request.key.stage, request.round].append((request, ranks))
     found: Decision = []
     for key, asked in declared.items():
-        found += _of_members(asked, key.members or tuple(group))
+        found += _decide_collective(asked, key.members or tuple(group))
     for asked in concerned.values():
-        found += _of_peers(asked)
+        found += _decide_edges(asked)
     return found
 
 
-def _of_members(asked: list[tuple[Request, Sequence[int]]], members: Ranks) -> Decision:
+def _decide_collective(asked: list[tuple[TransferRequest, Sequence[int]]], members: Ranks) -> Decision:
     """Of calls whose members are known. Each agent makes its calls under a name one after the other: who is in a later
     round will not come to an earlier one."""
     found: Decision = []
-    rounds: dict[int, list[tuple[Request, list[int]]]] = defaultdict(list)
+    rounds: dict[int, list[tuple[TransferRequest, list[int]]]] = defaultdict(list)
     first: dict[int, int] = {}
     for request, some in asked:
         rounds[request.round].append((request, sorted(some)))
@@ -95,7 +95,7 @@ def _of_members(asked: list[tuple[Request, Sequence[int]]], members: Ranks) -> D
         ranks = tuple(sorted({rank for _, some in here for rank in some}))
         beyond = sorted(rank for rank, one in first.items() if one > round_)
         if beyond:
-            found.append(_refusal(here[0][0], ranks, tuple(beyond), f"{_of(beyond)} passed that round without it"))
+            found.append(_refusal(here[0][0], ranks, tuple(beyond), f"{_text_of(beyond)} passed that round without it"))
         elif len({request.entry for request, _ in here}) > 1:
             found.append(_disagreement(here, ranks))
         elif len(ranks) == len(members):
@@ -103,7 +103,7 @@ def _of_members(asked: list[tuple[Request, Sequence[int]]], members: Ranks) -> D
     return found
 
 
-def _of_peers(asked: list[tuple[Request, Sequence[int]]]) -> Decision:
+def _decide_edges(asked: list[tuple[TransferRequest, Sequence[int]]]) -> Decision:
     """Of calls whose members are those that are connected: the parts in which nobody is missing."""
     by_rank = {rank: request for request, ranks in asked for rank in ranks}
     found: Decision = []
@@ -120,24 +120,24 @@ def _of_peers(asked: list[tuple[Request, Sequence[int]]]) -> Decision:
         left -= part
         if all(rank in by_rank for rank in part):
             entry, round_ = by_rank[min(part)].entry, by_rank[min(part)].round
-            found.append(Response(Request(entry, round_, ()), tuple(sorted(part))))
+            found.append(Response(TransferRequest(entry, round_, ()), tuple(sorted(part))))
     return found
 
 
-def _disagreement(asked: list[tuple[Request, list[int]]], ranks: Ranks) -> Refusal:
+def _disagreement(asked: list[tuple[TransferRequest, list[int]]], ranks: Ranks) -> Refusal:
     (one, here), (other, there) = sorted(asked, key=lambda each: (-len(each[1]), each[1]))[:2]
     if one.entry.op != other.entry.op:
-        text = f"{_of(there)} called {other.entry.op} and {_of(here)} called {one.entry.op}"
+        text = f"{_text_of(there)} called {other.entry.op} and {_text_of(here)} called {one.entry.op}"
     else:
-        text = f"{_of(there)} asked for the {other.entry.what}, and {_of(here)} for the {one.entry.what}"
+        text = f"{_text_of(there)} asked for the {other.entry.what}, and {_text_of(here)} for the {one.entry.what}"
     return _refusal(one, ranks, tuple(sorted({here[0], *there})), text)
 
 
-def _refusal(request: Request, ranks: Ranks, concerned: Ranks, why: str) -> Refusal:
+def _refusal(request: TransferRequest, ranks: Ranks, concerned: Ranks, why: str) -> Refusal:
     return Refusal(request.key.name, request.key.stage, request.round, ranks, f"{request}: {why}", concerned)
 
 
-def _of(ranks: Sequence[int]) -> str:
+def _text_of(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
@@ -145,26 +145,26 @@ def _of(ranks: Sequence[int]) -> str:
 # As they travel
 
 
-def merged(several: Iterable[Mapping[Request, Sequence[int]]]) -> dict[Request, list[int]]:
+def merged(several: Iterable[Mapping[TransferRequest, Sequence[int]]]) -> dict[TransferRequest, list[int]]:
     """What several agents, or groups of them, ask for, together."""
-    found: dict[Request, list[int]] = defaultdict(list)
+    found: dict[TransferRequest, list[int]] = defaultdict(list)
     for one in several:
         for request, ranks in one.items():
             found[request] += ranks
     return dict(found)
 
 
-def requests_as_data(requests: Mapping[Request, Sequence[int]]) -> list[Any]:
+def requests_as_data(requests: Mapping[TransferRequest, Sequence[int]]) -> list[Any]:
     return [[request.as_data(), sorted(ranks)] for request, ranks in requests.items()]
 
 
-def requests_of(said: Any, size: int) -> dict[Request, list[int]]:
+def requests_of(said: Any, size: int) -> dict[TransferRequest, list[int]]:
     """As they were before they travelled.
 
     Raises:
         ValueError, TypeError: They are none.
     """
-    return {request_of(request, size): list(ranks_of(ranks, size)) for request, ranks in said}
+    return {parsed_request(request, size): list(parsed_ranks(ranks, size)) for request, ranks in said}
 
 
 def decision_as_data(decision: Decision) -> list[Any]:
@@ -180,13 +180,18 @@ def decision_of(said: Any, size: int) -> Decision:
     found: Decision = []
     for one in said:
         if len(one) == 2:
-            found.append(Response(request_of(one[0], size), ranks_of(one[1], size)))
+            found.append(Response(parsed_request(one[0], size), parsed_ranks(one[1], size)))
         else:
             name, stage, round_, ranks, text, concerned = one
-            key = Request(Entry(Key(str(name), stage, ALL), ""), round_)
+            key = TransferRequest(CallSignature(RequestKey(str(name), stage, ALL), ""), round_)
             found.append(
                 Refusal(
-                    key.key.name, key.key.stage, key.round, ranks_of(ranks, size), str(text), ranks_of(concerned, size)
+                    key.key.name,
+                    key.key.stage,
+                    key.round,
+                    parsed_ranks(ranks, size),
+                    str(text),
+                    parsed_ranks(concerned, size),
                 )
             )
     return found

@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..engine.engine import Engine
-from ..engine.outbox import send_alone
-from ..engine.services import MinimalService, as_tensor, once_whole
+from ..engine.sender import send_alone
+from ..engine.services import MinimalService, as_tensor, when_complete
 from ..errors import NONSENSE
 from ..transport.wire import Kind, Message, ProtocolError
 
@@ -50,7 +50,7 @@ class GroupStores(MinimalService):
             for rank in ranks:
                 if rank != engine.rank:
                     message = Message(Kind.DATA, WORD, WORD)
-                    send_alone(engine.publisher, engine.outbox, rank, message, as_tensor(text), background=True)
+                    send_alone(engine.publisher, engine.sender, rank, message, as_tensor(text), background=True)
             engine.poller.wake()
 
     def wait(self, label: str, group: str, keys: list[str], seconds: float | None) -> bool:
@@ -74,12 +74,12 @@ class GroupStores(MinimalService):
 
     def serve(self, source: int, message: Message) -> None:
         """An agent says something about itself; see :class:`~.services.Service`."""
-        once_whole(message, partial(self._heard, source, message))
+        when_complete(message, partial(self._heard, source, message))
 
     def _heard(self, source: int, message: Message, text: bytes) -> None:
         if len(text) > MOST_BYTES:
             raise ProtocolError(f"{len(text):,} bytes about itself as a member of a process group")
-        self.engine.outbox.acknowledge(source, message)
+        self.engine.sender.acknowledge(source, message)
         self._by[source] = said = self._by.get(source, 0) + 1
         if said > MOST_WORDS:
             raise ProtocolError(f"it is a member of more than {MOST_WORDS} process groups")

@@ -14,7 +14,7 @@ ALL: Ranks = ()
 """In the place of the ranks that take part: all that are there."""
 
 
-class Key(NamedTuple):
+class RequestKey(NamedTuple):
     """What calls of one kind have in common, round after round."""
 
     name: str
@@ -23,23 +23,23 @@ class Key(NamedTuple):
     """Who takes part, ascending; :data:`ALL` if all do."""
 
 
-class Entry(NamedTuple):
+class CallSignature(NamedTuple):
     """A call as it comes again and again."""
 
-    key: Key
+    key: RequestKey
     op: str
     what: str = ""
     """What has to be the same on all, in words, as "sum of float32, shape [3]"; empty where edges compare it."""
     kind: str = ""
     """The engine's own operation that moves it; empty for sends and receives."""
 
-    def of(self, members: Ranks) -> Entry:
+    def of(self, members: Ranks) -> CallSignature:
         """The same call among these."""
         return self._replace(key=self.key._replace(members=members))
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TransferRequest:
     """One agent's wish to move the tensors of one stage of an operation.
 
     Attributes:
@@ -48,12 +48,12 @@ class Request:
         peers: The ranks that it exchanges with, where only those concerned take part; None where the members are known.
     """
 
-    entry: Entry
+    entry: CallSignature
     round: int
     peers: Ranks | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RequestKey:
         return self.entry.key
 
     def __str__(self) -> str:
@@ -65,19 +65,19 @@ class Request:
         return [name, stage, members, *self.entry[1:], self.round, self.peers]
 
 
-def request_of(said: Any, size: int) -> Request:
+def parsed_request(said: Any, size: int) -> TransferRequest:
     """As it was before it travelled.
 
     Raises:
         ValueError, TypeError: It is none.
     """
     name, stage, members, op, what, kind, round_, peers = said
-    key = Key(str(name), _count(stage), ranks_of(members, size))
-    entry = Entry(key, str(op), str(what), str(kind))
-    return Request(entry, _count(round_), None if peers is None else ranks_of(peers, size))
+    key = RequestKey(str(name), _count(stage), parsed_ranks(members, size))
+    entry = CallSignature(key, str(op), str(what), str(kind))
+    return TransferRequest(entry, _count(round_), None if peers is None else parsed_ranks(peers, size))
 
 
-def ranks_of(said: Any, size: int) -> Ranks:
+def parsed_ranks(said: Any, size: int) -> Ranks:
     """Ranks as they travelled, ascending.
 
     Raises:

@@ -13,11 +13,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from .request import Entry, Key, Ranks, Request
+from .request import CallSignature, Ranks, RequestKey, TransferRequest
 
 
 @dataclass(slots=True)
-class _Calls:
+class _CachedCalls:
     """What is known of calls of one key.
 
     Attributes:
@@ -46,10 +46,10 @@ class ResponseCache:
 
     def clear(self) -> None:
         """Forget everything, as where others are there than before."""
-        self._entries: list[Entry | None] = []  # by place
-        self._places: OrderedDict[Entry, int] = OrderedDict()  # the one that was used last comes last
-        self._keys: list[Key | None] = []
-        self._calls: dict[Key, _Calls] = {}
+        self._entries: list[CallSignature | None] = []  # by place
+        self._places: OrderedDict[CallSignature, int] = OrderedDict()  # the one that was used last comes last
+        self._keys: list[RequestKey | None] = []
+        self._calls: dict[RequestKey, _CachedCalls] = {}
         self._foreign = [0, 0]  # the bits of entries, and of keys, that are no business of this agent's
         self.digest = b"\0" * 8
         """Of all that was ever changed here since it was empty."""
@@ -67,12 +67,12 @@ class ResponseCache:
         """How many bits there are in all."""
         return len(self._entries) + len(self._keys)
 
-    def knows(self, request: Request) -> bool:
+    def knows(self, request: TransferRequest) -> bool:
         """The call is known, and this is its next round."""
         calls = self._calls.get(request.key)
         return calls is not None and request.round == calls.round + 1 and request.entry in self._places
 
-    def vector(self, pending: Iterable[Request]) -> int:
+    def vector(self, pending: Iterable[TransferRequest]) -> int:
         """This agent's bits: what it asks for and is known, and all in which it has no part.
 
         Args:
@@ -88,24 +88,24 @@ class ResponseCache:
                 entries |= 1 << self._places[request.entry]
         return keys << self.width | entries
 
-    def ready(self, common: int) -> list[Entry]:
+    def ready(self, common: int) -> list[CallSignature]:
         """The calls for which all agents have asked, by the bits that all have set, in one order for all."""
         found, taken = [], dict[tuple[str, int], set[Ranks]]()
         for place in _places(common & (1 << self.width) - 1):
             entry = self._entries[place]
             assert entry is not None
             others = taken.setdefault(entry.key[:2], set())
-            if not any(_meet(entry.key.members, members) for members in others):  # one call is not two
+            if not any(_intersect(entry.key.members, members) for members in others):  # one call is not two
                 others.add(entry.key.members)
                 found.append(entry)
         return found
 
-    def in_conflict(self, common: int, ready: Iterable[Entry]) -> bool:
+    def in_conflict(self, common: int, ready: Iterable[CallSignature]) -> bool:
         """Of some call all members have come, and do not agree; by the bits that all have set."""
         agreed = {entry.key for entry in ready}
         return any(self._keys[place] not in agreed for place in _places(common >> self.width))
 
-    def used(self, entries: Sequence[Entry]) -> list[int]:
+    def used(self, entries: Sequence[CallSignature]) -> list[int]:
         """These are decided on once more: the round of each."""
         rounds = []
         for entry in entries:
@@ -117,7 +117,7 @@ class ResponseCache:
             self._note([self._places[entry] for entry in entries])
         return rounds
 
-    def put(self, request: Request) -> None:
+    def put(self, request: TransferRequest) -> None:
         """Remember what was decided on."""
         if not self._capacity:
             return
@@ -128,7 +128,7 @@ class ResponseCache:
             self._places[entry] = place = _free(self._entries)
             self._entries[place] = entry
             if key not in self._calls:
-                self._calls[key] = _Calls(_free(self._keys), request.round)
+                self._calls[key] = _CachedCalls(_free(self._keys), request.round)
                 self._keys[self._calls[key].place] = key
             self._calls[key].entries.add(place)
             self._foreign = self._of_others()
@@ -136,7 +136,7 @@ class ResponseCache:
         self._calls[key].round = request.round
         self._note([entry, request.round])
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: CallSignature) -> None:
         place = self._places.pop(entry)
         self._entries[place] = None
         calls = self._calls[entry.key]
@@ -157,7 +157,7 @@ class ResponseCache:
         self.digest = hashlib.blake2b(self.digest + repr(change).encode(), digest_size=8).digest()
 
 
-def _free(places: list[Entry | None] | list[Key | None]) -> int:
+def _free(places: list[CallSignature | None] | list[RequestKey | None]) -> int:
     """The first place at which there is nothing."""
     try:
         return places.index(None)
@@ -173,5 +173,5 @@ def _places(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-def _meet(some: Ranks, others: Ranks) -> bool:
+def _intersect(some: Ranks, others: Ranks) -> bool:
     return not some or not others or not set(some).isdisjoint(others)

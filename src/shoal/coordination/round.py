@@ -23,7 +23,7 @@ from ..engine.operation import MORE, Exchange, Operation, Send, Steps
 from ..errors import Mismatch
 from ..transport.wire import Message
 from .decision import Decision, decide, decision_as_data, decision_of, merged, requests_as_data, requests_of
-from .request import Entry, Ranks, Request
+from .request import CallSignature, Ranks, TransferRequest
 from .response_cache import ResponseCache
 from .vector import Vector
 
@@ -35,7 +35,7 @@ _UP, _DOWN = 32, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RoundOutcome:
     """What all agents know at the end of a round.
 
     Attributes:
@@ -48,7 +48,7 @@ class Outcome:
     """
 
     group: Ranks
-    ready: list[Entry] = field(default_factory=list)
+    ready: list[CallSignature] = field(default_factory=list)
     decision: Decision = field(default_factory=list)
     negotiated: bool = False
     leaving: Ranks = ()
@@ -59,19 +59,19 @@ class Outcome:
         return bool(self.ready or self.decision or self.leaving) or self.differs >= 0
 
 
-Asked = Callable[[Sequence[Entry]], Mapping[Request, list[int]]]
+Asked = Callable[[Sequence[CallSignature]], Mapping[TransferRequest, list[int]]]
 """What this agent asks for, but for calls that are ready."""
 
 
 def coordinate(
     engine: Engine, operation: Operation, group: Ranks, own: Vector, cache: ResponseCache, asked: Asked
-) -> Steps[Outcome]:
+) -> Steps[RoundOutcome]:
     """One round, as this agent goes through it."""
     total, size, place = own, len(group), group.index(engine.rank)
     step = 1
     while step < size:
         ahead, behind = group[(place + step) % size], group[(place - step) % size]
-        heard = yield from _said(engine, operation, {ahead: total.as_tensor()}, [behind])
+        heard = yield from _exchange_messages(engine, operation, {ahead: total.as_tensor()}, [behind])
         try:
             total = total.and_of(Vector.of(heard[behind]), behind)
         except ValueError as error:
@@ -79,16 +79,16 @@ def coordinate(
         step *= 2
     leaving = tuple(rank for rank in group if total.leaving >> rank & 1)
     if total.differs:
-        return Outcome(group, leaving=leaving, differs=total.differs - 1)
+        return RoundOutcome(group, leaving=leaving, differs=total.differs - 1)
     ready = cache.ready(total.bits)
     if not total.asks and not cache.in_conflict(total.bits, ready):
-        return Outcome(group, ready, leaving=leaving)
+        return RoundOutcome(group, ready, leaving=leaving)
     decision = yield from _negotiated(engine, operation, group, place, asked(ready))
-    return Outcome(group, ready, decision, True, leaving)
+    return RoundOutcome(group, ready, decision, True, leaving)
 
 
 def _negotiated(
-    engine: Engine, operation: Operation, group: Ranks, place: int, asked: Mapping[Request, list[int]]
+    engine: Engine, operation: Operation, group: Ranks, place: int, asked: Mapping[TransferRequest, list[int]]
 ) -> Steps[Decision]:
     """Requests go up the tree, the decision comes down."""
     fan_out = len(group) if len(group) <= FLAT else FAN_OUT
@@ -96,25 +96,25 @@ def _negotiated(
     children = [group[one] for one in range(place * fan_out + 1, (place + 1) * fan_out + 1) if one < len(group)]
     parent = group[(place - 1) // fan_out]
     if children:
-        heard = yield from _said(engine, operation, {}, children, _UP + deepest - depth)
+        heard = yield from _exchange_messages(engine, operation, {}, children, _UP + deepest - depth)
         several = [
             _read(operation, rank, data, lambda said: requests_of(said, engine.size)) for rank, data in heard.items()
         ]
         asked = merged([asked, *several])
     if place:
         up = _written(requests_as_data(asked))
-        yield from _said(engine, operation, {parent: up}, [], _UP + deepest - depth + 1)
-        heard = yield from _said(engine, operation, {}, [parent], _DOWN + depth)
+        yield from _exchange_messages(engine, operation, {parent: up}, [], _UP + deepest - depth + 1)
+        heard = yield from _exchange_messages(engine, operation, {}, [parent], _DOWN + depth)
         decision = _read(operation, parent, heard[parent], lambda said: decision_of(said, engine.size))
     else:
         decision = decide(asked, group)
     if children:
         down = _written(decision_as_data(decision))
-        yield from _said(engine, operation, dict.fromkeys(children, down), [], _DOWN + depth + 1)
+        yield from _exchange_messages(engine, operation, dict.fromkeys(children, down), [], _DOWN + depth + 1)
     return decision
 
 
-def _said(
+def _exchange_messages(
     engine: Engine,
     operation: Operation,
     says: Mapping[int, torch.Tensor],

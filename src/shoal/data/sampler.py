@@ -188,7 +188,7 @@ class AgentSampler(Sampler[int]):
 def _agreed(total: int, sharded: bool, seed: int, shuffle: bool, pad: bool, timeout: float | None) -> dict[int, int]:
     """How many samples each agent has, if all else is the same."""
     agent = current("AgentSampler")
-    if agent.engine.entry.outside:  # the others' are known when it has entered; until then they are taken for as large
+    if agent.engine.rejoin.outside:  # the others' are known when it has entered; until then they are taken for as large
         return dict.fromkeys(range(agent.size), total)
     here = agent.rank
     own = torch.tensor([sharded, seed, shuffle, pad, total])

@@ -9,9 +9,9 @@ leader and without the store:
 - A round of an operation between neighbours that somebody had begun is completed by all as it was planned, without what
   the lost agent has not sent; each edge counts for itself. Later rounds are planned among those that are left.
 - An operation of all agents that gives all the same result ends with it where everybody has it. Who does not is handed
-  the result of one on which it has ended (``keeping.py``, ``handing_on.py``); and where it has ended on nobody that is
-  left, it begins anew among those. A large result is not kept to be handed on. So that nobody has it alone, such an
-  operation ends only when all have said that they have it (``discover`` of nobody, one small message in
+  the result of one on which it has ended (``result_cache.py``, ``result_transfer.py``); and where it has ended on
+  nobody that is left, it begins anew among those. A large result is not kept to be handed on. So that nobody has it
+  alone, such an operation ends only when all have said that they have it (``discover`` of nobody, one small message in
   ``ceil(log2 n)`` steps each).
 
 Who is lost meanwhile is added, and all tell each other again. What an agent said is matched by whom it misses, so that
@@ -32,17 +32,17 @@ import torch
 
 from ..errors import NONSENSE, PeerLost, ShoalError
 from ..transport.wire import Kind, Message, ProtocolError
-from .callbacks import Callbacks
+from .deferred_callbacks import Callbacks
 from .fusion import Fusion
-from .gate import cannot_go_on
-from .handing_on import HandingOn
-from .keeping import Keeping
 from .lifecycle import Lifecycle
 from .matching import Matcher
 from .membership import WHOLE, Departure, Membership, Plan
-from .operation import OnLoss, Operation
-from .repair import await_result, conclude, go_on_without, restart
-from .services import MinimalService, as_tensor, once_whole
+from .operation import FailurePolicy, Operation
+from .recovery import await_result, conclude, go_on_without, restart
+from .result_cache import ResultCache
+from .result_transfer import ResultTransfer
+from .services import MinimalService, as_tensor, when_complete
+from .submission_gate import cannot_go_on
 
 WORD = "~agreement"
 MOST_DECISIONS = 32
@@ -117,8 +117,8 @@ class Agreement(MinimalService):
     """One agent's part in it. Used under the engine's lock.
 
     Args:
-        keeping: The results that this agent keeps for others.
-        handing_on: Gives them those.
+        result_cache: The results that this agent keeps for others.
+        result_transfer: Gives them those.
         send: Sends a peer what belongs to no operation; see :func:`~.outbox.send_alone`.
         acknowledge: Says that a message has been read.
         told: Takes what another agent says of a loss.
@@ -139,8 +139,8 @@ class Agreement(MinimalService):
         lifecycle: Lifecycle,
         fusion: Fusion,
         callbacks: Callbacks,
-        keeping: Keeping,
-        handing_on: HandingOn,
+        result_cache: ResultCache,
+        result_transfer: ResultTransfer,
         send: Callable[[int, Message, torch.Tensor], None],
         acknowledge: Callable[[int, Message], None],
         told: Callable[[Departure], None],
@@ -157,22 +157,22 @@ class Agreement(MinimalService):
         self._gate = lifecycle.gate
         self._fusion = fusion
         self._callbacks = callbacks
-        self._keeping = keeping
-        self._handing_on = handing_on
+        self._result_cache = result_cache
+        self._result_transfer = result_transfer
         self._send = send
         self._acknowledge = acknowledge
         self._told = told
         self._check_by = check_by
         self._stop = stop
-        self._stops_as_smaller_part = False
+        self._stops_as_minority = False
         self._missed: set[int] = set()  # who left, and is needed here
         self._reports: dict[int, _Report] = {}  # the last of each agent
         self._decisions: list[Decision] = []
 
-    def activate(self, stops_as_smaller_part: bool = False) -> None:
+    def activate(self, stops_as_minority: bool = False) -> None:
         """Agree on losses, instead of ending all operations; or, where those that are out of reach may be more than
         those that are left, end them all the same."""
-        self.active, self._stops_as_smaller_part = True, stops_as_smaller_part
+        self.active, self._stops_as_minority = True, stops_as_minority
         self._lifecycle.missed.survive(self.missed)
 
     @property
@@ -213,9 +213,9 @@ class Agreement(MinimalService):
         alive = self._membership.view.alive
         return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._gate.entered)
 
-    def plan_of(self, name: str, round_: int, on_loss: OnLoss) -> Plan:
+    def plan_of(self, name: str, round_: int, on_loss: FailurePolicy) -> Plan:
         """Whom a round that begins now is planned without."""
-        if on_loss is OnLoss.RESTART:
+        if on_loss is FailurePolicy.RETRY:
             return self._plan_of_all(name, round_)
         for decision in reversed(self._decisions):
             if round_ >= decision.begun.get(name, 0):
@@ -239,9 +239,9 @@ class Agreement(MinimalService):
 
     def change(self) -> None:
         """Somebody is gone, and is missed: stop, and tell all that are left."""
-        if not self._gate.frozen:
+        if not self._gate.paused:
             self._fusion.split_all()
-            self._gate.freeze()
+            self._gate.pause()
         report = self._report()
         self._reports[self._rank] = report
         data = as_tensor(self._written(report))
@@ -258,7 +258,7 @@ class Agreement(MinimalService):
                 attempt = None if recovery.result is None else recovery.plan.attempt
                 open_.setdefault(operation.name, {})[operation.round] = attempt
         kept: dict[str, list[int]] = {}
-        for name, round_ in self._keeping.results:
+        for name, round_ in self._result_cache.results:
             kept.setdefault(name, []).append(round_)
         return _Report(self._noticed, self._matcher.all_begun(), open_, kept, self._decisions, self.out_of_reach)
 
@@ -282,10 +282,10 @@ class Agreement(MinimalService):
 
     def serve(self, source: int, message: Message) -> None:
         """An agent says whom it misses; see :class:`~.services.Service`."""
-        once_whole(message, partial(self._heard, source, message))
+        when_complete(message, partial(self._heard, source, message))
 
     def _heard(self, source: int, message: Message, text: bytes) -> None:
-        losses, report = _parsed(text, self._size)
+        losses, report = _parsed_report(text, self._size)
         self._acknowledge(source, message)
         if not self.active:
             return
@@ -298,7 +298,7 @@ class Agreement(MinimalService):
         for rank, cause, died in losses:
             if rank in alive:
                 self._told(Departure(rank, cause, died, source))
-        if not self._gate.frozen and set(self._noticed.gone) >= set(report.plan.gone) > set(self.gone):
+        if not self._gate.paused and set(self._noticed.gone) >= set(report.plan.gone) > set(self.gone):
             self.change()  # who left was not missed here, and is missed there
         else:
             self._decide()
@@ -306,18 +306,18 @@ class Agreement(MinimalService):
     # Deciding
 
     def _decide(self) -> None:
-        if not self._gate.frozen or self.missing:
+        if not self._gate.paused or self.missing:
             return
         plan, before = self._noticed, self.gone
         by_rank = {rank: self._reports[rank] for rank in self._membership.view.alive}
         reports = list(by_rank.values())
         beyond = frozenset.intersection(*(report.out_of_reach for report in reports))
-        if self._stops_as_smaller_part and standing(self._membership.view.alive) < standing(beyond):
-            self._stop_as_smaller_part(sorted(beyond))
+        if self._stops_as_minority and partition_order(self._membership.view.alive) < partition_order(beyond):
+            self._stop_as_minority(sorted(beyond))
             return
         entered = self._gate.entered
         for operation in self._matcher.in_flight():
-            if operation.on_end is not None and _all_have(operation, by_rank):
+            if operation.on_end is not None and _all_have_result(operation, by_rank):
                 conclude(self._lifecycle, operation)
                 if self._gate.entered != entered:  # those who have entered agree, too
                     return
@@ -329,7 +329,7 @@ class Agreement(MinimalService):
         earlier = {decision.order: decision for report in reports for decision in report.decisions}
         self._decisions = [*(earlier[order] for order in sorted(earlier)), Decision(plan, begun)]
         self._reports = {}
-        self._gate.thaw(plan.gone)
+        self._gate.resume(plan.gone)
         self._lifecycle.move_by_links()
         self._announce(lost=tuple(rank for rank in plan.gone if rank not in before))
         for operation in self._matcher.in_flight():
@@ -338,11 +338,11 @@ class Agreement(MinimalService):
 
     def _hand_on(self, reports: dict[int, _Report]) -> None:
         """Give results to those that lack them, where this agent is the first of those that have them."""
-        for name, round_ in self._keeping.results:
+        for name, round_ in self._result_cache.results:
             keepers = [rank for rank, report in reports.items() if report.keeps(name, round_)]
             if min(keepers, default=-1) == self._rank:
                 for rank in [rank for rank, report in reports.items() if report.lacks(name, round_)]:
-                    self._handing_on.send(rank, name, round_)
+                    self._result_transfer.send(rank, name, round_)
 
     def _repair(self, operation: Operation, reports: Mapping[int, _Report]) -> None:
         recovery = operation.recovery
@@ -351,17 +351,17 @@ class Agreement(MinimalService):
                 self._lifecycle.fail(operation, cannot_go_on(operation, self.gone))
         elif not operation.restarts:
             go_on_without(self._lifecycle, operation, self.gone)
-        elif _all_have(operation, reports):
+        elif _all_have_result(operation, reports):
             conclude(self._lifecycle, operation)
         elif any(report.keeps(operation.name, operation.round) for report in reports.values()):
             await_result(self._lifecycle, operation)
         else:
             restart(self._lifecycle, operation, self._plan_of_all(operation.name, operation.round))
 
-    def _stop_as_smaller_part(self, beyond: list[int]) -> None:
+    def _stop_as_minority(self, beyond: list[int]) -> None:
         """Those that are out of reach may go on without this part."""
         here = list(self._membership.view.alive)
-        self.give_way(
+        self.yield_to_majority(
             PeerLost(
                 f"ranks {here} cannot reach ranks {beyond}, which may go on without them: they stop, as the smaller "
                 "part of a job with SHOAL_ON_PARTITION=stop. Started again, they take the state of the others",
@@ -369,9 +369,9 @@ class Agreement(MinimalService):
             )
         )
 
-    def give_way(self, why: PeerLost) -> None:
+    def yield_to_majority(self, why: PeerLost) -> None:
         """End, as a part without which others go on; also where a loss is just being agreed on."""
-        self._gate.thaw(self.gone)
+        self._gate.resume(self.gone)
         self._stop(why)
 
     def _announce(self, lost: Ranks = (), entered: Ranks = ()) -> None:
@@ -412,24 +412,24 @@ class Agreement(MinimalService):
         plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._gate.entered + len(ranks))
         self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
         self._missed.difference_update(ranks)
-        self._gate.meet(plan)
+        self._gate.install_plan(plan)
         self._announce(entered=ranks)
 
     def tell_again(self) -> None:
         """After :meth:`admit`: where an agreement is under way, say once more whom this agent misses."""
-        if self._gate.frozen:
+        if self._gate.paused:
             self.change()
 
     def enter(self, plan: Plan, decisions: list[Decision]) -> None:
         """This agent has entered, and begins with what the others have agreed on."""
         entered = tuple(sorted({self._rank, *self.gone} - set(plan.gone)))
         self._decisions = decisions
-        self._gate.meet(plan)
+        self._gate.install_plan(plan)
         self._announce(entered=entered)
 
     def begin_without(self, ranks: Ranks) -> None:
         """These have not come yet: all is planned without them, as if they had been lost before it began."""
-        self._gate.meet(Plan(ranks))
+        self._gate.install_plan(Plan(ranks))
         self._decisions = [Decision(self.now, {})]
 
     def stand_alone(self) -> None:
@@ -440,12 +440,12 @@ class Agreement(MinimalService):
 
     def check(self, now: float) -> float:
         """Begin what was put off; see :class:`~.services.Service`."""
-        if not self._gate.frozen and self._missed.difference(self.gone):
+        if not self._gate.paused and self._missed.difference(self.gone):
             self.change()
         return float("inf")
 
 
-def _parsed(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
+def _parsed_report(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
     """What another agent said: how the loss of each showed, and its report. ProtocolError if it is nonsense."""
     try:
         said: Any = json.loads(text)
@@ -456,20 +456,20 @@ def _parsed(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Repor
             for name, rounds in said["open"].items()
         }
         kept = {str(name): [int(round_) for round_ in rounds] for name, rounds in said["kept"].items()}
-        plan = Plan(as_ranks([rank for rank, _, _ in losses], size), int(said["entered"]))
-        decisions = decisions_of(said["decisions"], size)
-        return losses, _Report(plan, as_counts(said["begun"]), open_, kept, decisions, beyond)
+        plan = Plan(parsed_ranks([rank for rank, _, _ in losses], size), int(said["entered"]))
+        decisions = parsed_decisions(said["decisions"], size)
+        return losses, _Report(plan, parsed_counts(said["begun"]), open_, kept, decisions, beyond)
     except NONSENSE as error:
         raise ProtocolError(f"what was said of a loss makes no sense: {error}") from None
 
 
-def standing(part: Collection[int]) -> tuple[int, int]:
+def partition_order(part: Collection[int]) -> tuple[int, int]:
     """Which of several parts of a job is to go on: that of more agents, or of as many with the lowest rank; so that it
     is exactly one. It has the greatest of these."""
     return len(part), -min(part, default=0)
 
 
-def _all_have(operation: Operation, reports: Mapping[int, _Report]) -> bool:
+def _all_have_result(operation: Operation, reports: Mapping[int, _Report]) -> bool:
     recovery, among = operation.recovery, operation.among
     assert recovery is not None
     concerned = [report for rank, report in reports.items() if among is None or rank in among]
@@ -481,20 +481,20 @@ def decisions_as_data(decisions: list[Decision]) -> list[Any]:
     return [(*one.plan, one.begun, one.entered) for one in decisions]
 
 
-def decisions_of(said: Any, size: int) -> list[Decision]:
+def parsed_decisions(said: Any, size: int) -> list[Decision]:
     """As they were before they travelled; one of :data:`NONSENSE` where they are no decisions."""
     return [
-        Decision(Plan(as_ranks(gone, size), int(entered)), as_counts(begun), as_ranks(ranks, size))
+        Decision(Plan(parsed_ranks(gone, size), int(entered)), parsed_counts(begun), parsed_ranks(ranks, size))
         for gone, entered, begun, ranks in said
     ]
 
 
-def as_ranks(said: Any, size: int) -> Ranks:
+def parsed_ranks(said: Any, size: int) -> Ranks:
     ranks = tuple(int(rank) for rank in said)
     if list(ranks) != sorted(set(ranks)) or not all(0 <= rank < size for rank in ranks):
         raise ValueError(f"ranks {ranks}")
     return ranks
 
 
-def as_counts(said: Any) -> dict[str, int]:
+def parsed_counts(said: Any) -> dict[str, int]:
     return {str(name): int(count) for name, count in said.items()}

@@ -45,8 +45,8 @@ from .events import Events
 from .lifecycle import Lifecycle
 from .matching import Matcher
 from .operation import Handle, Operation, describe
-from .outbox import Outbox
 from .progress import Progress
+from .sender import Sender
 
 DEADLOCK = "~deadlock"
 """The operation of a probe, which has the name, round and stage of what is waited for; and of a verdict."""
@@ -63,7 +63,7 @@ _FEEDERS = ("multiprocessing.queues", "multiprocessing.resource_sharer")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
-class _Wait(NamedTuple):
+class _WaitEdge(NamedTuple):
     """An agent on the way of a probe: it waits in a call for the next one."""
 
     rank: int
@@ -83,14 +83,14 @@ class Deadlocks:
         self,
         rank: int,
         matcher: Matcher,
-        outbox: Outbox,
+        sender: Sender,
         lifecycle: Lifecycle,
         progress: Progress,
         events: Events,
         timeout: float,
     ) -> None:
         self.bystanders: WeakSet[threading.Thread] = WeakSet()
-        self._rank, self._matcher, self._outbox = rank, matcher, outbox
+        self._rank, self._matcher, self._sender = rank, matcher, sender
         self._lifecycle, self._progress, self._events = lifecycle, progress, events
         self._timeout = timeout
         self._probes = 0
@@ -109,10 +109,10 @@ class Deadlocks:
         it may go on by itself."""
         handle = self._progress.awaited
         gate = self._lifecycle.gate
-        if not isinstance(handle, Handle) or handle.done or gate.frozen or gate.closing or gate.ended is not None:
+        if not isinstance(handle, Handle) or handle.done or gate.paused or gate.closing or gate.ended is not None:
             return None
         operation = handle.operation
-        if operation.one_sided or operation.computing or not operation.begun or self._events.has_listeners:
+        if operation.one_sided or operation.is_runnable or not operation.is_started or self._events.has_listeners:
             return None
         if operation.timeout < self._timeout:  # whoever gives a call less time is ready to go on without it
             return None
@@ -137,16 +137,16 @@ class Deadlocks:
 
     # Probes
 
-    def _send(self, operation: Operation, way: Sequence[_Wait], number: int) -> None:
+    def _send(self, operation: Operation, way: Sequence[_WaitEdge], number: int) -> None:
         """Ask all that an operation waits for whether they can go on."""
         stage = (operation.fused or operation).stage  # None where only confirmations are waited for
         at = 0 if stage is None else stage.number
-        here = _Wait(self._rank, operation.op, operation.name, operation.round)
+        here = _WaitEdge(self._rank, operation.op, operation.name, operation.round)
         text = json.dumps([*way, here])
         for rank in operation.waiting_for:
             if rank != self._rank:
                 place = operation.name, operation.round, at, number
-                self._outbox.say(rank, Message(Kind.ASK, DEADLOCK, *place, text=text))
+                self._sender.say(rank, Message(Kind.ASK, DEADLOCK, *place, text=text))
 
     def serve(self, source: int, message: Message) -> None:
         """Another agent waits for this one in a call, and perhaps others for it."""
@@ -180,7 +180,7 @@ class Deadlocks:
 
     # The verdict
 
-    def _pronounce(self, circle: list[_Wait]) -> None:
+    def _pronounce(self, circle: list[_WaitEdge]) -> None:
         """A probe of this agent came back, so all on its way wait for each other."""
         self._condemn(circle, 0)
 
@@ -191,7 +191,7 @@ class Deadlocks:
         if at and circle[(at + 1) % len(circle)].rank == source:
             self._condemn(circle, at)
 
-    def _condemn(self, circle: list[_Wait], at: int) -> None:
+    def _condemn(self, circle: list[_WaitEdge], at: int) -> None:
         """Fail this agent's call of a circle. The one that waits for it hears of that first: before anything that this
         agent sends when its script goes on, which may be what that one waits for."""
         mine, before = circle[at], circle[at - 1].rank
@@ -199,7 +199,7 @@ class Deadlocks:
         if operation is None or operation.error is not None:
             return
         if at != 1:  # the first knows
-            self._outbox.say(before, Message(Kind.DENY, DEADLOCK, DEADLOCK, text=json.dumps(circle)))
+            self._sender.say(before, Message(Kind.DENY, DEADLOCK, DEADLOCK, text=json.dumps(circle)))
         ranks = tuple(sorted(one.rank for one in circle))
         self._lifecycle.fail(operation, Mismatch(f"{operation} on rank {self._rank}: {_explained(circle)}", ranks))
 
@@ -224,10 +224,10 @@ def _is_installed(file: str | None) -> bool:
     return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
-def _read(text: str, source: int | None = None) -> list[_Wait]:
+def _read(text: str, source: int | None = None) -> list[_WaitEdge]:
     """The way of a probe, which ``source`` has sent; ProtocolError for what is none."""
     try:
-        way = [_Wait(int(rank), str(op), str(name), int(round_)) for rank, op, name, round_ in json.loads(text)]
+        way = [_WaitEdge(int(rank), str(op), str(name), int(round_)) for rank, op, name, round_ in json.loads(text)]
         if not 0 < len(way) <= LONGEST_CIRCLE or (source is not None and way[-1].rank != source):
             raise ValueError(f"{len(way)} agents")
     except NONSENSE as error:
@@ -235,7 +235,7 @@ def _read(text: str, source: int | None = None) -> list[_Wait]:
     return way
 
 
-def _explained(circle: list[_Wait]) -> str:
+def _explained(circle: list[_WaitEdge]) -> str:
     """Who waits for whom, in the same words on all agents."""
     first = min(range(len(circle)), key=lambda at: circle[at].rank)
     waits = circle[first:] + circle[:first]

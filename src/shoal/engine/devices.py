@@ -3,7 +3,7 @@
 The host stays in charge between agents: a message goes out when what it names is written, and memory is given back when
 it has been read, as on the CPU. So a killed agent leaves nobody's stream waiting for a signal that never comes, and a
 sum is never taken of what was half written. What the host does not do is wait: a thread for each stream waits for the
-places in it (:class:`Lane`), while the caller goes on and others drive.
+places in it (:class:`DeviceLane`), while the caller goes on and others drive.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Generator
 
 import torch
 
+from .._signals import deferred
 from ..device import opening
 from ..device.device import Device, Mark, Stream, Unshareable
-from ..interrupts import held
 from ..transport.link import Lease, Published
-from ..transport.memory import Arena, Region
-from .later import Later, reached
+from ..transport.shared_regions import Arena, Region
+from .future import Future, await_future
 from .operation import Arrived, Operation
 
 log = logging.getLogger("shoal")
@@ -32,8 +32,8 @@ STOP_SECONDS = 5.0
 Told = Callable[[BaseException | None], None]
 
 
-class Queued:
-    """Work in a lane. Operations wait for it: it is a :class:`~.later.Later`."""
+class DeviceFuture:
+    """Work in a lane. Operations wait for it: it is a :class:`~.later.Future`."""
 
     def __init__(self, mark: Mark) -> None:
         self._mark = mark
@@ -49,7 +49,7 @@ class Queued:
             raise self._error
         return self._ended
 
-    def tell(self, then: Told) -> None:
+    def add_done_callback(self, then: Told) -> None:
         """Call ``then`` when it is done, or now if it is, with what went wrong."""
         with self._lock:
             if not self._ended:
@@ -71,18 +71,18 @@ class Queued:
             then(error)
 
 
-class Lane:
+class DeviceLane:
     """A stream of this agent's, and a thread that waits for what is queued, there or in a caller's."""
 
     def __init__(self, stream: Stream, name: str) -> None:
         self.stream = stream
-        self._waiting: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[DeviceFuture | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name=name, daemon=True)
         self._thread.start()
 
-    def queued(self, stream: Stream | None = None) -> Queued:
+    def queued(self, stream: Stream | None = None) -> DeviceFuture:
         """All that is queued so far, in its own stream if not given."""
-        one = Queued((stream or self.stream).mark())
+        one = DeviceFuture((stream or self.stream).mark())
         self._waiting.put(one)
         return one
 
@@ -95,15 +95,15 @@ class Lane:
         self._thread.join(STOP_SECONDS)
 
 
-class Place:
+class DeviceContext:
     """A device, as an agent uses it."""
 
     def __init__(self, device: Device, rank: int, beside: Arena, staged: Callable[[], bool]) -> None:
         self.device = device
         self._staged = staged
         self.arena = Arena(make=device.share, beside=beside)
-        self.copies = Lane(device.stream(), f"shoal-{rank}-copies")
-        self.sums = Lane(device.stream(), f"shoal-{rank}-sums")
+        self.copies = DeviceLane(device.stream(), f"shoal-{rank}-copies")
+        self.sums = DeviceLane(device.stream(), f"shoal-{rank}-sums")
 
     def publish(self, operation: Operation, tensor: torch.Tensor) -> PublishedOnDevice:
         """Queue a copy of a tensor to where others can read it, in the caller's stream: what the caller queues
@@ -143,9 +143,9 @@ class PublishedOnDevice(Published):
         data: torch.Tensor,
         region: Region,
         lease: Lease,
-        place: Place,
+        place: DeviceContext,
         caller: Stream,
-        copied: Queued,
+        copied: DeviceFuture,
         staging: torch.Tensor | None = None,
     ) -> None:
         super().__init__(data, region, lease)
@@ -158,9 +158,9 @@ class PublishedOnDevice(Published):
             raise RuntimeError("a tensor on a device is to travel over the network, and was not copied to the CPU")
         return self._staging
 
-    def written(self) -> Generator[Later, Arrived, None]:
+    def written(self) -> Generator[Future, Arrived, None]:
         """Wait until others can read it."""
-        yield from reached(self._copied)
+        yield from await_future(self._copied)
 
 
 class Devices:
@@ -179,20 +179,20 @@ class Devices:
         self.wanted = False
         self._rank, self._arena, self._staged = rank, arena, staged
         self._lock = threading.Lock()
-        self._places: dict[torch.device, Place | None] = {}
+        self._places: dict[torch.device, DeviceContext | None] = {}
 
-    def place_of(self, tensor: torch.Tensor) -> Place | None:
+    def place_of(self, tensor: torch.Tensor) -> DeviceContext | None:
         """Where a tensor can be exchanged; None where it goes through the CPU."""
         if not self.wanted or tensor.device.type == "cpu" or tensor.nbytes <= FEWEST_BYTES:
             return None
-        with held, self._lock:
+        with deferred, self._lock:
             if tensor.device not in self._places:
                 self._places[tensor.device] = self._open(tensor.device)
             return self._places[tensor.device]
 
-    def _open(self, device: torch.device) -> Place | None:
+    def _open(self, device: torch.device) -> DeviceContext | None:
         try:
-            return Place(opening.open_device(device), self._rank, self._arena, self._staged)
+            return DeviceContext(opening.open_device(device), self._rank, self._arena, self._staged)
         except Unshareable as error:
             log.warning("rank %d: tensors on %s go through the CPU: %s", self._rank, device, str(error))
             return None

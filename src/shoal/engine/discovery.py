@@ -13,10 +13,10 @@ from typing import TypeVar
 
 import torch
 
-from ..engine.engine import Engine
-from ..engine.operation import Arrived, Exchange, Fusible, Handle, OnLoss, Operation, Send, Steps
 from ..errors import Mismatch
-from .keeping import copy_to_keep
+from .engine import Engine
+from .operation import Arrived, Exchange, FailurePolicy, FusionSpec, Handle, Operation, Send, Steps
+from .result_cache import copy_for_cache
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ def discover(
     Among the agents that the operation is planned for: notices count these, and not all ranks. Where agents come to it
     through different numbers of stages, ``first_stage`` is the number of its first.
     """
-    gone, group = operation.gone, operation.callers(engine.size)
+    gone, group = operation.excluded_ranks, operation.callers(engine.size)
     rank, size = group.index(engine.rank), len(group)
     notices = [
         (rank, group.index(other) if gone or operation.among is not None else other)
@@ -69,7 +69,7 @@ def submit_to_all(
     engine: Engine,
     op: str,
     name: str,
-    steps: Callable[[Operation], Steps[T]] | Fusible,
+    steps: Callable[[Operation], Steps[T]] | FusionSpec,
     timeout: float | None = None,
     alone: bool = True,
     take: Callable[[torch.Tensor], T] | None = None,
@@ -86,7 +86,7 @@ def submit_to_all(
         take: Makes the result from that of another agent: a tensor, or of no numbers where there is nothing to hand on.
             Only where nobody ends before all have begun; and there a result is that tensor, or None.
     """
-    if isinstance(steps, Fusible):  # only where no loss is survived
+    if isinstance(steps, FusionSpec):  # only where no loss is survived
         return engine.submit(op, name, steps, timeout, alone, background=background, among=among)
 
     def held_by_all(operation: Operation) -> Steps[T]:
@@ -94,7 +94,7 @@ def submit_to_all(
         assert recovery is not None
         recovery.take = take
         result = yield from steps(operation)
-        recovery.copy = copy_to_keep(result, engine.pool) if take is not None else None
+        recovery.copy = copy_for_cache(result, engine.pool) if take is not None else None
         if recovery.copy is not None:
             return result
         recovery.result = (result,)  # whether all others have it, is to be seen
@@ -102,4 +102,6 @@ def submit_to_all(
         return result
 
     begins = held_by_all if engine.agreement.active else steps
-    return engine.submit(op, name, begins, timeout, alone, on_loss=OnLoss.RESTART, background=background, among=among)
+    return engine.submit(
+        op, name, begins, timeout, alone, on_loss=FailurePolicy.RETRY, background=background, among=among
+    )

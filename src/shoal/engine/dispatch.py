@@ -12,11 +12,11 @@ from .events import Events
 from .failures import Failures
 from .fused_name import PREFIX
 from .fusion import Fusion
-from .layouts import TENSORS, Layouts
+from .layout_mismatch import TENSORS, LayoutExchange
 from .lifecycle import Lifecycle
 from .matching import Matcher, MatchResult
 from .operation import Operation, Stage
-from .outbox import CONNECT, Outbox
+from .sender import CONNECT, Sender
 from .services import Services
 from .stalls import DOING, Stalls
 from .watchdog import ALIVE, Watchdog
@@ -29,20 +29,20 @@ class Dispatch:
         self,
         rank: int,
         matcher: Matcher,
-        outbox: Outbox,
+        sender: Sender,
         lifecycle: Lifecycle,
         fusion: Fusion,
         failures: Failures,
         watchdog: Watchdog,
         stalls: Stalls,
-        layouts: Layouts,
+        layouts: LayoutExchange,
         deadlocks: Deadlocks,
         services: Services,
         events: Events,
     ) -> None:
         self._rank = rank
         self._matcher = matcher
-        self._outbox = outbox
+        self._sender = sender
         self._lifecycle = lifecycle
         self._fusion = fusion
         self._failures = failures
@@ -111,7 +111,7 @@ class Dispatch:
             self._fusion.came(source, message)
             return
         if message.where is Where.CARRIED:
-            self._lifecycle.carrying.check(message)
+            self._lifecycle.backend_stages.check(message)
         service = self._services.of(message)
         if service is not None and message.stage == 0:
             service.serve(source, message)
@@ -123,11 +123,11 @@ class Dispatch:
         elif result is MatchResult.LATE or (
             result is MatchResult.EARLY and operation is None and lifecycle.gate.closing
         ):  # nobody here will take it up
-            self._outbox.acknowledge(source, message)
+            self._sender.acknowledge(source, message)
         elif result is MatchResult.EARLY:
             self._matcher.keep(source, message)
         elif message.flags & AGAIN and not self._is_missing(source, result, operation):  # it was carried in time
-            self._outbox.acknowledge(source, message)
+            self._sender.acknowledge(source, message)
         elif result is MatchResult.UNEXPECTED or operation is None or operation.stage is None:
             error = lifecycle.refuse_unexpected(source, message)
             if operation is not None:
@@ -166,13 +166,13 @@ class Dispatch:
 
     def _on_ask(self, source: int, message: Message) -> None:
         if message.name == ALIVE:
-            self._outbox.deny(source, message, 0)
+            self._sender.deny(source, message, 0)
             return
         if message.name == DOING:
             self._stalls.answer(source)
             return
         if message.name == CONNECT:
-            self._outbox.on_connect_request(message)
+            self._sender.on_connect_request(message)
             return
         if message.op == TENSORS:
             self._layouts.answer(source, message)
@@ -185,14 +185,14 @@ class Dispatch:
         result, operation = self._matcher.match(message)
         if result is MatchResult.EARLY:
             self._matcher.keep_ask(source, message)
-            waiting_for = operation.held_up_by if operation is not None else []
+            waiting_for = operation.blocked_on if operation is not None else []
             if waiting_for:
-                self._outbox.put_off(source, message, waiting_for)
+                self._sender.put_off(source, message, waiting_for)
         elif result is MatchResult.NOW and operation is not None and operation.stage is not None:
-            self._outbox.answer(source, operation, operation.stage, bool(message.flags & HERE))
+            self._sender.answer(source, operation, operation.stage, bool(message.flags & HERE))
         elif operation is None or operation.stage is None or not operation.stage.will_send(source, message.stage):
             # If it was sent all the same, it arrives before this denial, which is then void.
-            self._outbox.deny(source, message, message.stage, self._matcher.failure_of(message))
+            self._sender.deny(source, message, message.stage, self._matcher.failure_of(message))
 
     def _on_waits(self, source: int, message: Message) -> None:
         """A peer that is waited for waits itself."""
@@ -202,10 +202,10 @@ class Dispatch:
 
     def _on_deny(self, source: int, message: Message) -> None:
         if message.name == ALIVE:
-            self._watchdog.answered(source)
+            self._watchdog.on_answer(source)
             return
         if message.name == DOING:
-            self._stalls.heard(source, message.text)
+            self._stalls.on_answer(source, message.text)
             return
         if message.op == TENSORS:
             self._layouts.heard(source, message)
@@ -226,7 +226,7 @@ class Dispatch:
             return
         if self._fusion.is_coming(source, (message.name, message.round)):  # it was sent before, and is longer
             return
-        if self._lifecycle.gate.frozen and operation.restarts:  # there it has begun anew already
+        if self._lifecycle.gate.paused and operation.restarts:  # there it has begun anew already
             return
         if message.flags & DIED and self._failures.leave_behind(source, message.text):
             return
@@ -240,7 +240,7 @@ class Dispatch:
         if message.shape and message.text.startswith(DeadlineExceeded.__name__):  # others did not come
             self._lifecycle.fail(operation, DeadlineExceeded(text, message.shape))
             return
-        self._outbox.refuse(source, message, text)
+        self._sender.refuse(source, message, text)
         self._lifecycle.fail(operation, Mismatch(text, (source, self._rank, *message.shape)))
 
     def _of_moving(self, source: int, message: Message, operation: Operation, stage: Stage) -> None:

@@ -28,44 +28,44 @@ from typing import Any, TypeVar
 import torch
 
 from .. import clock
+from .._signals import deferred
 from ..errors import DeadlineExceeded, NotInitialized, ShoalError
-from ..interrupts import held
-from ..transport.lobby import ENTRY
-from ..transport.memory import Arena, ResultPool
+from ..transport.pending_peers import ENTRY
 from ..transport.poller import Poller
 from ..transport.router import Router
+from ..transport.shared_regions import Arena, ResultPool
 from ..transport.wire import Message
+from .agent_status import StatusReporter
 from .agreement import WORD, Agreement
-from .callbacks import Callbacks
-from .carrier import Carrier
-from .closing import HANG_UP_SECONDS, LAST_WORD_SECONDS, Drain
+from .collective_backend import CollectiveBackend
 from .deadlock import Deadlocks
+from .deferred_callbacks import Callbacks
 from .devices import Devices
 from .dispatch import Dispatch
-from .doing import AboutItself
-from .entry import Entry
 from .events import Events
 from .failures import Failures
 from .fusion import Fusion
-from .handing_on import RESULT, HandingOn
-from .keeping import HAD, Keeping
-from .layouts import Layouts
+from .layout_mismatch import LayoutExchange
 from .lifecycle import Lifecycle
 from .matching import Matcher
-from .measured import Measured
 from .membership import NOT_YET, WHOLE, Membership, Plan
-from .operation import Fusible, Handle, OnLoss, Operation
+from .operation import FailurePolicy, FusionSpec, Handle, Operation
 from .operation import Steps as Generating
-from .outbox import Outbox, send_alone
+from .partition import WORD as TOGETHER
+from .partition import PartitionResolver
 from .profiling import span
 from .progress import Progress
 from .publishing import Publisher
-from .reunion import WORD as TOGETHER
-from .reunion import Reunion
-from .seconds import as_seconds
+from .rejoin import Rejoin
+from .result_cache import HAD, ResultCache
+from .result_transfer import RESULT, ResultTransfer
+from .sender import Sender, send_alone
 from .services import Services
+from .shutdown import HANG_UP_SECONDS, LAST_WORD_SECONDS, ShutdownDrain
 from .stalls import Stalls
-from .steps import Steps
+from .step_counter import StepCounter
+from .timeouts import parse_timeout
+from .training_metrics import TrainingMetrics
 from .watchdog import Watchdog
 
 log = logging.getLogger("shoal")
@@ -92,39 +92,41 @@ class Engine:
         self.publisher = Publisher(rank, self.arena, self.devices)
         self.progress = progress = Progress(self, self.poller, f"shoal-{rank}")
         self.matcher = matcher = Matcher()
-        self.outbox = outbox = Outbox(
+        self.sender = sender = Sender(
             rank, router, membership, events, lambda peer, cause: self.failures.on_closed(peer, cause)
         )
         self.callbacks = callbacks = Callbacks()
 
         def send(peer: int, what: Message, tensor: torch.Tensor) -> None:
-            send_alone(self.publisher, outbox, peer, what, tensor)
+            send_alone(self.publisher, sender, peer, what, tensor)
 
-        self.keeping = keeping = Keeping(rank, matcher, membership, send, outbox.acknowledge)
+        self.result_cache = result_cache = ResultCache(rank, matcher, membership, send, sender.acknowledge)
         self.lifecycle = lifecycle = Lifecycle(
             rank,
             progress,
             matcher,
             self.publisher,
-            outbox,
+            sender,
             membership,
             events,
             lambda operation: self.fusion.begins(operation),
             lambda name, round_, on_loss: self.agreement.plan_of(name, round_, on_loss),
             callbacks,
-            keeping,
+            result_cache,
         )
         self.fusion = fusion = Fusion(
             rank,
             progress,
             matcher,
             membership,
-            outbox,
+            sender,
             lifecycle,
             events,
             lambda source, message: self.dispatch.take(source, message),
         )
-        self.handing_on = handing_on = HandingOn(matcher, membership, lifecycle, keeping, send, outbox.acknowledge)
+        self.result_transfer = result_transfer = ResultTransfer(
+            matcher, membership, lifecycle, result_cache, send, sender.acknowledge
+        )
         self.agreement = agreement = Agreement(
             rank,
             size,
@@ -133,37 +135,37 @@ class Engine:
             lifecycle,
             fusion,
             callbacks,
-            keeping,
-            handing_on,
+            result_cache,
+            result_transfer,
             send,
-            outbox.acknowledge,
+            sender.acknowledge,
             lambda said: self.failures.told(said),
             progress.check_by,
             lambda error: self.failures.abort(error),
         )
         self.failures = failures = Failures(
-            rank, size, progress, matcher, membership, router, outbox, lifecycle, fusion, services, agreement, events
+            rank, size, progress, matcher, membership, router, sender, lifecycle, fusion, services, agreement, events
         )
-        self.entry = Entry(rank, size, progress, matcher, membership, router, outbox, agreement, failures, send)
-        self.deadlocks = deadlocks = Deadlocks(rank, matcher, outbox, lifecycle, progress, events, timeout)
-        self.steps = steps = Steps(events)
-        self.measured = measured = Measured(events)
-        self.about = about = AboutItself(
-            rank, router, matcher, outbox, membership, progress, agreement, lifecycle.gate, services, steps, measured
+        self.rejoin = Rejoin(rank, size, progress, matcher, membership, router, sender, agreement, failures, send)
+        self.deadlocks = deadlocks = Deadlocks(rank, matcher, sender, lifecycle, progress, events, timeout)
+        self.step_counter = steps = StepCounter(events)
+        self.training_metrics = measured = TrainingMetrics(events)
+        self.status_reporter = about = StatusReporter(
+            rank, router, matcher, sender, membership, progress, agreement, lifecycle.gate, services, steps, measured
         )
-        self.stalls = stalls = Stalls(rank, matcher, membership, outbox, about, services, progress)
+        self.stalls = stalls = Stalls(rank, matcher, membership, sender, about, services, progress)
         self.watchdog = watchdog = Watchdog(
-            rank, lifecycle, matcher, membership, outbox, failures, agreement, deadlocks, stalls
+            rank, lifecycle, matcher, membership, sender, failures, agreement, deadlocks, stalls
         )
-        self.layouts = layouts = Layouts(rank, membership, outbox, progress)
+        self.layout_exchange = layouts = LayoutExchange(rank, membership, sender, progress)
         router.describe_by(self._describe)
-        router.ask_others_by(outbox.ask_to_connect)
+        router.ask_others_by(sender.ask_to_connect)
         self.dispatch = Dispatch(
-            rank, matcher, outbox, lifecycle, fusion, failures, watchdog, stalls, layouts, deadlocks, services, events
+            rank, matcher, sender, lifecycle, fusion, failures, watchdog, stalls, layouts, deadlocks, services, events
         )
         router.deliver_to(self.dispatch)
-        self.reunion = Reunion(
-            rank, size, progress, membership, router, outbox, lifecycle.gate, agreement, self.entry, send
+        self.partition_resolver = PartitionResolver(
+            rank, size, progress, membership, router, sender, lifecycle.gate, agreement, self.rejoin, send
         )
         self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # this is a forked child's copy
@@ -173,39 +175,39 @@ class Engine:
         self.progress.start()
 
     @property
-    def carrier(self) -> Carrier | None:
+    def backend(self) -> CollectiveBackend | None:
         """What moves tensors in the place of links, where something does."""
-        return self.lifecycle.carrying.carrier
+        return self.lifecycle.backend_stages.backend
 
     def _describe(self, within: float) -> dict[str, Any]:
         """What this agent does, for another shell. From any thread of this process, which may have another's lock."""
         if not self.lock.acquire(timeout=within):
-            return self.about.busy
+            return self.status_reporter.busy
         try:
-            return self.about.as_json()
+            return self.status_reporter.as_json()
         finally:
             self.lock.release()
 
     def is_far(self, rank: int) -> bool:
         """What goes to an agent goes over the network, or is to be as short as if it did."""
-        return self.compresses_locally or self.carrier is not None or self.router.transport_to(rank) == "network"
+        return self.compresses_locally or self.backend is not None or self.router.transport_to(rank) == "network"
 
     @property
-    def may_fuse(self) -> bool:
+    def can_fuse(self) -> bool:
         """Operations that begin now may be fused: all travel over links, and are with all agents. After a loss the
         rounds under way may be planned for different ones."""
-        return self.carrier is None and not self.lifecycle.gate.gone
+        return self.backend is None and not self.lifecycle.gate.gone
 
     @property
-    def may_fuse_in_stages(self) -> bool:
+    def can_fuse_multistage(self) -> bool:
         """So may those that would have to begin anew after a loss, since none is survived: agents that fuse and agents
         that do not would come to another stage each."""
-        return self.may_fuse and not self.agreement.active
+        return self.can_fuse and not self.agreement.active
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of tensors sent to others so far."""
-        return self.outbox.bytes_sent
+        return self.sender.bytes_sent
 
     @property
     def ended(self) -> ShoalError | None:
@@ -222,11 +224,11 @@ class Engine:
         self,
         op: str,
         name: str,
-        steps: Callable[[Operation], Generating[T]] | Fusible,
+        steps: Callable[[Operation], Generating[T]] | FusionSpec,
         timeout: float | None = None,
         alone: bool = True,
         one_sided: bool = False,
-        on_loss: OnLoss = OnLoss.FAIL,
+        on_loss: FailurePolicy = FailurePolicy.FAIL,
         background: bool = False,
         among: Sequence[int] | None = None,
     ) -> Handle[T]:
@@ -244,14 +246,14 @@ class Engine:
             background: It is nobody's call: nothing is said of how long it waits, and no error is kept for it.
             among: Who calls it, if not all.
         """
-        seconds = as_seconds(timeout, self.timeout)
+        seconds = parse_timeout(timeout, self.timeout)
         if not self.agreement.active:
-            on_loss = OnLoss.FAIL
-        if self.entry.outside and on_loss is not OnLoss.RESTART and op != PLAN:
-            raise self.entry.not_in_yet(op)
+            on_loss = FailurePolicy.FAIL
+        if self.rejoin.outside and on_loss is not FailurePolicy.RETRY and op != PLAN:
+            raise self.rejoin.not_in_yet(op)
         limit = 0.0
         while True:
-            with held, span(op, name, "submit"):
+            with deferred, span(op, name, "submit"):
                 handle = self.lifecycle.submit(
                     self, op, name, steps, seconds, alone, one_sided, on_loss, background, among
                 )
@@ -267,7 +269,7 @@ class Engine:
         """Whom the next round of a name, which this is, is planned without: for what takes several operations."""
         if not self.agreement.active:
             return WHOLE
-        return self.submit(PLAN, name, _planned, on_loss=OnLoss.GO_ON).wait()
+        return self.submit(PLAN, name, _planned, on_loss=FailurePolicy.SKIP_MISSING).wait()
 
     def _await_agreement(self, op: str, limit: float, seconds: float) -> None:
         """Wait until the agents that are left have agreed on a loss."""
@@ -277,8 +279,8 @@ class Engine:
             raise RuntimeError(
                 f"{what}: an agent was lost just now, and nothing can begin inside a callback until then"
             )
-        while not progress.drive_until(lambda: not lifecycle.gate.frozen, limit):
-            held.checkpoint()
+        while not progress.drive_until(lambda: not lifecycle.gate.paused, limit):
+            deferred.checkpoint()
             if progress.stopped:
                 raise NotInitialized(f"{what}: this agent has shut down; call shoal.init() first")
             if clock.monotonic() >= limit:
@@ -290,15 +292,15 @@ class Engine:
                     missing,
                 )
 
-    def survive_losses(self, stops_as_smaller_part: bool = False) -> None:
+    def survive_losses(self, stops_as_minority: bool = False) -> None:
         """Let operations outlive a loss, but not in the smaller part of a partition. Before the exchange starts."""
-        self.agreement.activate(stops_as_smaller_part)
+        self.agreement.activate(stops_as_minority)
         self.services.add(WORD, self.agreement)
-        self.services.add(HAD, self.keeping)
-        self.services.add(RESULT, self.handing_on)
-        self.services.add(ENTRY, self.entry)
-        self.services.add(TOGETHER, self.reunion)
-        self.reunion.activate()
+        self.services.add(HAD, self.result_cache)
+        self.services.add(RESULT, self.result_transfer)
+        self.services.add(ENTRY, self.rejoin)
+        self.services.add(TOGETHER, self.partition_resolver)
+        self.partition_resolver.activate()
 
     def begin_without(self, ranks: tuple[int, ...]) -> None:
         """These have not come yet, and may join. Before the exchange starts."""
@@ -307,7 +309,7 @@ class Engine:
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
         """Keep the promise of something that a thread of this agent did by itself."""
-        with held, self.lock:
+        with deferred, self.lock:
             self.lifecycle.finish(handle, result, error)
             self.poller.wake()
 
@@ -327,7 +329,7 @@ class Engine:
         limit = clock.monotonic() + timeout if timeout is not None else float("inf")
         with span(handle.operation.op, handle.operation.name, "wait"):
             while not (done := self.progress.drive_until(handle.poll, limit)) and clock.monotonic() < limit:
-                held.checkpoint()  # a signal came; its handler raises, or the wait goes on
+                deferred.checkpoint()  # a signal came; its handler raises, or the wait goes on
                 if self.progress.stopped:
                     break
         if started:
@@ -338,31 +340,31 @@ class Engine:
 
     def give_up(self, handle: Handle[Any], error: BaseException) -> None:
         """End an operation of this agent that nobody waits for any more; others hear of it where they ask."""
-        with held, self.lock:
+        with deferred, self.lock:
             self.lifecycle.fail(handle.operation, error)
             self.poller.wake()
 
     def abort(self, error: ShoalError) -> None:
         """End all operations, now and from now on, with ``error``. The others are not told."""
-        with held, self.lock:
+        with deferred, self.lock:
             self.failures.abort(error)
             self.poller.wake()
 
     # Driven by progress
 
     def advance(self) -> None:
-        lifecycle, carrier = self.lifecycle, self.carrier
+        lifecycle, backend = self.lifecycle, self.backend
         try:
             while True:
                 if lifecycle.unbegun:
                     self.fusion.begin()
-                if carrier is not None and carrier.due:
-                    carrier.begin()
+                if backend is not None and backend.due:
+                    backend.begin()
                 if lifecycle.ready:
                     lifecycle.resume_ready()
                 with self.lock:
-                    self.outbox.flush()
-                if not lifecycle.ready and not (carrier is not None and carrier.due):
+                    self.sender.flush()
+                if not lifecycle.ready and not (backend is not None and backend.due):
                     return
         except Exception as error:  # a fault of ours; nobody else would hear of it in the progress thread
             with self.lock:
@@ -400,7 +402,7 @@ class Engine:
             return float("inf")
 
     def after(self) -> None:
-        if self.lifecycle.gate.frozen:  # what callbacks begin would have to wait
+        if self.lifecycle.gate.paused:  # what callbacks begin would have to wait
             return
         if self.callbacks.due:
             self.callbacks.run()
@@ -423,8 +425,8 @@ class Engine:
         For the one thread that does it. What a signal's handler raises shortens it: then what is left to do is done, no
         more is waited for, and it is raised at the end. Whatever else fails, nothing is left open.
         """
-        drain = Drain(self.progress, self.lifecycle)
-        with held, ExitStack() as last:
+        drain = ShutdownDrain(self.progress, self.lifecycle)
+        with deferred, ExitStack() as last:
             for one in (self.poller.close, self.pool.clear, self.devices.close, self.arena.close, self.router.close):
                 last.callback(one)
             last.callback(self.after)
@@ -433,24 +435,24 @@ class Engine:
                 self.fusion.begin()
                 # What another thread has just taken to begin it has still to be sent.
                 drain(lambda: all(one.has_entered for one in self.matcher.in_flight()), deadline)
-            carrier = self.carrier
-            if carrier is not None:
+            backend = self.backend
+            if backend is not None:
                 if not died and self.ended is None and not self.lifecycle.gate.closing:
-                    drain.leave(carrier, self.matcher, deadline)
-                last.callback(carrier.stop)
+                    drain.leave(backend, self.matcher, deadline)
+                last.callback(backend.stop)
             if not self._fail_what_is_in_flight(deadline, died):
                 last.pop_all()  # another thread is at it
                 return
-            drain(lambda: self.outbox.drained and not self.matcher.in_flight(), deadline)
+            drain(lambda: self.sender.drained and not self.matcher.in_flight(), deadline)
             with self.lock:
-                if self.keeping.results and not died:
-                    self.keeping.tell(leaving=True)
-            drain(lambda: not self.keeping.results, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
+                if self.result_cache.results and not died:
+                    self.result_cache.tell(leaving=True)
+            drain(lambda: not self.result_cache.results, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
             with self.lock:
                 self._say_goodbye(why, died)
             # After a loss, too: it says whose. A neighbour that is busy, its socket full, would count us as lost.
             last_word = clock.monotonic() + LAST_WORD_SECONDS if self.ended is not None else deadline
-            drain.hang_up(self.outbox, self.router, min(deadline, last_word), deadline, lambda: self.failures.deaf)
+            drain.disconnect(self.sender, self.router, min(deadline, last_word), deadline, lambda: self.failures.deaf)
             with self.lock:
                 self.lifecycle.fail_all(_gone())
         if drain.interrupt is not None:
@@ -464,7 +466,7 @@ class Engine:
         with self.lock:
             if self.lifecycle.gate.closing:
                 return False
-            self.outbox.forget_failed()
+            self.sender.forget_failed()
             self.lifecycle.close(_gone(), died)
             self.fusion.give_up(_gone())
             self.fusion.give_up_early()
@@ -473,8 +475,8 @@ class Engine:
     def _say_goodbye(self, why: str, died: bool) -> None:
         causes = (service.cause for service in self.services.all())
         missed = next((rank for rank in causes if rank is not None and rank != self.rank), -1)
-        self.outbox.say_goodbye(why or "it called shoal.shutdown()", died, self.ended, missed)
-        self.outbox.flush()  # all that is done for it where the exchange has failed
+        self.sender.say_goodbye(why or "it called shoal.shutdown()", died, self.ended, missed)
+        self.sender.flush()  # all that is done for it where the exchange has failed
 
     def abandon_in_child(self) -> None:
         """In a forked child: close what would keep this agent's end from being noticed, and refuse whoever calls.

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import clock
-from ..interrupts import held
-from .fused_name import PREFIX, Run, read
+from .._signals import deferred
+from .fused_name import PREFIX, FusedRounds, decode_fused_name
 
 log = logging.getLogger("shoal")
 
@@ -58,10 +58,14 @@ class Event(NamedTuple):
     stage: int = 0
 
     @property
-    def calls(self) -> list[Run]:
+    def calls(self) -> list[FusedRounds]:
         """Of which calls it is: their names, the first round of each, and how many rounds. One, unless small calls
         travel together."""
-        return list(read(self.name)) if self.name.startswith(PREFIX) else [Run(self.name, self.round, 1, ())]
+        return (
+            list(decode_fused_name(self.name))
+            if self.name.startswith(PREFIX)
+            else [FusedRounds(self.name, self.round, 1, ())]
+        )
 
 
 Listener = Callable[[Event], None]
@@ -140,7 +144,7 @@ class Events:
             self._tell(Event(*fields))
 
     def _tell(self, event: Event) -> None:
-        with held:
+        with deferred:
             for listener in self._listeners:
                 try:
                     listener(event)

@@ -18,8 +18,8 @@ from .fusion import Fusion
 from .lifecycle import Lifecycle
 from .matching import Matcher
 from .membership import NEEDED, Departure, Membership
-from .outbox import Outbox
 from .progress import Progress
+from .sender import Sender
 from .services import Services
 
 GRACE = 0.5
@@ -140,7 +140,7 @@ class Failures:
         matcher: Matcher,
         membership: Membership,
         router: Router,
-        outbox: Outbox,
+        sender: Sender,
         lifecycle: Lifecycle,
         fusion: Fusion,
         services: Services,
@@ -155,7 +155,7 @@ class Failures:
         self._matcher = matcher
         self._membership = membership
         self._router = router
-        self._outbox = outbox
+        self._sender = sender
         self._lifecycle = lifecycle
         self._fusion = fusion
         self._services = services
@@ -169,20 +169,20 @@ class Failures:
         """A connection, or a process, has ended; see :class:`~shoal.transport.link.Receiver`."""
         if peer not in self._membership.view.alive or self.deaf:
             self._router.drop(peer)
-        elif not self._outbox.said_goodbye:  # after it, an end is somebody hanging up
+        elif not self._sender.said_goodbye:  # after it, an end is somebody hanging up
             self._progress.check_by(self._detector.suspect(peer, cause, final, certain))
 
     def on_cut(self, peer: int, cause: str) -> None:
         """A connection was cut, over which an agent has sent. If its process has ended, the link to it shows that."""
         if peer not in self._membership.view.alive or self.deaf:
             self._router.drop(peer)
-        elif not self._outbox.said_goodbye and not self._outbox.reach(peer):
+        elif not self._sender.said_goodbye and not self._sender.reach(peer):
             self._detector.nothing_follows(peer)
             self._progress.check_by(self._detector.next)
 
     def on_shut_out(self, peer: int) -> None:
         """An agent counts this one as lost, which has not heard of it: it was cut off meanwhile."""
-        if peer in self._membership.view.alive and not self._outbox.said_goodbye:
+        if peer in self._membership.view.alive and not self._sender.said_goodbye:
             self.break_off(f"rank {peer} counts it as lost")
 
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
@@ -224,7 +224,7 @@ class Failures:
 
     def check(self, now: float) -> float:
         """Confirm what is due. Returns when to come back."""
-        if self._outbox.said_goodbye or self.deaf:
+        if self._sender.said_goodbye or self.deaf:
             return float("inf")
         for departure in self._detector.confirmed(now):
             self._confirm(departure)
@@ -248,10 +248,10 @@ class Failures:
             return
         if self._events.active:
             self._events.emit("lost", "died" if died else "left", "", 0, peer=rank, detail=cause)
-        self._outbox.pass_on(gone)
+        self._sender.pass_on(gone)
         if died and not self._agreement.active:
             self._lose(*self._explained(gone))
-        for token in self._outbox.unacknowledged_by(rank):
+        for token in self._sender.unacknowledged_by(rank):
             self._lifecycle.acknowledged(rank, token)
         for service in self._services.all():
             service.on_gone(rank, because if 0 <= because < self._size and because != self._rank else None)
@@ -266,20 +266,20 @@ class Failures:
             if operation.one_sided:
                 self._lifecycle.fail(operation, self._lifecycle.missed.error(operation, [rank]))
             else:  # it ends, or what becomes of it is agreed on
-                self._lifecycle.missed.tell_of([rank])
+                self._lifecycle.missed.announce([rank])
         if died:
             self._fusion.forget(rank)
             self._matcher.forget(rank)
         # Also who left: what it had still to send, as an answer that came after its goodbye, would bring all that was
         # before once more, of which nobody remembers here that it has come.
         self._router.shut_out(rank)
-        if self._agreement.active and (died or self._lifecycle.gate.frozen):
+        if self._agreement.active and (died or self._lifecycle.gate.paused):
             self._agreement.change()
 
     def _miss(self, gone: Departure) -> None:
         """An agent that has left is needed, here or by others: a loss, which ends the same calls everywhere."""
         if self._lifecycle.gate.ended is None:
-            self._outbox.pass_on(gone)
+            self._sender.pass_on(gone)
             self._lose(*self._explained(gone))
 
     def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:

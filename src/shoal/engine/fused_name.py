@@ -14,7 +14,7 @@ PREFIX = "~fused "
 MOST_OPERATIONS = 256
 
 
-class Run(NamedTuple):
+class FusedRounds(NamedTuple):
     """Operations of one name in successive rounds, with tensors of one shape."""
 
     name: str
@@ -23,32 +23,32 @@ class Run(NamedTuple):
     shape: tuple[int, ...]
 
 
-def name_of(runs: list[Run]) -> str:
+def encode_fused_name(runs: list[FusedRounds]) -> str:
     """The name of the fused operation that consists of these."""
     return PREFIX + json.dumps(runs, separators=(",", ":"))
 
 
 @lru_cache(32)  # a message that is kept or taken apart is looked at several times
-def read(name: str) -> tuple[Run, ...]:
+def decode_fused_name(name: str) -> tuple[FusedRounds, ...]:
     """What such a name says; nothing if it is nonsense."""
     try:
         said = json.loads(name[len(PREFIX) :])
-        runs = tuple(Run(one, first, length, tuple(shape)) for one, first, length, shape in said)
+        runs = tuple(FusedRounds(one, first, length, tuple(shape)) for one, first, length, shape in said)
     except (ValueError, TypeError, RecursionError):
         return ()
     # First what they are made of: to multiply what is no number, or to go through it, may take all memory or time.
     return runs if all(map(_is_sound, runs)) and sum(run.length for run in runs) <= MOST_OPERATIONS else ()
 
 
-def runs_of(message: Message) -> Sequence[Run]:
+def runs_of(message: Message) -> Sequence[FusedRounds]:
     """What is in a fused message; nothing if its name is nonsense or does not add up to its tensor."""
-    runs, payload = read(message.name), message.payload
+    runs, payload = decode_fused_name(message.name), message.payload
     total = sum(run.length * math.prod(run.shape) for run in runs)
     adds_up = payload is not None and (message.flags & COMMON or total == payload.data.numel())
     return runs if adds_up else ()
 
 
-def _is_sound(run: Run) -> bool:
+def _is_sound(run: FusedRounds) -> bool:
     return (
         isinstance(run.name, str)
         and type(run.first) is int
@@ -60,6 +60,6 @@ def _is_sound(run: Run) -> bool:
     )
 
 
-def keys(runs: Sequence[Run]) -> Iterator[tuple[str, int]]:
+def keys(runs: Sequence[FusedRounds]) -> Iterator[tuple[str, int]]:
     """The name and the round of each operation."""
     return ((run.name, round_) for run in runs for round_ in range(run.first, run.first + run.length))

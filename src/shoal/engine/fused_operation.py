@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..transport.wire import COMMON, MAX_NAME, Kind, Message, Parts, Payload, Where
-from .fused_name import MOST_OPERATIONS, Run, name_of
+from .fused_name import MOST_OPERATIONS, FusedRounds, encode_fused_name
 from .matching import Channel
-from .operation import Fusible, Mover, Operation, Yields
+from .operation import FusionSpec, Mover, Operation, Yields
 
 MOST_BYTES = 1 << 20
 """Of a fused operation: beyond, bytes cost more than bookkeeping."""
@@ -44,7 +44,7 @@ class Partial:
         return bool(self.like.flags & COMMON)
 
 
-class Received(NamedTuple):
+class UnpackedMessage(NamedTuple):
     """The fused message of a neighbour."""
 
     source: int
@@ -67,7 +67,7 @@ class FusedOperation(Operation):
         self.members = members
         self.mover = mover
         self.channel = Channel(name)
-        self.had: list[Received] = []
+        self.had: list[UnpackedMessage] = []
         self.partial: dict[int, Partial] = {}
         self.places: dict[Operation, tuple[int, int]] = {}
         at = 0
@@ -98,7 +98,7 @@ class FusedOperation(Operation):
             one.confirmed(token)
 
 
-def fusible(operation: Operation) -> Fusible:
+def fusible(operation: Operation) -> FusionSpec:
     """What an operation is about that may be fused."""
     assert operation.fusible is not None
     return operation.fusible
@@ -106,11 +106,11 @@ def fusible(operation: Operation) -> Fusible:
 
 def _go_together(first: Operation, other: Operation) -> bool:
     """Also where agents were lost, or have entered, between their submissions or just before these."""
-    planned_alike = not (first.gone or other.gone)
+    planned_alike = not (first.excluded_ranks or other.excluded_ranks)
     return planned_alike and first.op == other.op and fusible(first).may_go_with(fusible(other))
 
 
-def take(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
+def take_fusible(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
     """Take out the first operation and those that may go with it, and say the name of what becomes of them; none where
     all have failed meanwhile. In the order of their names: agents that submit the same in another order fuse alike."""
     members: list[Operation] = []
@@ -133,7 +133,7 @@ def take(unbegun: deque[Operation]) -> tuple[str, list[Operation]]:
         members.append(unbegun.popleft())
     unbegun.extendleft(reversed(passed))
     members.sort(key=lambda one: (one.name, one.round))
-    return name_of(_runs_in(members)), members
+    return encode_fused_name(_runs_in(members)), members
 
 
 def _follows(operation: Operation, before: Operation) -> bool:
@@ -142,17 +142,17 @@ def _follows(operation: Operation, before: Operation) -> bool:
     return next_round and fusible(operation).shape == fusible(before).shape
 
 
-def _runs_in(members: list[Operation]) -> list[Run]:
-    runs: list[Run] = []
+def _runs_in(members: list[Operation]) -> list[FusedRounds]:
+    runs: list[FusedRounds] = []
     for place, one in enumerate(members):
         if place and _follows(one, members[place - 1]):
             runs[-1] = runs[-1]._replace(length=runs[-1].length + 1)
         else:
-            runs.append(Run(one.name, one.round, 1, fusible(one).shape))
+            runs.append(FusedRounds(one.name, one.round, 1, fusible(one).shape))
     return runs
 
 
-def piece(
+def message_part(
     like: Message, name: str, round_: int, shape: tuple[int, ...], data: torch.Tensor, part_of: Parts | None = None
 ) -> Message:
     """A message that says of one tensor what another said of several, or of several what others said of each."""

@@ -25,14 +25,14 @@ from .. import clock
 from ..transport.wire import COMMON, CONFIRM, Message, Parts
 from .events import Events
 from .fused_name import keys, runs_of
-from .fused_operation import MOST_BYTES, FusedOperation, Partial, Received, fusible, piece, take
+from .fused_operation import MOST_BYTES, FusedOperation, Partial, UnpackedMessage, fusible, message_part, take_fusible
 from .generators import close_generator
 from .lifecycle import Lifecycle
 from .matching import Channel, Matcher, disagreement
 from .membership import Membership
 from .operation import MORE, Exchange, Operation, Stage, Yields
-from .outbox import Outbox
 from .progress import Progress
+from .sender import Sender
 
 MOST_UNREAD = 16
 MOST_UNREAD_BYTES = 4 * MOST_BYTES
@@ -58,21 +58,21 @@ class Fusion:
         progress: Progress,
         matcher: Matcher,
         membership: Membership,
-        outbox: Outbox,
+        sender: Sender,
         lifecycle: Lifecycle,
         events: Events,
         deliver: Callable[[int, Message], None],
     ) -> None:
         self._active: dict[str, FusedOperation] = {}
-        self._early: dict[tuple[str, int], list[Received]] = {}  # by the operations that are in them
-        self._coming: list[Received] = []  # to be unpacked once all of it is here
+        self._early: dict[tuple[str, int], list[UnpackedMessage]] = {}  # by the operations that are in them
+        self._coming: list[UnpackedMessage] = []  # to be unpacked once all of it is here
         self._unread: dict[Channel, int] = {}  # bytes
         self._rank = rank
         self._lock = progress.lock
         self._progress = progress
         self._matcher = matcher
         self._membership = membership
-        self._outbox = outbox
+        self._sender = sender
         self._lifecycle = lifecycle
         self._events = events
         self._deliver = deliver
@@ -83,7 +83,7 @@ class Fusion:
         """Begin what was submitted, fused where it may be. Takes the lock itself: it computes."""
         while self._lifecycle.unbegun:
             with self._lock:
-                name, members = take(self._lifecycle.unbegun)
+                name, members = take_fusible(self._lifecycle.unbegun)
                 fused = self._fuse(name, members) if len(members) > 1 else None
             try:
                 if fused is not None:
@@ -139,7 +139,7 @@ class Fusion:
 
     def _enter(self, fused: FusedOperation, exchange: Exchange) -> None:
         if fused.stage is not None:
-            fused.had += [Received(source, message) for source, message in fused.stage.arrived.items()]
+            fused.had += [UnpackedMessage(source, message) for source, message in fused.stage.arrived.items()]
         number = fused.next_stage if exchange.stage is None else exchange.stage
         fused.next_stage = number + 1
         stage = fused.stage = Stage(number, exchange, set(exchange.sources), {})
@@ -147,7 +147,7 @@ class Fusion:
         if fused.error is not None:
             return
         if stage.needs.issubset(self._membership.view.alive):
-            self._outbox.post(fused.channel, fused, stage)
+            self._sender.post(fused.channel, fused, stage)
         if stage.posted:
             fused.sent |= {number}
         if fused.channel.unacknowledged:
@@ -185,7 +185,7 @@ class Fusion:
         stage, fused.stage = fused.stage, None
         arrived = stage.arrived.items() if stage is not None else ()
         for source, message in (*fused.had, *arrived):
-            self._outbox.acknowledge(source, message)
+            self._sender.acknowledge(source, message)
         fused.had = []
         fused.release()
         for operation in fused.members:
@@ -197,7 +197,7 @@ class Fusion:
         stage = fused.stage
         had, fused.had = fused.had, []
         if stage is not None:
-            had += [Received(source, message) for source, message in stage.arrived.items()]
+            had += [UnpackedMessage(source, message) for source, message in stage.arrived.items()]
             stage.arrived = {}
         partial, fused.partial = fused.partial, {}
         self._end(fused, _Split("each goes on by itself"))
@@ -210,7 +210,7 @@ class Fusion:
             for one in part.here:
                 data = part.data if part.common else part.data[slice(*fused.places[one])]
                 shape = part.like.shape if part.common else fusible(one).shape
-                self._deliver(source, piece(part.like, one.name, one.round, shape, data))
+                self._deliver(source, message_part(part.like, one.name, one.round, shape, data))
         for operation in fused.members:
             if operation.handle is not None:
                 operation.sent = fused.sent
@@ -247,7 +247,7 @@ class Fusion:
         """Nobody will begin what neighbours have fused; they may have their memory back."""
         for received in self._all_early():
             self._matcher.release(*received)
-            self._outbox.acknowledge(*received)
+            self._sender.acknowledge(*received)
         self._early.clear()
 
     def forget(self, rank: int) -> None:
@@ -257,7 +257,7 @@ class Fusion:
                 self._forget(received)
         self._coming = [one for one in self._coming if one.source != rank]
 
-    def _all_early(self) -> list[Received]:
+    def _all_early(self) -> list[UnpackedMessage]:
         return list({id(one): one for several in self._early.values() for one in several}.values())
 
     def check(self, now: float) -> float:
@@ -277,7 +277,7 @@ class Fusion:
 
     def came(self, source: int, message: Message) -> None:
         """A fused message from a neighbour."""
-        received = Received(source, message)
+        received = UnpackedMessage(source, message)
         fused = self._active.get(message.name)
         if fused is not None and fused.stage is not None and message.stage <= fused.stage.number:
             self._match(fused, received)
@@ -286,7 +286,7 @@ class Fusion:
             return
         runs = runs_of(message)
         if not runs:
-            self._outbox.refuse(source, message, f"rank {self._rank} refused it: fused operations that do not add up")
+            self._sender.refuse(source, message, f"rank {self._rank} refused it: fused operations that do not add up")
             return
         if fused is None and any(self._matcher.has_begun(*key) for key in keys(runs)):
             self._unpack(received)
@@ -297,7 +297,7 @@ class Fusion:
         if self._lifecycle.gate.closing:
             self.give_up_early()
 
-    def _match(self, fused: FusedOperation, received: Received) -> None:
+    def _match(self, fused: FusedOperation, received: UnpackedMessage) -> None:
         source, message = received
         stage = fused.stage
         assert stage is not None
@@ -319,7 +319,7 @@ class Fusion:
         if not message.payload.complete and fused is not None:  # it cannot be put in its place yet
             self._split(fused)
         if message.payload.complete and self._place(operation, source, message, message.shape, message.payload.data):
-            self._outbox.acknowledge(source, message)
+            self._sender.acknowledge(source, message)
         else:
             self._deliver(source, message)
 
@@ -329,14 +329,14 @@ class Fusion:
             for received in self._came_early(operation):
                 self._unpack(received)
 
-    def _came_early(self, operation: Operation, stage: int | None = None) -> Iterator[Received]:
+    def _came_early(self, operation: Operation, stage: int | None = None) -> Iterator[UnpackedMessage]:
         """The fused messages that hold one for an operation, or for a stage of it. What is done with one may have dealt
         with others."""
         key = operation.name, operation.round
         while several := [one for one in self._early.get(key, ()) if stage is None or one.message.stage <= stage]:
             yield several[0]
 
-    def _more_came(self, received: Received) -> None:
+    def _more_came(self, received: UnpackedMessage) -> None:
         """More of a message that is to be unpacked is here."""
         payload = received.message.payload
         if payload is not None and payload.complete:
@@ -347,7 +347,7 @@ class Fusion:
         """A message for an operation is on its way from a neighbour, in a fused one of which not all is here."""
         return any(one.source == source and key in keys(runs_of(one.message)) for one in self._coming)
 
-    def _unpack(self, received: Received) -> None:
+    def _unpack(self, received: UnpackedMessage) -> None:
         """Put what is in a fused message into fused operations of ours, or make single messages of it."""
         self._forget(received)
         source, message = received
@@ -371,12 +371,12 @@ class Fusion:
                 operation = self._matcher.active(name, round_)
                 if operation is not None and self._place(operation, source, message, shape, data):
                     if parts is not None:
-                        self._outbox.acknowledge(source, piece(message, name, round_, shape, data, parts))
+                        self._sender.acknowledge(source, message_part(message, name, round_, shape, data, parts))
                 else:
                     own = data.clone() if for_all is None else for_all
-                    self._deliver(source, piece(message, name, round_, shape, own, parts))
+                    self._deliver(source, message_part(message, name, round_, shape, own, parts))
         if parts is None:
-            self._outbox.acknowledge(source, message)
+            self._sender.acknowledge(source, message)
 
     def _place(
         self, operation: Operation, source: int, message: Message, shape: tuple[int, ...], data: torch.Tensor
@@ -417,11 +417,11 @@ class Fusion:
         if len(partial.here) < len(fused.members):
             return
         del fused.partial[source]
-        stage.take(source, piece(partial.like, fused.name, 0, (partial.data.numel(),), partial.data))
+        stage.take(source, message_part(partial.like, fused.name, 0, (partial.data.numel(),), partial.data))
         if stage.complete:
             self._lifecycle.make_ready(fused)
 
-    def _forget(self, received: Received) -> None:
+    def _forget(self, received: UnpackedMessage) -> None:
         """Take a message out of the list of those that came early."""
         if not self._early:
             return

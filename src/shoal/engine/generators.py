@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
 
-from .later import Later
+from .future import Future
 from .operation import Operation
 from .progress import Progress
 
@@ -25,7 +25,7 @@ def close_generator(operation: Operation) -> None:
         pass
 
 
-class Elsewhere:
+class FutureWaiter:
     """Has operations go on when what they wait for is done.
 
     Args:
@@ -42,10 +42,10 @@ class Elsewhere:
     ) -> None:
         self._progress, self._fail, self._goes_on = progress, fail, goes_on
 
-    def wait(self, operation: Operation, later: Later) -> None:
+    def wait(self, operation: Operation, later: Future) -> None:
         """An operation waits for something."""
         operation.waiting_more = True
-        later.tell(partial(self._done, operation))
+        later.add_done_callback(partial(self._done, operation))
 
     def _done(self, operation: Operation, error: BaseException | None) -> None:
         """From a thread of its own."""

@@ -19,23 +19,21 @@ import torch
 from .. import clock
 from ..errors import Mismatch, ShoalError
 from ..transport.wire import Message, Where
-from .callbacks import Callbacks
-from .carrying import Carrying
+from .backend_stages import BackendStages
+from .deferred_callbacks import Callbacks
+from .departed_peers import DepartedPeerPolicy
 from .events import LONG_NS, Events
-from .gate import Gate, cannot_go_on
-from .generators import Elsewhere, close_generator, is_suspended
-from .keeping import Keeping
+from .generators import FutureWaiter, close_generator, is_suspended
 from .matching import Channel, Matcher, disagreement, unexpected
 from .membership import WHOLE, Membership, Plan
-from .missed import Missed
 from .operation import (
     MORE,
     Arrived,
-    Driver,
     Exchange,
-    Fusible,
+    FailurePolicy,
+    FusionSpec,
     Handle,
-    OnLoss,
+    HandleDriver,
     Operation,
     Recovery,
     Stage,
@@ -43,10 +41,12 @@ from .operation import (
     Yields,
     describe,
 )
-from .outbox import Outbox
 from .profiling import resumed
 from .progress import AFTER_SMALL, Progress
 from .publishing import Publisher
+from .result_cache import ResultCache
+from .sender import Sender
+from .submission_gate import SubmissionGate, cannot_go_on
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Lifecycle:
     Args:
         prepare: Told of an operation before it enters a stage: what came for it in another form is unpacked then.
         planned: Whom a round of a name is planned without, as all agree, of an operation that may outlive a loss.
-        keeping: Told of operations of all that end, where others may outlive this agent.
+        result_cache: Told of operations of all that end, where others may outlive this agent.
 
     Attributes:
         ready: What can go on, for whoever drives.
@@ -68,7 +68,7 @@ class Lifecycle:
         gate: What may begin.
         callbacks: Whom to call back, for whoever drives.
         missed: Who has left, and is needed all the same.
-        carrying: Of stages whose tensors do not travel over links.
+        backend_stages: Of stages whose tensors do not travel over links.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class Lifecycle:
         progress: Progress,
         matcher: Matcher,
         publisher: Publisher,
-        outbox: Outbox,
+        sender: Sender,
         membership: Membership,
         events: Events,
         prepare: Callable[[Operation], None],
-        planned: Callable[[str, int, OnLoss], Plan],
+        planned: Callable[[str, int, FailurePolicy], Plan],
         callbacks: Callbacks,
-        keeping: Keeping,
+        result_cache: ResultCache,
     ) -> None:
         self.ready: deque[Operation] = deque()
         self.unbegun: deque[Operation] = deque()
-        self.gate = Gate(progress.notify)
+        self.gate = SubmissionGate(progress.notify)
         self._refused: ShoalError | None = None  # a refusal of a round that had already ended here
         self.callbacks = callbacks
         self.callers: set[int] = set()  # threads that have begun an operation, by get_ident()
@@ -96,28 +96,28 @@ class Lifecycle:
         self._lock = progress.lock
         self._matcher = matcher
         self._publisher = publisher
-        self._outbox = outbox
+        self._sender = sender
         self._membership = membership
         self._events = events
         self._prepare = prepare
         self._planned = planned
-        self._keeping = keeping
-        self._elsewhere = Elsewhere(progress, self.fail, self._more_arrived)
-        self.missed = Missed(rank, self.gate, outbox, membership)
-        self.carrying = Carrying(rank, self.gate, progress, matcher, outbox, membership, self.go_on)
+        self._result_cache = result_cache
+        self._elsewhere = FutureWaiter(progress, self.fail, self._more_arrived)
+        self.missed = DepartedPeerPolicy(rank, self.gate, sender, membership)
+        self.backend_stages = BackendStages(rank, self.gate, progress, matcher, sender, membership, self.go_on)
 
     # Beginning
 
     def submit(
         self,
-        driver: Driver,
+        driver: HandleDriver,
         op: str,
         name: str,
-        steps: Callable[[Operation], Steps[T]] | Fusible,
+        steps: Callable[[Operation], Steps[T]] | FusionSpec,
         seconds: float,
         alone: bool,
         one_sided: bool,
-        on_loss: OnLoss = OnLoss.FAIL,
+        on_loss: FailurePolicy = FailurePolicy.FAIL,
         background: bool = False,
         among: Sequence[int] | None = None,
     ) -> Handle[T] | None:
@@ -129,15 +129,15 @@ class Lifecycle:
             gate = self.gate
             self.callers.add(get_ident())
             gate.check_open(op, one_sided)
-            if gate.frozen and not one_sided:
+            if gate.paused and not one_sided:
                 return None
-            if gate.gone and on_loss is OnLoss.FAIL and not one_sided:
+            if gate.gone and on_loss is FailurePolicy.FAIL and not one_sided:
                 raise cannot_go_on(op, gate.gone)
             operation = self._matcher.begin(op, name, seconds, alone)
             if self._events.active:
                 self._events.emit("submitted", op, name, operation.round)
-            if on_loss is not OnLoss.FAIL:
-                begins = steps.alone if isinstance(steps, Fusible) else steps
+            if on_loss is not FailurePolicy.FAIL:
+                begins = steps.alone if isinstance(steps, FusionSpec) else steps
                 plan = self._planned(name, operation.round, on_loss) if gate.plan != WHOLE else WHOLE
                 operation.recovery = recovery = Recovery(begins, on_loss, plan)
                 if recovery.first_stage:
@@ -151,7 +151,7 @@ class Lifecycle:
                 refused, self._refused = self._refused, None
                 self.fail(operation, refused)
                 return handle
-            if isinstance(steps, Fusible):
+            if isinstance(steps, FusionSpec):
                 spoiled = self._publisher.problem(operation, steps.flat)
                 if spoiled is not None:  # it fails alone, and not what it would travel with
                     self.fail(operation, spoiled)
@@ -235,7 +235,7 @@ class Lifecycle:
         while ready:
             operation = ready.popleft()
             stage = operation.stage
-            if operation.error is not None or (self.gate.frozen and operation.restarts):
+            if operation.error is not None or (self.gate.paused and operation.restarts):
                 continue
             if operation.recovery is not None and operation.recovery.again:
                 self._begin_again(operation, operation.recovery)
@@ -247,7 +247,7 @@ class Lifecycle:
         if operation.error is not None:  # it was failed meanwhile
             close_generator(operation)
             operation.release()
-        elif self.gate.frozen and error is None and operation.restarts:
+        elif self.gate.paused and error is None and operation.restarts:
             pass  # what becomes of it is about to be agreed on
         elif item is MORE:
             operation.waiting_more = True
@@ -277,7 +277,9 @@ class Lifecycle:
         number = operation.next_stage
         if exchange.stage is not None:
             number = exchange.stage + (operation.recovery.first_stage if operation.recovery is not None else 0)
-        stage = Stage(number, exchange, set(exchange.sources), {}, to_move=self.carrying.carries(operation, exchange))
+        stage = Stage(
+            number, exchange, set(exchange.sources), {}, to_move=self.backend_stages.carries(operation, exchange)
+        )
         self._prepare(operation)
         operation.stage = stage
         operation.next_stage = number + 1
@@ -297,20 +299,20 @@ class Lifecycle:
             elif gone and operation.one_sided:
                 self.fail(operation, self.missed.error(operation, gone))
             elif gone:
-                self.missed.tell_of(gone)
-                if operation.recovery is not None and operation.recovery.on_loss is OnLoss.GO_ON:
+                self.missed.announce(gone)
+                if operation.recovery is not None and operation.recovery.on_loss is FailurePolicy.SKIP_MISSING:
                     stage.missing.difference_update(gone)
         if operation.error is not None:
             return
         for source, only_if_here in self._matcher.asked_early(operation, stage):
-            self._outbox.answer(source, operation, stage, only_if_here)
+            self._sender.answer(source, operation, stage, only_if_here)
         channel = self._matcher.channel(operation)
         if sent:
             stage.posted = True
         elif channel.must_defer(operation, stage):
             channel.defer(operation, stage)
         else:
-            self._outbox.post(channel, operation, stage)
+            self._sender.post(channel, operation, stage)
         self.go_on(operation, stage)
         if not stage.complete:
             self._progress.check_by(clock.monotonic() + ASK_AFTER)
@@ -320,16 +322,16 @@ class Lifecycle:
         if stage.complete:
             self.make_ready(operation)
         else:
-            self.carrying.ask_if_agreed(operation, stage)
+            self.backend_stages.ask_if_agreed(operation, stage)
 
     def leave_stage(self, operation: Operation) -> None:
         """The operation is done with the messages of its stage: their senders may have their memory back."""
         stage = operation.stage
         if stage is None:
             return
-        self.carrying.leave(operation, stage)
+        self.backend_stages.leave(operation, stage)
         for source, message in stage.arrived.items():
-            self._outbox.acknowledge(source, message)
+            self._sender.acknowledge(source, message)
         stage.arrived = {}
         operation.stage = None
 
@@ -337,13 +339,13 @@ class Lifecycle:
         """Send what has waited for the receivers of a name to come nearer."""
         if channel.deferred:
             for operation, stage in channel.sendable():
-                self._outbox.post(channel, operation, stage)
+                self._sender.post(channel, operation, stage)
                 self.go_on(operation, stage)
         self._matcher.tidy(channel)
 
     def move_by_links(self) -> None:
         """An agent was lost: tensors that a carrier was to move go by links."""
-        for operation in self.carrying.go_by_links():
+        for operation in self.backend_stages.go_by_links():
             if operation not in self.ready:
                 self.make_ready(operation)
 
@@ -362,7 +364,7 @@ class Lifecycle:
         stage.take(source, message)
         carried = stage.exchange.carried
         if stage.to_move and carried is not None and carried.confirm:
-            self._outbox.say_here(source, operation, stage.number)
+            self._sender.say_here(source, operation, stage.number)
         payload = message.payload
         if payload is not None and not payload.complete:
             payload.on_more = partial(self._more_arrived, operation)
@@ -374,7 +376,7 @@ class Lifecycle:
 
     def acknowledged(self, source: int, token: int) -> None:
         """A receiver has read what was sent to it, or never will."""
-        found = self._outbox.acknowledged(source, token)
+        found = self._sender.acknowledged(source, token)
         if found is None:
             return
         sent, channel = found
@@ -384,12 +386,12 @@ class Lifecycle:
 
     def confirmed_in_part(self, source: int, message: Message) -> None:
         """A receiver expected one of several tensors that it was sent at once."""
-        operation = self._outbox.confirmed_in_part(source, message)
+        operation = self._sender.confirmed_in_part(source, message)
         if operation is not None:
             self._end_if_confirmed(operation)
 
     def _end_if_confirmed(self, operation: Operation) -> None:
-        agreed_on = self.gate.frozen and operation.restarts  # what becomes of it
+        agreed_on = self.gate.paused and operation.restarts  # what becomes of it
         if operation.outcome is not None and not operation.unconfirmed and operation.error is None and not agreed_on:
             outcome, operation.outcome = operation.outcome, None
             self.settle(operation, outcome[0], None)
@@ -400,7 +402,7 @@ class Lifecycle:
 
     def _refuse(self, source: int, message: Message, reason: str) -> Mismatch:
         what = describe(message.op, message.name, message.round)
-        self._outbox.refuse(source, message, f"{what}: rank {self._rank} refused it: {reason}")
+        self._sender.refuse(source, message, f"{what}: rank {self._rank} refused it: {reason}")
         return Mismatch(f"{what}: {reason}", (source, self._rank))
 
     def blame(self, source: int, name: str, error: ShoalError) -> None:
@@ -422,7 +424,7 @@ class Lifecycle:
         self.leave_stage(operation)
         if operation.restarts:
             assert operation.recovery is not None
-            self._keeping.ended(operation, operation.recovery.copy if ended_well else None)
+            self._result_cache.ended(operation, operation.recovery.copy if ended_well else None)
         operation.release()
         if operation.on_end is not None and ended_well:
             operation.on_end(result)
@@ -430,9 +432,9 @@ class Lifecycle:
             if ended_well:
                 error = operation.error = self.refuse_unexpected(source, message)
             else:
-                self._outbox.acknowledge(source, message)
+                self._sender.acknowledge(source, message)
         for number, source, _ in asks:
-            self._outbox.deny(source, operation, number, self._matcher.failure_of(operation))
+            self._sender.deny(source, operation, number, self._matcher.failure_of(operation))
         self.send_deferred(self._matcher.channel(operation))
         handle, operation.handle = operation.handle, None  # or the pair would keep the result until a collection
         assert handle is not None
@@ -468,7 +470,7 @@ class Lifecycle:
         self.gate.refuse_all()
         # What others have sent for calls that this agent never made. They wait for an answer, perhaps to leave as well.
         for source, message in self._matcher.give_up_early():
-            self._outbox.acknowledge(source, message)
+            self._sender.acknowledge(source, message)
 
     # Telling callers
 
@@ -484,7 +486,7 @@ class Lifecycle:
         """Begin with a stage: what was sent for those before it, for another attempt, is of no use."""
         operation.next_stage = stage
         for source, message in self._matcher.before(operation, stage):
-            self._outbox.acknowledge(source, message)
+            self._sender.acknowledge(source, message)
 
     def _begin_again(self, operation: Operation, recovery: Recovery) -> None:
         """Make the generator of an operation anew. Without the lock: it computes.

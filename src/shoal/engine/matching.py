@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .. import clock
 from ..errors import NotFinite, NotInitialized, ShoalError
-from ..transport.budgets import Budget, cost
+from ..transport.quotas import Quota, message_cost
 from ..transport.wire import HERE, ON_DEVICE, Message, Where
 from .operation import Operation, Stage, describe
 
@@ -32,7 +32,7 @@ Ask = tuple[int, int, bool]
 """Stage, who asks, and whether only if this agent has come to it."""
 
 
-class Failure(NamedTuple):
+class RoundFailure(NamedTuple):
     """Why a round has failed here.
 
     Attributes:
@@ -48,7 +48,7 @@ class Failure(NamedTuple):
     leaving: bool = False
 
 
-NO_FAILURE = Failure()
+NO_FAILURE = RoundFailure()
 
 
 class MatchResult(Enum):
@@ -142,9 +142,9 @@ class Matcher:
         self._channels: dict[str, Channel] = {}
         self._early: dict[Key, dict[tuple[int, int], Message]] = {}
         self._asks: dict[Key, set[Ask]] = {}
-        self._kept: dict[int, Budget] = defaultdict(lambda: Budget("messages that came before this agent's call"))
-        self._asked: dict[int, Budget] = defaultdict(lambda: Budget("questions for calls that this agent has not made"))
-        self._tombstones: OrderedDict[Key, Failure] = OrderedDict()
+        self._kept: dict[int, Quota] = defaultdict(lambda: Quota("messages that came before this agent's call"))
+        self._asked: dict[int, Quota] = defaultdict(lambda: Quota("questions for calls that this agent has not made"))
+        self._tombstones: OrderedDict[Key, RoundFailure] = OrderedDict()
         self.ended_last = "", "", 0, 0.0
 
     def begin(self, op: str, name: str, timeout: float, alone: bool) -> Operation:
@@ -211,7 +211,7 @@ class Matcher:
         if round_ >= self._begun.get(name, 0):
             return False
         operation = self.active(name, round_)
-        return operation is None or operation.begun
+        return operation is None or operation.is_started
 
     def has_news(self, operation: Operation) -> bool:
         """Messages for an operation have come before it began."""
@@ -250,11 +250,11 @@ class Matcher:
 
     def charge(self, source: int, message: Message) -> None:
         """A message is kept for a peer. ProtocolError if that is one too many."""
-        self._kept[source].take(cost(message))
+        self._kept[source].take(message_cost(message))
 
     def release(self, source: int, message: Message) -> None:
         """It is not kept any more."""
-        self._kept[source].give_back(cost(message))
+        self._kept[source].release(message_cost(message))
 
     def give_up_early(self) -> list[tuple[int, Message]]:
         """Take out the messages for calls that this agent has not made, and will not."""
@@ -310,10 +310,10 @@ class Matcher:
         if asks:
             for ask in [ask for ask in asks if ask[0] == stage.number]:
                 asks.discard(ask)
-                self._asked[ask[1]].give_back(0)
+                self._asked[ask[1]].release(0)
                 yield ask[1:]
 
-    def failure_of(self, what: Operation | Message) -> Failure:
+    def failure_of(self, what: Operation | Message) -> RoundFailure:
         """Why a round has failed here."""
         return self._tombstones.get((what.name, what.round), NO_FAILURE)
 
@@ -327,13 +327,13 @@ class Matcher:
             own = isinstance(error, Exception) and (isinstance(error, NotFinite) or not isinstance(error, ShoalError))
             about = error.ranks if isinstance(error, ShoalError) else ()
             told = reason.encode(errors="replace").decode()  # it travels, whatever is in it
-            self._tombstones[key] = Failure(told, own, about, isinstance(error, NotInitialized))
+            self._tombstones[key] = RoundFailure(told, own, about, isinstance(error, NotInitialized))
             if len(self._tombstones) > TOMBSTONES:
                 self._tombstones.popitem(last=False)
         early = self._early.pop(key, None)
         asks = self._asks.pop(key, None)
         for _, source, _ in asks or ():
-            self._asked[source].give_back(0)
+            self._asked[source].release(0)
         return [self._out(source, message) for (_, source), message in early.items()] if early else [], list(asks or ())
 
 

@@ -20,14 +20,14 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import torch
 
 from .. import clock
+from .._signals import deferred
 from ..errors import DeadlineExceeded, NotInitialized
-from ..interrupts import held
+from ..transport.collective_plan import Collective
 from ..transport.link import Lease, Published
-from ..transport.movement import Collective
 from ..transport.wire import Message, Where
-from .later import Later
+from .future import Future
 from .membership import WHOLE, Plan
-from .seconds import as_seconds
+from .timeouts import parse_timeout
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class BackendRequest:
     """That the tensors of a stage may travel over an engine that needs one order of operations on all agents.
 
     Attributes:
@@ -91,12 +91,12 @@ class Exchange:
     """Its number within the operation, where agents go through different numbers of stages; else they are counted."""
     early: int = 0
     """What is sent is for a stage so many before: its receivers go through more of them."""
-    carried: Carried | None = None
+    carried: BackendRequest | None = None
     """Its tensors may travel by other ways than Shoal's own; else they do not."""
     on_device: bool | None = None  # whether callers' tensors are on devices, where both sides of an edge must agree
 
 
-Yields = Exchange | Later | str
+Yields = Exchange | Future | str
 Steps = Generator[Yields, Arrived, T]
 """An operation in the making: yields exchanges, or what it waits for; is sent what arrived; returns the result."""
 
@@ -114,7 +114,7 @@ class Stage:
     asked_for: bool = False  # which has been asked to
     unconfirmed: set[int] = field(default_factory=set)  # who has still to say that it expects what will be moved
     absent: set[int] = field(default_factory=set)  # of whom a carrier does not know that they have come
-    moved_with: set[int] = field(default_factory=set)  # who takes part in moving them, once they are moved
+    transferred_with: set[int] = field(default_factory=set)  # who takes part in moving them, once they are moved
     started: float = field(default_factory=lambda: clock.monotonic())
     asked: float = 0.0
     """When those were asked last who are missing."""
@@ -140,7 +140,7 @@ class Stage:
     def goes_by_links(self) -> None:
         """What was announced and has not been moved comes by links."""
         self.to_move = self.asked_for = False
-        self.unconfirmed, self.absent, self.moved_with = set(), set(), set()
+        self.unconfirmed, self.absent, self.transferred_with = set(), set(), set()
         for source, message in list(self.arrived.items()):
             if message.where is Where.CARRIED:
                 del self.arrived[source]
@@ -171,14 +171,14 @@ class Stage:
 class Family(Protocol):
     """Operations that differ in nothing but their tensors. Those of equal families may go together."""
 
-    def together(self, operation: Operation, parts: list[Fusible], /) -> Steps[list[torch.Tensor | Exception]]:
+    def together(self, operation: Operation, parts: list[FusionSpec], /) -> Steps[list[torch.Tensor | Exception]]:
         """The steps of several as one. Their stages, whom they send to and what for have to be those of each by
         itself, over all tensors joined: so that one agent may do together what another does one by one."""
         ...
 
 
 @dataclass(slots=True)
-class Fusible:
+class FusionSpec:
     """What an operation that may be fused is about.
 
     Attributes:
@@ -195,7 +195,7 @@ class Fusible:
     alone: Callable[[Operation], Steps[torch.Tensor]]
     family: Family
 
-    def may_go_with(self, other: Fusible) -> bool:
+    def may_go_with(self, other: FusionSpec) -> bool:
         """They may be joined to one tensor, and what is done with it is what is done with each."""
         return self.flat.dtype == other.flat.dtype and self.family == other.family
 
@@ -208,12 +208,14 @@ class Mover(Protocol):
     def end(self, operation: Operation, error: BaseException) -> None: ...
 
 
-class OnLoss(Enum):
+class FailurePolicy(Enum):
     """What becomes of an operation that needs an agent which is lost, where the others go on."""
 
     FAIL = auto()
-    GO_ON = auto()  # without what that agent has not sent, in the one exchange that it has: each edge counts for itself
-    RESTART = auto()  # among those that are left: all must have the same result
+    SKIP_MISSING = (
+        auto()
+    )  # without what that agent has not sent, in the one exchange that it has: each edge counts for itself
+    RETRY = auto()  # among those that are left: all must have the same result
 
 
 @dataclass(slots=True)
@@ -232,7 +234,7 @@ class Recovery:
     """
 
     steps: Callable[[Operation], Steps[Any]]
-    on_loss: OnLoss
+    on_loss: FailurePolicy
     plan: Plan
     input: tuple[torch.Tensor, Published] | None = None
     result: tuple[Any] | None = None
@@ -243,7 +245,7 @@ class Recovery:
     @property
     def first_stage(self) -> int:
         """Stages of what began anew have other numbers, so that what was sent before is not taken for theirs."""
-        return (self.plan.attempt & 0xFF) << 8 if self.on_loss is OnLoss.RESTART else 0
+        return (self.plan.attempt & 0xFF) << 8 if self.on_loss is FailurePolicy.RETRY else 0
 
 
 class Operation:
@@ -297,7 +299,7 @@ class Operation:
         self.waiting_more = False
         self.stalled = False
         self.error: BaseException | None = None
-        self.fusible: Fusible | None = None  # what it is about, where it may go together with others
+        self.fusible: FusionSpec | None = None  # what it is about, where it may go together with others
         self.fused: Any = None  # the FusedOperation that it is a part of; only fusion makes one
         self.recovery: Recovery | None = None  # None: a loss ends it
         self.background = False  # it is nobody's call, and waits until somebody needs it
@@ -339,7 +341,7 @@ class Operation:
         self.unconfirmed.pop(token, None)
 
     @property
-    def gone(self) -> tuple[int, ...]:
+    def excluded_ranks(self) -> tuple[int, ...]:
         """The ranks that it is planned without, ascending; the same on all agents."""
         return self.plan.gone
 
@@ -351,11 +353,11 @@ class Operation:
     @property
     def restarts(self) -> bool:
         """A loss makes it begin anew among those that are left."""
-        return self.recovery is not None and self.recovery.on_loss is OnLoss.RESTART
+        return self.recovery is not None and self.recovery.on_loss is FailurePolicy.RETRY
 
     def left_of(self, ranks: Sequence[int]) -> Sequence[int]:
         """Those of some ranks that it is planned for, in their order."""
-        gone = self.gone
+        gone = self.excluded_ranks
         return [rank for rank in ranks if rank not in gone] if gone else ranks
 
     def callers(self, size: int) -> Sequence[int]:
@@ -371,14 +373,14 @@ class Operation:
         waiting = set(self.unconfirmed.values())
         if self.stage is not None:
             stage = self.stage
-            waiting |= stage.missing | stage.unconfirmed or stage.absent or stage.moved_with
+            waiting |= stage.missing | stage.unconfirmed or stage.absent or stage.transferred_with
             for source, message in stage.arrived.items():
                 if message.payload is not None and not message.payload.complete and not stage.to_move:
                     waiting.add(source)
         return sorted(waiting)
 
     @property
-    def held_up_by(self) -> list[int]:
+    def blocked_on(self) -> list[int]:
         """Those, and in the place of who has said that it waits itself, whom that one waits for."""
         part: Operation = self.fused or self
         behind = part.stage.behind if part.stage is not None else {}
@@ -398,12 +400,12 @@ class Operation:
         return part.next_stage > 0
 
     @property
-    def begun(self) -> bool:
+    def is_started(self) -> bool:
         """It is on its way, by itself or with others."""
         return self.generator is not None or self.fused is not None
 
     @property
-    def computing(self) -> bool:
+    def is_runnable(self) -> bool:
         """It has all messages of its stage and waits for nobody."""
         part: Operation = self.fused or self
         return part.stage is not None and part.stage.complete and not part.waiting_more
@@ -413,7 +415,7 @@ INTERNAL: Final = "~shoal "
 """Before the names of calls that Shoal makes for a caller."""
 
 
-def for_whom(ranks: Sequence[int], moves: bool) -> str:
+def needed_by(ranks: Sequence[int], moves: bool) -> str:
     """For whom a call waits, as it is said of it; ``moves``: :attr:`Operation.moves` of it."""
     return f" for ranks {list(ranks)}" if ranks else ", to which all have come, until its tensors are moved" * moves
 
@@ -426,7 +428,7 @@ def describe(op: str, name: str, round_: int) -> str:
     return f"{op} {name!r} round {round_}"
 
 
-class Driver(Protocol):
+class HandleDriver(Protocol):
     """What a handle waits through: the engine of its agent."""
 
     lock: RLock
@@ -441,7 +443,7 @@ class Handle(Generic[T]):
 
     __slots__ = ("_callbacks", "_driver", "_error", "_result", "done", "operation")
 
-    def __init__(self, driver: Driver, operation: Operation) -> None:
+    def __init__(self, driver: HandleDriver, operation: Operation) -> None:
         self._driver = driver
         self.operation = operation
         self.done = False
@@ -460,12 +462,12 @@ class Handle(Generic[T]):
             timeout: Seconds to wait at most; 0 only looks. The operation's own deadline holds in any case; reaching
                 this one raises :class:`~shoal.DeadlineExceeded` here and leaves the operation in flight.
         """
-        timeout = None if timeout is None else as_seconds(timeout, 0.0, zero=True)
+        timeout = None if timeout is None else parse_timeout(timeout, 0.0, zero=True)
         if not self.done and not self._driver.wait_for(self, timeout):
             if timeout is None:
                 raise NotInitialized(f"{self.operation}: this agent has shut down while it was in flight")
-            missing = self.operation.held_up_by
-            whom, after = for_whom(missing, self.operation.moves), f"after {timeout:g} s"
+            missing = self.operation.blocked_on
+            whom, after = needed_by(missing, self.operation.moves), f"after {timeout:g} s"
             raise DeadlineExceeded(f"{self.operation} is not done {after}; it waits{whom} and goes on", missing)
         if self._error is not None:
             raise self._error
@@ -478,7 +480,7 @@ class Handle(Generic[T]):
         is logged.
         """
         context = contextvars.copy_context()
-        with held, self._driver.lock:
+        with deferred, self._driver.lock:
             if not self.done:
                 self._callbacks.append(lambda handle: context.run(callback, handle))
                 return

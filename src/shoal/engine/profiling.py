@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from .fused_name import PREFIX, read
+from .fused_name import PREFIX, decode_fused_name
 from .operation import INTERNAL, Arrived, Operation, Steps, Yields
 
 try:
@@ -29,7 +29,7 @@ def span(op: str, name: str, what: str) -> AbstractContextManager[Any]:
     if not profiler._is_profiler_enabled:
         return _NOTHING
     if name.startswith(PREFIX):
-        label = f" x {sum(run.length for run in read(name))}"
+        label = f" x {sum(run.length for run in decode_fused_name(name))}"
     else:
         label = name.removeprefix("~window").removeprefix(INTERNAL)
         label = "" if label.startswith("~") else f" {label.strip()}"

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from .. import clock
-from ..interrupts import SLICE, held
+from .._signals import SLICE, deferred
 from ..transport.poller import Poller
 
 AFTER_DRIVING = 0.002
@@ -162,15 +162,15 @@ class Progress:
 
         In the main thread it returns also when a signal came, driving no more, so that it can be handled.
         """
-        with held:
+        with deferred:
             if self._take(done, limit):
-                held.wake(self._poller.waker)
+                deferred.wake(self._poller.waker)
                 began = clock.monotonic()
                 again = began - self._left < AFTER_DRIVING  # as in a loop of calls, where the next is probably near
                 try:
                     self._drive(done, limit)
                 finally:
-                    held.wake(-1)
+                    deferred.wake(-1)
                     with self.lock:
                         self._driver = 0
                         self._drives += 1
@@ -186,17 +186,17 @@ class Progress:
 
     def _take(self, done: Callable[[], bool], limit: float) -> bool:
         """Wait until nobody drives, and take over; False where there is nothing to drive for any more."""
-        slice_ = SLICE if held.here else 60.0  # a signal would not end it
+        slice_ = SLICE if deferred.here else 60.0  # a signal would not end it
         with self.lock:
             self.waiters += 1
             try:
-                while not done() and self._driver and not self._closing and not held.pending:
+                while not done() and self._driver and not self._closing and not deferred.pending:
                     rest = limit - clock.monotonic()
                     if rest <= 0:
                         return False
                     self._poller.wake()
                     self._turn.wait(min(rest, slice_))
-                if done() or self._closing or held.pending:
+                if done() or self._closing or deferred.pending:
                     return False
                 self._driver = threading.get_ident()
                 return True
@@ -213,7 +213,7 @@ class Progress:
         self._done = done if limit == FOREVER else None
         while True:
             driven.advance()
-            if done() or held.pending:
+            if done() or deferred.pending:
                 return
             now = clock.monotonic()
             if now >= limit:

@@ -10,7 +10,7 @@ import torch
 from ..errors import NotFinite
 from ..kernels.elementwise import copy
 from ..transport.link import Lease, Published
-from ..transport.memory import Arena
+from ..transport.shared_regions import Arena
 from ..transport.wire import DTYPES
 from .devices import Devices
 from .operation import Operation

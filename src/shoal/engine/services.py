@@ -93,14 +93,14 @@ def as_tensor(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def once_whole(message: Message, then: Callable[[bytes], None]) -> None:
+def when_complete(message: Message, then: Callable[[bytes], None]) -> None:
     """Call ``then`` with the text of a message, when all of it is here. ProtocolError if it has none."""
     if message.dtype != torch.uint8:
         raise ProtocolError("what was said is no text")
-    once_there(message, lambda data: then(bytes(data.numpy())))
+    when_arrived(message, lambda data: then(bytes(data.numpy())))
 
 
-def once_there(message: Message, then: Callable[[torch.Tensor], None]) -> None:
+def when_arrived(message: Message, then: Callable[[torch.Tensor], None]) -> None:
     """Call ``then`` with the numbers of a message, flat, when all of them are here. ProtocolError if it has none."""
     payload = message.payload
     if payload is None:
@@ -108,10 +108,10 @@ def once_there(message: Message, then: Callable[[torch.Tensor], None]) -> None:
     if payload.complete:
         then(payload.data)
     else:
-        payload.on_more = partial(_more, payload, then)
+        payload.on_more = partial(_wait_for_rest, payload, then)
 
 
-def _more(payload: Payload, then: Callable[[torch.Tensor], None]) -> None:
+def _wait_for_rest(payload: Payload, then: Callable[[torch.Tensor], None]) -> None:
     if payload.complete:
         payload.on_more = None
         then(payload.data)

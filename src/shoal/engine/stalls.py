@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from .. import clock
 from ..transport.wire import Kind, Message
-from .doing import AboutItself
+from .agent_status import StatusReporter
 from .matching import Matcher
 from .membership import Membership
-from .operation import for_whom
-from .outbox import Outbox
+from .operation import needed_by
 from .progress import Progress
-from .seconds import seconds
+from .sender import Sender
 from .services import Services
+from .timeouts import format_seconds
 
 log = logging.getLogger("shoal")
 
@@ -58,14 +58,14 @@ class Stalls:
         rank: int,
         matcher: Matcher,
         membership: Membership,
-        outbox: Outbox,
-        about: AboutItself,
+        sender: Sender,
+        about: StatusReporter,
         services: Services,
         progress: Progress,
     ) -> None:
         self.after = STALL_AFTER
         self._about = about
-        self._rank, self._matcher, self._membership, self._outbox = rank, matcher, membership, outbox
+        self._rank, self._matcher, self._membership, self._sender = rank, matcher, membership, sender
         self._services, self._progress = services, progress
         self._asked: dict[int, float] = {}  # what they do, when
         self._answers: dict[int, tuple[float, str]] = {}  # of each rank the last, and when it came
@@ -137,22 +137,22 @@ class Stalls:
             first.call,
             others,
             self._rank,
-            seconds(now - first.since),
-            for_whom(ranks, first.moves),
-            "" if first.gives_up is None else f"; it gives up after {seconds(first.gives_up)}",
+            format_seconds(now - first.since),
+            needed_by(ranks, first.moves),
+            "" if first.gives_up is None else f"; it gives up after {format_seconds(first.gives_up)}",
         )
         for rank in ranks:
             if rank in self._membership.view.alive and rank not in self._asked and rank != self._rank:
                 self._asked[rank] = now
-                self._outbox.say(rank, Message(Kind.ASK, DOING, DOING))
+                self._sender.say(rank, Message(Kind.ASK, DOING, DOING))
 
     # Others ask
 
     def answer(self, rank: int) -> None:
         """Tell another what this agent does."""
-        self._outbox.say(rank, Message(Kind.DENY, DOING, DOING, text=str(self._about.doing)))
+        self._sender.say(rank, Message(Kind.DENY, DOING, DOING, text=str(self._about.doing)))
 
-    def heard(self, rank: int, text: str) -> None:
+    def on_answer(self, rank: int, text: str) -> None:
         """What another does, which was asked."""
         if self._asked.pop(rank, None) is not None:
             answer = " ".join(text.split())[:_LONGEST]
@@ -164,5 +164,5 @@ class Stalls:
         for rank in ranks:
             when, answer = self._answers.get(rank, (0.0, ""))
             if when > since:
-                return f". {seconds(clock.monotonic() - when)} ago rank {rank} did this: {answer}"
+                return f". {format_seconds(clock.monotonic() - when)} ago rank {rank} did this: {answer}"
         return ""

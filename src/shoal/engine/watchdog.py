@@ -19,7 +19,7 @@ from .lifecycle import ASK_AFTER, Lifecycle
 from .matching import Matcher
 from .membership import Membership
 from .operation import Operation
-from .outbox import Outbox
+from .sender import Sender
 from .stalls import Stalls
 
 ALIVE = "~alive"
@@ -43,7 +43,7 @@ class Watchdog:
         lifecycle: Lifecycle,
         matcher: Matcher,
         membership: Membership,
-        outbox: Outbox,
+        sender: Sender,
         failures: Failures,
         agreement: Agreement,
         deadlocks: Deadlocks,
@@ -61,7 +61,7 @@ class Watchdog:
         self._lifecycle = lifecycle
         self._matcher = matcher
         self._membership = membership
-        self._outbox = outbox
+        self._sender = sender
 
     def check(self, now: float) -> float:
         """Look at all operations. Returns when to come back, as ``clock.monotonic()``."""
@@ -70,14 +70,14 @@ class Watchdog:
         if self._looked:
             self._looked = {one: self._looked[one] for one in operations if one in self._looked}
         for operation in operations:
-            if now >= operation.deadline and not operation.computing:
+            if now >= operation.deadline and not operation.is_runnable:
                 self._lifecycle.fail(operation, self._overdue(operation))
             else:
                 due = operation.deadline  # also while it computes: it may have to wait for more afterwards
                 following = min(following, due, self._ask(operation, now))
         return following if self.drop_after == float("inf") else min(following, self._drop_who_is_silent(now))
 
-    def answered(self, rank: int) -> None:
+    def on_answer(self, rank: int) -> None:
         """An agent says that it lives."""
         asked = self._asked.pop(rank, None)
         if asked is not None:
@@ -98,7 +98,7 @@ class Watchdog:
             due = max(start, self._answered.get(rank, 0.0)) + half if asked is None else asked + half
             if now >= due and (asked is None or now > due + LATE):
                 self._asked[rank], due = now, now + half
-                self._outbox.say(rank, Message(Kind.ASK, ALIVE, ALIVE))
+                self._sender.say(rank, Message(Kind.ASK, ALIVE, ALIVE))
             elif now >= due:
                 self._failures.give_up_on(rank, f"it has not answered for {self.drop_after:g} s")
                 return now
@@ -110,10 +110,10 @@ class Watchdog:
         for operation in self._matcher.in_flight():
             stage = (operation.fused or operation).stage
             start = operation.started if stage is None else stage.started
-            behind = self._outbox.receivers_behind(operation.name) if stage is not None and not stage.posted else []
+            behind = self._sender.receivers_behind(operation.name) if stage is not None and not stage.posted else []
             for rank in {*operation.waiting_for, *behind}:
                 yield rank, start
-        if self._lifecycle.gate.frozen:
+        if self._lifecycle.gate.paused:
             for rank in self._agreement.missing:
                 yield rank, 0.0
 
@@ -131,7 +131,7 @@ class Watchdog:
         flags = 0 if stage.missing else HERE
         for source in sorted(stage.missing or stage.absent):
             question = Message(Kind.ASK, operation.op, operation.name, operation.round, stage.number, flags=flags)
-            self._outbox.say(source, question)
+            self._sender.say(source, question)
         if now >= stage.started + LOOK_AFTER:
             self._deadlocks.look(operation)
         return 2 * now - stage.started
@@ -152,7 +152,7 @@ class Watchdog:
 
     def _overdue(self, operation: Operation) -> DeadlineExceeded:
         """The error of an operation that has waited long enough: who did not do what."""
-        waiting, part = operation.held_up_by, operation.fused or operation
+        waiting, part = operation.blocked_on, operation.fused or operation
         stage = part.stage
         if stage is not None and stage.missing:
             what = "they did not answer" if operation.one_sided else "they did not take part"
@@ -164,9 +164,9 @@ class Watchdog:
             what = "they did not confirm that they expected it"
         else:
             behind = min(self._matcher.channel(operation).unacknowledged, default=operation.round)
-            waiting = self._outbox.receivers_behind(operation.name)
+            waiting = self._sender.receivers_behind(operation.name)
             what = f"they have not read what was sent to them in round {behind}"
-        why = self._outbox.problems_with(waiting)
+        why = self._sender.problems_with(waiting)
         return DeadlineExceeded(
             f"{operation} on rank {self._rank} waited {operation.timeout:g} s for ranks {waiting}: {what}. "
             + (f"{why}" if why else "If they are only slow, raise SHOAL_TIMEOUT or pass timeout=")

@@ -34,11 +34,11 @@ from ..optim.bluefog import DistributedAdaptThenCombineOptimizer
 from ..optim.checkpoint import Checkpoint
 from ..optim.mean_model import consensus
 from ..optim.optimizer import DecentralizedOptimizer
-from .exchanges import gathered, gathered_objects, padded, reduced
 from .functions import NO_DISPATCH
+from .gather import gathered, gathered_objects, padded, reduced
+from .iterable_datasets import count_samples, samples_of_last_round
 from .process_state import process_state, wait_for_everyone
 from .random_state import RandomState
-from .streams import count_samples, samples_of_last_round
 
 __all__ = ["ShoalAccelerator"]
 

@@ -18,11 +18,11 @@ from accelerate import data_loader
 from accelerate.state import PartialState
 from accelerate.utils import operations, random
 
-from ..ops import plain
+from ..ops import safe_serialization
 from ..ops.arguments import Internal
 from ..ops.collective import allreduce, broadcast, gather_by_rank
 from ..ops.objects import broadcast_object
-from .bits import as_bits
+from .bit_casting import as_bits
 
 NO_DISPATCH = (
     "dispatch_batches=True sends all samples from rank 0 over a process group, and there is none. Leave it out: each "
@@ -44,8 +44,8 @@ class _OverAgents:
 
     @staticmethod
     def all_gather_object(outputs: list[Any], value: Any) -> None:
-        found = gather_by_rank(plain.write(value), Internal("frameworks.all_gather_object"))
-        outputs[:] = [plain.read(one) for one in found.values()]
+        found = gather_by_rank(safe_serialization.write(value), Internal("frameworks.all_gather_object"))
+        outputs[:] = [safe_serialization.read(one) for one in found.values()]
 
     @staticmethod
     @torch.no_grad()

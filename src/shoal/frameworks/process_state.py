@@ -19,7 +19,7 @@ from ..ops.arguments import Internal
 from ..ops.collective import barrier
 from ..world.agent import current
 from ..world.bootstrap import init
-from ..world.identity import is_initialized, local_rank
+from ..world.queries import is_initialized, local_rank
 from .functions import meet_through_shoal
 from .requirements import check_agent
 

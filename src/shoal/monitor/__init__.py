@@ -5,7 +5,7 @@ Its names are imported when they are asked for: who reads what agents have writt
 
 import typing as _typing
 
-from ..lazily import names_of as _names_of
+from .._lazy_import import names_of as _names_of
 
 if _typing.TYPE_CHECKING:
     from ._public import *  # noqa: F403 - as checkers and editors see them

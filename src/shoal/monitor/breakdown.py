@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from .flows import Flow, members
-from .traces import Key, Message, Move, Trace, Wait
+from .message_matching import Flow, members
+from .traces import MessageKey, Trace, TracedMessage, TracedTransfer, TracedWait
 
 COMPUTING, SUMS, COORDINATION, DATA, OTHERS, TRANSFER = KINDS = (
     "computing",
@@ -39,7 +39,7 @@ COMPUTING, SUMS, COORDINATION, DATA, OTHERS, TRANSFER = KINDS = (
 """What time goes into, in the order in which it is drawn."""
 PREPARE, WINDOW, ROUND = "prepare", "~window", "~coordination"
 Span = tuple[int, int]
-Members = dict[Key, tuple[tuple[str, int, int], ...]]
+Members = dict[MessageKey, tuple[tuple[str, int, int], ...]]
 Asked = dict[tuple[str, int, int], dict[int, int]]
 """When each agent asked a process group to move something: by name, round and stage."""
 
@@ -68,7 +68,7 @@ class Share:
         return self.end - self.start
 
 
-class Coming(NamedTuple):
+class ExpectedMessage(NamedTuple):
     """A message that an operation waits for, on one clock; ``sent`` is None where the sender has left no trace."""
 
     source: int
@@ -79,7 +79,7 @@ class Coming(NamedTuple):
     coordinates: bool
 
 
-class Piece(NamedTuple):
+class TimeSlice(NamedTuple):
     """A stretch of an agent's waiting, and what it was for; ``source``: for whom, where it was for others."""
 
     start: int
@@ -90,14 +90,14 @@ class Piece(NamedTuple):
 
 def break_down(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Share]:
     """The shares of all agents and steps; of agents that have no steps, of the whole run. All on one clock."""
-    coming = _coming(traces, flows)
+    coming = _expected_messages(traces, flows)
     begins = {(one.rank, call.name, call.round): call.start for one in traces for call in one.calls}
     asked: Asked = defaultdict(dict)
     for trace in traces:
         for call in trace.calls:
             for move in call.moves:
                 asked[call.name, call.round, move.stage][trace.rank] = move.asked
-    agents = [_Agent(number, trace, coming[number], begins, asked) for number, trace in enumerate(traces)]
+    agents = [_AgentBreakdown(number, trace, coming[number], begins, asked) for number, trace in enumerate(traces)]
     shares = [share for agent in agents for share in agent.shares()]
     pieces = {agent.rank: agent.pieces for agent in agents}  # the last of each rank
     for agent in agents:
@@ -108,7 +108,7 @@ def break_down(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Share]:
     return shares
 
 
-def _blame(share: Share, piece: Piece, pieces: dict[int, list[Piece]], depth: int) -> None:
+def _blame(share: Share, piece: TimeSlice, pieces: dict[int, list[TimeSlice]], depth: int) -> None:
     """Say who kept an agent waiting: not who waited itself, but whom that one waited for."""
     assert piece.source is not None
     at, theirs = piece.start, pieces.get(piece.source, [])
@@ -132,27 +132,29 @@ def steps_of(trace: Trace) -> list[tuple[int, int, int]]:
     return [(one.number, one.start, one.end) for one in trace.steps if one.optimizer == name]
 
 
-def _coming(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[dict[tuple[str, int], list[Coming]]]:
+def _expected_messages(
+    traces: Sequence[Trace], flows: Sequence[Flow]
+) -> list[dict[tuple[str, int], list[ExpectedMessage]]]:
     """For each agent, by the name and round of an operation, the messages that it had to wait for."""
     sent_at = {(one.destination, id(one.received)): one.sent for one in flows}
     fused = [members(one) for one in traces]
     by_rank = {one.rank: number for number, one in enumerate(traces)}
-    found: list[dict[tuple[str, int], list[Coming]]] = []
+    found: list[dict[tuple[str, int], list[ExpectedMessage]]] = []
     for number, trace in enumerate(traces):
-        mine: dict[tuple[str, int], list[Coming]] = defaultdict(list)
+        mine: dict[tuple[str, int], list[ExpectedMessage]] = defaultdict(list)
         for message in trace.received:
             sent = sent_at.get((number, id(message)))
             went = None if sent is None else min(sent.at, message.at)
             coordinates = message.coordinates or (sent is not None and sent.coordinates)
             whole = max(message.arrived, message.at)
-            one = Coming(message.peer, message.key.stage, went, message.at, whole, coordinates)
+            one = ExpectedMessage(message.peer, message.key.stage, went, message.at, whole, coordinates)
             for call in _calls(message.key, fused[by_rank.get(message.peer, number)], fused[number]):
                 mine[call].append(one)
         found.append(mine)
     return found
 
 
-def _calls(key: Key, of_sender: Members, own: Members) -> Iterable[tuple[str, int]]:
+def _calls(key: MessageKey, of_sender: Members, own: Members) -> Iterable[tuple[str, int]]:
     """The calls that a message is for; where neither side says of which it is, the first of them."""
     if key.calls == 1:
         return [(key.name, key.round)]
@@ -160,7 +162,7 @@ def _calls(key: Key, of_sender: Members, own: Members) -> Iterable[tuple[str, in
     return [(name, round_) for name, first, count in of for round_ in range(first, first + count)]
 
 
-class _Agent:
+class _AgentBreakdown:
     """Where the time of one agent goes.
 
     Attributes:
@@ -173,18 +175,18 @@ class _Agent:
         self,
         number: int,
         trace: Trace,
-        coming: dict[tuple[str, int], list[Coming]],
+        coming: dict[tuple[str, int], list[ExpectedMessage]],
         begins: dict[tuple[int, str, int], int],
         asked: Asked,
     ) -> None:
         self.rank = trace.rank
-        self.pieces: list[Piece] = []
-        self.by_share: list[tuple[Share, list[Piece]]] = []
+        self.pieces: list[TimeSlice] = []
+        self.by_share: list[tuple[Share, list[TimeSlice]]] = []
         self._number, self._trace, self._coming, self._begins = number, trace, coming, begins
         self._asked = asked
         self._moves = {(call.name, call.round): call.moves for call in trace.calls if call.moves}
         self._failed = {(one.name, one.round) for one in trace.calls if one.error}
-        self._to: dict[tuple[str, int], list[Message]] = defaultdict(list)
+        self._to: dict[tuple[str, int], list[TracedMessage]] = defaultdict(list)
         for message in trace.sent:
             self._to[message.key.name, message.key.round].append(message)
         inside = [one for call in trace.calls if call.name != ROUND for one in call.inside]
@@ -209,8 +211,8 @@ class _Agent:
             waited[one.thread] += one.end - one.start
         return max(waited, key=lambda name: waited[name], default="")
 
-    def _fill(self, share: Share, waits: Sequence[Wait]) -> None:
-        mine: list[Piece] = []
+    def _fill(self, share: Share, waits: Sequence[TracedWait]) -> None:
+        mine: list[TimeSlice] = []
         spans = []
         for wait in waits:
             start, end = max(wait.start, share.start), min(wait.end, share.end)
@@ -226,7 +228,7 @@ class _Agent:
         self.by_share.append((share, mine))
         self.pieces += mine
 
-    def _pieces_of(self, wait: Wait, start: int, end: int) -> list[Piece]:
+    def _pieces_of(self, wait: TracedWait, start: int, end: int) -> list[TimeSlice]:
         """What each moment of a wait was for."""
         messages = self._coming.get((wait.name, wait.round), [])
         sent = self._to.get((wait.name, wait.round), [])
@@ -240,10 +242,10 @@ class _Agent:
         found = []
         for begins, ends in pairwise(sorted(points)):
             kind, source = self._kind((begins + ends) // 2, messages, wait)
-            found.append(Piece(begins, ends, kind, source))
+            found.append(TimeSlice(begins, ends, kind, source))
         return found
 
-    def _kind(self, at: int, messages: Sequence[Coming], wait: Wait) -> tuple[str, int | None]:
+    def _kind(self, at: int, messages: Sequence[ExpectedMessage], wait: TracedWait) -> tuple[str, int | None]:
         if next(within(self._sums, at, at + 1), None) is not None:
             return SUMS, None
         moves = self._moves.get((wait.name, wait.round), [])
@@ -263,19 +265,19 @@ class _Agent:
             return COORDINATION, None
         return (DATA if any(one.came > at for one in missing) else TRANSFER), None
 
-    def _others_asked(self, wait: Wait, move: Move) -> dict[int, int]:
+    def _others_asked(self, wait: TracedWait, move: TracedTransfer) -> dict[int, int]:
         """When those asked for the same with which this agent moves something."""
         all_of_them = self._asked.get((wait.name, wait.round, move.stage), {})
         return {rank: at for rank, at in all_of_them.items() if not move.among or rank in move.among}
 
-    def _being_moved(self, at: int, wait: Wait, move: Move) -> tuple[str, int | None]:
+    def _being_moved(self, at: int, wait: TracedWait, move: TracedTransfer) -> tuple[str, int | None]:
         if move.ordered is not None and at >= move.ordered:
             return TRANSFER, None
         others = self._others_asked(wait, move)
         last = max(others, key=lambda rank: others[rank], default=-1)
         return (OTHERS, last) if others.get(last, 0) > at else (COORDINATION, None)
 
-    def _without_messages(self, at: int, wait: Wait) -> tuple[str, int | None]:
+    def _without_messages(self, at: int, wait: TracedWait) -> tuple[str, int | None]:
         """Nothing is missing, or nothing ever came: others have not read what is sent to them, or what was before."""
         if wait.name.startswith(WINDOW):
             return TRANSFER, None
@@ -314,9 +316,9 @@ def overlap(spans: Sequence[Span], others: Iterable[Span]) -> int:
     return sum(ends - begins for start, end in union(others) for begins, ends in within(spans, start, end))
 
 
-def disjoint(waits: Iterable[Wait]) -> list[Wait]:
+def disjoint(waits: Iterable[TracedWait]) -> list[TracedWait]:
     """Waits of one thread, in order; one that lies in another, as of a handle of several, is left out."""
-    found: list[Wait] = []
+    found: list[TracedWait] = []
     for one in sorted(waits, key=lambda wait: (wait.start, -wait.end)):
         if not found or one.start >= found[-1].end:
             found.append(one)

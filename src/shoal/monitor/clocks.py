@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from .flows import Flow
-from .traces import Move, Trace
+from .message_matching import Flow
+from .traces import Trace, TracedTransfer
 
 STRETCH_SECONDS = 5.0
 """Clocks are compared in stretches of so long, where they drift."""
@@ -26,7 +26,7 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockFit:
     """One machine's.
 
     Attributes:
@@ -51,7 +51,7 @@ class Clock:
 
 
 @dataclass
-class _Pair:
+class _ClockPair:
     """What messages say of how far the second of two clocks is ahead of the first: in one direction that it is no more,
     in the other that it is no less. Each with its time, in seconds from the middle of the run."""
 
@@ -65,7 +65,7 @@ class _Pair:
 
     def drift(self, known: float) -> float:
         """What is to be added to a drift that is known, by the line through the middles of stretches of time."""
-        stretches: dict[int, _Pair] = defaultdict(_Pair)
+        stretches: dict[int, _ClockPair] = defaultdict(_ClockPair)
         for at, ahead in self.no_more:
             stretches[int(at // STRETCH_SECONDS)].no_more.append((at, ahead))
         for at, ahead in self.no_less:
@@ -89,15 +89,15 @@ class _Pair:
         return (least + most) / 2, drift, abs(most - least) / 2
 
 
-def align(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Clock]:
+def align(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[ClockFit]:
     """The clock of each trace; the reference is the machine that most agents are on."""
     numbers: dict[str, int] = {}
     of = [numbers.setdefault(one.boot, len(numbers)) for one in traces]
     hosts = {number: next(one.host for one, its in zip(traces, of, strict=True) if its == number) for number in of}
     middle = (min(one.start for one in traces) + max(one.end for one in traces)) // 2
-    known: dict[int, Clock] = {}
+    known: dict[int, ClockFit] = {}
     first = max(set(of), key=lambda number: (of.count(number), -number))
-    known[first] = Clock(hosts[first], 0.0, 0.0, 0.0, 0, middle)
+    known[first] = ClockFit(hosts[first], 0.0, 0.0, 0.0, 0, middle)
     edges = _compare(of, flows, middle)
     queue, done = [(0.0, first)], set[int]()
     while queue:  # along the pairs that are known best, as in a shortest path
@@ -112,16 +112,16 @@ def align(traces: Sequence[Trace], flows: Sequence[Flow]) -> list[Clock]:
             if before is None or (before.uncertain or 0.0) > uncertain:
                 messages = len(pair.no_more) + len(pair.no_less)
                 ahead, drift = ahead + known[here].ahead, drift + known[here].drift
-                known[there] = Clock(hosts[there], ahead, drift, uncertain, messages, middle)
+                known[there] = ClockFit(hosts[there], ahead, drift, uncertain, messages, middle)
                 heapq.heappush(queue, (uncertain, there))
     for number in of:
-        known.setdefault(number, Clock(hosts[number], 0.0, 0.0, None, 0, middle))
+        known.setdefault(number, ClockFit(hosts[number], 0.0, 0.0, None, 0, middle))
     return [known[number] for number in of]
 
 
-def _compare(of: Sequence[int], flows: Sequence[Flow], middle: int) -> dict[int, dict[int, _Pair]]:
+def _compare(of: Sequence[int], flows: Sequence[Flow], middle: int) -> dict[int, dict[int, _ClockPair]]:
     """For each two machines between which messages went both ways, what these say."""
-    found: dict[int, dict[int, _Pair]] = defaultdict(lambda: defaultdict(_Pair))
+    found: dict[int, dict[int, _ClockPair]] = defaultdict(lambda: defaultdict(_ClockPair))
     for flow in flows:
         source, destination = of[flow.source], of[flow.destination]
         if source != destination:
@@ -135,7 +135,7 @@ def _compare(of: Sequence[int], flows: Sequence[Flow], middle: int) -> dict[int,
     }
 
 
-def on_one_clock(trace: Trace, clock: Clock) -> Trace:
+def on_one_clock(trace: Trace, clock: ClockFit) -> Trace:
     """The same with all times by the first machine's clock."""
     to = clock.corrected
     calls = [
@@ -162,6 +162,6 @@ def on_one_clock(trace: Trace, clock: Clock) -> Trace:
     )
 
 
-def _corrected(move: Move, clock: Clock) -> Move:
+def _corrected(move: TracedTransfer, clock: ClockFit) -> TracedTransfer:
     ordered, moved = (None if at is None else clock.corrected(at) for at in (move.ordered, move.moved))
     return move._replace(asked=clock.corrected(move.asked), ordered=ordered, moved=moved)

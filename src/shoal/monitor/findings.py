@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, median, quantiles
 
 from .breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER, Share
-from .flows import Flow
+from .message_matching import Flow
 from .traces import Trace, names_of
 
 SLOWER = 1.15
@@ -58,7 +58,7 @@ class Typical:
 
 
 @dataclass(frozen=True)
-class Link:
+class EdgeStatistics:
     """An edge of the network, and what it carries.
 
     Attributes:
@@ -117,7 +117,7 @@ def typical(traces: Sequence[Trace], shares: Sequence[Share]) -> list[Typical]:
     return found
 
 
-def links(traces: Sequence[Trace], flows: Iterable[Flow]) -> list[Link]:
+def links(traces: Sequence[Trace], flows: Iterable[Flow]) -> list[EdgeStatistics]:
     """The edges over which large messages come in pieces, as they do between machines."""
     rates: dict[tuple[int, int], list[float]] = defaultdict(list)
     for flow in flows:
@@ -129,7 +129,7 @@ def links(traces: Sequence[Trace], flows: Iterable[Flow]) -> list[Link]:
         if len(of) >= LEAST_MESSAGES:
             ends = traces[source], traces[destination]
             rate = quantiles(of, n=10, method="inclusive")[-1]
-            found.append(Link(ends[0].rank, ends[1].rank, (ends[0].host, ends[1].host), rate, len(of)))
+            found.append(EdgeStatistics(ends[0].rank, ends[1].rank, (ends[0].host, ends[1].host), rate, len(of)))
     return found
 
 
@@ -155,7 +155,7 @@ def size_of(limit: int) -> str:
 
 
 def findings(
-    traces: Sequence[Trace], shares: Sequence[Share], typicals: Sequence[Typical], edges: Sequence[Link]
+    traces: Sequence[Trace], shares: Sequence[Share], typicals: Sequence[Typical], edges: Sequence[EdgeStatistics]
 ) -> list[Finding]:
     """All that stands out, what costs most first."""
     if not typicals:
@@ -233,7 +233,7 @@ def _rare(traces: Sequence[Trace], shares: Sequence[Share], typicals: Sequence[T
 _LESS = "; compression= sends less over it, and overlap='backward' sends while the backward pass goes on"
 
 
-def _slow_links(typicals: Sequence[Typical], edges: Sequence[Link]) -> list[Finding]:
+def _slow_links(typicals: Sequence[Typical], edges: Sequence[EdgeStatistics]) -> list[Finding]:
     slow = [one for one in edges if one.rate < SLOW_LINK * _fast([other.rate for other in edges if other is not one])]
     if not slow:
         return []
@@ -266,7 +266,7 @@ def _fast(rates: Sequence[float]) -> float:
     return quantiles(rates, n=4, method="inclusive")[-1] if len(rates) > 1 else max(rates, default=0.0)
 
 
-def _of_all(slow: Sequence[Link], edges: Sequence[Link]) -> str:
+def _of_all(slow: Sequence[EdgeStatistics], edges: Sequence[EdgeStatistics]) -> str:
     """A machine, or else an agent, of which all edges are slow that lead away, or to it, or both, and no others; and
     which of them. Empty where there is none."""
     by_host = [one.hosts for one in edges]

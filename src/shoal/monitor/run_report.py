@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from . import breakdown, clocks, findings, flows, merging, traces
+from . import breakdown, clocks, findings, message_matching, trace_merge, traces
 from .breakdown import Share
-from .clocks import Clock
-from .findings import Finding, Link, Typical
-from .flows import Flow
-from .traces import Call, Found, Trace
+from .clocks import ClockFit
+from .findings import EdgeStatistics, Finding, Typical
+from .message_matching import Flow
+from .traces import Trace, TracedCall, TraceFolder
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class RunReport:
         shares: Where the time went, by agent and step, the first step of each left out.
     """
 
-    found: Found
-    clocks: list[Clock]
+    found: TraceFolder
+    clocks: list[ClockFit]
     traces: list[Trace]
     flows: list[Flow]
     shares: list[Share]
@@ -39,9 +39,9 @@ class RunReport:
             FileNotFoundError, ValueError: See :func:`~.traces.read`.
         """
         found = traces.read(folder)
-        known = clocks.align(found.traces, flows.match(found.traces))
+        known = clocks.align(found.traces, message_matching.match(found.traces))
         laid = [clocks.on_one_clock(one, clock) for one, clock in zip(found.traces, known, strict=True)]
-        matched = flows.match(laid)
+        matched = message_matching.match(laid)
         shares = findings.without_the_first(breakdown.break_down(laid, matched))
         return RunReport(found, known, laid, matched, shares)
 
@@ -51,7 +51,7 @@ class RunReport:
         return findings.typical(self.traces, self.shares)
 
     @cached_property
-    def links(self) -> list[Link]:
+    def links(self) -> list[EdgeStatistics]:
         """What the edges of the network carry."""
         return findings.links(self.traces, self.flows)
 
@@ -78,7 +78,7 @@ class RunReport:
         return {(one.number, one.start) for one in self.shares}
 
     @property
-    def unended(self) -> list[tuple[Trace, Call]]:
+    def unended(self) -> list[tuple[Trace, TracedCall]]:
         """The oldest call of each agent that its trace ends in."""
         found = []
         for one in self.traces:
@@ -89,4 +89,4 @@ class RunReport:
 
     def merge(self, path: Path) -> int:
         """Write one trace of all; how many messages are arrows in it."""
-        return merging.merge(self.found.traces, self.clocks, self.flows, path)
+        return trace_merge.merge(self.found.traces, self.clocks, self.flows, path)

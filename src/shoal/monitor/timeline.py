@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .._signals import deferred
 from ..engine.engine import Engine
 from ..engine.events import Recording
-from ..interrupts import held
 from ..world.agent import Agent, agent_context
 from ..world.bootstrap import on_start, on_stop
 from .trace_writer import Activity, TraceWriter
@@ -147,7 +147,7 @@ class Timeline:
     def flush(self) -> None:
         """Write what there is."""
         queue = self._queue
-        with held, self._writing:
+        with deferred, self._writing:
             try:
                 while queue:  # writing to the file lets others have the interpreter
                     self._writer.write([queue.popleft() for _ in range(min(len(queue), AT_ONCE))])

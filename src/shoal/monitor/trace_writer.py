@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from .._version import __version__
 from ..engine.events import Event, Fields
-from ..engine.fused_name import PREFIX, keys, read
+from ..engine.fused_name import PREFIX, decode_fused_name, keys
 from ..engine.operation import INTERNAL
-from .own_files import open_own
-from .trace_words import ASKED, FUSED, MOVING, ORDERING
+from .private_files import open_own
+from .trace_format import ASKED, FUSED, MOVING, ORDERING
 
 log = logging.getLogger("shoal")
 
@@ -42,7 +42,7 @@ class Activity(NamedTuple):
     time: int
 
 
-class _Rows:
+class _TraceRows:
     """The rows of one name: bars on one row must nest, so what overlaps goes to a further one.
 
     Attributes:
@@ -79,10 +79,10 @@ class TraceWriter:
     def __init__(self, rank: int, path: Path, **about: Any) -> None:
         self._rank = rank
         self._file: int | None = open_own(path)
-        self._rows: dict[tuple[str, str], _Rows] = {}
+        self._rows: dict[tuple[str, str], _TraceRows] = {}
         self._number = 0  # of rows
         self._names: Counter[str] = Counter()  # that have rows, by kind
-        self._in_flight: dict[tuple[str, int], tuple[str, _Rows, int]] = {}
+        self._in_flight: dict[tuple[str, int], tuple[str, _TraceRows, int]] = {}
         self._since: dict[tuple[str, int], int] = {}  # the last word of a process group, of what is in flight
         self._quoted: dict[str, str] = {}
         self._lines: list[str] = []
@@ -160,7 +160,7 @@ class TraceWriter:
         operation = self._quoted.get(operation) or self._quote(operation)
         self._lines.append(f'{{"ph":"B",{at}{_us(end)},"name":{operation},"args":{{"round":{round_}{named}}}}}')
 
-    def _begin(self, name: str, round_: int, rows: _Rows) -> str:
+    def _begin(self, name: str, round_: int, rows: _TraceRows) -> str:
         row = rows.take()
         at = self._at(rows, row)
         self._in_flight[name, round_] = at, rows, row
@@ -189,7 +189,7 @@ class TraceWriter:
         times = f'{_us(start)},"name":"{what}","dur":{_us(end - start)},"args":'
         of = [(name, round_)]
         if name.startswith(PREFIX):
-            of += keys(read(name))
+            of += keys(decode_fused_name(name))
         for one in of:
             found = self._in_flight.get(one)
             if found is not None:  # else it failed meanwhile, and the bar would stick out
@@ -227,7 +227,7 @@ class TraceWriter:
         if why:
             more += f',"for":"{why}"'
         if fused:
-            calls = read(name)
+            calls = decode_fused_name(name)
             first, round_ = (calls[0].name, calls[0].first) if calls else ("", 0)
             more += f',"calls":{sum(run.length for run in calls)},"name":{json.dumps(first)}'
         elif rows.unlike:
@@ -292,7 +292,7 @@ class TraceWriter:
 
     # Rows
 
-    def _of(self, kind: str, name: str) -> _Rows:
+    def _of(self, kind: str, name: str) -> _TraceRows:
         """The rows of a name, or those that it shares."""
         rows = self._rows.get((kind, name))
         if rows is not None:
@@ -300,11 +300,11 @@ class TraceWriter:
         if self._names[kind] < ROW_LIMIT:
             self._names[kind] += 1
             label = name.removeprefix(INTERNAL).removeprefix("~")
-            rows = self._rows[kind, name] = _Rows(kind, label, label != name)
+            rows = self._rows[kind, name] = _TraceRows(kind, label, label != name)
             return rows
-        return self._rows.setdefault((kind, OTHERS), _Rows(kind, OTHERS, True))
+        return self._rows.setdefault((kind, OTHERS), _TraceRows(kind, OTHERS, True))
 
-    def _at(self, rows: _Rows, row: int) -> str:
+    def _at(self, rows: _TraceRows, row: int) -> str:
         while row >= len(rows.at):
             self._number += 1
             what = {"name": f"{rows.kind}: {rows.title}"}

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .trace_words import ASKED, FUSED, MOVING, ORDERING
+from .trace_format import ASKED, FUSED, MOVING, ORDERING
 
 PATTERN = "shoal-rank*.json"
 _TO, _FROM, _ALL = "to ", "from ", "all from "
 
 
-class Key(NamedTuple):
+class MessageKey(NamedTuple):
     """What a message is told from all others by, on its edge.
 
     Attributes:
@@ -34,7 +34,7 @@ class Key(NamedTuple):
     calls: int
 
 
-class Message(NamedTuple):
+class TracedMessage(NamedTuple):
     """One message, as one of its two agents saw it. Times are nanoseconds of that agent's clock.
 
     Attributes:
@@ -48,7 +48,7 @@ class Message(NamedTuple):
     """
 
     peer: int
-    key: Key
+    key: MessageKey
     nbytes: int
     at: int
     arrived: int = 0
@@ -56,7 +56,7 @@ class Message(NamedTuple):
     coordinates: bool = False
 
 
-class Move(NamedTuple):
+class TracedTransfer(NamedTuple):
     """What a process group moved for one stage of an operation.
 
     Attributes:
@@ -74,7 +74,7 @@ class Move(NamedTuple):
 
 
 @dataclass
-class Call:
+class TracedCall:
     """One operation, from its submission to its end; None where it has none.
 
     Attributes:
@@ -93,13 +93,13 @@ class Call:
     start: int
     end: int | None = None
     inside: list[tuple[str, int, int]] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
+    moves: list[TracedTransfer] = field(default_factory=list)
     error: str = ""
     of: tuple[tuple[str, int, int], ...] = ()
     row: int = 0
 
 
-class Wait(NamedTuple):
+class TracedWait(NamedTuple):
     """A thread stood still for an operation."""
 
     thread: str
@@ -109,7 +109,7 @@ class Wait(NamedTuple):
     end: int
 
 
-class Step(NamedTuple):
+class TracedStep(NamedTuple):
     """A step of an optimizer, from the end of the one before to its own."""
 
     optimizer: str
@@ -118,7 +118,7 @@ class Step(NamedTuple):
     end: int
 
 
-class Measure(NamedTuple):
+class TracedMetric(NamedTuple):
     """A number that the script has measured: this agent's, and the mean of all; None where it was not finite."""
 
     name: str
@@ -127,7 +127,7 @@ class Measure(NamedTuple):
     at: int
 
 
-class Loss(NamedTuple):
+class TracedLoss(NamedTuple):
     """An agent that was lost, or left."""
 
     rank: int
@@ -161,13 +161,13 @@ class Trace:
     run: str
     incarnation: int
     shift: int
-    calls: list[Call] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    measured: list[Measure] = field(default_factory=list)
-    sent: list[Message] = field(default_factory=list)
-    received: list[Message] = field(default_factory=list)
-    losses: list[Loss] = field(default_factory=list)
+    calls: list[TracedCall] = field(default_factory=list)
+    waits: list[TracedWait] = field(default_factory=list)
+    steps: list[TracedStep] = field(default_factory=list)
+    measured: list[TracedMetric] = field(default_factory=list)
+    sent: list[TracedMessage] = field(default_factory=list)
+    received: list[TracedMessage] = field(default_factory=list)
+    losses: list[TracedLoss] = field(default_factory=list)
     torn: bool = False
     start: int = 0
     end: int = 0
@@ -178,7 +178,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Found:
+class TraceFolder:
     """What is in a folder.
 
     Attributes:
@@ -203,7 +203,7 @@ def are_there(folder: Path) -> bool:
     return next(folder.glob(PATTERN), None) is not None
 
 
-def read(folder: Path) -> Found:
+def read(folder: Path) -> TraceFolder:
     """The traces in a folder: of the run of which there are most, the latest of several.
 
     Raises:
@@ -224,7 +224,7 @@ def read(folder: Path) -> Found:
     runs = _runs(traces)
     chosen = max(runs, key=lambda run: (len({one.rank for one in run}), max(one.end for one in run)))
     chosen.sort(key=lambda one: (one.rank, one.incarnation, one.start))
-    return Found(chosen, [one for run in runs if run is not chosen for one in run], skipped)
+    return TraceFolder(chosen, [one for run in runs if run is not chosen for one in run], skipped)
 
 
 def _runs(traces: list[Trace]) -> list[list[Trace]]:
@@ -279,7 +279,7 @@ def read_one(path: Path) -> Trace:
     Raises:
         ValueError, KeyError, TypeError: It is none.
     """
-    reader = _Reader(path)
+    reader = _TraceReader(path)
     for event in lines_of(path):
         if event is None:
             reader.trace.torn = True
@@ -288,16 +288,16 @@ def read_one(path: Path) -> Trace:
     return reader.whole()
 
 
-class _Reader:
+class _TraceReader:
     """Makes a trace of its lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._trace: Trace | None = None
         self._rows: dict[int, tuple[str, str]] = {}  # kind and name
-        self._open: dict[int, Call] = {}
-        self._last: dict[int, Call] = {}  # that ended on a row
-        self._coming: dict[tuple[int, Key], int] = {}  # its place in what was received
+        self._open: dict[int, TracedCall] = {}
+        self._last: dict[int, TracedCall] = {}  # that ended on a row
+        self._coming: dict[tuple[int, MessageKey], int] = {}  # its place in what was received
 
     @property
     def trace(self) -> Trace:
@@ -320,11 +320,11 @@ class _Reader:
         elif kind == "waits" and phase == "X":
             arguments = event["args"]
             of = arguments.get("name", event["name"])
-            trace.waits.append(Wait(name, of, arguments["round"], at, end))
+            trace.waits.append(TracedWait(name, of, arguments["round"], at, end))
         elif kind == "steps" and phase == "X":
-            trace.steps.append(Step(name, event["args"]["step"], at, end))
+            trace.steps.append(TracedStep(name, event["args"]["step"], at, end))
         elif kind == "measured" and phase == "C":
-            trace.measured.append(Measure(name, event["args"].get("own"), event["args"].get("mean"), at))
+            trace.measured.append(TracedMetric(name, event["args"].get("own"), event["args"].get("mean"), at))
 
     def _take_head(self, what: str, row: int, said: dict[str, Any]) -> None:
         if what == "thread_name":
@@ -340,7 +340,7 @@ class _Reader:
         if phase == "B":
             said = event["args"]
             of = tuple((one[0], one[1], one[2]) for one in said.get("of", ()))
-            call = Call(event["name"], said.get("name", name), said.get("round", 0), at, of=of, row=row)
+            call = TracedCall(event["name"], said.get("name", name), said.get("round", 0), at, of=of, row=row)
             self._open[row] = call
             self.trace.calls.append(call)
         elif phase == "E":
@@ -352,7 +352,7 @@ class _Reader:
         elif event["name"] == ASKED:
             if row in self._open:
                 said = event["args"]
-                self._open[row].moves.append(Move(said["stage"], tuple(said["among"]), at))
+                self._open[row].moves.append(TracedTransfer(said["stage"], tuple(said["among"]), at))
         elif event["name"] == "failed":
             if row in self._open:
                 self._open[row].error = event["args"]["error"]
@@ -360,10 +360,10 @@ class _Reader:
             self._take_message(row, name, at, event["name"], event["args"])
         elif "cause" in event["args"]:
             how = event["name"].rpartition(" ")[2]
-            self.trace.losses.append(Loss(event["args"]["rank"], how, event["args"]["cause"], at))
+            self.trace.losses.append(TracedLoss(event["args"]["rank"], how, event["args"]["cause"], at))
 
     @staticmethod
-    def _take_inside(call: Call, what: str, start: int, end: int) -> None:
+    def _take_inside(call: TracedCall, what: str, start: int, end: int) -> None:
         if what == ORDERING:
             call.moves[-1] = call.moves[-1]._replace(ordered=end)
         elif what == MOVING:
@@ -372,8 +372,8 @@ class _Reader:
             call.inside.append((what, start, end))
 
     def _take_message(self, row: int, name: str, at: int, what: str, said: dict[str, Any]) -> None:
-        key = Key(said.get("name", name), said["round"], said.get("stage", 0), said.get("calls", 1))
-        message = Message(said["peer"], key, said["bytes"], at, 0, row, "for" in said)
+        key = MessageKey(said.get("name", name), said["round"], said.get("stage", 0), said.get("calls", 1))
+        message = TracedMessage(said["peer"], key, said["bytes"], at, 0, row, "for" in said)
         received = self.trace.received
         if what.startswith(_TO):
             self.trace.sent.append(message)
@@ -401,6 +401,6 @@ def names_of(traces: Sequence[Trace]) -> list[str]:
     return found
 
 
-def is_fused(call: Call) -> bool:
+def is_fused(call: TracedCall) -> bool:
     """Whether a call is of several small ones."""
     return call.name == FUSED

@@ -14,7 +14,7 @@ training costs.
 
 import typing as _typing
 
-from ..lazily import names_of as _names_of
+from .._lazy_import import names_of as _names_of
 
 if _typing.TYPE_CHECKING:
     from ._public import *  # noqa: F403 - as checkers and editors see them

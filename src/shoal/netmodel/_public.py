@@ -1,11 +1,11 @@
 """The public names of this room, which ``__init__.py`` hands on when the first of them is asked for."""
 
-from .allreduce import direct_allreduce as direct_allreduce
-from .allreduce import hierarchical as hierarchical
-from .allreduce import hierarchical_allreduce as hierarchical_allreduce
-from .allreduce import parameter_server as parameter_server
-from .allreduce import ring_allreduce as ring_allreduce
-from .allreduce import tree_allreduce as tree_allreduce
+from .allreduce_messages import direct_allreduce as direct_allreduce
+from .allreduce_messages import hierarchical as hierarchical
+from .allreduce_messages import hierarchical_allreduce as hierarchical_allreduce
+from .allreduce_messages import parameter_server as parameter_server
+from .allreduce_messages import ring_allreduce as ring_allreduce
+from .allreduce_messages import tree_allreduce as tree_allreduce
 from .messages import Messages as Messages
 from .messages import Step as Step
 from .messages import rounds_of as rounds_of

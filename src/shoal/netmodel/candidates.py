@@ -11,7 +11,13 @@ from ..topology.catalog import CATALOG, Topology
 from ..topology.families.ceca import Ceca, CecaPairs
 from ..topology.families.compose import AllReduce, Kronecker
 from ..topology.schedule import Schedule
-from .allreduce import direct_allreduce, hierarchical_allreduce, parameter_server, ring_allreduce, tree_allreduce
+from .allreduce_messages import (
+    direct_allreduce,
+    hierarchical_allreduce,
+    parameter_server,
+    ring_allreduce,
+    tree_allreduce,
+)
 from .messages import Step, rounds_of
 from .operations import ALLREDUCE, NEIGHBOR, ModelOperation, operations_of
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..topology.schedule import Edges, Schedule
-from .allreduce import hierarchical, ring_allreduce
+from .allreduce_messages import hierarchical, ring_allreduce
 from .messages import Messages, Step
 
 NEIGHBOR = "neighbor_allreduce"

@@ -35,7 +35,7 @@ _DEADLINE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredNetwork:
     """What agents found out about the network between them.
 
     Attributes:
@@ -51,7 +51,7 @@ class Measured:
     between: Link | None
 
 
-def measure() -> Measured:
+def measure() -> MeasuredNetwork:
     """The part of every agent, after ``shoal.init()``. All must call it; all get the same result.
 
     Raises:
@@ -65,7 +65,7 @@ def measure() -> Measured:
     inside = _fitted(list(range(machine * local, (machine + 1) * local))) if local > 1 else None
     first = [rank for rank in range(size) if rank % local == 0] if shoal.is_homogeneous() else _first_of_each_machine()
     between = _fitted(first) if len(first) > 1 else None
-    return Measured(size, local, inside, between)
+    return MeasuredNetwork(size, local, inside, between)
 
 
 def measure_difference(gradient: torch.Tensor | torch.nn.Module | Iterable[torch.Tensor]) -> float:
@@ -107,7 +107,7 @@ def measure_difference(gradient: torch.Tensor | torch.nn.Module | Iterable[torch
     return apart / length if length else (math.inf if apart else 0.0)
 
 
-def measure_here(agents: int) -> Measured:
+def measure_here(agents: int) -> MeasuredNetwork:
     """Measure with so many processes on this machine, started for it.
 
     Raises:
@@ -126,7 +126,7 @@ def measure_here(agents: int) -> Measured:
     told = json.loads(lines[-1])
     for name in ("inside", "between"):
         told[name] = Link(**told[name]) if told[name] else None
-    return Measured(**told)
+    return MeasuredNetwork(**told)
 
 
 def _first_of_each_machine() -> list[int]:

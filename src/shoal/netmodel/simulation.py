@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .flows import SAME_MOMENT, Flows, prepare
+from .flow_rates import SAME_MOMENT, Flows, prepare
 from .messages import Step
 from .network import Floats, Ints, Network
 
@@ -74,10 +74,10 @@ def simulate(
     seconds = np.broadcast_to(np.asarray(compute, float), (len(plan), network.size))
     if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
         raise ValueError("compute has a time that is negative or not finite. Pass seconds.")
-    return _Run(network, plan, seconds, lag, overlap).play()
+    return _SimulatedRun(network, plan, seconds, lag, overlap).play()
 
 
-class _Run:
+class _SimulatedRun:
     def __init__(self, network: Network, plan: list[Step], compute: Floats, lag: int, overlap: float) -> None:
         self._network, self._compute, self._lag, self._overlap = network, compute, lag, overlap
         size, count = network.size, len(plan)

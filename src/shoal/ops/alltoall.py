@@ -9,15 +9,15 @@ from math import prod
 import torch
 
 from ..arithmetic import complete
-from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Send, Steps
+from ..engine.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..kernels.elementwise import copy
 from ..topology._validate import as_int
 from ..transport.wire import Kind, Message, Payload
 from ..world.agent import Agent, current
 from .arguments import LAYOUT, Result, as_ranks, channel_name, check_gatherable, joined, payload, rotated
-from .by_engine import members as members_of
-from .groups import Group, within
+from .backend_ops import members as members_of
+from .groups import Group, caller_group
 
 OP = "neighbor_alltoall"
 
@@ -72,10 +72,10 @@ def submit(
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         published = agent.engine.publisher.publish(operation, tensor)
         length = tensor[0].numel() if len(order) else 0
-        left = [k for k, rank in enumerate(order) if rank not in operation.gone]
+        left = [k for k, rank in enumerate(order) if rank not in operation.excluded_ranks]
         ahead = sorted(left, key=lambda k: (order[k] - agent.rank) % agent.size)
         sends = [Send(order[k], published, k * length, (k + 1) * length, row) for k in ahead]
-        carried = Carried(() if everybody else None, confirm=True)
+        carried = BackendRequest(() if everybody else None, confirm=True)
         sources = sorted(order[k] for k in left)
         arrived = yield Exchange(sends, sources, tensor.dtype, row, digest=layout, digest_of=LAYOUT, carried=carried)
         lost = sorted(set(order).difference(arrived))
@@ -90,7 +90,9 @@ def submit(
             copy(result.flat[k * length : (k + 1) * length], one.data)
         return result.finish()
 
-    return agent.engine.submit(OP, channel_name(OP, name), steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
+    return agent.engine.submit(
+        OP, channel_name(OP, name), steps, timeout, name is not None, on_loss=FailurePolicy.SKIP_MISSING
+    )
 
 
 def alltoall_nonblocking(
@@ -118,7 +120,7 @@ def alltoall_nonblocking(
         Mismatch: Agents' tensors differ in more than their first dimension.
     """
     op, agent = "alltoall", current("alltoall")
-    members = within(op, group, agent)
+    members = caller_group(op, group, agent)
     ranks = members.ranks or tuple(range(agent.size))
     tensor = check_gatherable(op, tensor)
     ends = [0, *accumulate(_rows(op, agent.rank, len(tensor), len(ranks), splits))]
@@ -133,17 +135,21 @@ def alltoall_nonblocking(
             for rank, (low, high) in parts.items()
             if rank in others
         ]
-        carried = Carried(members_of(agent, operation, ranks))
+        carried = BackendRequest(members_of(agent, operation, ranks))
         arrived = yield Exchange(rotated(sends, agent), others, tensor.dtype, carried=carried)
         low, high = parts[agent.rank]
         mine = Payload(published.data[low * row : high * row], (high - low) * row)
         own = Message(Kind.DATA, dtype=tensor.dtype, shape=(high - low, *rest), payload=mine)
-        came = [(rank, own if rank == agent.rank else arrived[rank]) for rank in ranks if rank not in operation.gone]
+        came = [
+            (rank, own if rank == agent.rank else arrived[rank])
+            for rank in ranks
+            if rank not in operation.excluded_ranks
+        ]
         whole = yield from joined(agent, op, tensor, came)
         return whole, [message.shape[0] for _, message in came]
 
     channel, named = members.channel(op, name), name is not None
-    return agent.engine.submit(op, channel, steps, timeout, named, on_loss=OnLoss.FAIL, among=members.ranks)
+    return agent.engine.submit(op, channel, steps, timeout, named, on_loss=FailurePolicy.FAIL, among=members.ranks)
 
 
 def _rows(op: str, rank: int, rows: int, count: int, splits: object) -> list[int]:

@@ -1,7 +1,7 @@
 """Operations over all agents, or all of a machine, built on the same exchange and matched by name in any order.
 
-Which way an all-reduce takes depends on its size (``allreduce.py``); the order of the sum does not (``order.py``), so
-every agent has the same bits.
+Which way an all-reduce takes depends on its size (``allreduce_choice.py``); the order of the sum does not
+(``reduction_order.py``), so every agent has the same bits.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 from ..arithmetic import REDUCTIONS, complete
 from ..engine.discovery import discover, submit_to_all
-from ..engine.operation import Carried, Exchange, Fusible, Handle, Operation, Send, Steps
+from ..engine.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
 from ..errors import PeerLost
 from ..kernels.elementwise import copy
 from ..topology._validate import check_rank
 from ..transport.wire import DTYPES, MOVABLE, Kind, Message, Payload
 from ..world.agent import Agent, current
-from .allreduce import reduced as reduced
+from .allreduce_choice import reduced as reduced
 from .arguments import (
     LAYOUT,
     WEIGHABLE,
@@ -34,10 +34,10 @@ from .arguments import (
     warn_of_lost_graph,
     where,
 )
-from .by_engine import members as members_of
-from .by_engine import spread_by_engine
-from .groups import ALL, Group, Within, within
-from .together import OverAll, copied, is_small
+from .backend_ops import broadcast_by_backend
+from .backend_ops import members as members_of
+from .fused_ops import AllreduceFamily, copied, is_small
+from .groups import ALL, CallerGroup, Group, caller_group
 
 
 def allreduce(
@@ -71,7 +71,7 @@ def allreduce(
         A tensor of the same shape and dtype (``out`` if given). It is detached: no gradient flows back from it, and a
         tensor that requires grad is warned about once. :func:`shoal.autograd.allreduce` has a gradient.
     """
-    how, agent, among, members = _meant(average, op, is_hierarchical_local, group)
+    how, agent, among, members = _reduction_of(average, op, is_hierarchical_local, group)
     return submit_allreduce(agent, tensor, how, name, among, members=members, out=out, timeout=timeout).wait()
 
 
@@ -90,20 +90,20 @@ def allreduce_nonblocking(
 
     Small tensors that are submitted one after another, and reduced in the same way, travel together.
     """
-    how, agent, among, members = _meant(average, op, is_hierarchical_local, group)
+    how, agent, among, members = _reduction_of(average, op, is_hierarchical_local, group)
     return submit_allreduce(agent, tensor, how, name, among, members=members, out=out, timeout=timeout, fusible=True)
 
 
-def _meant(
+def _reduction_of(
     average: bool, op: str | None, is_hierarchical_local: bool, group: Group | None
-) -> tuple[str, Agent, Sequence[int] | None, Within]:
+) -> tuple[str, Agent, Sequence[int] | None, CallerGroup]:
     """How the arguments of a call reduce, among whom, and who calls it."""
     agent = current("allreduce")
     how = op if op is not None else ("average" if average else "sum")
     if is_hierarchical_local and group is not None:
         raise ValueError("allreduce: is_hierarchical_local=True is a group of its own; leave one of the two out")
     among = agent.local_ranks if is_hierarchical_local else None
-    return how, agent, among, within("allreduce", group, agent)
+    return how, agent, among, caller_group("allreduce", group, agent)
 
 
 def submit_allreduce(
@@ -113,7 +113,7 @@ def submit_allreduce(
     name: str | None = None,
     among: Sequence[int] | None = None,
     *,
-    members: Within = ALL,
+    members: CallerGroup = ALL,
     out: torch.Tensor | None = None,
     timeout: float | None = None,
     zero_copy: bool = False,
@@ -140,7 +140,7 @@ def submit_allreduce(
     tensor = check_tensor(f"allreduce with op {how}", given, reducible(how))
     check_out("allreduce", out, tensor.shape, tensor.dtype)
     engine = agent.engine
-    goes_with_others = fusible and engine.may_fuse_in_stages and not layout and is_small(tensor)
+    goes_with_others = fusible and engine.can_fuse_multistage and not layout and is_small(tensor)
     if goes_with_others:
         tensor = copied(tensor)
 
@@ -157,10 +157,10 @@ def submit_allreduce(
     channel, named = members.channel(op, name), name is not None
     # Of some only there are several results, and who has ended need not have the one that another lacks.
     taken = take if among is None and members is ALL else None
-    begins: Callable[[Operation], Steps[torch.Tensor]] | Fusible = steps
+    begins: Callable[[Operation], Steps[torch.Tensor]] | FusionSpec = steps
     if goes_with_others:
         whole = tuple(members.ranks or range(agent.size) if among is None else among)
-        begins = Fusible(tensor.view(-1), tuple(tensor.shape), out, steps, OverAll(agent, how, whole))
+        begins = FusionSpec(tensor.view(-1), tuple(tensor.shape), out, steps, AllreduceFamily(agent, how, whole))
     return submit_to_all(engine, kind, channel, begins, timeout, named, taken, among=members.ranks)
 
 
@@ -255,12 +255,12 @@ def broadcast_nonblocking(
     """:func:`broadcast` without waiting."""
     agent = current("broadcast")
     tensor = check_tensor("broadcast", tensor if out is None else detached(tensor), MOVABLE)
-    root_rank, members = as_root("broadcast", root_rank, agent), within("broadcast", group, agent)
+    root_rank, members = as_root("broadcast", root_rank, agent), caller_group("broadcast", group, agent)
     members.check("broadcast", "root_rank", [root_rank])
     check_out("broadcast", out, tensor.shape, tensor.dtype)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        data = yield from spread(agent, operation, tensor, root_rank, tensor.dtype, tuple(tensor.shape))
+        data = yield from broadcast_steps(agent, operation, tensor, root_rank, tensor.dtype, tuple(tensor.shape))
         result = Result(agent, out, tensor, tuple(tensor.shape))
         copy(result.flat, data)
         return result.finish()
@@ -303,10 +303,10 @@ def as_root(op: str, root_rank: object, agent: Agent) -> int:
         raise ValueError(
             f"{op}: root_rank={root_rank!r} is no rank; there are {size} agents, 0 to {size - 1}"
         ) from None
-    return agent.rank if agent.engine.entry.outside else root
+    return agent.rank if agent.engine.rejoin.outside else root
 
 
-def spread(
+def broadcast_steps(
     agent: Agent,
     operation: Operation,
     tensor: torch.Tensor | None,
@@ -324,8 +324,8 @@ def spread(
         raise PeerLost(f"{operation} on rank {agent.rank}: its root, rank {root}, is gone", (root,))
     size, first = len(group), group.index(root)
     relative = (group.index(agent.rank) - first) % size
-    if agent.engine.carrier is not None and dtype is not None and shape is not None and size > 1:
-        return (yield from spread_by_engine(agent, operation, tensor, root, dtype, shape, tuple(group), layout))
+    if agent.engine.backend is not None and dtype is not None and shape is not None and size > 1:
+        return (yield from broadcast_by_backend(agent, operation, tensor, root, dtype, shape, tuple(group), layout))
     digest, digest_of = root ^ layout, "root rank" + (f" or {LAYOUT}" if layout else "")
     depth = relative.bit_count()
     lowest = relative & -relative if relative else 1 << (size - 1).bit_length()
@@ -380,7 +380,7 @@ def allgather_nonblocking(
     def take(everything: torch.Tensor) -> torch.Tensor:
         return where(tensor, everything)
 
-    members = within("allgather", group, agent)
+    members = caller_group("allgather", group, agent)
     channel, named, taken = members.channel("allgather", name), name is not None, take if members is ALL else None
     return submit_to_all(agent.engine, "allgather", channel, steps, timeout, named, taken, among=members.ranks)
 
@@ -403,7 +403,7 @@ def gather_by_rank(
         by_links: Not by what carries tensors, if something does.
     """
     agent = current("allgather")
-    members = within("allgather", group, agent)
+    members = caller_group("allgather", group, agent)
     tensor = check_gatherable("allgather", tensor)
 
     def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
@@ -425,7 +425,7 @@ def parts_of_all(
     group = operation.callers(agent.size)
     others = [rank for rank in group if rank != agent.rank]
     sends = rotated([Send(rank, published, 0, total, shape) for rank in others], agent)
-    carried = None if by_links else Carried(members_of(agent, operation, group))
+    carried = None if by_links else BackendRequest(members_of(agent, operation, group))
     arrived = yield Exchange(sends, others, tensor.dtype, carried=carried)
     own = Message(Kind.DATA, dtype=tensor.dtype, shape=shape, payload=Payload(published.data, total))
     return [(rank, own if rank == agent.rank else arrived[rank]) for rank in group]
@@ -438,6 +438,6 @@ def barrier(name: str | None = None, *, group: Group | None = None, timeout: flo
     def steps(operation: Operation) -> Steps[None]:
         yield from discover(agent.engine, operation, ())
 
-    members = within("barrier", group, agent)
+    members = caller_group("barrier", group, agent)
     channel, named, take = members.channel("barrier", name), name is not None, None if members.ranks else lambda _: None
     submit_to_all(agent.engine, "barrier", channel, steps, timeout, named, take, among=members.ranks).wait()

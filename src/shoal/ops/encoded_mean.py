@@ -15,13 +15,13 @@ from ..arithmetic import complete
 from ..compression import Compressor
 from ..compression.draws import Redrawn
 from ..engine.discovery import submit_to_all
-from ..engine.operation import Carried, Exchange, Handle, Operation, Send, Steps
+from ..engine.operation import BackendRequest, Exchange, Handle, Operation, Send, Steps
 from ..errors import Mismatch
 from ..transport.wire import Payload
 from ..world.agent import Agent
 from .arguments import payload, rotated
 from .encoded import name_of
-from .owners import shares
+from .reduce_scatter import shares
 
 
 @dataclass
@@ -139,7 +139,7 @@ def _exchanged(
         torch.uint8,
         digest=digest,
         digest_of="number of elements or dtype, or list of tensors",
-        carried=Carried(),
+        carried=BackendRequest(),
     )
     payloads = {rank: payload(arrived, rank) for rank in others}
     yield from complete(list(payloads.values()))

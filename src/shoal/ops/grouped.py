@@ -18,16 +18,16 @@ import torch
 from ..arithmetic import complete
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
-from ..engine.layouts import Layouts, described
+from ..engine.layout_mismatch import LayoutExchange, described
 from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch
-from ..transport.memory import ResultPool
+from ..transport.shared_regions import ResultPool
 from ..transport.wire import MOVABLE
 from ..world.agent import current
 from .arguments import WEIGHABLE, check_gatherable, check_out, check_tensor, detached, put, split_name, where
-from .collective import as_root, parts_of_all, reducible, spread, submit_allreduce
+from .collective import as_root, broadcast_steps, parts_of_all, reducible, submit_allreduce
 from .encoded import encoded_by_call
-from .groups import Group, within
+from .groups import Group, caller_group
 from .handles import HandleOfMany
 from .neighbor import Weights, mixing_of, submit
 
@@ -93,8 +93,8 @@ def grouped_allreduce_nonblocking(
     """:func:`grouped_allreduce` without waiting. The tensors are copied now; ``out`` must not be touched until then."""
     how = op if op is not None else ("average" if average else "sum")
     called, agent = "grouped_allreduce", current("grouped_allreduce")
-    members = within(called, group, agent)
-    bundle = _Bundle(agent.engine.layouts, called, tensors, out, reducible(how))
+    members = caller_group(called, group, agent)
+    bundle = _Bundle(agent.engine.layout_exchange, called, tensors, out, reducible(how))
     return bundle.of_joined(
         [
             submit_allreduce(
@@ -164,10 +164,10 @@ def grouped_neighbor_allreduce_nonblocking(
 ) -> Handle[list[torch.Tensor]]:
     """:func:`grouped_neighbor_allreduce` without waiting. The tensors are copied now; ``out`` must not be touched."""
     called, agent = "grouped_neighbor_allreduce", current("grouped_neighbor_allreduce")
-    members = within(called, group, agent)
+    members = caller_group(called, group, agent)
     self_weight, name = split_name(called, self_weight, name)
     mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
-    bundle = _Bundle(agent.engine.layouts, called, tensors, out, WEIGHABLE)
+    bundle = _Bundle(agent.engine.layout_exchange, called, tensors, out, WEIGHABLE)
     joined = bundle.joined(agent.engine.pool)
     encoded = [
         None if compression is None else encoded_by_call(called, flat, compression, agent.rank) for flat in joined
@@ -227,14 +227,14 @@ def grouped_broadcast_nonblocking(
 ) -> Handle[list[torch.Tensor]]:
     """:func:`grouped_broadcast` without waiting."""
     called, agent = "grouped_broadcast", current("grouped_broadcast")
-    root, members = as_root(called, root_rank, agent), within(called, group, agent)
+    root, members = as_root(called, root_rank, agent), caller_group(called, group, agent)
     members.check(called, "root_rank", [root])
-    bundle = _Bundle(agent.engine.layouts, called, tensors, out, MOVABLE)
+    bundle = _Bundle(agent.engine.layout_exchange, called, tensors, out, MOVABLE)
     mine = torch.cat([_bytes(one) for one in bundle.tensors] or [torch.empty(0, dtype=torch.uint8)])
 
     def steps(operation: Operation) -> Steps[list[torch.Tensor]]:
         shape = tuple(mine.shape)
-        data = yield from spread(agent, operation, mine, root, torch.uint8, shape, layout=bundle.digest)
+        data = yield from broadcast_steps(agent, operation, mine, root, torch.uint8, shape, layout=bundle.digest)
         return bundle.of_bytes(data)
 
     channel, named = members.channel(called, name), name is not None
@@ -264,8 +264,8 @@ def grouped_allgather_nonblocking(
 ) -> Handle[list[torch.Tensor]]:
     """:func:`grouped_allgather` without waiting."""
     called, agent = "grouped_allgather", current("grouped_allgather")
-    members = within(called, group, agent)
-    bundle = _Bundle(agent.engine.layouts, called, tensors, None, MOVABLE, first_may_differ=True)
+    members = caller_group(called, group, agent)
+    bundle = _Bundle(agent.engine.layout_exchange, called, tensors, None, MOVABLE, first_may_differ=True)
     for one in bundle.tensors:
         check_gatherable(called, one)
     rests = [(tuple(one.shape[1:]), one.dtype) for one in bundle.tensors]
@@ -310,7 +310,7 @@ class _Bundle:
 
     def __init__(
         self,
-        layouts: Layouts,
+        layouts: LayoutExchange,
         op: str,
         tensors: object,
         out: object,

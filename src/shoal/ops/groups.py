@@ -24,7 +24,7 @@ _LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Within:
+class CallerGroup:
     """Who calls an operation.
 
     Attributes:
@@ -49,10 +49,10 @@ class Within:
         return () if self.ranks is None else tuple(rank for rank in range(size) if rank not in self.ranks)
 
 
-ALL = Within()
+ALL = CallerGroup()
 
 
-def within(op: str, group: Group | None, agent: Agent) -> Within:
+def caller_group(op: str, group: Group | None, agent: Agent) -> CallerGroup:
     """Who calls an operation, by its ``group`` argument.
 
     Raises:
@@ -80,7 +80,7 @@ def within(op: str, group: Group | None, agent: Agent) -> Within:
             f"{op} on rank {agent.rank}: group is ranks {sorted(ranks)}, and this agent, which is none of them, must "
             "not call it"
         )
-    return ALL if len(ranks) == agent.size else Within(tuple(sorted(ranks)))
+    return ALL if len(ranks) == agent.size else CallerGroup(tuple(sorted(ranks)))
 
 
 def _told(ranks: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from .. import clock
 from ..engine.operation import Handle
-from ..engine.seconds import as_seconds
+from ..engine.timeouts import parse_timeout
 from ..errors import Mismatch
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class HandleOfMany(Handle[T]):
         return all(handle.poll() for handle in self._handles)
 
     def wait(self, timeout: float | None = None) -> T:
-        until = None if timeout is None else clock.monotonic() + as_seconds(timeout, 0.0, zero=True)
+        until = None if timeout is None else clock.monotonic() + parse_timeout(timeout, 0.0, zero=True)
         found = []
         for handle in self._handles:
             try:

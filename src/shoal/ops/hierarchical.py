@@ -16,15 +16,15 @@ import torch
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
-from ..engine.operation import Carried, Exchange, Fusible, Handle, Operation, Send, Steps
+from ..engine.operation import BackendRequest, Exchange, FusionSpec, Handle, Operation, Send, Steps
 from ..kernels.elementwise import copy
 from ..topology import Mixing
 from ..world.agent import Agent, StaticTopology, current
-from .allreduce import reduced
+from .allreduce_choice import reduced
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, detached, payload, rotated, split_name
 from .encoded import check_compression, encoded_for
-from .owners import allgather_shares, reduce_scatter, shape_digest
-from .together import BetweenMachines, copied, is_small
+from .fused_ops import HierarchicalFamily, copied, is_small
+from .reduce_scatter import allgather_shares, reduce_scatter, shape_digest
 
 OP = "hierarchical_neighbor_allreduce"
 _BETWEEN_LEADERS, _FROM_LEADER = 8, 9
@@ -136,7 +136,7 @@ def submit(
     """
     tensor = check_tensor(OP, tensor if out is None else detached(tensor), WEIGHABLE)
     check_out(OP, out, tensor.shape, tensor.dtype)
-    agent.engine.entry.check_inside(OP)
+    agent.engine.rejoin.check_inside(OP)
     if not agent.machines.homogeneous:
         raise ValueError(
             f"{OP} needs machines with equally many agents and consecutive ranks; the machines here have "
@@ -146,24 +146,24 @@ def submit(
     known = _static(agent, static) if mixing is None else mixing
 
     engine = agent.engine
-    small = is_small(tensor) and compressor is None and engine.carrier is None
-    goes_with_others = fusible and small and engine.may_fuse_in_stages
+    small = is_small(tensor) and compressor is None and engine.backend is None
+    goes_with_others = fusible and small and engine.can_fuse_multistage
     if goes_with_others:
         tensor = copied(tensor)
-    by_first = BetweenMachines(agent, known, (static.digest if static else 0) ^ layout, checked and static is None)
+    by_first = HierarchicalFamily(agent, known, (static.digest if static else 0) ^ layout, checked and static is None)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        if small and not operation.gone:
+        if small and not operation.excluded_ranks:
             return by_first.alone(operation, tensor, out)
-        if operation.gone:
+        if operation.excluded_ranks:
             return _by_leaders(agent, operation, tensor, known, static, compressor, out, layout)
         return _hierarchical(
             agent, operation, tensor, known, static, compressor, out, layout, checked=checked, zero_copy=zero_copy
         )
 
-    begins: Callable[[Operation], Steps[torch.Tensor]] | Fusible = steps
+    begins: Callable[[Operation], Steps[torch.Tensor]] | FusionSpec = steps
     if goes_with_others:
-        begins = Fusible(tensor.view(-1), tuple(tensor.shape), out, steps, by_first)
+        begins = FusionSpec(tensor.view(-1), tuple(tensor.shape), out, steps, by_first)
     return submit_to_all(engine, OP, channel_name(OP, name), begins, timeout, name is not None)
 
 
@@ -270,7 +270,7 @@ def _mixed(
         digest=digest,
         digest_of="shape, machine topology or compression",
         stage=stage,
-        carried=Carried(what=what, confirm=not what) if stage is None else None,
+        carried=BackendRequest(what=what, confirm=not what) if stage is None else None,
     )
     payloads = [payload(arrived, rank) for rank in sources]
     if encoded is not None:

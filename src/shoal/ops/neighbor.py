@@ -24,12 +24,12 @@ from ..engine.discovery import discover, submit_to_all
 from ..engine.operation import (
     NOTHING,
     Arrived,
-    Carried,
+    BackendRequest,
     Exchange,
+    FailurePolicy,
     Family,
-    Fusible,
+    FusionSpec,
     Handle,
-    OnLoss,
     Operation,
     Send,
     Steps,
@@ -47,11 +47,11 @@ from .arguments import (
     rotated,
     split_name,
 )
+from .device_ops import average as on_its_device
 from .encoded import Encoded, encoded_by_call
-from .groups import ALL, Group, Within, within
-from .on_device import average as on_its_device
+from .fused_ops import DiscoveryFamily, NeighborFamily, copied, is_small
+from .groups import ALL, CallerGroup, Group, caller_group
 from .robust import Robust, check_neighbours
-from .together import Discovering, WithNeighbours, copied, is_small
 
 OP = "neighbor_allreduce"
 Weights = Mapping[int, float]
@@ -145,7 +145,7 @@ def neighbor_allreduce(
         robust=robust,
         encoded=encoded,
         everybody=False,
-        members=within(OP, group, agent),
+        members=caller_group(OP, group, agent),
     ).wait()
 
 
@@ -185,7 +185,7 @@ def neighbor_allreduce_nonblocking(
         robust=robust,
         encoded=encoded,
         everybody=False,
-        members=within(OP, group, agent),
+        members=caller_group(OP, group, agent),
     )
 
 
@@ -208,7 +208,7 @@ def submit(
     op: str = OP,
     layout: int = 0,
     everybody: bool = True,
-    members: Within = ALL,
+    members: CallerGroup = ALL,
 ) -> Handle[torch.Tensor]:
     """Begin a weighted average with a round as it is, for the public functions, optimizers and algorithms.
 
@@ -234,7 +234,7 @@ def submit(
     """
     tensor = check_tensor(op, tensor if out is None else detached(tensor), WEIGHABLE)
     check_out(op, out, tensor.shape, tensor.dtype)
-    agent.engine.entry.check_inside(op)
+    agent.engine.rejoin.check_inside(op)
     rest = members.rest(agent.size)
     static, known = agent.topology, mixing
     if known is not None:
@@ -249,14 +249,14 @@ def submit(
         ranks = (static.without(rest).mixing if form == "static" else known).source_ranks
         check_neighbours(agent, robust, ranks, whole=form == "static" or replan is not None)
     plain = robust is None and encoded is None and speaks is None and not layout
-    may_fuse = agent.engine.may_fuse_in_stages if form in ("push", "pull") else agent.engine.may_fuse
+    may_fuse = agent.engine.can_fuse_multistage if form in ("push", "pull") else agent.engine.can_fuse
     together = form == "push-pull" or (form in ("static", "push", "pull") and members is ALL)
     goes_with_others = fusible and plain and together and may_fuse and is_small(tensor)
     if goes_with_others:
         tensor = copied(tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        gone, now, one = operation.gone, static, known
+        gone, now, one = operation.excluded_ranks, static, known
         if (gone or rest) and form == "static":
             now = static.without(tuple(sorted({*gone, *rest})))
             one = now.mixing
@@ -281,15 +281,15 @@ def submit(
         )
 
     channel, named, among = members.channel(op, name), name is not None, members.ranks
-    begins: Callable[[Operation], Steps[torch.Tensor]] | Fusible = steps
+    begins: Callable[[Operation], Steps[torch.Tensor]] | FusionSpec = steps
     if goes_with_others:
-        family: Family = Discovering(agent, known, form)
+        family: Family = DiscoveryFamily(agent, known, form)
         if form not in _IN_STAGES:
-            family = WithNeighbours(agent, known, _digest(form, static), checked and form == "push-pull")
-        begins = Fusible(tensor.view(-1), tuple(tensor.shape), out, steps, family)
+            family = NeighborFamily(agent, known, _digest(form, static), checked and form == "push-pull")
+        begins = FusionSpec(tensor.view(-1), tuple(tensor.shape), out, steps, family)
     if form in _IN_STAGES:  # it cannot go on in the middle
         return submit_to_all(agent.engine, op, channel, begins, timeout, named, among=among)
-    return agent.engine.submit(op, channel, begins, timeout, named, on_loss=OnLoss.GO_ON, among=among)
+    return agent.engine.submit(op, channel, begins, timeout, named, on_loss=FailurePolicy.SKIP_MISSING, among=among)
 
 
 def _digest(form: str, static: StaticTopology) -> int:
@@ -299,7 +299,7 @@ def _digest(form: str, static: StaticTopology) -> int:
 def _among(
     agent: Agent, operation: Operation, form: str, static: StaticTopology, everybody: bool
 ) -> tuple[int, ...] | None:
-    """Who takes part in a round, as :class:`~shoal.engine.operation.Carried` has it."""
+    """Who takes part in a round, as :class:`~shoal.engine.operation.BackendRequest` has it."""
     if form in ("push", "pull") or (form == "push-pull" and everybody):
         return () if operation.among is None else tuple(operation.callers(agent.size))
     return None if form == "push-pull" else static.members(operation.left_of(range(agent.size)))
@@ -368,7 +368,7 @@ def mix_steps(
     if encoded is not None:
         tensor = encoded.numbers
     given = tensor.new_empty(0) if silent else tensor
-    plain = robust is None and encoded is None and engine.carrier is None
+    plain = robust is None and encoded is None and engine.backend is None
     publish = partial(engine.publisher.publish, zero_copy=zero_copy, on_device=plain)
     # Of what is encoded others may read only the message: that is known with the destinations.
     published = (publish if encoded is None else engine.publisher.keep)(operation, given)
@@ -410,7 +410,9 @@ def mix_steps(
         checked=checked and form == "push-pull",
         digest=digest,
         digest_of=digest_of,
-        carried=Carried(among, what=f"topology {digest:08x}" if form in _FORMS else "", confirm=form == "push-pull"),
+        carried=BackendRequest(
+            among, what=f"topology {digest:08x}" if form in _FORMS else "", confirm=form == "push-pull"
+        ),
         on_device=not callers.is_cpu,
     )
     own = mixing.self_weight

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Send, Steps
+from ..engine.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
 from ..world.agent import current
 from .arguments import as_ranks, check_gatherable, joined, rotated
-from .groups import Group, within
+from .groups import Group, caller_group
 
 
 def neighbor_allgather(
@@ -72,7 +72,7 @@ def neighbor_allgather_nonblocking(
             as_ranks(op, "dst_ranks", dst_ranks, agent.rank, agent.size),
         )
 
-    members = within(op, group, agent)
+    members = caller_group(op, group, agent)
     rest = members.rest(agent.size)
     for argument, ranks in zip(("src_ranks", "dst_ranks"), given or (), strict=False):
         members.check(op, argument, ranks)
@@ -81,14 +81,16 @@ def neighbor_allgather_nonblocking(
         engine = agent.engine
         published = engine.publisher.publish(operation, tensor)
         shape, total = tuple(tensor.shape), published.data.numel()
-        now = static.without(tuple(sorted({*operation.gone, *rest})))
+        now = static.without(tuple(sorted({*operation.excluded_ranks, *rest})))
         sources, targets = given or (now.mixing.source_ranks, now.mixing.destination_ranks)
         sends = rotated([Send(rank, published, 0, total, shape) for rank in targets], agent)
         digest, checked = (0, enable_topo_check) if given else (now.digest, False)
         among = None if given else now.members(operation.left_of(range(agent.size)))
-        carried = Carried(among, what="" if given else f"topology {digest:08x}", confirm=given is not None)
+        carried = BackendRequest(among, what="" if given else f"topology {digest:08x}", confirm=given is not None)
         arrived = yield Exchange(sends, sorted(sources), tensor.dtype, checked=checked, digest=digest, carried=carried)
         return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in sources if rank in arrived]))
 
     channel, named = members.channel(op, name), name is not None
-    return agent.engine.submit(op, channel, steps, timeout, named, on_loss=OnLoss.GO_ON, among=members.ranks)
+    return agent.engine.submit(
+        op, channel, steps, timeout, named, on_loss=FailurePolicy.SKIP_MISSING, among=members.ranks
+    )

@@ -15,11 +15,11 @@ from ..engine.operation import Handle, Operation, Steps
 from ..errors import Mismatch, NotFinite
 from ..transport.wire import MOVABLE
 from ..world.agent import current
-from . import plain
+from . import safe_serialization
 from .arguments import Internal, as_ranks, check_dense, check_out, check_tensor, detached, put
-from .collective import allreduce_nonblocking_, as_root, broadcast_nonblocking_, gather_by_rank, spread
+from .collective import allreduce_nonblocking_, as_root, broadcast_nonblocking_, broadcast_steps, gather_by_rank
 from .grouped import in_batches
-from .groups import Group, within
+from .groups import Group, caller_group
 
 T = TypeVar("T")
 Parameters = Mapping[str, torch.Tensor] | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -63,14 +63,14 @@ def broadcast_object(
         Mismatch: Agents name other roots, or only some set ``trusted``; or what came is not what a root sends.
     """
     agent = current("broadcast_object")
-    root_rank, members = as_root("broadcast_object", root_rank, agent), within("broadcast_object", group, agent)
+    root_rank, members = as_root("broadcast_object", root_rank, agent), caller_group("broadcast_object", group, agent)
     members.check("broadcast_object", "root_rank", [root_rank])
     tensor = None
     if agent.rank == root_rank:
         tensor = _pickled(value) if trusted else _written(value)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        data = yield from spread(agent, operation, tensor, root_rank, torch.uint8)
+        data = yield from broadcast_steps(agent, operation, tensor, root_rank, torch.uint8)
         return data.clone() if agent.rank != root_rank else data
 
     op = "broadcast_object"
@@ -80,7 +80,7 @@ def broadcast_object(
     if agent.rank == root_rank:
         return value
     try:
-        loaded: T = _unpickled(data) if trusted else plain.read(data)
+        loaded: T = _unpickled(data) if trusted else safe_serialization.read(data)
     except Exception as error:
         raise Mismatch(
             f"{op} on rank {agent.rank}: what came from rank {root_rank} cannot be read: {error}", (root_rank,)
@@ -90,7 +90,7 @@ def broadcast_object(
 
 def _written(value: object) -> torch.Tensor:
     try:
-        return plain.write(value)
+        return safe_serialization.write(value)
     except (TypeError, ValueError) as error:
         raise type(error)(
             f"broadcast_object sends plain data and tensors, and {error}. Send what it can be made of again; or, where "
@@ -145,7 +145,7 @@ def broadcast_parameters(
     """
     op = "broadcast_parameters"
     root_rank = as_root(op, root_rank, current(op))
-    within(op, group, current(op)).check(op, "root_rank", [root_rank])
+    caller_group(op, group, current(op)).check(op, "root_rank", [root_rank])
 
     def start(tensor: torch.Tensor, name: str) -> Handle[torch.Tensor]:
         return broadcast_nonblocking_(tensor, root_rank, Internal(name), group=group, timeout=timeout)
@@ -303,7 +303,7 @@ def broadcast_optimizer_state(
     own = optimizer.state_dict()
     state = broadcast_object({**own, "state": parts_of_state(own["state"], params)}, root_rank, timeout=timeout)
     agent = current()
-    if agent.rank != root_rank and not agent.engine.entry.outside:
+    if agent.rank != root_rank and not agent.engine.rejoin.outside:
         optimizer.load_state_dict({**state, "state": spread_as(state["state"], params)})
 
 

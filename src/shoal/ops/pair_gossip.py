@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..engine.operation import Handle, OnLoss, Operation, Steps
+from ..engine.operation import FailurePolicy, Handle, Operation, Steps
 from ..topology import Mixing
 from ..world.agent import current
 from .arguments import WEIGHABLE, channel_name, check_tensor
@@ -58,4 +58,4 @@ def pair_gossip_nonblocking(
     def steps(operation: Operation) -> Steps[torch.Tensor]:
         return mix_steps(agent, operation, tensor, mixing, "push-pull", static, None, among=(low, high))
 
-    return agent.engine.submit(op, channel, steps, timeout, name is not None, on_loss=OnLoss.GO_ON)
+    return agent.engine.submit(op, channel, steps, timeout, name is not None, on_loss=FailurePolicy.SKIP_MISSING)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from ..arithmetic import complete
-from ..engine.operation import Carried, Exchange, Handle, OnLoss, Operation, Send, Steps
+from ..engine.operation import BackendRequest, Exchange, FailurePolicy, Handle, Operation, Send, Steps
 from ..world.agent import Agent
 from .arguments import LAYOUT, channel_name, payload, rotated
-from .by_engine import members
-from .owners import shape_digest
+from .backend_ops import members
+from .reduce_scatter import shape_digest
 
 OP = "allgather of shares"
 
@@ -46,7 +46,7 @@ def submit_shares(
             whole.dtype,
             digest=shape_digest((*whole.shape, *cut)) ^ layout,
             digest_of="number of parameters, or agents on this machine" + (f", or {LAYOUT}" if layout else ""),
-            carried=Carried(members(agent, operation, sorted([agent.rank, *others]))),
+            carried=BackendRequest(members(agent, operation, sorted([agent.rank, *others]))),
         )
         there = {rank: payload(arrived, rank) for rank in arrived}
         yield from complete([*there.values()])
@@ -55,4 +55,4 @@ def submit_shares(
             whole[start:stop].copy_(part)
         return whole
 
-    return agent.engine.submit(OP, channel_name(OP, name), steps, on_loss=OnLoss.GO_ON)
+    return agent.engine.submit(OP, channel_name(OP, name), steps, on_loss=FailurePolicy.SKIP_MISSING)

@@ -1,8 +1,8 @@
 """Decentralized training of any PyTorch model: wrap the optimizer, keep the loop."""
 
+from .._lazy_import import public_names as _public_names
 from ..data import AgentSampler as AgentSampler
 from ..data import dirichlet_shards as dirichlet_shards
-from ..lazily import public_names as _public_names
 from .accum_adamw import AccumAdamW as AccumAdamW
 from .bluefog import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
 from .bluefog import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer

@@ -9,10 +9,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..world.agent import bind
 from .buckets import Bucket
-from .hooks import tell_of_gradients
+from .hooks import add_gradient_listener
 
 
-class Backward:
+class BucketGradients:
     """Calls ``ready(number)`` when all parameters of a bucket have their gradients.
 
     Args:
@@ -56,7 +56,7 @@ class Backward:
             number: {param for param in buckets[number].params if param.requires_grad} for number in active
         }
         for param in set().union(*self._missing.values()).difference(self._hooks):
-            self._hooks[param] = tell_of_gradients(param, self)
+            self._hooks[param] = add_gradient_listener(param, self)
 
     def late(self) -> list[int]:
         """The buckets that have not been ready, in order: the step goes on without what they still lack."""

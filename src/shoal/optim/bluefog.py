@@ -12,9 +12,9 @@ from ..compression import Compressor
 from ..ops.arguments import Internal
 from ..ops.collective import barrier
 from .optimizer import DecentralizedOptimizer
-from .pair_flight import PairFlight
+from .pairwise_exchange import PairwiseExchange
 from .settings import CommunicationType
-from .window_flight import GetFlight, PushSumFlight, PutFlight
+from .window_exchange import GetExchange, PushSumExchange, PutExchange
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -129,7 +129,7 @@ def DistributedWinPutOptimizer(
     Read at each exchange: ``dst_weights``. ``close()`` frees the windows, and so does ``unregister_window()``.
     """
     options = _windows(num_steps_per_communication, window_prefix, options)
-    return WindowOptimizer(optimizer, model, _AWC, flight=PutFlight, **options)
+    return WindowOptimizer(optimizer, model, _AWC, bucket_exchange=PutExchange, **options)
 
 
 def DistributedPullGetOptimizer(
@@ -144,7 +144,7 @@ def DistributedPullGetOptimizer(
     Read at each exchange: ``src_weights``.
     """
     options = _windows(num_steps_per_communication, window_prefix, options)
-    return WindowOptimizer(optimizer, model, _AWC, flight=GetFlight, **options)
+    return WindowOptimizer(optimizer, model, _AWC, bucket_exchange=GetExchange, **options)
 
 
 def DistributedPushSumOptimizer(
@@ -159,7 +159,7 @@ def DistributedPushSumOptimizer(
     Read at each exchange: ``self_weight`` and ``dst_weights``, which must sum to 1; equal shares if they are not set.
     """
     options = _windows(num_steps_per_communication, window_prefix, options)
-    return WindowOptimizer(optimizer, model, _ATC, flight=PushSumFlight, **options)
+    return WindowOptimizer(optimizer, model, _ATC, bucket_exchange=PushSumExchange, **options)
 
 
 def DistributedADPSGDOptimizer(
@@ -186,7 +186,9 @@ def DistributedADPSGDOptimizer(
         seed: Of the choice of neighbours.
     """
     options = _windows(num_steps_per_communication, window_prefix, options)
-    return WindowOptimizer(optimizer, model, _AWC, flight=PairFlight.of(compression, staleness, seed), **options)
+    return WindowOptimizer(
+        optimizer, model, _AWC, bucket_exchange=PairwiseExchange.of(compression, staleness, seed), **options
+    )
 
 
 def _windows(steps: int, prefix: str | None, options: dict[str, Any]) -> dict[str, Any]:

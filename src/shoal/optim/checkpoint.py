@@ -19,8 +19,8 @@ from ..dtensors import is_sharded, parts_of_state, spread_as
 from ..errors import Mismatch, PeerLost, ShoalError
 from ..ops.arguments import Internal
 from ..ops.collective import gather_by_rank
-from ..ops.entering import hand_over, let_in
 from ..ops.objects import broadcast_object
+from ..ops.state_transfer import hand_over, let_in
 from ..world.agent import current
 from .checkpoint_files import (
     Manifest,
@@ -130,7 +130,7 @@ class Checkpoint:
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
         place = None
         while folder is not None and place is None:
-            place = self._save_among(_who_is_there(timeout), Path(folder), step, keep, timeout)
+            place = self._save_among(_present_agents(timeout), Path(folder), step, keep, timeout)
         if agent.engine.agreement.active and let_in(agent, timeout):
             hand_over(agent, lambda: self._handed_over(step), timeout)
             self._meet()
@@ -154,8 +154,8 @@ class Checkpoint:
     def _enter(self, timeout: float | None) -> int:
         """Go on where the others save next, with the state of one of them."""
         agent = current("Checkpoint.load")
-        entry = agent.engine.entry
-        entry.wait(entry.patience if timeout is None else timeout, agent.engine.stalls.after)
+        entry = agent.engine.rejoin
+        entry.wait(entry.rejoin_seconds if timeout is None else timeout, agent.engine.stalls.after)
         state = hand_over(agent, None, timeout)
         parts = {name: part for name, part in self._parts.items() if not isinstance(part, _RandomState)}
         if parts.keys() != state["parts"].keys():
@@ -178,7 +178,7 @@ class Checkpoint:
         agent, place = current("Checkpoint.save"), None
         first, number = there[0], there.index(agent.rank)
         try:
-            name = _named(_of(first, "name", lambda: next_name(folder, step), timeout))
+            name = _named(_gather_from_all(first, "name", lambda: next_name(folder, step), timeout))
             path = place = folder / name
 
             def write() -> int:
@@ -186,7 +186,7 @@ class Checkpoint:
                 if not is_of_step(name, step):
                     raise Mismatch(f"step={step} was given, and rank {first} saves {name}")
                 if len(there) < agent.size:
-                    states = {part: _of_agent(state, number, len(there)) for part, state in states.items()}
+                    states = {part: _state_of_agent(state, number, len(there)) for part, state in states.items()}
                 return write_states(path, number, states)
 
             failures, crc = _all_try("save", write, timeout)
@@ -198,7 +198,9 @@ class Checkpoint:
             if tuple(checksums) == there:
                 crcs = tuple(int(one) for one in checksums.values())
                 manifest = Manifest(step, len(there), tuple(self._parts), crcs, agent.size)
-                remove_all_but(folder, _of(first, "manifest", lambda: complete(folder, name, manifest, keep), timeout))
+                remove_all_but(
+                    folder, _gather_from_all(first, "manifest", lambda: complete(folder, name, manifest, keep), timeout)
+                )
                 return place
         except PeerLost as lost:
             if first not in lost.ranks or not agent.engine.agreement.active:
@@ -250,7 +252,7 @@ class Checkpoint:
                 reasons for the last one.
         """
         _check_that_agents_are_whole("Checkpoint.load")
-        if current("Checkpoint.load").engine.entry.outside:
+        if current("Checkpoint.load").engine.rejoin.outside:
             return self._enter(timeout)
         if start not in ("own", "consensus"):
             raise ValueError(f"checkpoint: start={start!r}; it may be 'own' or 'consensus'")
@@ -259,8 +261,8 @@ class Checkpoint:
                 return 0
             raise FileNotFoundError("checkpoint: folder=None has no files; missing_ok=True begins at step 0")
         folder = Path(folder)
-        there = _who_is_there(timeout)
-        found = _of(there[0], "find", lambda: find(folder, step), timeout)
+        there = _present_agents(timeout)
+        found = _gather_from_all(there[0], "find", lambda: find(folder, step), timeout)
         if not found["found"]:
             if missing_ok and not found["steps"]:
                 return 0
@@ -271,7 +273,7 @@ class Checkpoint:
             if errors:
                 warnings.warn(f"checkpoint: {errors[-1]}; the one before it is tried", stacklevel=2)
             place, manifest = folder / _named(name), Manifest(**content)
-            way = _way_to_begin(start, place, manifest, len(there))
+            way = _initial_state(start, place, manifest, len(there))
             failures, states = self._read(place, manifest, way, there, timeout)
             if states is not None and not failures:
                 for part_name, part in self._parts.items():
@@ -300,9 +302,11 @@ class Checkpoint:
                 return read_states(place, agent.rank, manifest)
             if start == "own":  # numbered in the order of the ranks that were there, as it was saved
                 own = read_states(place, there.index(agent.rank), manifest)
-                return {part: _of_agent(state, agent.rank, agent.size) for part, state in own.items()}
+                return {part: _state_of_agent(state, agent.rank, agent.size) for part, state in own.items()}
             files = [read_states(place, rank, manifest, mmap=True) for rank in range(manifest.agents)]
-            return {name: _of_nobody(mean_state([file[name] for file in files], name)) for name in self._parts}
+            return {
+                name: _state_for_new_agent(mean_state([file[name] for file in files], name)) for name in self._parts
+            }
 
         return _all_try("load", read, timeout)
 
@@ -379,7 +383,7 @@ def _check_that_agents_are_whole(what: str) -> None:
         )
 
 
-def _way_to_begin(start: str, place: Path, manifest: Manifest, there: int) -> str:
+def _initial_state(start: str, place: Path, manifest: Manifest, there: int) -> str:
     """``start``, or the mean, where this job has been begun again and had lost agents when this was saved."""
     agent = current("Checkpoint.load")
     fewer = manifest.size == agent.size and manifest.agents not in (agent.size, there)
@@ -404,7 +408,7 @@ class _RandomState:
         self._generator.set_state(state_dict["state"])
 
 
-def _of_nobody(state: Any) -> Any:
+def _state_for_new_agent(state: Any) -> Any:
     """A decentralized optimizer's state without the agent that it was of."""
     own = state.get("shoal") if isinstance(state, Mapping) else None
     if not isinstance(own, Mapping):
@@ -412,7 +416,7 @@ def _of_nobody(state: Any) -> Any:
     return {**state, "shoal": {key: value for key, value in own.items() if key != "agent"}}
 
 
-def _of_agent(state: Any, number: int, count: int) -> Any:
+def _state_of_agent(state: Any, number: int, count: int) -> Any:
     """A decentralized optimizer's state as that of the n-th of so many agents."""
     own = state.get("shoal") if isinstance(state, Mapping) else None
     if not isinstance(own, Mapping) or "agent" not in own:
@@ -441,12 +445,12 @@ def _named(name: Any) -> str:
     return str(name)
 
 
-def _who_is_there(timeout: float | None) -> tuple[int, ...]:
+def _present_agents(timeout: float | None) -> tuple[int, ...]:
     """The ranks that are there, the same on all of them."""
     return tuple(gather_by_rank(torch.empty(0), Internal("checkpoint.agents"), timeout=timeout))
 
 
-def _of(rank: int, name: str, ask: Callable[[], T], timeout: float | None) -> T:
+def _gather_from_all(rank: int, name: str, ask: Callable[[], T], timeout: float | None) -> T:
     """What ``ask`` gives on one rank, on all agents; an error there is raised on all, too."""
     answer: dict[str, Any] = {}
     failure = None

@@ -15,7 +15,7 @@ from ..topology.families.one_peer import OnePeerExponential
 from ..topology.families.trees import ChainGraph
 from ..topology.schedule import Schedule, Static
 from ..world.agent import current
-from .between_machines import static_topology
+from .machine_algorithms import static_topology
 
 STATIC = "static"
 """As ``topology=``: the static topology, also where the script has set none."""

@@ -15,12 +15,12 @@ from ..algorithms.needs import check
 from ..errors import Mismatch
 from ..topology.schedule import Schedule
 from ..world.agent import bind, current
+from .bucket_exchange import BucketExchange
+from .bucket_step import BucketStep, MovedBy
 from .default_topology import STATIC, topology_of
-from .flight import Flight
-from .local import LocalStep
+from .inner_step import InnerStep
+from .lr_tracking import LearningRates
 from .malloc_trimming import keep_what_threads_free
-from .part import MovedBy, Part
-from .rates import Rates
 from .strategies import DuringBackward, StepStrategy
 
 
@@ -41,7 +41,7 @@ class Equation(StepStrategy):
     who goes on from a state has its parts, whatever ``overlap`` and ``bucket_bytes`` are now.
 
     Args:
-        flight: The parameters.
+        bucket_exchange: The parameters.
         local: The local step.
         algorithm: Its equation.
         topology: A graph or a schedule, which has been checked; the default if there is none.
@@ -53,18 +53,18 @@ class Equation(StepStrategy):
 
     def __init__(
         self,
-        flight: Flight,
-        local: LocalStep,
+        bucket_exchange: BucketExchange,
+        local: InnerStep,
         algorithm: Algorithm,
         topology: nx.Graph | Schedule | str | None,
         name: str,
         unchecked: str | Iterable[str],
     ) -> None:
-        super().__init__(flight, local)
-        flight.remembers = True
+        super().__init__(bucket_exchange, local)
+        bucket_exchange.remembers = True
         self._algorithm, self._topology, self._name, self._unchecked = algorithm, topology, name, unchecked
         self._mix: Exchange | None = None
-        self._parts: list[Part] = []
+        self._parts: list[BucketStep] = []
         self._layout: list[list[str]] = []  # of the parts
         self._saved: list[Mapping[str, Any]] = []  # what the parts go on with
 
@@ -116,12 +116,12 @@ class Equation(StepStrategy):
         """The gradient of a step is not taken where the model is, which has the algorithm's answer."""
         return not self._algorithm.one_gradient or any(part.estimate is not part.x for part in self._parts)
 
-    def _begin(self) -> list[Part]:
+    def _begin(self) -> list[BucketStep]:
         """The parts, where the parameters lie now."""
-        self._flight.prepare()
-        buckets = self._flight.buckets
+        self._bucket_exchange.prepare()
+        buckets = self._bucket_exchange.buckets
         if len(buckets) > len(self._parts) > 0 and not self._algorithm.separable:
-            new = ", ".join(repr(name) for names in self._flight.layout[len(self._parts) :] for name in names)
+            new = ", ".join(repr(name) for names in self._bucket_exchange.layout[len(self._parts) :] for name in names)
             raise ValueError(
                 f"{self._name}: {type(self._algorithm).__name__} has begun, and takes all parameters as one vector, "
                 f"without {new}, which were frozen then. Have them require gradients before the first step"
@@ -137,26 +137,26 @@ class Equation(StepStrategy):
             self._mix = self._mix or self._exchange(sum(bucket.numel for bucket in buckets))
             for number in range(len(self._parts), len(buckets)):
                 mix = self._mix.beside(number) if number else self._mix
-                rates = Rates(self._local.optimizer)
-                self._parts.append(Part(buckets[number], self._algorithm, mix, rates, self._name))
+                rates = LearningRates(self._local.optimizer)
+                self._parts.append(BucketStep(buckets[number], self._algorithm, mix, rates, self._name))
             for part, state in zip(self._parts, self._saved, strict=False):
                 part.load_state(state)
             self._saved = []
-            self._layout = self._flight.layout
-            self._flight.lay_out_as(self._layout)
+            self._layout = self._bucket_exchange.layout
+            self._bucket_exchange.lay_out_as(self._layout)
         for part in self._parts:
             part.check()
-            part.mix.layout = self._flight.digest
+            part.mix.layout = self._bucket_exchange.digest
         return self._parts
 
-    def _advance(self, part: Part, moved: MovedBy) -> None:
+    def _advance(self, part: BucketStep, moved: MovedBy) -> None:
         try:
-            part.step(self._flight.rounds, moved)
+            part.step(self._bucket_exchange.rounds, moved)
         except Mismatch as error:
-            raise self._flight.explained(error, part.mix.operation) from None
+            raise self._bucket_exchange.explained(error, part.mix.operation) from None
 
-    def _end(self, parts: list[Part]) -> None:
-        self._flight.rounds += 1
+    def _end(self, parts: list[BucketStep]) -> None:
+        self._bucket_exchange.rounds += 1
         for part in parts:
             part.settle()
 
@@ -168,7 +168,7 @@ class Equation(StepStrategy):
             check(what, self._algorithm.needs, topology, dimension=numel, unchecked=self._unchecked)
         return Exchange(topology, name=self._name, algorithm=self._algorithm)
 
-    def _moved_there(self, part: Part, at: torch.Tensor) -> torch.Tensor:
+    def _moved_there(self, part: BucketStep, at: torch.Tensor) -> torch.Tensor:
         """How far the wrapped optimizer moves from a point."""
         part.bucket.put(at)
         self._local.evaluate()
@@ -192,7 +192,7 @@ class Equation(StepStrategy):
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._mix, self._parts, self._saved = None, [], list(state.get("parts", []))
         if self._saved:
-            self._flight.lay_out_as([part["params"] for part in self._saved])
+            self._bucket_exchange.lay_out_as([part["params"] for part in self._saved])
 
 
 class EquationDuringBackward(DuringBackward, Equation):
@@ -257,7 +257,7 @@ class EquationDuringBackward(DuringBackward, Equation):
         super().close()
 
 
-def _moved(part: Part, at: torch.Tensor) -> torch.Tensor:
+def _moved(part: BucketStep, at: torch.Tensor) -> torch.Tensor:
     """How far the wrapped optimizer has moved from where the model was."""
     part.bucket.adopt()
     return at - part.bucket.flat

@@ -15,14 +15,14 @@ from torch.utils.hooks import RemovableHandle
 _compiler: Any = torch.compiler  # its functions are untyped
 
 
-class Begins(Protocol):
+class PassListener(Protocol):
     def _begin_pass(self) -> None: ...
 
 
 class BeforeForward:
     """A forward pre-hook of a model. A copy of the model, by ``deepcopy`` or from a file, has one that does nothing."""
 
-    def __init__(self, model: torch.nn.Module | None = None, optimizer: Begins | None = None) -> None:
+    def __init__(self, model: torch.nn.Module | None = None, optimizer: PassListener | None = None) -> None:
         _leave_uncompiled()
         self._model = weakref.ref(model) if model is not None else None
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
@@ -44,11 +44,11 @@ def _leave_uncompiled() -> None:
     BeforeForward.__call__ = _compiler.disable(BeforeForward.__call__)  # type: ignore[method-assign]
 
 
-class Hears(Protocol):
+class GradientListener(Protocol):
     def came(self, param: torch.Tensor) -> None: ...
 
 
-def tell_of_gradients(param: torch.nn.Parameter, listener: Hears) -> RemovableHandle:
+def add_gradient_listener(param: torch.nn.Parameter, listener: GradientListener) -> RemovableHandle:
     """Call ``listener.came(param)`` when a backward pass has left its gradient, for as long as the listener lives."""
     reference = weakref.ref(listener)
 

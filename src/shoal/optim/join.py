@@ -15,7 +15,7 @@ import torch
 
 from ..engine.operation import Handle
 from ..ops.collective import allreduce_nonblocking
-from .flight import Flight
+from .bucket_exchange import BucketExchange
 from .strategies import StepStrategy
 
 _PAUSE_SECONDS = 0.002
@@ -26,59 +26,59 @@ class Join:
     """Counts who is still there, one small all-reduce with each round, in its shadow.
 
     Args:
-        flight: The parameters.
+        bucket_exchange: The parameters.
         strategy: What a round is.
         name: What the counts are matched by.
     """
 
-    def __init__(self, flight: Flight, strategy: StepStrategy, name: str) -> None:
-        self._flight, self._strategy, self._name = flight, strategy, name
+    def __init__(self, bucket_exchange: BucketExchange, strategy: StepStrategy, name: str) -> None:
+        self._bucket_exchange, self._strategy, self._name = bucket_exchange, strategy, name
 
     @contextmanager
     def round(self, due: bool) -> Iterator[None]:
         """Around a round of an agent that has batches; ``due``: there is an exchange in it."""
-        if not due or not self._flight.in_step:
+        if not due or not self._bucket_exchange.in_step:
             yield
             return
-        by_hand = self._flight.settings.by_hand
+        by_hand = self._bucket_exchange.settings.by_hand
         if by_hand:
             raise ValueError(
                 f"{self._name}: join() cannot go on with weights that are set for each round ({', '.join(by_hand)}) "
                 "when the batches have ended; give the schedule as topology="
             )
-        present = self._flight.present = self._count(1.0)
+        present = self._bucket_exchange.present = self._count(1.0)
         try:
             yield
             present.wait()
         finally:
-            self._flight.present = None
+            self._bucket_exchange.present = None
 
     def follow(self) -> None:
         """Take part without batches until nobody has any."""
-        if self._flight.under_way:
+        if self._bucket_exchange.under_way:
             raise RuntimeError(
                 f"{self._name}: the batches ended between a forward pass and step(), with an exchange under way; leave "
                 "the loop after step()"
             )
-        if not self._flight.in_step:
+        if not self._bucket_exchange.in_step:
             self._follow_at_leisure()
             return
         while True:
-            present = self._flight.present = self._count(0.0)
+            present = self._bucket_exchange.present = self._count(0.0)
             if present.wait()[0] == 0:
                 break
             self._strategy.follow()
-            self._flight.equalize()
-        self._flight.present = None
+            self._bucket_exchange.equalize()
+        self._bucket_exchange.present = None
 
     def _follow_at_leisure(self) -> None:
         ended = self._count(1.0)
         while not ended.poll():
             self._strategy.follow()
-            self._flight.equalize()
+            self._bucket_exchange.equalize()
             time.sleep(_PAUSE_SECONDS)
         ended.wait()
-        self._flight.settle()
+        self._bucket_exchange.settle()
 
     def _count(self, one: float) -> Handle[torch.Tensor]:
         # Who is there is counted with them, or agents that hear of a loss at different moments would not stay equal.

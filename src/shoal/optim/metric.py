@@ -147,7 +147,7 @@ def metrics(
     agent = current("metrics")
     told = [f"{name} (worst: {ways[name].__name__})" for name in sorted(values)]
     numbers = [float(values[name]) for name in sorted(values)]
-    said = _exchange(_Said(told, numbers, weight), timeout)
+    said = _exchange(_MetricReport(told, numbers, weight), timeout)
     for rank, theirs in ((rank, one.told) for rank, one in said.items()):
         if theirs != told:
             ours = ", ".join(sorted(set(told) - set(theirs))) or "no more"
@@ -160,7 +160,7 @@ def metrics(
     columns = {name: {rank: one.numbers[k] for rank, one in said.items()} for k, name in enumerate(sorted(values))}
     found = {name: _metric(agent.size, columns[name], weights, ways[name] is max) for name in values}
     for name, one in found.items():
-        agent.engine.measured.note(name, one.values[agent.rank], one.mean, one.worst, one.worst_rank)
+        agent.engine.training_metrics.note(name, one.values[agent.rank], one.mean, one.worst, one.worst_rank)
     return Metrics(found, sorted(said))
 
 
@@ -173,7 +173,7 @@ def _metric(size: int, of: dict[int, float], weights: dict[int, float], largest:
     return Metric(tuple(of.get(rank, math.nan) for rank in range(size)), mean, max(of, key=badness))
 
 
-class _Said(NamedTuple):
+class _MetricReport(NamedTuple):
     """What an agent says: names (and which way is worse), their numbers in that order, and how much it counts."""
 
     told: list[str]
@@ -181,7 +181,7 @@ class _Said(NamedTuple):
     weight: float
 
 
-def _exchange(own: _Said, timeout: float | None) -> dict[int, _Said]:
+def _exchange(own: _MetricReport, timeout: float | None) -> dict[int, _MetricReport]:
     """What all agents say, by rank. The names go along as bytes, one a float, so that one message is all."""
     mine = torch.tensor(
         [len(own.numbers), own.weight, *own.numbers, *"\0".join(own.told).encode()], dtype=torch.float64
@@ -191,5 +191,5 @@ def _exchange(own: _Said, timeout: float | None) -> dict[int, _Said]:
     for rank, bits in gather_by_rank(mine.view(torch.int64), Internal("metrics"), timeout=timeout).items():
         count, weight, *rest = bits.view(torch.float64).tolist()
         text = bytes(map(int, rest[int(count) :])).decode()
-        said[rank] = _Said(text.split("\0") if text else [], rest[: int(count)], weight)
+        said[rank] = _MetricReport(text.split("\0") if text else [], rest[: int(count)], weight)
     return said

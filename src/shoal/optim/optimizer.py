@@ -25,25 +25,25 @@ from ..algorithms.needs import check, without
 from ..compression import Compressor
 from ..topology.schedule import Schedule
 from ..world.agent import current
-from .balance import Balance
-from .between_machines import of_agents, of_machines
+from .backward_counter import BackwardCounter
+from .bucket_exchange import BucketExchange
 from .buckets import checked_bucket_bytes
-from .choosing import ATC, PARALLEL, agent_schedule, by_buckets, mixed_of, strategy_of
-from .compressing import compressing, feeds_back
+from .compressed_algorithm import compressing, feeds_back
 from .default_topology import STATIC, given, one_peer
 from .equation import Equation
-from .flight import Flight
+from .factory import ATC, PARALLEL, agent_schedule, by_buckets, mixed_of, strategy_of
 from .grouping import as_given, by_count
 from .hooks import BeforeForward
-from .in_step_flight import GradientFlight, ParameterFlight
+from .inner_step import InnerStep
 from .join import Join
-from .local import LocalStep
+from .machine_algorithms import of_agents, of_machines
 from .malloc_trimming import keep_freed_memory
 from .params import Names, name_of_optimizer
-from .passes import Passes
 from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
 from .sharding import check_optimizer, check_sharding
 from .strategies import DuringBackward
+from .sync_exchange import GradientExchange, ParameterExchange
+from .weight_checks import WeightChecks
 
 _joined: ContextVar[bool] = ContextVar("joined", default=False)
 _DEFAULTS = Settings()
@@ -86,9 +86,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         mix_state: State of the wrapped optimizer that is averaged beside the parameters, in the same rounds with the
             same weights: ``("exp_avg_sq",)`` for Adam. Each is as many bytes as the parameters. If none is given,
             none; for Adam and its like with a warning, which an empty tuple leaves out.
-        flight: How parameters travel: in step with the neighbours, or through windows (``window_flight.py``).
-        unchecked: The names of conditions that W need not fulfil, for who knows better (``"doubly stochastic"``).
-        settings: The attributes to begin with. ``communication_type=CommunicationType.hierarchical_neighbor_allreduce``
+        bucket_exchange: How parameters travel: in step with the neighbours, or through windows
+        (``window_exchange.py``). unchecked: The names of conditions that W need not fulfil, for who knows better
+        (``"doubly stochastic"``). settings: The attributes to begin with.
+        ``communication_type=CommunicationType.hierarchical_neighbor_allreduce``
             averages between machines, whose topology ``topology`` is then. Adapt, then combine, and adapt with combine
             average the machines' means; another algorithm, which must be separable, or ``compression``, becomes one of
             machines (:class:`shoal.algorithms.OfMachines`).
@@ -119,7 +120,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         groups: Sequence[Sequence[torch.nn.Parameter | str]] | None = None,
         name: str | None = None,
         mix_state: Sequence[str] | None = None,
-        flight: type[Flight] = ParameterFlight,
+        bucket_exchange: type[BucketExchange] = ParameterExchange,
         unchecked: str | Iterable[str] = (),
         **settings: Any,
     ) -> None:
@@ -135,8 +136,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._algorithm = algorithm
         self._settings = Settings()
         self._scheduled = topology is not None
-        self._counting = flight.counts
-        self._passes = Passes()
+        self._counting = bucket_exchange.counts
+        self._passes = BackwardCounter()
         self._warned = False
         self._joined = False
         for key, value in settings.items():
@@ -159,29 +160,34 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         schedule = None if topology is None else agent_schedule(topology, self._settings.communication_type)
         if topology is not None and isinstance(algorithm, OfMachines):
             topology = of_agents(topology)
-        check_sharding(self._names(), self._models, algorithm, compression, flight.in_step, overlap)
-        travels = GradientFlight if algorithm == PARALLEL and flight.in_step else flight
-        self._flight = travels(self._names, name, whole, self._settings, schedule)
-        self._flight.sharing, self._flight.trainable = self._names.sharing, self._names.are_trainable
-        if topology is None and not static and by_buckets(algorithm) and isinstance(self._flight, ParameterFlight):
-            self._flight.default = one_peer()
+        check_sharding(self._names(), self._models, algorithm, compression, bucket_exchange.in_step, overlap)
+        travels = GradientExchange if algorithm == PARALLEL and bucket_exchange.in_step else bucket_exchange
+        self._bucket_exchange = travels(self._names, name, whole, self._settings, schedule)
+        self._bucket_exchange.sharing, self._bucket_exchange.trainable = self._names.sharing, self._names.are_trainable
+        if (
+            topology is None
+            and not static
+            and by_buckets(algorithm)
+            and isinstance(self._bucket_exchange, ParameterExchange)
+        ):
+            self._bucket_exchange.default = one_peer()
         if num_groups is not None:
-            self._flight.group_as(by_count(self._names.trainable or self._names(), num_groups))
+            self._bucket_exchange.group_as(by_count(self._names.trainable or self._names(), num_groups))
         elif groups is not None:
-            self._flight.group_as(as_given(self._names(), groups))
+            self._bucket_exchange.group_as(as_given(self._names(), groups))
         if overlap and any(isinstance(one, DistributedDataParallel) for one in self._models):
             raise ValueError(
                 'overlap="backward": DistributedDataParallel averages gradients after this optimizer would have used '
                 "them; leave overlap out, or DistributedDataParallel"
             )
-        if compression is not None and isinstance(self._flight, GradientFlight):
-            self._flight.compress(compression, feeds_back(compression, numbers))
-        self._local = LocalStep(self._inner)
-        self._flight.mixed = mixed_of(self._inner, mix_state, algorithm, flight)
+        if compression is not None and isinstance(self._bucket_exchange, GradientExchange):
+            self._bucket_exchange.compress(compression, feeds_back(compression, numbers))
+        self._local = InnerStep(self._inner)
+        self._bucket_exchange.mixed = mixed_of(self._inner, mix_state, algorithm, bucket_exchange)
         kind = STATIC if static else topology
-        self._strategy = strategy_of(algorithm, self._flight, self._local, overlap, kind, name, unchecked)
+        self._strategy = strategy_of(algorithm, self._bucket_exchange, self._local, overlap, kind, name, unchecked)
         self._check_needs(topology, name, unchecked)
-        self._join = Join(self._flight, self._strategy, name)
+        self._join = Join(self._bucket_exchange, self._strategy, name)
         self._names.claim(self)
         keep_freed_memory()
         self._count_passes()
@@ -196,8 +202,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             return
         left = without(unchecked, what, algorithm.needs)
         if isinstance(algorithm, GradientDescent) and not isinstance(self._strategy, Equation):
-            needs = [need for need in left if need.name not in self._flight.does_without]
-            self._flight.balance = Balance(f"{name} ({self._strategy.equation})", needs)
+            needs = [need for need in left if need.name not in self._bucket_exchange.does_without]
+            self._bucket_exchange.balance = WeightChecks(f"{name} ({self._strategy.equation})", needs)
 
     # It stands for the optimizer that it wraps
 
@@ -219,7 +225,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     @property
     def rounds(self) -> int:
         """How many exchanges there have been."""
-        return self._flight.rounds
+        return self._bucket_exchange.rounds
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -316,7 +322,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             closure: Evaluates the model and its gradients once more, before all else.
         """
         engine, began = current("optimizer.step").engine, time.perf_counter_ns()
-        engine.entry.check_inside("optimizer.step")
+        engine.rejoin.check_inside("optimizer.step")
         local, found = self._local, self.__dict__
         local.closure, local.loss = closure, None
         local.unscale(self._names(), found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step
@@ -331,14 +337,14 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             with self._join.round(due) if self._joined else nullcontext():
                 self._strategy.step(due)
             if due:
-                self._flight.equalize()
-            if self._flight.mixed is not None and not local.overflowed:
-                self._flight.mixed.confirm(self._names())
+                self._bucket_exchange.equalize()
+            if self._bucket_exchange.mixed is not None and not local.overflowed:
+                self._bucket_exchange.mixed.confirm(self._names())
         finally:
             self._passes.end_step(enough)
             self._warned = False
             local.closure = None
-        engine.steps.ended(self._called, began)
+        engine.step_counter.ended(self._called, began)
         return cast("float | None", local.loss)
 
     @contextmanager
@@ -367,7 +373,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         if not alone:
             self._strategy.check_that_it_can_follow()
             with torch.no_grad():
-                self._flight.prepare()
+                self._bucket_exchange.prepare()
         self._joined = not alone
         token = _joined.set(True)
         try:
@@ -381,7 +387,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Wait until what this agent has begun to send or fetch has arrived. ``step()`` does what follows from it."""
-        self._flight.wait()
+        self._bucket_exchange.wait()
 
     @property
     def _alone(self) -> bool:
@@ -407,8 +413,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 self._strategy.begin_pass()
 
     def _warn_if_late(self, name: str) -> None:
-        flight = self.__dict__.get("_flight")
-        if flight is not None and flight.under_way and not self._warned:
+        bucket_exchange = self.__dict__.get("_bucket_exchange")
+        if bucket_exchange is not None and bucket_exchange.under_way and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{name} was set after this round's exchange had begun, at the forward pass; it holds from the next "
@@ -427,10 +433,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         agent = current("optimizer.state_dict")
         own = {
             "agent": (agent.rank, agent.size),
-            "rounds": self._flight.rounds,
+            "rounds": self._bucket_exchange.rounds,
             "passes": self._passes.kept,
             "way": self._strategy.state(),  # as it was called when the first of these were saved
-            "layout": self._flight.layout_to_keep,
+            "layout": self._bucket_exchange.layout_to_keep,
         }
         return {**self._inner.state_dict(), "shoal": own}
 
@@ -452,31 +458,31 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 f"the state is of agent {rank} of {size}, and this is agent {agent.rank} of {agent.size}. For another "
                 "number of agents save with shoal.Checkpoint, and load with start='consensus'"
             )
-        self._flight.abandon()
+        self._bucket_exchange.abandon()
         self._inner.load_state_dict(state)
-        self._flight.rounds = own.get("rounds", 0)
+        self._bucket_exchange.rounds = own.get("rounds", 0)
         self._passes.load(own.get("passes", 0))
-        self._flight.go_on_with(own.get("layout", []))
+        self._bucket_exchange.go_on_with(own.get("layout", []))
         self._strategy.load_state(kept)
 
     def hand_over(self) -> dict[str, Any]:
         """The state for an agent that enters the run, to :meth:`take_over`. What is in windows is not in it: all make
         them anew in :meth:`met`."""
-        way = self._strategy.state() if self._flight.in_step else {}
-        own = {"rounds": self._flight.rounds, "passes": self._passes.kept, "way": way}
-        own["layout"] = self._flight.layout_to_keep
-        return {"state": {**self._inner.state_dict(), "shoal": own}, "agreed": self._flight.agreed}
+        way = self._strategy.state() if self._bucket_exchange.in_step else {}
+        own = {"rounds": self._bucket_exchange.rounds, "passes": self._passes.kept, "way": way}
+        own["layout"] = self._bucket_exchange.layout_to_keep
+        return {"state": {**self._inner.state_dict(), "shoal": own}, "agreed": self._bucket_exchange.agreed}
 
     def take_over(self, handed_over: Mapping[str, Any]) -> None:
         """Go on with what another agent's :meth:`hand_over` gave, from the round that all come to next. What that agent
         had agreed on with the others holds for this one; its memory of an algorithm is begun anew there, by all."""
         self.load_state_dict(handed_over["state"])
-        self._flight.agreed = bool(handed_over["agreed"])
+        self._bucket_exchange.agreed = bool(handed_over["agreed"])
 
     def met(self) -> None:
         """Agents have entered, and taken over what they need. All call it, those that entered, too."""
         with torch.no_grad():
-            self._flight.met()
+            self._bucket_exchange.met()
 
     def close(self) -> None:
         """Give the model back: no hook, no claim on its parameters, which keep their values."""

@@ -100,7 +100,9 @@ class Settings:
             round_, rank, received = found
             raise ValueError(too_few(self.robust, f"in round {round_} of topology= rank {rank} has {received}"))
 
-    def next_round(self, schedule: AgentSchedule | None, number: int, default: AgentSchedule | None = None) -> Round:
+    def next_round(
+        self, schedule: AgentSchedule | None, number: int, default: AgentSchedule | None = None
+    ) -> ExchangeRound:
         """What the next exchange is, as the settings are now.
 
         Args:
@@ -134,11 +136,11 @@ class Settings:
         if self.robust is not None and kind not in (CommunicationType.empty, CommunicationType.neighbor_allreduce):
             raise ValueError(f"robust is for averages of neighbours, and not for communication_type {kind.value}")
         checked = self.enable_topo_check and schedule is None
-        return Round(agent, number, kind, mixing, form, checked, replan, self.robust)
+        return ExchangeRound(agent, number, kind, mixing, form, checked, replan, self.robust)
 
 
 @dataclass(frozen=True)
-class Round:
+class ExchangeRound:
     """One exchange of all buckets of an optimizer.
 
     Attributes:

@@ -6,18 +6,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from .backward import Backward
-from .flight import Flight
-from .in_step_flight import GradientFlight, InStepFlight
-from .local import LocalStep
+from .backward import BucketGradients
+from .bucket_exchange import BucketExchange
+from .inner_step import InnerStep
 from .one_bit_adam import OneBitAdam
+from .sync_exchange import GradientExchange, SyncExchange
 
 
 class StepStrategy(ABC):
     """What a step is.
 
     Args:
-        flight: What it exchanges with.
+        bucket_exchange: What it exchanges with.
         local: The local step.
     """
 
@@ -27,8 +27,8 @@ class StepStrategy(ABC):
     begins_early: ClassVar[bool] = False
     """What is exchanged is settled at the forward pass, where there is one."""
 
-    def __init__(self, flight: Flight, local: LocalStep) -> None:
-        self._flight, self._local = flight, local
+    def __init__(self, bucket_exchange: BucketExchange, local: InnerStep) -> None:
+        self._bucket_exchange, self._local = bucket_exchange, local
 
     def begin_pass(self) -> None:  # noqa: B027 - only some have something to do then
         """A forward pass begins, after which there will be an exchange."""
@@ -44,32 +44,32 @@ class StepStrategy(ABC):
 
     def _step_locally(self) -> None:
         """Take the local step, between two words to the flight: some keep more than the parameters."""
-        self._flight.before_local_step()
+        self._bucket_exchange.before_local_step()
         self._local()
-        self._flight.after_local_step()
+        self._bucket_exchange.after_local_step()
 
     def check_that_it_can_follow(self) -> None:  # noqa: B027 - most can
         """Raise ValueError if an agent that has no batch left cannot take part in the others' rounds."""
 
     def follow(self) -> None:
         """Take part in a round as an agent that has no batch left: with its parameters as they are."""
-        self._flight.exchange()
+        self._bucket_exchange.exchange()
 
     def changed(self) -> None:
         """The optimizer has got other parameters."""
-        self._flight.changed()
+        self._bucket_exchange.changed()
 
     def close(self) -> None:
         """Give back windows, memory and hooks."""
-        self._flight.close()
+        self._bucket_exchange.close()
 
     def state(self) -> dict[str, Any]:
         """What has to be saved beside the parameters."""
-        return self._flight.state()
+        return self._bucket_exchange.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state` gave; the parameters have been loaded."""
-        self._flight.load_state(state)
+        self._bucket_exchange.load_state(state)
 
 
 class AdaptThenCombine(StepStrategy):
@@ -80,7 +80,7 @@ class AdaptThenCombine(StepStrategy):
     def step(self, due: bool) -> None:
         self._step_alone()
         if due:
-            self._flight.exchange()
+            self._bucket_exchange.exchange()
 
 
 class AdaptWithCombine(StepStrategy):
@@ -94,14 +94,14 @@ class AdaptWithCombine(StepStrategy):
     begins_early = True
 
     def begin_pass(self) -> None:
-        if not self._flight.under_way:
-            self._flight.start()
+        if not self._bucket_exchange.under_way:
+            self._bucket_exchange.start()
 
     def step(self, due: bool) -> None:
         if due:
             self.begin_pass()
         self._local.evaluate()
-        self._flight.finish()
+        self._bucket_exchange.finish()
         self._step_locally()
 
 
@@ -113,19 +113,19 @@ class AverageGradients(StepStrategy):
 
     equation = "x+ = x - lr mean(g)"
     at_every_step = True
-    _flight: GradientFlight
+    _bucket_exchange: GradientExchange
 
     def step(self, due: bool) -> None:
         if not due:
             self._step_alone()
             return
         self._local.evaluate()
-        self._flight.exchange(zeros=self._local.overflowed)
+        self._bucket_exchange.exchange(zeros=self._local.overflowed)
         self._local.with_mean_gradients()
 
     def follow(self) -> None:
         """Zeros, and the step with the others' mean, so that all models stay equal."""
-        self._flight.exchange(zeros=True)
+        self._bucket_exchange.exchange(zeros=True)
         self._local.with_mean_gradients()
 
 
@@ -135,23 +135,23 @@ class AverageMomenta(AverageGradients):
 
     equation = "x+ = x - lr mean(m) / sqrt(v)"
 
-    def __init__(self, flight: GradientFlight, local: LocalStep, adam: OneBitAdam) -> None:
-        super().__init__(flight, local)
+    def __init__(self, bucket_exchange: GradientExchange, local: InnerStep, adam: OneBitAdam) -> None:
+        super().__init__(bucket_exchange, local)
         self._adam = adam
 
     def step(self, due: bool) -> None:
         self._local.evaluate()
-        self._flight.whole = not self._adam.second_moment_stays
-        if self._flight.whole:
-            self._flight.exchange(zeros=self._local.overflowed)
+        self._bucket_exchange.whole = not self._adam.second_moment_stays
+        if self._bucket_exchange.whole:
+            self._bucket_exchange.exchange(zeros=self._local.overflowed)
         else:
             self._adam.momenta_for_gradients(overflowed=self._local.overflowed)
-            self._flight.exchange()
+            self._bucket_exchange.exchange()
         self._local.with_mean_gradients()
 
     def follow(self) -> None:
-        self._flight.whole = not self._adam.second_moment_stays
-        if not self._flight.whole:
+        self._bucket_exchange.whole = not self._adam.second_moment_stays
+        if not self._bucket_exchange.whole:
             self._adam.expect_momenta()
         super().follow()
 
@@ -160,25 +160,25 @@ class DuringBackward(StepStrategy):
     """Buckets leave as soon as their gradients are there."""
 
     begins_early = True
-    _flight: InStepFlight
+    _bucket_exchange: SyncExchange
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._backward = Backward(self._leave)
+        self._backward = BucketGradients(self._leave)
 
     def begin_pass(self) -> None:
-        self._flight.prepare()
-        self._backward.arm(self._flight.buckets, self._flight.active)
+        self._bucket_exchange.prepare()
+        self._backward.arm(self._bucket_exchange.buckets, self._bucket_exchange.active)
 
     def _leave(self, number: int) -> None:
         """Exchange a bucket, whose gradients are there."""
-        self._flight.start_bucket(number)
+        self._bucket_exchange.start_bucket(number)
 
     def _arrive(self) -> None:
         """End the step: all buckets have left."""
-        if not self._flight.under_way:  # there was none
-            self._flight.start()
-        self._flight.finish()
+        if not self._bucket_exchange.under_way:  # there was none
+            self._bucket_exchange.start()
+        self._bucket_exchange.finish()
 
     def step(self, due: bool) -> None:
         if not due:
@@ -206,14 +206,14 @@ class AdaptThenCombineDuringBackward(DuringBackward, AdaptThenCombine):
     """The same equation, bucket by bucket: a bucket steps and leaves while the gradients before it are computed."""
 
     def _leave(self, number: int) -> None:
-        self._local(self._flight.buckets[number].params)
+        self._local(self._bucket_exchange.buckets[number].params)
         super()._leave(number)
 
 
 class AverageGradientsDuringBackward(DuringBackward, AverageGradients):
     """The same equation, bucket by bucket, as data-parallel training does it."""
 
-    _flight: GradientFlight
+    _bucket_exchange: GradientExchange
 
     def _arrive(self) -> None:
         super()._arrive()

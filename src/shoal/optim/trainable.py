@@ -66,7 +66,7 @@ def explained(error: Mismatch, operation: Operation, params: Mapping[torch.nn.Pa
     """
     agent, names = current("optim"), list(params.values())
     mine = [f"{_KINDS[one]} {called!r}" for one, called in zip(now, names, strict=True)]
-    layouts = agent.engine.layouts
+    layouts = agent.engine.layout_exchange
     layouts.keep(operation, mine)
     for ranks in (error.ranks, range(agent.size)):
         for rank, theirs in layouts.others(operation, ranks, mutual=True).items():

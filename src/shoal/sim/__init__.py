@@ -5,8 +5,8 @@
 long its steps would take on a :class:`shoal.netmodel.Network`.
 """
 
+from .._lazy_import import public_names as _public_names
 from ..algorithms.gradients import per_agent as per_agent
-from ..lazily import public_names as _public_names
 from .networks import StackedModel as StackedModel
 from .networks import loss_of as loss_of
 from .pace import Pace as Pace

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..netmodel.allreduce import direct_allreduce, hierarchical, tree_allreduce
+from ..netmodel.allreduce_messages import direct_allreduce, hierarchical, tree_allreduce
 from ..netmodel.messages import Messages, Step, messages_of_round
 from ..netmodel.network import Floats, Network
 from ..netmodel.simulation import simulate
@@ -27,7 +27,7 @@ _MOST_DIRECT = 256
 _EQUAL = 1e-9
 
 
-class Said(NamedTuple):
+class ExchangeTraffic(NamedTuple):
     """What a step told the network of one exchange: to whom, and how much.
 
     Attributes:
@@ -80,9 +80,9 @@ class Pace:
         if seconds.shape not in ((), (network.size,)) or not (np.isfinite(seconds).all() and (seconds >= 0).all()):
             raise ValueError(f"compute={compute!r}: pass seconds, zero or more: one number, or one for each agent")
         self._compute = seconds
-        self._taken: dict[tuple[Said, ...], _Taken] = {}
+        self._taken: dict[tuple[ExchangeTraffic, ...], _Taken] = {}
 
-    def seconds(self, round: int, said: tuple[Said, ...]) -> float:
+    def seconds(self, round: int, said: tuple[ExchangeTraffic, ...]) -> float:
         """What a step adds to the time of the run.
 
         Args:
@@ -94,7 +94,7 @@ class Pace:
         first, later = self._taken[said]
         return first[round] if round < len(first) else later[round % len(later)]
 
-    def _take(self, said: tuple[Said, ...]) -> _Taken:
+    def _take(self, said: tuple[ExchangeTraffic, ...]) -> _Taken:
         known: dict[int, Step] = {0: self._step(0, said)}
         affordable = _AFFORDABLE // (self._network.size * max(1, len(known[0])))
         most = min(_MOST_ROUNDS, max(_PERIODS, affordable))
@@ -106,7 +106,7 @@ class Pace:
             return _Taken(_added(few).tolist(), _added(few)[-period:].tolist())
         return _Taken.of(_added(self._play(most // period * period, said, known)).reshape(-1, period))
 
-    def _play(self, rounds: int, said: tuple[Said, ...], known: dict[int, Step]) -> Floats:
+    def _play(self, rounds: int, said: tuple[ExchangeTraffic, ...], known: dict[int, Step]) -> Floats:
         """When each agent had ended each of the first rounds, [rounds, agents]."""
         period = self._schedule.period or rounds
         for index in range(min(rounds, period)):
@@ -115,7 +115,7 @@ class Pace:
         steps = [known[number % period] for number in range(rounds)]
         return simulate(self._network, steps, self._compute).ended
 
-    def _step(self, round_: int, said: tuple[Said, ...]) -> Step:
+    def _step(self, round_: int, said: tuple[ExchangeTraffic, ...]) -> Step:
         step: list[Messages] = []
         for to, nbytes in said:
             if to == "neighbours":

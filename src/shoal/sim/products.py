@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..algorithms.weights import Form, Ranks, RoundWeights, Shares, Weights
+from ..algorithms.schedule_weights import Form, Ranks, RoundWeights, Shares, Weights
 from ..arithmetic import common_factor
 
 Product = Callable[[torch.Tensor, torch.Tensor], None]

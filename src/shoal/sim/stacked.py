@@ -18,11 +18,11 @@ from ..algorithms.algorithm import Algorithm, Gradient
 from ..algorithms.loop import Measure, Run, steps_of
 from ..algorithms.mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
 from ..algorithms.needs import check
-from ..algorithms.weights import Form, Ranks, ScheduleWeights
+from ..algorithms.schedule_weights import Form, Ranks, ScheduleWeights
 from ..netmodel.network import Network
 from ..topology.schedule import Schedule, as_schedule
-from ..transport.memory import ResultPool
-from .pace import Pace, Said
+from ..transport.shared_regions import ResultPool
+from .pace import ExchangeTraffic, Pace
 from .products import product
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class StackedMix(Mix):
         self.machines = self.size // agents_per_machine
         self._pace = pace
         self.seconds = None if pace is None else 0.0
-        self._said: list[Said] = []
+        self._said: list[ExchangeTraffic] = []
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._pool, self._pool_for = ResultPool(), 0
 
@@ -85,7 +85,7 @@ class StackedMix(Mix):
         if speaks is not None:
             said = speaks.view(-1).cpu()
             messages, longest = int((torch.as_tensor(weights.sends) * said).sum()), int(said.any())
-        self._note(Said("neighbours", longest * each), messages * each)
+        self._note(ExchangeTraffic("neighbours", longest * each), messages * each)
         x = x.contiguous()
         multiply = self._once((form, x.dtype, x.device), lambda: product(weights, form, x.dtype, x.device))
         out = self._empty_like(x)
@@ -95,12 +95,12 @@ class StackedMix(Mix):
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         self.check(x)
         if group == EVERYBODY:
-            self._note(Said("all", x[0].nbytes), x.nbytes)
+            self._note(ExchangeTraffic("all", x[0].nbytes), x.nbytes)
             return x.mean(0, keepdim=True).expand_as(x).contiguous()
         if group not in (MACHINE, COUNTERPARTS):
             raise ValueError(f"group={group!r}: pass {EVERYBODY!r}, {MACHINE!r} or {COUNTERPARTS!r}")
         of_machine = group == MACHINE
-        self._note(Said("machine" if of_machine else "all", x[0].nbytes), x.nbytes)
+        self._note(ExchangeTraffic("machine" if of_machine else "all", x[0].nbytes), x.nbytes)
         rows = x.view(-1, self._per_machine, *x.shape[1:])
         return rows.mean(1 if of_machine else 0, keepdim=True).expand_as(rows).reshape(x.shape)
 
@@ -115,7 +115,7 @@ class StackedMix(Mix):
         return x.view(len(x), each, d // each)[rows, rows % each]
 
     def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        self._note(Said("machine", share[0].nbytes), share.nbytes)
+        self._note(ExchangeTraffic("machine", share[0].nbytes), share.nbytes)
         return share.view(self.machines, -1).repeat_interleave(self._per_machine, 0)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ class StackedMix(Mix):
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         each = messages[:1].nbytes if nbytes is None else nbytes
-        self._note(Said("neighbours", each), each * len(messages))
+        self._note(ExchangeTraffic("neighbours", each), each * len(messages))
         return messages[self._ranks("reverse", messages.device, lambda: self._rounds[self.round].reverse)]
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ class StackedMix(Mix):
         found: T = self._kept[key]
         return found
 
-    def _note(self, said: Said, sent: int) -> None:
+    def _note(self, said: ExchangeTraffic, sent: int) -> None:
         self.exchanges += 1
         self.sent += sent
         if self._pace is not None:

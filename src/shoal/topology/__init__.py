@@ -5,7 +5,7 @@ Two conventions run through all of it. ``W[i, j]`` of a mixing matrix is what ag
 This package needs numpy and networkx only, and knows nothing of the rest of Shoal.
 """
 
-from ..lazily import public_names as _public_names
+from .._lazy_import import public_names as _public_names
 from . import families as families
 from .analysis.age import Age as Age
 from .analysis.age import age_matrix as age_matrix

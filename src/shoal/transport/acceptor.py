@@ -10,10 +10,10 @@ from typing import Any
 
 from .. import clock
 from . import tcp, unix_sockets
-from .admission import Unauthenticated, origin_of
-from .doors import Doors, listen_for
+from .listeners import Listeners, listen_for
 from .poller import Poller
 from .sockets import GREETING_SECONDS, Incoming
+from .unauthenticated import Unauthenticated, origin_of
 
 
 class Acceptor:
@@ -32,29 +32,29 @@ class Acceptor:
         self.unauthenticated = Unauthenticated()
         self.rejected = 0
         self._make = make
-        self._doors = Doors(poller)
+        self._listeners = Listeners(poller)
         self._far: socket.socket | None = None  # listens for agents of other machines
 
     @property
     def private(self) -> int:
         """The descriptor by which processes of this user find the socket that is for them; -1: there is none."""
-        return self._doors.private
+        return self._listeners.private
 
     def listen_here(self) -> str:
         """Listen for processes of this machine; the name of the socket."""
         name = f"shoal-{clock.random_hex(16)}"
-        self._doors.open(unix_sockets.listen(name), self._accept_local)
+        self._listeners.open(unix_sockets.listen(name), self._accept_local)
         self.listen_privately()
         return name
 
     def listen_privately(self) -> None:
         """Open the socket for processes of this user, if the system allows."""
-        self._doors.open_private(self._accept_local)
+        self._listeners.open_private(self._accept_local)
 
     def listen_between_machines(self, host: str, ports: range) -> int:
         """Listen on an address, at the first free one of some ports; which that is."""
         self._far = tcp.listen(host, ports)
-        self._doors.open(self._far, self._accept_remote)
+        self._listeners.open(self._far, self._accept_remote)
         return int(self._far.getsockname()[1])
 
     def expect(self, hosts: Iterable[str]) -> None:
@@ -64,7 +64,7 @@ class Acceptor:
             self.unauthenticated.expect(origin_of(host))
         for_agents = listen_for(known, self._far) if self._far is not None else None
         if for_agents is not None:
-            self._doors.open(for_agents, self._accept_remote)
+            self._listeners.open(for_agents, self._accept_remote)
 
     def expect_one_more(self, host: str) -> None:
         """An agent has come later, which is at this address."""
@@ -102,17 +102,17 @@ class Acceptor:
     def check(self, now: float) -> None:
         """Close connections that say nothing; look at listeners again."""
         self.unauthenticated.forget(now - GREETING_SECONDS)
-        self._doors.check(now)
+        self._listeners.check(now)
 
     @property
     def next_check(self) -> float:
         """When something is due."""
-        return min(self.unauthenticated.oldest + GREETING_SECONDS, self._doors.next_check)
+        return min(self.unauthenticated.oldest + GREETING_SECONDS, self._listeners.next_check)
 
     def descriptors(self) -> list[int]:
         """What a forked child must close, without those of connections."""
-        return self._doors.descriptors()
+        return self._listeners.descriptors()
 
     def close(self) -> None:
-        self._doors.close()
+        self._listeners.close()
         self.unauthenticated = Unauthenticated()

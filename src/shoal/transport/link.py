@@ -2,7 +2,8 @@
 
 A link is one-way: from this agent to one peer. Answers come back over the peer's link to this agent. So nobody has to
 agree on who connects to whom, and the order of messages is kept in each direction, which is all that matching needs.
-Where a firewall lets connections through in one direction only, the peer opens the connection (``reversing.py``).
+Where a firewall lets connections through in one direction only, the peer opens the connection
+(``reverse_connections.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from .memory import Arena, Region
+from .shared_regions import Arena, Region
 from .wire import Message
 
 
@@ -119,7 +120,7 @@ class Receiver(Protocol):
         """
 
 
-class Nobody:
+class NullReceiver:
     """The :class:`Receiver` of a connection that brings no messages."""
 
     def on_message(self, source: int, message: Message) -> None: ...

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from .. import clock
-from .movement import Collective, Movement, Step, runs
+from .collective_plan import Collective, CollectivePlan, Step, runs
 
 log = logging.getLogger("shoal")
 
@@ -109,7 +109,7 @@ class ProcessGroups:
         address: str,
         store: Callable[[Ranks], Store],
         give_up: Callable[[], None],
-        finished: Callable[[list[Movement]], None],
+        finished: Callable[[list[CollectivePlan]], None],
         failed: Callable[[ProcessGroups, BaseException], None],
         given: tuple[Ranks, Group] | None = None,
     ) -> None:
@@ -188,7 +188,7 @@ class ProcessGroups:
                     self._failed(self, error)
                 return
 
-    def _move(self, there: Ranks, several: list[list[Movement]]) -> None:
+    def _move(self, there: Ranks, several: list[list[CollectivePlan]]) -> None:
         if len(there) == 1:
             self._finished([movement for run in several for movement in run])
             return
@@ -202,7 +202,7 @@ class ProcessGroups:
                 then()
             self._finished(run)
 
-    def _start(self, there: Ranks, group: Group, run: list[Movement]) -> Iterator[tuple[Any, Callable[[], None]]]:
+    def _start(self, there: Ranks, group: Group, run: list[CollectivePlan]) -> Iterator[tuple[Any, Callable[[], None]]]:
         """Start what goes together; what to wait for, and what to do then."""
         collectives = [one.collective for one in run if one.collective is not None]
         if collectives:
@@ -213,14 +213,14 @@ class ProcessGroups:
         place = {rank: at for at, rank in enumerate(there)}
         for rank in sorted({rank for one in run for rank, _ in one.receives}):
             tensors = [tensor for one in run for source, tensor in one.receives if source == rank]
-            for some in together(tensors):
+            for some in flattened(tensors):
                 whole = some[0] if len(some) == 1 else torch.empty(sum(one.nbytes for one in some), dtype=torch.uint8)
-                yield group.recv([_bytes(whole)], place[rank], 0), _apart(whole, some)
+                yield group.recv([_bytes(whole)], place[rank], 0), _split_flat(whole, some)
         for rank in sorted(
             {rank for one in run for rank, _ in one.sends}, key=lambda rank: (rank - self._rank) % 2**31
         ):
             tensors = [tensor for one in run for target, tensor in one.sends if target == rank]
-            for some in together(tensors):
+            for some in flattened(tensors):
                 whole = some[0] if len(some) == 1 else torch.cat([_bytes(one) for one in some])
                 yield group.send([_bytes(whole)], place[rank], 0), _nothing
 
@@ -228,7 +228,7 @@ class ProcessGroups:
         self, members: Ranks, group: Group, several: list[Collective]
     ) -> Iterator[tuple[Any, Callable[[], None]]]:
         first = several[0]
-        for some in together([one.data for one in several]):
+        for some in flattened([one.data for one in several]):
             whole = some[0] if len(some) == 1 else torch.cat(some)
             if first.kind == "allreduce":
                 options: Any = dist.AllreduceOptions()
@@ -238,7 +238,7 @@ class ProcessGroups:
                 spread = dist.BroadcastOptions()
                 spread.rootRank, spread.rootTensor = members.index(first.root), 0
                 work = group.broadcast([_bytes(whole)], spread)
-            yield work, _apart(whole, some)
+            yield work, _split_flat(whole, some)
 
     def _group(self, ranks: Ranks) -> Group:
         """The process group of these ranks, made when they first move something together."""
@@ -283,7 +283,7 @@ def _make(backend: str, store: Store, place: int, size: int, address: str, secon
     return dist.ProcessGroupUCC(store, place, size, PATIENCE)
 
 
-def together(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def flattened(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Cut a list into what goes as one: by the sizes alone, so that both sides cut it alike."""
     some: list[torch.Tensor] = []
     nbytes = 0
@@ -304,7 +304,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1).view(torch.uint8)
 
 
-def _apart(whole: torch.Tensor, some: list[torch.Tensor]) -> Callable[[], None]:
+def _split_flat(whole: torch.Tensor, some: list[torch.Tensor]) -> Callable[[], None]:
     """Puts what has come as one where it belongs."""
 
     def apart() -> None:

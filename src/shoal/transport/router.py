@@ -16,21 +16,21 @@ from typing import Any
 import torch
 
 from .. import clock
-from . import inquiries, network, shared_memory, tcp, unix_sockets
+from . import network_link, shared_memory, status_socket, tcp, unix_sockets
 from .acceptor import Acceptor
 from .addresses import beside, is_loopback
 from .handshake import MESSAGES, QUESTION, Accepting, Connecting
 from .link import Link, Receiver
-from .lobby import Lobby
-from .memory import Arena, ResultPool
-from .place import Endpoint, Place, address_for, choose, here
+from .message_auth import strong, sums, unchecked
+from .peer_address import Endpoint, PeerId, address_for_listening, choose_transports, local_peer_id
+from .pending_peers import PendingPeers
 from .poller import Poller
-from .processes import Processes
+from .process_watch import ProcessWatch
 from .protocol import ProtocolError
-from .reversing import Reversing
-from .sealing import strong, sums, unchecked
+from .reverse_connections import ReverseConnections
+from .shared_regions import Arena, ResultPool
 from .sockets import Incoming, Outgoing
-from .threads import Inbox, ThreadLink
+from .threads import ThreadInbox, ThreadLink
 from .tls import Certificates
 
 log = logging.getLogger("shoal")
@@ -48,24 +48,24 @@ class Router:
 
     def __init__(self, rank: int, poller: Poller, arena: Arena, pool: ResultPool, incarnation: int = 0) -> None:
         self.rank = rank
-        self.place = here(rank, incarnation)
+        self.place = local_peer_id(rank, incarnation)
         self.poller = poller
         self.arena = arena
         self.links: dict[int, Link] = {}
         self.incoming: dict[int, list[Incoming]] = {}
-        self.inbox = Inbox(rank, poller)
+        self.inbox = ThreadInbox(rank, poller)
         self._receiver: Receiver
         self._pool = pool
         self.certificates: Certificates | None = None  # of this agent, where there is TLS between machines
-        self._guard = network.OPEN
+        self._guard = network_link.OPEN
         self._secret = b""
         self._host = ""
-        self._places: list[Place] = []
+        self._places: list[PeerId] = []
         self._endpoints: list[Endpoint] = []
         self._kinds: list[str] = []
         self._forced = ""
         self.acceptor = Acceptor(poller, self._make_incoming)
-        self._lobby = Lobby()
+        self._pending_peers = PendingPeers()
         self.outside = False  # this agent waits to enter itself: nobody is let in before
         self._leaving = False
         self._again: dict[int, float] = {}  # when links that were cut are tried again
@@ -74,8 +74,8 @@ class Router:
         self._cut_off: dict[int, Incoming] = {}  # what agents sent came there, until it was cut
         self._answer: Callable[[int, int], int] = lambda rank, incarnation: 0
         self._ask_others: Callable[[int], None] = lambda peer: None
-        self.reversing = Reversing(self)
-        self._processes = Processes(poller, self._on_process_end)
+        self.reversing = ReverseConnections(self)
+        self._processes = ProcessWatch(poller, self._on_process_end)
 
     def deliver_to(self, receiver: Receiver) -> None:
         """Who is told of what comes; before anything can."""
@@ -95,7 +95,7 @@ class Router:
 
     def listen(
         self,
-        places: list[Place],
+        places: list[PeerId],
         forced: str,
         interface: str,
         rendezvous: str,
@@ -109,7 +109,7 @@ class Router:
         """
         self._places = places
         self._forced = forced
-        self._kinds = choose(self.place, places, forced)
+        self._kinds = choose_transports(self.place, places, forced)
         others = {kind for rank, kind in enumerate(self._kinds) if rank != self.rank and kind}
         if not all(self._kinds):  # who joins comes from where the rendezvous can be reached
             others.add(forced or "shared_memory")
@@ -119,38 +119,38 @@ class Router:
         if "shared_memory" in others:
             unix = self.acceptor.listen_here()
         if "network" in others:
-            self._host = host = address_for(self.place, places, interface, rendezvous, reached)
+            self._host = host = address_for_listening(self.place, places, interface, rendezvous, reached)
             port = self.acceptor.listen_between_machines(host, ports)
         endpoint = Endpoint(self.inbox.address, unix, host, port, self.acceptor.private)
-        inquiries.here.join(self)
+        status_socket.here.join(self)
         return endpoint
 
     @property
-    def has_own_door(self) -> bool:
+    def has_private_listener(self) -> bool:
         """Processes of this user find a socket that is for them."""
         return self.acceptor.private >= 0
 
-    def open_own_door(self) -> None:
+    def open_private_listener(self) -> None:
         """Open that socket, if the system allows."""
         self.acceptor.listen_privately()
 
-    def meet(self, endpoints: list[Endpoint], secret: bytes, well_kept: bool = False) -> None:
+    def meet(self, endpoints: list[Endpoint], secret: bytes, is_private: bool = False) -> None:
         """Learn where everybody listens, and watch the processes of this machine.
 
         Args:
             endpoints: By rank.
             secret: What agents prove that they know.
-            well_kept: Nobody else can know it.
+            is_private: Nobody else can know it.
         """
         self._endpoints = endpoints
         self._secret = secret
-        check = unchecked if self.certificates else strong if well_kept else sums
-        self._guard = network.Guard(self.certificates, check)
+        check = unchecked if self.certificates else strong if is_private else sums
+        self._guard = network_link.Guard(self.certificates, check)
         self.acceptor.expect(endpoint.host for endpoint in endpoints)
         for place in self._places:
             self._watch(place)
 
-    def _watch(self, place: Place) -> None:
+    def _watch(self, place: PeerId) -> None:
         if place.machine == self.place.machine and place.process != self.place.process:
             self._processes.watch(place)
 
@@ -160,11 +160,11 @@ class Router:
     def transport_to(self, rank: int) -> str:
         return self._kinds[rank]
 
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int) -> PeerId:
         return self._places[rank]
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[PeerId]:
         return self._places
 
     def link(self, peer: int) -> Link:
@@ -193,7 +193,7 @@ class Router:
         sock, greeting = self._connect(peer, QUESTION if asks else purpose)
         if self._kinds[peer] == "shared_memory":
             return shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, receiver)
-        return network.NetworkLink(sock, peer, greeting, self.poller, receiver, self._guard)
+        return network_link.NetworkLink(sock, peer, greeting, self.poller, receiver, self._guard)
 
     def _connect(self, peer: int, purpose: int = MESSAGES) -> tuple[socket.socket, Connecting]:
         """Begin to connect to a peer."""
@@ -215,11 +215,11 @@ class Router:
         endpoint = self._endpoints[peer]
         return beside(endpoint.host, self._host), endpoint.port
 
-    def _connect_here(self, place: Place, endpoint: Endpoint) -> socket.socket:
+    def _connect_here(self, place: PeerId, endpoint: Endpoint) -> socket.socket:
         """To an agent of this machine; where this process may look into its, by the way that others cannot flood."""
-        if endpoint.door >= 0 and (place.rank in self._processes or place.process == self.place.process):
+        if endpoint.listener >= 0 and (place.rank in self._processes or place.process == self.place.process):
             try:
-                return unix_sockets.connect(f"/proc/{place.pid}/fd/{endpoint.door}")
+                return unix_sockets.connect(f"/proc/{place.pid}/fd/{endpoint.listener}")
             except PermissionError:
                 pass
         return unix_sockets.connect("\0" + endpoint.unix)
@@ -258,7 +258,7 @@ class Router:
 
     def ask_to_connect(self, peer: int) -> None:
         """Ask a peer to open a reversed connection: over one of its own, or through other agents."""
-        own = [*self.incoming.get(peer, ()), *self._lobby.of(peer, self._places[peer].incarnation)]
+        own = [*self.incoming.get(peer, ()), *self._pending_peers.of(peer, self._places[peer].incarnation)]
         direct = next((one for one in own if one.resumes and not one.is_reversed), None)
         if direct is not None:
             direct.ask_to_connect()
@@ -269,10 +269,10 @@ class Router:
         """This agent may open a reversed connection to a peer."""
         return self._kinds[peer] == "network" and not self._leaving and peer not in self._shut_out
 
-    def hear_over(self, link: network.NetworkLink) -> None:
+    def hear_over(self, link: network_link.NetworkLink) -> None:
         """A reversed connection is open: its peer sends over it from now on."""
         incarnation = self._places[link.peer].incarnation
-        connection = network.NetworkIncoming.over(link, incarnation, self.poller, self._receiver, self._pool)
+        connection = network_link.NetworkIncoming.over(link, incarnation, self.poller, self._receiver, self._pool)
         self._attend_to(connection)
         try:
             self._introduce(connection)
@@ -285,7 +285,9 @@ class Router:
         greeting = Accepting(self._secret, self.rank, len(self._places), self.place.incarnation)
         connection: Incoming
         if between_machines:
-            connection = network.NetworkIncoming(sock, greeting, self.poller, self._receiver, self._pool, self._guard)
+            connection = network_link.NetworkIncoming(
+                sock, greeting, self.poller, self._receiver, self._pool, self._guard
+            )
         else:
             connection = shared_memory.SharedMemoryIncoming(sock, greeting, self.poller, self._receiver)
         self._attend_to(connection)
@@ -294,7 +296,7 @@ class Router:
     def _attend_to(self, connection: Incoming) -> None:
         connection.on_known, connection.on_end, connection.on_cut = self._introduce, self._forget, self._hear_no_more
         connection.is_shut_out, connection.answer = self._is_shut_out, self._answer
-        if isinstance(connection, network.NetworkIncoming):
+        if isinstance(connection, network_link.NetworkIncoming):
             connection.on_reversed = self.reversing.send_over
 
     def _introduce(self, connection: Incoming) -> None:
@@ -303,19 +305,19 @@ class Router:
         self.reversing.ask_soon(connection.peer)
         incarnation = self._places[connection.peer].incarnation
         if connection.incarnation > incarnation or self.outside:
-            waiting = self._lobby.of(connection.peer, connection.incarnation)
-            if waiting and network.goes_on(connection, waiting[0]):
-                self._lobby.replace(waiting[0], connection)
+            waiting = self._pending_peers.of(connection.peer, connection.incarnation)
+            if waiting and network_link.goes_on(connection, waiting[0]):
+                self._pending_peers.replace(waiting[0], connection)
                 return
             if len(waiting) >= CONNECTIONS:
                 raise ProtocolError("it opened one connection more while it waits to be let in")
-            self._lobby.add(connection, self._receiver)
+            self._pending_peers.add(connection, self._receiver)
             return
         known = self.incoming.setdefault(connection.peer, [])
         before = known[0] if known else self._cut_off.pop(connection.peer, None)
-        if before is not None and network.goes_on(connection, before):
+        if before is not None and network_link.goes_on(connection, before):
             self.incoming[connection.peer] = [connection]
-            self._lobby.replace(before, connection)
+            self._pending_peers.replace(before, connection)
             return
         if len(known) >= CONNECTIONS:
             raise ProtocolError(f"it opened a connection more than the {CONNECTIONS} that an agent may have to another")
@@ -337,26 +339,26 @@ class Router:
     def _forget(self, connection: Incoming) -> None:
         if self.acceptor.has_ended(connection):
             return
-        if self._lobby.remove(connection):
+        if self._pending_peers.remove(connection):
             return
         if connection in self.incoming.get(connection.peer, ()):
             self.incoming[connection.peer].remove(connection)
 
     # Those who enter
 
-    def wait_outside(self) -> None:
+    def begin_pending(self) -> None:
         """This agent waits to enter. What others send is kept until then."""
         self.outside = True
 
-    def stop_waiting(self) -> None:
+    def end_pending(self) -> None:
         """It has entered; :meth:`admit` whom it is with."""
         self.outside = False
 
     def waits(self, rank: int, incarnation: int) -> bool:
         """An agent is connected, and waits to be let in."""
-        return bool(self._lobby.of(rank, incarnation))
+        return bool(self._pending_peers.of(rank, incarnation))
 
-    def admit(self, place: Place, endpoint: Endpoint) -> None:
+    def admit(self, place: PeerId, endpoint: Endpoint) -> None:
         """An agent has entered, and this is where it is. What it has said so far follows with :meth:`open_lobby`."""
         rank = place.rank
         if self._places[rank] != place:
@@ -366,16 +368,16 @@ class Router:
             self.acceptor.expect_one_more(endpoint.host)
         self._shut_out.discard(rank)
         self._places[rank], self._endpoints[rank] = place, endpoint
-        self._kinds[rank] = choose(self.place, [place], self._forced)[0]
+        self._kinds[rank] = choose_transports(self.place, [place], self._forced)[0]
         if rank not in self._processes:
             self._watch(place)
-        for connection in self._lobby.of(rank, place.incarnation):
-            self._lobby.let_in(connection)
+        for connection in self._pending_peers.of(rank, place.incarnation):
+            self._pending_peers.admit(connection)
             self.incoming.setdefault(rank, []).append(connection)
 
-    def open_lobby(self) -> None:
+    def admit_pending(self) -> None:
         """Hear what those have said who were let in. For the thread that drives."""
-        self._lobby.open(self._receiver)
+        self._pending_peers.open(self._receiver)
 
     @property
     def endpoints(self) -> list[Endpoint]:
@@ -467,12 +469,12 @@ class Router:
 
     def _connections(self) -> Iterable[Incoming]:
         yield from self.acceptor.unauthenticated
-        yield from self._lobby
+        yield from self._pending_peers
         for connections in self.incoming.values():
             yield from connections
 
     def close(self) -> None:
-        inquiries.here.leave(self)
+        status_socket.here.leave(self)
         for link in list(self.links.values()):
             link.close()
         for connection in list(self._connections()):
@@ -483,7 +485,7 @@ class Router:
         self.inbox.close()
         self.incoming, self._again, self._cut_off = {}, {}, {}
         self.links.clear()
-        self._lobby = Lobby()
+        self._pending_peers = PendingPeers()
 
     def descriptors(self) -> list[int]:
         """Every descriptor that a forked child must close, or this agent's end would not be noticed."""

@@ -11,7 +11,7 @@ pair (memory and copies grow with the degree); ``process_vm_readv`` (needs ptrac
 
 The sockets are SOCK_SEQPACKET: a packet is whole or absent, also when its sender is killed, and descriptors of new
 memory files travel with it. Nothing of them stays in the file system. The kernel tells the peer's uid, and another
-user's connection is closed unheard, where it can be made at all (``doors.py``).
+user's connection is closed unheard, where it can be made at all (``listeners.py``).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import errno
 import os
 import socket
 
-from . import inquiries
+from . import status_socket
 from .handshake import Accepting, Connecting
 from .link import Published, Receiver
-from .memory import PeerMemory
+from .message_auth import ChecksumSeal
 from .poller import Poller
-from .resuming import CutOff
-from .sealing import Checksum
+from .retransmit import ConnectionCut
+from .shared_regions import PeerMemory
 from .sockets import Incoming, Outgoing
 from .wire import (
     LOCKABLE,
@@ -55,7 +55,7 @@ class SharedMemoryLink(Outgoing):
 
     transport = "shared memory"
 
-    seal_of = staticmethod(lambda _key: Checksum())
+    seal_of = staticmethod(lambda _key: ChecksumSeal())
 
     def __init__(
         self, sock: socket.socket, peer: int, greeting: Connecting, poller: Poller, receiver: Receiver
@@ -135,7 +135,7 @@ class SharedMemoryLink(Outgoing):
 class SharedMemoryIncoming(Incoming):
     """From a process of the same machine."""
 
-    seal_of = staticmethod(lambda _key: Checksum())
+    seal_of = staticmethod(lambda _key: ChecksumSeal())
 
     def __init__(self, sock: socket.socket, greeting: Accepting, poller: Poller, receiver: Receiver) -> None:
         super().__init__(sock, greeting, poller, receiver)
@@ -143,12 +143,12 @@ class SharedMemoryIncoming(Incoming):
         self._buffer = bytearray(PACKET_BYTES + 8192)
 
     def _hear_question(self, heard: bytes) -> None:
-        if heard != inquiries.QUESTION:
+        if heard != status_socket.QUESTION:
             return
         with contextlib.suppress(BlockingIOError):  # who asks does not read
-            for packet in inquiries.here.answer():
+            for packet in status_socket.here.answer():
                 self.sock.send(packet)
-        raise CutOff("it has only asked")
+        raise ConnectionCut("it has only asked")
 
     def read(self) -> None:
         nbytes = len(self._buffer)

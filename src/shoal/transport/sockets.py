@@ -1,9 +1,9 @@
 """What the two kinds of socket connection share: who connects to whom, the handshake, and how an end shows.
 
 An :class:`Outgoing` connection only carries messages away; an :class:`Incoming` one only brings them. The sender of the
-messages opens the connection, or the receiver does where the sender cannot (``reversing.py``). Messages that are
-queued together make a packet, which is sealed when it is sent. One over a network is made again where it is cut
-(``resuming.py``). Subclasses say how packets and tensors become bytes on
+messages opens the connection, or the receiver does where the sender cannot (``reverse_connections.py``). Messages that
+are queued together make a packet, which is sealed when it is sent. One over a network is made again where it is cut
+(``retransmit.py``). Subclasses say how packets and tensors become bytes on
 their kind of socket. Everything is non-blocking and driven by the agent's poll loop.
 """
 
@@ -33,9 +33,9 @@ from .handshake import (
     Keys,
 )
 from .link import Published, Receiver
+from .message_auth import Seal
 from .poller import READ, WRITE, Poller
-from .resuming import CutOff, is_cut
-from .sealing import Seal
+from .retransmit import ConnectionCut, is_connection_cut
 from .wire import PACKET_BYTES, Message, ProtocolError, encode
 
 SAID = struct.Struct("<7sQi128s")
@@ -58,7 +58,7 @@ def hear(sock: socket.socket, nbytes: int) -> bytes:
     except BlockingIOError:
         return b""
     if not data:
-        raise CutOff("it closed the connection during the handshake")
+        raise ConnectionCut("it closed the connection during the handshake")
     return data
 
 
@@ -175,9 +175,9 @@ class Outgoing:
         if self.open:
             self._hear_last_words()
         if self.open:
-            may_pass = self.resumes and not self._left and is_cut(error)
+            may_pass = self.resumes and not self._left and is_connection_cut(error)
         else:  # one that was there before does not come into a flood: who does not answer then is gone
-            may_pass = is_cut(error) if self._cut_by else self._is_passing(error)
+            may_pass = is_connection_cut(error) if self._cut_by else self._is_passing(error)
         self.problem = error
         if may_pass and self.on_cut is not None:
             lasted = self.open and clock.monotonic() - self._since > SHORT_SECONDS
@@ -193,7 +193,7 @@ class Outgoing:
     def _is_passing(self, error: Exception) -> bool:
         """Of a connection that is not made yet: what also one that is flooded does. Where nobody listens, it is
         refused."""
-        return is_cut(error) or (isinstance(error, OSError) and error.errno == errno.ETIMEDOUT)
+        return is_connection_cut(error) or (isinstance(error, OSError) and error.errno == errno.ETIMEDOUT)
 
     def _greet(self) -> None:
         if self._awaits_count:
@@ -282,7 +282,7 @@ class Outgoing:
             return False
         self._heard += said
         if not said:
-            raise CutOff("its end of the connection closed")
+            raise ConnectionCut("its end of the connection closed")
         if len(self._heard) < size:
             return True
         word, count, lost, cause = SAID.unpack(self._goodbye.open(memoryview(self._heard)))
@@ -390,7 +390,7 @@ class Incoming:
             return
         except (OSError, ProtocolError, MemoryError, ValueError, OverflowError) as error:
             short = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-            if self.peer >= 0 and self.resumes and is_cut(error):
+            if self.peer >= 0 and self.resumes and is_connection_cut(error):
                 self.on_cut(self, str(error) or repr(error))
                 return
             if self.peer < 0 or not short:
@@ -416,13 +416,13 @@ class Incoming:
             raise
         if self._greeting.purpose == QUESTION:
             self.sock.send(self._greeting.welcome(self.answer(peer, self._greeting.incarnation)))
-            raise CutOff("it has only asked")
+            raise ConnectionCut("it has only asked")
         if self.is_shut_out(peer, self._greeting.incarnation):
             self.sock.send(self._greeting.welcome(SHUT_OUT))
-            raise CutOff("it counts as lost")  # and its end is no loss: another process may have its rank by now
+            raise ConnectionCut("it counts as lost")  # and its end is no loss: another process may have its rank by now
         if self._greeting.is_for_another_process:
             self.sock.send(self._greeting.welcome(REPLACED))
-            raise CutOff("it looks for a process that has ended")
+            raise ConnectionCut("it looks for a process that has ended")
         if self._greeting.purpose == REVERSED:
             self.on_reversed(self, peer, self._greeting)
             return
@@ -462,14 +462,14 @@ class Incoming:
         if self._said_goodbye:
             return
         self._said_goodbye = True
-        with contextlib.suppress(OSError, CutOff):  # it left first
+        with contextlib.suppress(OSError, ConnectionCut):  # it left first
             self._say(GOODBYE, lost=lost, cause=cause)
 
     def ask_to_connect(self) -> None:
         """Ask the peer to open a reversed connection, for what this agent has to send to it."""
         try:
             self._say(CONNECT)
-        except (OSError, CutOff) as error:
+        except (OSError, ConnectionCut) as error:
             self.on_cut(self, str(error))
 
     def _say(self, word: bytes, count: int = 0, lost: int = 0, cause: str = "") -> None:
@@ -479,7 +479,7 @@ class Incoming:
         except BlockingIOError:
             sent = 0
         if sent < len(said):
-            raise CutOff("it does not hear what is said to it")
+            raise ConnectionCut("it does not hear what is said to it")
 
     def fail(self, cause: str, certain: bool = False) -> None:
         """Close; the loss of an unauthenticated connection is nobody's loss. ``certain``: as for :class:`Outgoing`."""

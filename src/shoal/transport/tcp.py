@@ -29,7 +29,8 @@ def listen(address: str, ports: range = range(1)) -> socket.socket:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a job before do not matter
             sock.bind(name)
             sock.listen(1024)
-            # For the listener that is for agents (doors.py). After listen(): two agents would share a port otherwise.
+            # For the listener that is for agents (listeners.py). After listen(): two agents would share a port
+            # otherwise.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         except OSError as error:
             sock.close()

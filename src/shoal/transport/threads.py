@@ -11,10 +11,10 @@ from .link import Published, Receiver
 from .poller import Poller
 from .wire import Message, Payload
 
-_inboxes: weakref.WeakValueDictionary[str, Inbox] = weakref.WeakValueDictionary()
+_inboxes: weakref.WeakValueDictionary[str, ThreadInbox] = weakref.WeakValueDictionary()
 
 
-class Inbox:
+class ThreadInbox:
     """Where the threads of this process leave messages for one agent."""
 
     def __init__(self, rank: int, poller: Poller) -> None:
@@ -23,7 +23,7 @@ class Inbox:
         self._poller = poller
         self._lock = threading.Lock()
         self._messages: deque[tuple[int, Message | tuple[int, str]]] = deque()
-        self._writers: list[Inbox] = []
+        self._writers: list[ThreadInbox] = []
         self._closed = False
         self.last_word = -1, ""  # whom the owner had lost when it left, and the cause
         _inboxes[self.address] = self
@@ -37,7 +37,7 @@ class Inbox:
             self._poller.wake()
         return True
 
-    def expect(self, writer: Inbox) -> None:
+    def expect(self, writer: ThreadInbox) -> None:
         """Remember who writes here, to tell it when the owner leaves."""
         with self._lock:
             self._writers.append(writer)
@@ -65,7 +65,7 @@ class ThreadLink:
     transport = "threads"
     idle = True
 
-    def __init__(self, rank: int, own: Inbox, peer: int, address: str) -> None:
+    def __init__(self, rank: int, own: ThreadInbox, peer: int, address: str) -> None:
         self.peer = peer
         self._rank = rank
         self._own = own

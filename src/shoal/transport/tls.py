@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .protocol import ProtocolError
-from .resuming import CutOff
+from .retransmit import ConnectionCut
 
 AUTHORITY, REVOKED = "ca.crt", "revoked.crl"
 RECORD_BYTES = 1 << 15
@@ -118,7 +118,7 @@ class Encrypted:
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 return False
             except ssl.SSLEOFError:
-                raise CutOff("it closed the connection during TLS's handshake") from None
+                raise ConnectionCut("it closed the connection during TLS's handshake") from None
             except ssl.SSLCertVerificationError as error:
                 raise ProtocolError(f"its certificate is refused: {error.verify_message}") from None
             except ssl.SSLError as error:

@@ -1,6 +1,6 @@
 """What agents say to each other: the messages, and their form as bytes.
 
-A :class:`Message` is handed over as an object between threads and as bytes between processes. Nothing in it is
+A :class:`TracedMessage` is handed over as an object between threads and as bytes between processes. Nothing in it is
 executable and nothing is unpickled: fixed fields, a name, a shape, and raw numbers. :func:`decode` trusts nobody: a
 length, a code or an offset that cannot be is a :class:`ProtocolError`, which ends the connection and not the process.
 """

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from .between_machines import Gatherer, Teller
-from .inbox import Inbox
+from .launcher_link import StatusCollector, StatusSender
 from .run_state import RunState
 from .server import PageServer
+from .status_listener import StatusListener
 
 LOOK_SECONDS = 0.5
 """Between two looks at the processes of agents."""
 
 
-class Part(Protocol):
+class EventSource(Protocol):
     """What has a descriptor that can be read when it is to be called."""
 
     def fileno(self) -> int: ...
@@ -32,7 +32,7 @@ class Part(Protocol):
     def close(self) -> None: ...
 
 
-class Sink(Protocol):
+class ViewerSink(Protocol):
     """Where it goes: the state of the run, or another launcher."""
 
     def take(self, summary: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
-class Others:
+class JoiningLaunchers:
     """Other launchers of the job, for the one that shows it: those of other machines, and those that join.
 
     Attributes:
@@ -71,7 +71,7 @@ class Watch:
         OSError: There can be no socket on which agents are heard.
     """
 
-    def __init__(self, sink: Sink, agents: int) -> None:
+    def __init__(self, sink: ViewerSink, agents: int) -> None:
         self._sink = sink
         self._host = socket.gethostname()
         self._pids: dict[int, int] = {}
@@ -80,14 +80,14 @@ class Watch:
         self._parts = contextlib.ExitStack()
         self._over = False  # it has failed
         try:
-            inbox = Inbox(self._heard, 2 * agents + 16)
+            inbox = StatusListener(self._heard, 2 * agents + 16)
         except BaseException:
             self._close()
             raise
         self._add(inbox, inbox.read)
         self.path = inbox.path
 
-    def _add(self, part: Part, serve: Callable[[], None]) -> None:
+    def _add(self, part: EventSource, serve: Callable[[], None]) -> None:
         self._parts.callback(part.close)
         self._selector.register(part.fileno(), selectors.EVENT_READ, serve)
 
@@ -177,7 +177,7 @@ class Watch:
         return ""
 
 
-class Shown(Watch):
+class LocalViewer(Watch):
     """That of the launcher that shows the run.
 
     Args:
@@ -201,7 +201,7 @@ class Shown(Watch):
     ) -> None:
         self.state = RunState(size, title, begins)
         super().__init__(self.state, agents)
-        self._gatherer: Gatherer | None = None
+        self._gatherer: StatusCollector | None = None
         self._parts.callback(self._gather_no_more)
         try:
             self._server = PageServer(self.state.as_json, port)
@@ -210,13 +210,13 @@ class Shown(Watch):
             raise
         self._add(self._server, self._server.serve)
 
-    def gather(self, others: Others) -> None:
+    def gather(self, others: JoiningLaunchers) -> None:
         """Hear other launchers, in the place of those that were heard before. The listener is closed with this."""
         self._gather_no_more()
         if self._over:
             others.listener.close()
             return
-        self._gatherer = Gatherer(others.listener, others.secret, self.state, others.launchers + 4)
+        self._gatherer = StatusCollector(others.listener, others.secret, self.state, others.launchers + 4)
         self._selector.register(self._gatherer, selectors.EVENT_READ, self._gatherer.serve)
 
     def _gather_no_more(self) -> None:
@@ -252,7 +252,7 @@ class Shown(Watch):
         return self._server.address
 
 
-class Told(Watch):
+class RemoteViewer(Watch):
     """That of a launcher that tells the first one.
 
     Args:
@@ -260,7 +260,7 @@ class Told(Watch):
         agents: How many there are on this machine.
     """
 
-    def __init__(self, teller: Teller, agents: int) -> None:
+    def __init__(self, teller: StatusSender, agents: int) -> None:
         super().__init__(teller, agents)
         self._teller = teller
         self._add(teller, teller.serve)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from .said import NONSENSE, Number, Said
 from .series import BYTES, STEP_TIME, History
+from .status_message import NONSENSE, Number, StatusMessage
 
 SILENT_SECONDS = 2.0
 """After which an agent that says nothing is said to be silent."""
@@ -26,7 +26,7 @@ _PROCESS_STOPPED = ("T", "t")
 
 
 @dataclass
-class _Agent:
+class _AgentView:
     """What is known of one.
 
     Attributes:
@@ -40,8 +40,8 @@ class _Agent:
 
     incarnation: int = -1
     heard: float = 0.0
-    said: Said | None = None
-    known: Said | None = None
+    said: StatusMessage | None = None
+    known: StatusMessage | None = None
     process: str = ""
     pid: int = 0
     host: str = ""
@@ -64,7 +64,7 @@ class RunState:
         self._begins = size if begins is None else begins
         self._began = time.monotonic()
         self._attempt = 0
-        self._agents = {rank: _Agent() for rank in range(size)}
+        self._agents = {rank: _AgentView() for rank in range(size)}
         self._lost: set[int] = set()
         self._events: deque[tuple[float, str, str]] = deque(maxlen=MOST_EVENTS)
         self._history = History()
@@ -76,7 +76,7 @@ class RunState:
     def take(self, summary: dict[str, Any]) -> None:
         """An agent has said something. What is no summary is passed over."""
         try:
-            said = Said.of(summary, self._size)
+            said = StatusMessage.of(summary, self._size)
         except NONSENSE:
             return
         agent = self._agents[said.rank]
@@ -97,7 +97,7 @@ class RunState:
             self.note(f"rank {said.rank} has left", "")
         agent.said, agent.heard, agent.pid, agent.host = said, now, said.pid, said.host
 
-    def _take_work(self, agent: _Agent, said: Said, now: float) -> None:
+    def _take_work(self, agent: _AgentView, said: StatusMessage, now: float) -> None:
         work, before = said.work, agent.known
         assert work is not None
         if before is not None and before.work is not None:
@@ -120,7 +120,7 @@ class RunState:
         agent = self._agents.get(rank)
         if agent is not None:
             if pid != agent.pid and agent.ended:  # another has taken its place
-                self._agents[rank] = agent = _Agent()
+                self._agents[rank] = agent = _AgentView()
             agent.pid, agent.host, agent.process = pid, host, state
 
     def ended(self, rank: int, how: str, well: bool) -> None:
@@ -137,7 +137,7 @@ class RunState:
     def begin_again(self, attempt: int) -> None:
         """All agents are started anew."""
         self._attempt = attempt
-        self._agents = {rank: _Agent() for rank in range(self._size)}
+        self._agents = {rank: _AgentView() for rank in range(self._size)}
         self._lost.clear()
         self._history.begin_again()
         self.note(f"all agents begin again, for the {_nth(attempt + 1)} time", "bad")
@@ -197,7 +197,7 @@ class RunState:
             "events": list(self._events),
         }
 
-    def _agent(self, rank: int, agent: _Agent, received: float, total: int, now: float) -> dict[str, Any]:
+    def _agent(self, rank: int, agent: _AgentView, received: float, total: int, now: float) -> dict[str, Any]:
         work = agent.known.work if agent.known is not None else None
         state, words = self._state(rank, agent, now)
         speaks = work is not None and not agent.ended
@@ -218,7 +218,7 @@ class RunState:
             "received": total if work is not None else None,
         }
 
-    def _state(self, rank: int, agent: _Agent, now: float) -> tuple[str, str]:
+    def _state(self, rank: int, agent: _AgentView, now: float) -> tuple[str, str]:
         """In one word, and in a few more."""
         if agent.ended:
             return (FINISHED if agent.ended_well else LOST), agent.ended.partition(") ")[2] or agent.ended
@@ -244,7 +244,7 @@ class RunState:
         return COMPUTING, ""
 
 
-def _rates_of(agent: _Agent, now: float) -> Mapping[int, float]:
+def _rates_of(agent: _AgentView, now: float) -> Mapping[int, float]:
     """Bytes per second by destination: none of an agent that has ended or is silent."""
     return {} if agent.ended or now - agent.heard > SILENT_SECONDS else agent.rates
 

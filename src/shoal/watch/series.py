@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .said import Number
+from .status_message import Number
 
 MOST_POINTS = 240
 MOST_SERIES = 12

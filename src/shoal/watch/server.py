@@ -98,7 +98,7 @@ class PageServer:
         self._listener.setblocking(False)
         self._selector = selectors.EpollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._connections: list[_Connection] = []
+        self._connections: list[_BrowserConnection] = []
         self._news = False
         self._told = 0.0
 
@@ -149,11 +149,11 @@ class PageServer:
             if len(asking) >= MOST_ASKING:
                 self._end(asking[0])
             sock.setblocking(False)
-            connection = _Connection(sock)
+            connection = _BrowserConnection(sock)
             self._connections.append(connection)
             self._selector.register(sock, selectors.EVENT_READ, connection)
 
-    def _attend(self, one: _Connection, events: int) -> None:
+    def _attend(self, one: _BrowserConnection, events: int) -> None:
         try:
             if events & selectors.EVENT_READ and not one.hear():
                 self._end(one)
@@ -165,7 +165,7 @@ class PageServer:
         except OSError:
             self._end(one)
 
-    def _answer(self, one: _Connection) -> None:
+    def _answer(self, one: _BrowserConnection) -> None:
         path = path_of(one.request, self._token)
         one.answered = True
         if path is None:
@@ -194,7 +194,7 @@ class PageServer:
                 one.out += event
                 self._write(one)
 
-    def _write(self, one: _Connection) -> None:
+    def _write(self, one: _BrowserConnection) -> None:
         try:
             one.write()
         except OSError:
@@ -207,7 +207,7 @@ class PageServer:
         if self._selector.get_key(one.sock).events != wanted:
             self._selector.modify(one.sock, wanted, one)
 
-    def _end(self, one: _Connection) -> None:
+    def _end(self, one: _BrowserConnection) -> None:
         if one in self._connections:
             self._connections.remove(one)
             self._selector.unregister(one.sock)
@@ -234,7 +234,7 @@ class PageServer:
         self._listener.close()
 
 
-class _Connection:
+class _BrowserConnection:
     """One connection.
 
     Attributes:

@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from .._signals import deferred
 from ..engine.operation import Handle
-from ..interrupts import held
 from ..ops.handles import poll, wait
 from ..world.agent import current
-from .memory import SlotState
 from .registry import windows_of
 from .window import Weights, named, names, register, turn_off_associated_p, turn_on_associated_p
+from .window_memory import SlotState
 
 
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, timeout: float | None = None) -> bool:
@@ -30,7 +30,7 @@ def win_free(name: str | None = None) -> bool:
     windows = windows_of(current("win_free"))
     if name is not None:
         windows.get("win_free", name)
-    with held:
+    with deferred:
         return windows.free(name)
 
 

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable
 
 from .. import clock
-from ..interrupts import held
+from .._signals import deferred
 
 F_OFD_GETLK, F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhxxxxqqixxxx")
@@ -198,7 +198,7 @@ class ByteLocks:
                 clock.sleep(0)
                 continue
             check()
-            held.checkpoint()
+            deferred.checkpoint()
             now = clock.monotonic()
             if now > deadline:
                 raise Busy

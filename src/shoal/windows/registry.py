@@ -12,16 +12,16 @@ import networkx as nx
 import torch
 
 from .. import clock
-from ..engine.operation import Exchange, Handle, OnLoss, Operation, Send, Steps
+from .._signals import deferred
+from ..engine.operation import Exchange, FailurePolicy, Handle, Operation, Send, Steps
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost
-from ..interrupts import held
-from ..transport.memory import Segment
+from ..transport.shared_regions import Segment
 from ..transport.wire import DTYPES, Message
 from ..world.agent import Agent, bind
 from .locks import ByteLocks
-from .memory import Layout, WindowMemory
-from .part import PREFIX, WindowPart, channel_of, name_of
 from .requests import AGAIN, Requests
+from .window_memory import WindowLayout, WindowMemory
+from .window_part import PREFIX, WindowPart, channel_of, name_of
 from .worker import Worker
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ _here: weakref.WeakValueDictionary[tuple[str, str, int], WindowMemory] = weakref
 """The memories of this process, by the owner's inbox, the name and the number: for agents that are threads."""
 
 
-class _Wait(NamedTuple):
+class _CallWait(NamedTuple):
     """What a thread may have to wait for."""
 
     ranks: Callable[[], Sequence[int]]
@@ -41,7 +41,7 @@ class _Wait(NamedTuple):
     since: float
 
 
-class Call(Operation):
+class WindowCall(Operation):
     """A nonblocking call on a window, which this agent's worker makes."""
 
     __slots__ = ("_waiting_for", "_window")
@@ -75,9 +75,9 @@ class Windows:
         self._segments: dict[str, Segment] = {}
         self._worker: Worker | None = None
         self._closing = False
-        self._queue: dict[Call, Handle[Any]] = {}  # calls whose turn has not come, under the engine's lock
+        self._queue: dict[WindowCall, Handle[Any]] = {}  # calls whose turn has not come, under the engine's lock
         self._due = float("inf")  # no call of them is overdue before
-        self._waiting: dict[int, _Wait] = {}  # of threads of this agent
+        self._waiting: dict[int, _CallWait] = {}  # of threads of this agent
         self._lock = threading.Lock()
 
     def find(self, channel: str) -> WindowPart | None:
@@ -117,7 +117,7 @@ class Windows:
             return False
         static = self.agent.topology.without(self.engine.plan(f"~plan {PREFIX} {name}").gone)  # the same on all
         found = self.engine.arena.find(tensor) if tensor.is_contiguous() and tensor.is_cpu else None
-        layout = Layout(tuple(tensor.shape), tensor.dtype, static.mixing.source_ranks, found is None)
+        layout = WindowLayout(tuple(tensor.shape), tensor.dtype, static.mixing.source_ranks, found is None)
         segment = Segment(self.engine.arena.next_ident(), layout.nbytes)
         value = tensor.detach().reshape(-1).cpu()
         memory = WindowMemory(layout, segment.data, ByteLocks(segment.fd), None if found is None else value)
@@ -141,7 +141,7 @@ class Windows:
                 self._segments[name] = segment
                 for rank in peers:
                     for ident, fd, lockable in regions:
-                        self.engine.outbox.share(rank, ident, fd, lockable)
+                        self.engine.sender.share(rank, ident, fd, lockable)
             published = self.engine.publisher.publish(operation, torch.tensor(told))
             sends = [Send(rank, published, 0, len(told), (len(told),)) for rank in peers]
             arrived = yield Exchange(sends, peers, torch.int64, digest=static.digest)
@@ -152,7 +152,7 @@ class Windows:
 
         try:
             create = f"~create {PREFIX} {name}"
-            return self.engine.submit("win_create", create, steps, timeout, on_loss=OnLoss.GO_ON).wait()
+            return self.engine.submit("win_create", create, steps, timeout, on_loss=FailurePolicy.SKIP_MISSING).wait()
         except BaseException:
             if self._windows.get(name) is window:
                 self.free(name)
@@ -185,7 +185,7 @@ class Windows:
                 return
             sources = tuple(sorted(graph.predecessors(rank)))
             sources = tuple(source for source in sources if source != rank)
-            layout = Layout(mine.shape, mine.dtype, sources, ident == own_ident)
+            layout = WindowLayout(mine.shape, mine.dtype, sources, ident == own_ident)
             nbytes = mine.numel * mine.dtype.itemsize
             flat = own[own_offset : own_offset + nbytes].view(mine.dtype)
             window.map(rank, WindowMemory(layout, data, ByteLocks(fd), flat))
@@ -218,7 +218,7 @@ class Windows:
         with self._lock:
             if self._worker is None:
                 self._worker = Worker(f"shoal-{self.engine.rank}-windows")
-        call = Call(op, name, deadline, self._worker_waits_for)
+        call = WindowCall(op, name, deadline, self._worker_waits_for)
         handle: Handle[T] = Handle(self.engine, call)
         with self.engine.lock:
             self._queue[call] = handle
@@ -249,7 +249,7 @@ class Windows:
         me = threading.get_ident()
         before = self._waiting.get(me)
         since = clock.monotonic()
-        self._waiting[me] = _Wait(ranks, call, since)
+        self._waiting[me] = _CallWait(ranks, call, since)
         if call:
             self.engine.stalls.begins_to_wait(since)
         try:
@@ -326,7 +326,7 @@ class Windows:
 
 def windows_of(agent: Agent) -> Windows:
     """An agent's windows; it has none before the first call."""
-    with held, agent.engine.lock:
+    with deferred, agent.engine.lock:
         found = agent.engine.services.get(PREFIX)
         if not isinstance(found, Windows):
             found = Windows(agent)

@@ -16,18 +16,18 @@ import torch
 
 from .. import clock
 from ..engine.engine import Engine
-from ..engine.outbox import send_alone
+from ..engine.sender import send_alone
 from ..transport.wire import Kind, Message
 from .locks import Freed
-from .memory import MUTEX, OWN, How
-from .part import LOCK, UNLOCK, WindowPart, name_of
 from .switch_interval import short_switch_interval
+from .window_memory import MUTEX, OWN, WriteKind
+from .window_part import LOCK, UNLOCK, WindowPart, name_of
 
 AGAIN = 0.001
-_HOW = {how.value: how for how in How}
+_HOW = {how.value: how for how in WriteKind}
 
 
-class Owner(Protocol):
+class ServedWindows(Protocol):
     """What requests need of the windows of their agent."""
 
     @property
@@ -45,7 +45,7 @@ class Owner(Protocol):
 class Requests:
     """The requests of other agents, under the engine's lock."""
 
-    def __init__(self, owner: Owner, engine: Engine) -> None:
+    def __init__(self, owner: ServedWindows, engine: Engine) -> None:
         self._owner = owner
         self._engine = engine
         self._waiting: deque[tuple[int, Message]] = deque()
@@ -66,7 +66,7 @@ class Requests:
         """A short switch interval until the answers are on their way."""
         with short_switch_interval():
             yield
-            self._engine.outbox.flush()
+            self._engine.sender.flush()
 
     def _serve(self, source: int, message: Message) -> None:
         if message.op == UNLOCK:
@@ -127,11 +127,11 @@ class Requests:
             self._answer(source, message)
             return True
         how = _HOW.get(message.op)
-        neighbours = window.destinations if how is How.GET else window.sources
+        neighbours = window.destinations if how is WriteKind.GET else window.sources
         if how is None or source not in neighbours:
             self._refuse(source, message, f"has no edge for {message.op} from rank {source} in this window")
             return True
-        if how is How.GET:
+        if how is WriteKind.GET:
             return self._give(window, source, message)
         payload, layout = message.payload, window.memory.layout
         if payload is None or (payload.data.numel(), payload.data.dtype) != (layout.numel, layout.dtype):
@@ -154,7 +154,7 @@ class Requests:
 
     def _unlock(self, source: int, message: Message) -> None:
         """It is done with a mutex, or does not wait for it any more."""
-        self._engine.outbox.acknowledge(source, message)
+        self._engine.sender.acknowledge(source, message)
         key = source, message.name
         self._waiting = deque(one for one in self._waiting if (one[0], one[1].name) != key or one[1].op != LOCK)
         if self._holders.get(message.name) == source:
@@ -182,9 +182,9 @@ class Requests:
 
     def _answer(self, source: int, message: Message, tensor: torch.Tensor | None = None) -> None:
         engine = self._engine
-        engine.outbox.acknowledge(source, message)
+        engine.sender.acknowledge(source, message)
         reply = Message(Kind.DATA, message.op, message.name, message.round, message.stage + 1, digest=message.digest)
-        send_alone(engine.publisher, engine.outbox, source, reply, torch.empty(0) if tensor is None else tensor)
+        send_alone(engine.publisher, engine.sender, source, reply, torch.empty(0) if tensor is None else tensor)
 
     def _refuse_freed(self, source: int, message: Message, why: str) -> None:
         cause = self._owner.cause
@@ -197,4 +197,4 @@ class Requests:
     def _refuse(self, source: int, message: Message, why: str, lost: int | None = None) -> None:
         rank = self._engine.rank
         text = f"{message.op} {name_of(message.name)!r} on rank {source}: rank {rank} {why}"
-        self._engine.outbox.refuse(source, message, text, lost)
+        self._engine.sender.refuse(source, message, text, lost)

@@ -34,18 +34,18 @@ from typing import TypeVar
 import torch
 
 from .. import clock
+from .._signals import deferred
 from ..engine.operation import Handle
 from ..engine.profiling import span
-from ..engine.seconds import as_seconds
+from ..engine.timeouts import parse_timeout
 from ..errors import NotInitialized
-from ..interrupts import held
 from ..ops.arguments import as_ranks, channel_name, check_tensor, detached
 from ..transport.wire import DTYPES
 from ..world.agent import current
-from .memory import How, SlotState
-from .part import WindowPart, channel_of
 from .registry import Windows, windows_of
-from .weights import weight_of, weights_of
+from .window_memory import SlotState, WriteKind
+from .window_part import WindowPart, channel_of
+from .window_weights import weight_of, weights_of
 
 T = TypeVar("T")
 Weights = Mapping[int, float]
@@ -53,7 +53,7 @@ _NUMBERS = tuple(dtype for dtype in DTYPES if dtype != torch.bool)
 _calls = count()
 """Tells the calls of this process apart for who listens to their events."""
 # What the calls are called in errors and traces; the neighbours' side knows them by the same names.
-_PUT, _ACCUMULATE, _GET = How.PUT.value, How.ACCUMULATE.value, How.GET.value
+_PUT, _ACCUMULATE, _GET = WriteKind.PUT.value, WriteKind.ACCUMULATE.value, WriteKind.GET.value
 
 
 def create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, timeout: float | None = None) -> Window:
@@ -92,7 +92,7 @@ def register(op: str, tensor: torch.Tensor, name: str, zero_init: bool, timeout:
         raise ValueError(f"{op}: give the window a name")
     channel_name(op, name)
     windows = windows_of(agent)
-    made = _shown(windows, "win_create", name, lambda: windows.create(name, tensor, zero_init, timeout))
+    made = _describe_window(windows, "win_create", name, lambda: windows.create(name, tensor, zero_init, timeout))
     return named(name, op=op) if made else None
 
 
@@ -202,7 +202,7 @@ class Window:
 
         Neighbours that still write to it, or read from it, get :class:`~shoal.Mismatch`.
         """
-        with held:
+        with deferred:
             if not self._part.memory.freed:
                 self._windows.free(self.name)
 
@@ -228,8 +228,8 @@ class Window:
             dst_weights, require_mutex, timeout: See :class:`Window`.
         """
         deadline = self._deadline(timeout)
-        move = self._sending(_PUT, How.PUT, tensor, self_weight, dst_weights, require_mutex, deadline)
-        _shown(self._windows, _PUT, self._part.name, move)
+        move = self._sending(_PUT, WriteKind.PUT, tensor, self_weight, dst_weights, require_mutex, deadline)
+        _describe_window(self._windows, _PUT, self._part.name, move)
 
     def put_nonblocking(
         self,
@@ -242,7 +242,7 @@ class Window:
     ) -> Handle[bool]:
         """:meth:`put` without waiting. The tensor must not change until the handle is done."""
         deadline = self._deadline(timeout)
-        move = self._sending(_PUT, How.PUT, tensor, self_weight, dst_weights, require_mutex, deadline)
+        move = self._sending(_PUT, WriteKind.PUT, tensor, self_weight, dst_weights, require_mutex, deadline)
         return self._later(_PUT, move, deadline)
 
     def accumulate(
@@ -260,9 +260,9 @@ class Window:
         **With a ``self_weight`` the tensor that is passed is multiplied by it, in place, after it has been sent.**
         Arguments as for :meth:`put`.
         """
-        how, deadline = How.ACCUMULATE, self._deadline(timeout)
+        how, deadline = WriteKind.ACCUMULATE, self._deadline(timeout)
         move = self._sending(_ACCUMULATE, how, tensor, self_weight, dst_weights, require_mutex, deadline)
-        _shown(self._windows, _ACCUMULATE, self._part.name, move)
+        _describe_window(self._windows, _ACCUMULATE, self._part.name, move)
 
     def accumulate_nonblocking(
         self,
@@ -277,7 +277,7 @@ class Window:
 
         With a ``self_weight``, do not update or collect this window before that either.
         """
-        how, deadline = How.ACCUMULATE, self._deadline(timeout)
+        how, deadline = WriteKind.ACCUMULATE, self._deadline(timeout)
         move = self._sending(_ACCUMULATE, how, tensor, self_weight, dst_weights, require_mutex, deadline)
         return self._later(_ACCUMULATE, move, deadline)
 
@@ -293,7 +293,7 @@ class Window:
         Associated weights are not moved. Arguments: see :class:`Window`.
         """
         move = self._getting(src_weights, require_mutex, self._deadline(timeout))
-        _shown(self._windows, _GET, self._part.name, move)
+        _describe_window(self._windows, _GET, self._part.name, move)
 
     def get_nonblocking(
         self,
@@ -350,7 +350,7 @@ class Window:
             self_weight = weight_of(op, part, self_weight, "self_weight")
         emptied, deadline = sorted(weights) if reset else [], self._deadline(timeout)
         move = partial(part.update, self_weight, weights, emptied, clone, require_mutex, deadline, op)
-        return _shown(self._windows, op, part.name, move)
+        return _describe_window(self._windows, op, part.name, move)
 
     def collect(self, *, require_mutex: bool = False, timeout: float | None = None) -> torch.Tensor:
         """Add all slots to the registered tensor, in place, and empty them; nothing that arrives meanwhile is lost.
@@ -362,7 +362,7 @@ class Window:
         op, part = "win_update_then_collect", self._open("win_update_then_collect")
         ones, deadline = dict.fromkeys(part.sources, 1), self._deadline(timeout)
         move = partial(part.update, 1, ones, list(ones), False, require_mutex, deadline, op)
-        return _shown(self._windows, op, part.name, move)
+        return _describe_window(self._windows, op, part.name, move)
 
     @contextmanager
     def mutex(
@@ -394,12 +394,12 @@ class Window:
                     f"{op} {self.name!r} on rank {rank}: ranks {not_neighbours} are no neighbours in this window"
                 )
         with ExitStack() as taken:
-            with held:
+            with deferred:
                 taken.enter_context(part.mutex(wanted, self._deadline(timeout), op))
             try:
                 yield
             finally:
-                with held:
+                with deferred:
                     taken.close()
 
     # What has come
@@ -428,12 +428,12 @@ class Window:
 
     def _deadline(self, timeout: float | None) -> float:
         engine = self._windows.engine
-        return clock.monotonic() + (engine.timeout if timeout is None else as_seconds(timeout, engine.timeout))
+        return clock.monotonic() + (engine.timeout if timeout is None else parse_timeout(timeout, engine.timeout))
 
     def _sending(
         self,
         op: str,
-        how: How,
+        how: WriteKind,
         tensor: torch.Tensor | None,
         self_weight: float | None,
         dst_weights: Weights | Iterable[int] | None,
@@ -470,13 +470,13 @@ class Window:
 
     def _later(self, op: str, move: Callable[[], bool], deadline: float) -> Handle[bool]:
         windows, name = self._windows, self._part.name
-        with held:
-            return windows.start(op, name, partial(_shown, windows, op, name, move), deadline)
+        with deferred:
+            return windows.start(op, name, partial(_describe_window, windows, op, name, move), deadline)
 
 
-def _shown(windows: Windows, op: str, name: str, move: Callable[[], T]) -> T:
+def _describe_window(windows: Windows, op: str, name: str, move: Callable[[], T]) -> T:
     """Do it, and tell whoever listens to the agent's events when it began and how it ended."""
-    with held, span(op, name, "call"):
+    with deferred, span(op, name, "call"):
         events = windows.engine.events
         if not events.active:
             return move()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from .. import clock
-from ..interrupts import SLICE, held
+from .._signals import SLICE, deferred
 
 
 class Worker:
@@ -34,7 +34,7 @@ class Worker:
         """Take no more calls, and wait for those that there are; False if they are not done by the deadline, or a
         signal came meanwhile."""
         self._calls.put(None)
-        while self._thread.is_alive() and clock.monotonic() < deadline and not held.pending:
+        while self._thread.is_alive() and clock.monotonic() < deadline and not deferred.pending:
             self._thread.join(min(SLICE, max(0.0, deadline - clock.monotonic())))
         return not self._thread.is_alive()
 

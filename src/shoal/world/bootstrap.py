@@ -19,22 +19,22 @@ from typing import Any
 import networkx as nx
 
 from .. import clock
-from ..coordination.attach import PROCESS_GROUP, Wanted, carry, check_backend, check_transport
-from ..coordination.order import CAPACITY
+from .._signals import deferred
+from ..coordination.attach import PROCESS_GROUP, BackendOptions, attach_backend, check_backend, check_transport
+from ..coordination.ordering import CAPACITY
 from ..engine.engine import Engine
 from ..engine.operation import Operation, Steps
 from ..engine.stalls import STALL_AFTER
 from ..errors import Mismatch, NotInitialized, ShoalError
-from ..interrupts import held
 from ..transport.addresses import parse_ports, ports_of_environment
-from ..transport.place import Endpoint, Place
+from ..transport.peer_address import Endpoint, PeerId
 from ..transport.tls import certificates_of
 from .agent import Agent, AgentContext, Machines, agent_context, process_context
+from .bootstrap_barrier import DIRECTORY, AlreadyMet, gather_agents
 from .exit_notes import write_note
-from .identity import set_topology
-from .introductions import ENDPOINT, Introduced, add_to_directory, directory, introduce, numbered, with_absent
 from .launch import BEGIN_WITH, LAUNCHER, Launch, current, join_address
-from .meeting import DIRECTORY, AlreadyMet, convene
+from .peer_directory import ENDPOINT, PeerDirectory, add_to_directory, directory, introduce, numbered, with_absent
+from .queries import set_topology
 from .rendezvous import open_store
 from .replicas import among_counterparts, check_that_all_must_live
 from .script_end import failure
@@ -52,7 +52,7 @@ _abandoned: list[Engine] = []
 on_start: list[Callable[[Agent], None]] = []
 """Called with every new agent; how the timeline and others attach themselves."""
 on_stop: list[Callable[[Agent], None]] = []
-_ATTACHED = "shoal.monitor.attached"
+_ATTACHED = "shoal.monitor.observers"
 """What attaches itself so: a room above this one, which not everybody who imports this one has imported."""
 
 
@@ -121,7 +121,7 @@ def init(
         ValueError: A variable makes no sense.
     """
     import_module(_ATTACHED)
-    with held:
+    with deferred:
         _init(agent_context(), topology_fn, is_weighted, on_loss, process_group, mesh)
 
 
@@ -178,7 +178,7 @@ def leave(mine: AgentContext, farewell: str = "", died: bool = False) -> None:
     if agent is None:
         return
     agent.engine.check_may_close()
-    with held, contextlib.ExitStack() as last:  # all of them, whichever fails
+    with deferred, contextlib.ExitStack() as last:  # all of them, whichever fails
         _free(mine)
         for hook in reversed(on_stop):
             last.callback(hook, agent)
@@ -187,7 +187,7 @@ def leave(mine: AgentContext, farewell: str = "", died: bool = False) -> None:
 
 def default_timeout() -> float:
     """Seconds of ``SHOAL_TIMEOUT``."""
-    return _seconds("SHOAL_TIMEOUT", DEFAULT_TIMEOUT)
+    return _seconds_from_environment("SHOAL_TIMEOUT", DEFAULT_TIMEOUT)
 
 
 def _agents_per_machine(mine: AgentContext) -> int | None:
@@ -201,14 +201,14 @@ def _agents_per_machine(mine: AgentContext) -> int | None:
     return int(text)
 
 
-def _flag(variable: str) -> bool:
+def _flag_from_environment(variable: str) -> bool:
     text = os.environ.get(variable, "")
     if text not in ("", "0", "1"):
         raise ValueError(f"{variable}={text!r}: it must be 0 or 1")
     return text == "1"
 
 
-def _seconds(variable: str, default: float) -> float:
+def _seconds_from_environment(variable: str, default: float) -> float:
     text = os.environ.get(variable, "")
     try:
         seconds = float(text) if text else default
@@ -219,7 +219,7 @@ def _seconds(variable: str, default: float) -> float:
     return seconds
 
 
-def _one_of(variable: str, *values: str) -> str:
+def _choice_from_environment(variable: str, *values: str) -> str:
     """A variable's value; the first of these, if it is not set."""
     text = os.environ.get(variable, "") or values[0]
     if text not in values:
@@ -230,7 +230,7 @@ def _one_of(variable: str, *values: str) -> str:
 def _on_loss(given: str | None) -> str:
     if given is not None and given not in (RAISE, CONTINUE):
         raise ValueError(f"shoal.init(): on_loss={given!r}: it must be {RAISE!r} or {CONTINUE!r}")
-    return _one_of("SHOAL_ON_LOSS", RAISE, CONTINUE) if given is None else given
+    return _choice_from_environment("SHOAL_ON_LOSS", RAISE, CONTINUE) if given is None else given
 
 
 def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
@@ -242,20 +242,20 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
     check_transport(forced, "SHOAL_TRANSPORT")
     per_machine = _agents_per_machine(mine)
     deadline = clock.monotonic() + timeout
-    on_partition = _one_of("SHOAL_ON_PARTITION", CONTINUE, STOP)
-    finite, locally = _flag("SHOAL_CHECK_FINITE"), _flag("SHOAL_COMPRESS_LOCALLY")
-    on_devices = _flag("SHOAL_DEVICE_MEMORY")
+    on_partition = _choice_from_environment("SHOAL_ON_PARTITION", CONTINUE, STOP)
+    finite, locally = _flag_from_environment("SHOAL_CHECK_FINITE"), _flag_from_environment("SHOAL_COMPRESS_LOCALLY")
+    on_devices = _flag_from_environment("SHOAL_DEVICE_MEMORY")
     wanted = _process_group(mine, launch, forced)
     forced = "" if forced == PROCESS_GROUP else forced
-    drop_after = _seconds("SHOAL_DROP_AFTER", float("inf"))
-    stall_seconds = _seconds("SHOAL_STALL_SECONDS", STALL_AFTER)
+    drop_after = _seconds_from_environment("SHOAL_DROP_AFTER", float("inf"))
+    stall_seconds = _seconds_from_environment("SHOAL_STALL_SECONDS", STALL_AFTER)
     parse_ports(*ports_of_environment())
     certificates = certificates_of(launch.rank)
     check_that_all_must_live(launch, on_loss == CONTINUE, certificates is not None)
     _check_room(mine, launch, on_loss)
     launch, of_launcher = _numbered(mine, launch, on_loss, deadline)
     mine.engine = engine = Engine(launch.rank, launch.size, timeout, launch.incarnation)
-    engine.entry.be_patient(_seconds("SHOAL_ENTRY_TIMEOUT", ENTRY_TIMEOUT))
+    engine.rejoin.extend_timeout(_seconds_from_environment("SHOAL_ENTRY_TIMEOUT", ENTRY_TIMEOUT))
     engine.publisher.finite, engine.compresses_locally, engine.devices.wanted = finite, locally, on_devices
     engine.watchdog.drop_after, engine.stalls.after = drop_after, stall_seconds
     engine.router.certificates = certificates
@@ -274,26 +274,26 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
             if launch.begins < launch.size:
                 engine.begin_without(tuple(range(launch.begins, launch.size)))
             comes_back = launch.incarnation > 0 and not mine.has_met and bool(os.environ.get("SHOAL_SECRET"))
-            with convene(mine.store, launch, deadline, said, comes_back) as (meeting, found):
+            with gather_agents(mine.store, launch, deadline, said, comes_back) as (meeting, found):
                 _check_agreement(found, alike)
                 endpoint = _listen(engine, launch, forced, with_absent(found, launch.size))
                 met = introduce(meeting, launch, found, endpoint)
                 meeting.end()
-                engine.router.meet(met.endpoints, met.key, met.well_kept)
+                engine.router.meet(met.endpoints, met.key, met.is_private)
                 if wanted is not None:
-                    carry(engine, wanted)
+                    attach_backend(engine, wanted)
                 if mine is not process_context():  # the context of a fleet's agent is not older than its own thread
                     engine.deadlocks.bystanders.update(threading.enumerate())
                 engine.start()
                 agent = Agent(engine, _machines(met.places, per_machine, launch), launch)
-                _settle(agent, deadline)
+                _await_links(agent, deadline)
                 meeting.forget(ENDPOINT)
-                if on_loss == CONTINUE and met.well_kept and launch.store_is_served:
+                if on_loss == CONTINUE and met.is_private and launch.store_is_served:
                     meeting.store.set(DIRECTORY, met.written())
                 # Nobody goes on before the store is closed: its port may be wanted for init_process_group.
-            _settle(agent, deadline)
+            _await_links(agent, deadline)
         except AlreadyMet:
-            agent = _come_back(engine, launch, forced, per_machine, said, deadline, wanted)
+            agent = _rejoin(engine, launch, forced, per_machine, said, deadline, wanted)
     except BaseException:
         _free(mine)
         engine.close(clock.monotonic() + 1.0, died=True)
@@ -311,7 +311,7 @@ def _numbered(mine: AgentContext, launch: Launch, on_loss: str, deadline: float)
         return numbered(store, launch, deadline)
 
 
-def _process_group(mine: AgentContext, launch: Launch, forced: str) -> Wanted | None:
+def _process_group(mine: AgentContext, launch: Launch, forced: str) -> BackendOptions | None:
     """What is to move the tensors, if not links."""
     given = mine.process_group
     if (forced != PROCESS_GROUP and given is None) or launch.size == 1:
@@ -320,24 +320,24 @@ def _process_group(mine: AgentContext, launch: Launch, forced: str) -> Wanted | 
     if not text.isdecimal():
         raise ValueError(f"SHOAL_CACHE_CAPACITY={text!r}: it must be a number of entries, or 0 for no cache")
     backend = check_backend(os.environ.get("SHOAL_PROCESS_GROUP", "") or "gloo", given, launch.size, launch.rank)
-    return Wanted(backend, int(text), given)
+    return BackendOptions(backend, int(text), given)
 
 
 def _listen(engine: Engine, launch: Launch, forced: str, found: list[dict[str, Any]]) -> Endpoint:
     interface, reached = os.environ.get("SHOAL_INTERFACE", ""), [one["reached"] for one in found]
-    places = [Place(**one["place"]) for one in found]
+    places = [PeerId(**one["place"]) for one in found]
     ports = parse_ports(*ports_of_environment())
     return engine.router.listen(places, forced, interface, launch.host or "", reached, ports)
 
 
-def _come_back(
+def _rejoin(
     engine: Engine,
     launch: Launch,
     forced: str,
     per_machine: int | None,
     said: dict[str, Any],
     deadline: float,
-    wanted: Wanted | None,
+    wanted: BackendOptions | None,
 ) -> Agent:
     """The others have met and go on: ask them to let this agent in."""
     with contextlib.closing(open_store(launch, deadline)) as store:
@@ -345,15 +345,15 @@ def _come_back(
         _check_agreement(met.said, said["alike"])
         met.said[launch.rank] = {**said, "reached": store.address}
         endpoint = _listen(engine, launch, forced, met.said)
-        met.heard[launch.rank] = {"endpoint": asdict(endpoint)}
+        met.reached_from[launch.rank] = {"endpoint": asdict(endpoint)}
         _check_reachable(engine, launch, met)
-        engine.router.meet(met.endpoints, met.key, met.well_kept)
+        engine.router.meet(met.endpoints, met.key, met.is_private)
         add_to_directory(store, launch, met)
     if wanted is not None:
-        carry(engine, wanted)
+        attach_backend(engine, wanted)
     engine.start()
     with engine.lock:
-        engine.entry.wait_outside()
+        engine.rejoin.begin_waiting()
     log.warning("rank %d comes later: until it loads its shoal.Checkpoint it exchanges with nobody", launch.rank)
     return Agent(engine, _machines(met.places, per_machine, launch), launch)
 
@@ -363,7 +363,7 @@ def _free(mine: AgentContext) -> None:
     _taken.pop(id(mine), None)
 
 
-def _settle(agent: Agent, deadline: float) -> None:
+def _await_links(agent: Agent, deadline: float) -> None:
     """Everybody is here. It also opens each agent's link to rank + 1, so that news of a death reaches all."""
     from ..engine.discovery import discover, submit_to_all
 
@@ -403,7 +403,7 @@ def _check_room(mine: AgentContext, launch: Launch, on_loss: str) -> None:
         )
 
 
-def _check_reachable(engine: Engine, launch: Launch, met: Introduced) -> None:
+def _check_reachable(engine: Engine, launch: Launch, met: PeerDirectory) -> None:
     """Refuse to wait for those that listen only for agents of their own machine and user."""
     known = [place.rank for place in met.places if place.known and place.rank != launch.rank]
     far = [rank for rank in known if engine.router.transport_to(rank) == "network" and not met.endpoints[rank].port]
@@ -416,7 +416,7 @@ def _check_reachable(engine: Engine, launch: Launch, met: Introduced) -> None:
         )
 
 
-def _machines(places: list[Place], per_machine: int | None, launch: Launch) -> Machines | None:
+def _machines(places: list[PeerId], per_machine: int | None, launch: Launch) -> Machines | None:
     if per_machine is not None:
         return Machines(tuple(rank // per_machine for rank in range(len(places))))
     if launch.begins < launch.size:

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from .. import clock
+from .._signals import deferred
 from ..coordination.attach import check_transport
-from ..engine.seconds import as_seconds
+from ..engine.timeouts import parse_timeout
 from ..errors import PeerLost
-from ..interrupts import held
 from ..topology._validate import check_size
 from .agent import AgentContext, enter_context
 from .bootstrap import init, leave
@@ -64,7 +64,7 @@ class Fleet:
         check_transport(transport, "transport")
         self.size = size
         self._per_machine = agents_per_machine
-        self._timeout = None if timeout is None else as_seconds(timeout, 0.0)
+        self._timeout = None if timeout is None else parse_timeout(timeout, 0.0)
         self._transport = transport
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
@@ -89,7 +89,7 @@ class Fleet:
         ]
         for one in contexts:
             one.timeout = self._timeout
-        return _Run(function, args, kwargs, contexts, store).results()
+        return _FleetRun(function, args, kwargs, contexts, store).results()
 
 
 def _launch(rank: int, size: int) -> Launch:
@@ -101,11 +101,11 @@ _UNRUN = (
     ("a coroutine function", inspect.iscoroutinefunction),
     ("an asynchronous generator function", inspect.isasyncgenfunction),
 )
-_around: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("shoal_fleet", default=None)
+_around: contextvars.ContextVar[_FleetRun | None] = contextvars.ContextVar("shoal_fleet", default=None)
 """The run of a fleet that the calling thread is an agent of."""
 
 
-class _Run:
+class _FleetRun:
     def __init__(
         self, function: Callable[..., Any], args: Any, kwargs: Any, contexts: list[AgentContext], store: ThreadStore
     ) -> None:
@@ -114,7 +114,7 @@ class _Run:
         self._store = store
         self._results: list[Any] = [None] * len(contexts)
         self._failure: BaseException | None = None
-        self._inside: set[_Run] = set()  # the runs that agents of this one have begun
+        self._inside: set[_FleetRun] = set()  # the runs that agents of this one have begun
         self._running = len(contexts)
         self._ended = threading.Event()  # all agents have ended, or one has failed
         self._lock = threading.Lock()
@@ -154,7 +154,7 @@ class _Run:
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
         """End all agents because one failed, or their caller (None)."""
-        with held, self._lock:
+        with deferred, self._lock:
             if self._failure is not None:
                 return
             self._failure = error

@@ -24,8 +24,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from .. import clock
+from .._signals import pause
 from ..errors import DeadlineExceeded, PeerLost
-from ..interrupts import pause
 from ..transport.addresses import interface_address, is_loopback, numeric, own_form, resolved, text_of
 from . import store_server
 from .launch import LOOPBACK, Launch, current, join_address
@@ -47,7 +47,7 @@ _TRY = "import sys; from shoal.world.rendezvous import try_client; try_client(in
 _HOSTED = "hosted"
 PREFIX = "shoal/"
 ROOM, CLAIMED = "room", "claimed"
-"""What the store of a launcher says, of no job, to those who may join it: see ``joining.py``."""
+"""What the store of a launcher says, of no job, to those who may join it: see ``elastic_join.py``."""
 
 
 def open_store(launch: Launch, deadline: float) -> Store:

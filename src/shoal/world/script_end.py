@@ -19,7 +19,7 @@ _MOST = 500
 
 
 @dataclass(frozen=True)
-class Failure:
+class ScriptFailure:
     """What ended a script other than normally.
 
     Attributes:
@@ -31,10 +31,10 @@ class Failure:
     is_peer_loss: bool
 
 
-_failures: list[Failure] = []
+_failures: list[ScriptFailure] = []
 
 
-def failure() -> Failure | None:
+def failure() -> ScriptFailure | None:
     """What ended the script of this process; None if it ended normally. For exit handlers."""
     if not _failures and sys.excepthook is not _excepthook and not hasattr(sys, "ps1"):
         # Another hook took the place of this one and did not call it. The interpreter keeps the exception, too; an
@@ -70,7 +70,7 @@ def _note(error: BaseException) -> None:
     kind = type(error).__name__
     lines = str(error).splitlines()
     text = f"its script ended with {kind}{': ' + lines[0] if lines else ''}"
-    _failures.append(Failure(text[:_MOST], is_peer_loss(error)))
+    _failures.append(ScriptFailure(text[:_MOST], is_peer_loss(error)))
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

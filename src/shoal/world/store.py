@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from .. import clock
+from .._signals import SLICE, deferred, pause, slices
 from ..errors import DeadlineExceeded, PeerLost, ShoalError
-from ..interrupts import SLICE, held, pause, slices
 from .store_server import ThreadedServer
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ class ThreadStore:
                 remaining = deadline - clock.monotonic()
                 if remaining <= 0:
                     raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in time")
-                held.checkpoint()
-                self._changed.wait(min(remaining, SLICE if held.here else threading.TIMEOUT_MAX))
+                deferred.checkpoint()
+                self._changed.wait(min(remaining, SLICE if deferred.here else threading.TIMEOUT_MAX))
 
     def has(self, key: str) -> bool:
         with self._changed:

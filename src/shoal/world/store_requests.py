@@ -16,7 +16,7 @@ LONGEST_KEY, LONGEST_VALUE, MOST_KEYS, LONGEST_REQUEST = 1 << 13, 1 << 23, 1 << 
 INT, LENGTH, WORD = struct.Struct("=q"), struct.Struct("=Q"), struct.Struct("=I")
 
 
-class Request(IntEnum):
+class StoreRequest(IntEnum):
     """The first byte of a request."""
 
     VALIDATE = 0
@@ -40,30 +40,30 @@ class Request(IntEnum):
     BARRIER = 18
 
 
-class Refused(Exception):
+class InvalidRequest(Exception):
     """A request that cannot be, or that exceeds a quota: its connection is closed."""
 
 
 _SHAPES = {
-    Request.VALIDATE: "w",
-    Request.SET: "sv",
-    Request.COMPARE_SET: "svv",
-    Request.GET: "s",
-    Request.ADD: "sn",
-    Request.CHECK: "S",
-    Request.WAIT: "S",
-    Request.NUM_KEYS: "",
-    Request.DELETE_KEY: "s",
-    Request.APPEND: "sv",
-    Request.MULTI_GET: "S",
-    Request.MULTI_SET: "P",
-    Request.CANCEL_WAIT: "",
-    Request.PING: "w",
-    Request.QUEUE_PUSH: "sv",
-    Request.QUEUE_POP: "s",
-    Request.QUEUE_LEN: "s",
-    Request.LIST_KEYS: "",
-    Request.BARRIER: "sn",
+    StoreRequest.VALIDATE: "w",
+    StoreRequest.SET: "sv",
+    StoreRequest.COMPARE_SET: "svv",
+    StoreRequest.GET: "s",
+    StoreRequest.ADD: "sn",
+    StoreRequest.CHECK: "S",
+    StoreRequest.WAIT: "S",
+    StoreRequest.NUM_KEYS: "",
+    StoreRequest.DELETE_KEY: "s",
+    StoreRequest.APPEND: "sv",
+    StoreRequest.MULTI_GET: "S",
+    StoreRequest.MULTI_SET: "P",
+    StoreRequest.CANCEL_WAIT: "",
+    StoreRequest.PING: "w",
+    StoreRequest.QUEUE_PUSH: "sv",
+    StoreRequest.QUEUE_POP: "s",
+    StoreRequest.QUEUE_LEN: "s",
+    StoreRequest.LIST_KEYS: "",
+    StoreRequest.BARRIER: "sn",
 }
 """Arguments: a string (s), value (v), number (n) or word (w), several strings (S), or pairs of string and value (P)."""
 _LIMITS = {"s": LONGEST_KEY, "v": LONGEST_VALUE}
@@ -87,16 +87,16 @@ def scan(data: bytearray) -> Iterator[int]:
         Refused: There is no such request, or it is longer than any may be.
     """
     if data[0] not in _SHAPES:
-        raise Refused
+        raise InvalidRequest
     end = 1
-    for shape in _SHAPES[Request(data[0])]:
+    for shape in _SHAPES[StoreRequest(data[0])]:
         fields: Iterable[str] = shape
         if shape in _REPEATED:
             while len(data) < end + LENGTH.size:
                 yield 0
             [count] = LENGTH.unpack_from(data, end)
             if count > MOST_KEYS:
-                raise Refused
+                raise InvalidRequest
             end += LENGTH.size
             fields = chain.from_iterable(repeat(_REPEATED[shape], count))
         for one in fields:
@@ -106,11 +106,11 @@ def scan(data: bytearray) -> Iterator[int]:
                     yield 0
                 [length] = LENGTH.unpack_from(data, end)
                 if length > _LIMITS[one]:
-                    raise Refused
+                    raise InvalidRequest
                 size = LENGTH.size + length
             end += size
             if end > LONGEST_REQUEST:
-                raise Refused
+                raise InvalidRequest
     while len(data) < end:
         yield 0
     yield end

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from .socket_owner import address_of, owner_of
-from .store_requests import INT, LENGTH, WORD, Arguments, Refused, Request, scan
+from .store_requests import INT, LENGTH, WORD, Arguments, InvalidRequest, StoreRequest, scan
 
 NEWEST_TORCH = (2, 13)
 """The newest version of torch whose requests are known to be all of :class:`Request`."""
@@ -67,7 +67,7 @@ class _Quota:
     def acquire(self, count: int) -> None:
         if self.limit is not None:
             if self.used + count > self.limit:
-                raise Refused
+                raise InvalidRequest
             if self.total is not None:
                 self.total.acquire(count)
         self.used += count
@@ -86,7 +86,7 @@ class _Value:
 
 
 @dataclass(eq=False)
-class _Connection:
+class _StoreConnection:
     sock: socket.socket
     quota: _Quota
     inbox: bytearray = field(default_factory=bytearray)
@@ -115,30 +115,30 @@ class StoreServer:
         self._sources: dict[object, _Quota] = {}
         self._values: dict[bytes, _Value] = {}
         self._queues: dict[bytes, deque[_Value]] = {}
-        self._waiting: dict[bytes, list[_Connection]] = {}
-        self._barriers: dict[bytes, list[_Connection]] = {}
-        self._connections: set[_Connection] = set()
+        self._waiting: dict[bytes, list[_StoreConnection]] = {}
+        self._barriers: dict[bytes, list[_StoreConnection]] = {}
+        self._connections: set[_StoreConnection] = set()
         self._is_full = self._has_ended = False
         self._selector = selectors.DefaultSelector()
-        self._handlers: dict[int, Callable[[_Connection, Arguments], None]] = {
-            Request.SET: self._set,
-            Request.COMPARE_SET: self._compare_set,
-            Request.GET: self._get,
-            Request.ADD: self._add,
-            Request.CHECK: self._check,
-            Request.WAIT: self._wait,
-            Request.NUM_KEYS: lambda one, _: self._send(one, INT.pack(len(self._values))),
-            Request.DELETE_KEY: self._delete,
-            Request.APPEND: self._append,
-            Request.MULTI_GET: self._multi_get,
-            Request.MULTI_SET: self._multi_set,
-            Request.CANCEL_WAIT: self._cancel_wait,
-            Request.PING: lambda one, arguments: self._send(one, arguments.word()),
-            Request.QUEUE_PUSH: self._queue_push,
-            Request.QUEUE_POP: self._queue_pop,
-            Request.QUEUE_LEN: self._queue_len,
-            Request.LIST_KEYS: self._list_keys,
-            Request.BARRIER: self._barrier,
+        self._handlers: dict[int, Callable[[_StoreConnection, Arguments], None]] = {
+            StoreRequest.SET: self._set,
+            StoreRequest.COMPARE_SET: self._compare_set,
+            StoreRequest.GET: self._get,
+            StoreRequest.ADD: self._add,
+            StoreRequest.CHECK: self._check,
+            StoreRequest.WAIT: self._wait,
+            StoreRequest.NUM_KEYS: lambda one, _: self._send(one, INT.pack(len(self._values))),
+            StoreRequest.DELETE_KEY: self._delete,
+            StoreRequest.APPEND: self._append,
+            StoreRequest.MULTI_GET: self._multi_get,
+            StoreRequest.MULTI_SET: self._multi_set,
+            StoreRequest.CANCEL_WAIT: self._cancel_wait,
+            StoreRequest.PING: lambda one, arguments: self._send(one, arguments.word()),
+            StoreRequest.QUEUE_PUSH: self._queue_push,
+            StoreRequest.QUEUE_POP: self._queue_pop,
+            StoreRequest.QUEUE_LEN: self._queue_len,
+            StoreRequest.LIST_KEYS: self._list_keys,
+            StoreRequest.BARRIER: self._barrier,
         }
         for key, data in values.items():
             self._put(_PREFIX + key.encode(), data, self._trusted)
@@ -202,10 +202,10 @@ class StoreServer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             quota = self._quota_of(sock)
             quota.acquire(CONNECTION_COST)
-        except (OSError, Refused):
+        except (OSError, InvalidRequest):
             sock.close()
             return
-        one = _Connection(sock, quota)
+        one = _StoreConnection(sock, quota)
         self._connections.add(one)
         self._selector.register(sock, selectors.EVENT_READ, one)
 
@@ -225,14 +225,14 @@ class StoreServer:
             self._sources[source] = _Quota(LOCAL_QUOTA if is_local else REMOTE_QUOTA, self._total)
         return self._sources[source]
 
-    def _close(self, one: _Connection) -> None:
+    def _close(self, one: _StoreConnection) -> None:
         self._connections.discard(one)
         self._stop_waiting(one)
         self._selector.unregister(one.sock)
         one.sock.close()
         one.quota.release(CONNECTION_COST + len(one.inbox) + one.unsent)
 
-    def _serve(self, one: _Connection, mask: int) -> None:
+    def _serve(self, one: _StoreConnection, mask: int) -> None:
         try:
             if mask & selectors.EVENT_WRITE:
                 self._flush(one)
@@ -242,15 +242,15 @@ class StoreServer:
         except Exception:  # whatever a client sends, the others must be served: refused, gone, or too much for memory
             self._close(one)
 
-    def _read(self, one: _Connection) -> None:
+    def _read(self, one: _StoreConnection) -> None:
         with contextlib.suppress(BlockingIOError):
             data = one.sock.recv(_CHUNK)
             if not data:
-                raise Refused
+                raise InvalidRequest
             one.quota.acquire(len(data))
             one.inbox += data
 
-    def _answer(self, one: _Connection) -> None:
+    def _answer(self, one: _StoreConnection) -> None:
         """Answer all requests that are complete, while the client takes the answers."""
         while one.inbox and one.unsent <= _MOST_WAITING:
             one.scan = one.scan or scan(one.inbox)
@@ -267,20 +267,20 @@ class StoreServer:
             one.quota.release(size)
         self._flush(one)
 
-    def _validate(self, one: _Connection, request: int, arguments: Arguments) -> None:
+    def _validate(self, one: _StoreConnection, request: int, arguments: Arguments) -> None:
         """The first request of torch's clients, and no other one."""
-        if one.is_valid or request != Request.VALIDATE or arguments.word() != WORD.pack(_MAGIC):
-            raise Refused
+        if one.is_valid or request != StoreRequest.VALIDATE or arguments.word() != WORD.pack(_MAGIC):
+            raise InvalidRequest
         one.is_valid = True
 
-    def _send(self, one: _Connection, *parts: bytes) -> None:
+    def _send(self, one: _StoreConnection, *parts: bytes) -> None:
         for part in parts:
             if part:
                 one.quota.acquire(len(part) + PART_COST)
                 one.unsent += len(part) + PART_COST
                 one.outbox.append(memoryview(part))
 
-    def _flush(self, one: _Connection) -> None:
+    def _flush(self, one: _StoreConnection) -> None:
         with contextlib.suppress(BlockingIOError):
             while one.outbox:
                 part = one.outbox[0]
@@ -299,12 +299,12 @@ class StoreServer:
             one.events = events
             self._selector.modify(one.sock, events, one)
 
-    def _reply_later(self, one: _Connection, *parts: bytes) -> None:
+    def _reply_later(self, one: _StoreConnection, *parts: bytes) -> None:
         """Answer a client whose request came earlier, while the request of another one is served."""
         try:
             self._send(one, *parts)
             self._flush(one)
-        except (Refused, OSError):
+        except (InvalidRequest, OSError):
             self._close(one)
 
     # Values
@@ -329,11 +329,11 @@ class StoreServer:
     def _has(self, key: bytes) -> bool:
         return key in self._values or bool(self._queues.get(key))
 
-    def _set(self, one: _Connection, arguments: Arguments) -> None:
+    def _set(self, one: _StoreConnection, arguments: Arguments) -> None:
         key, data = arguments.text(), arguments.text()
         self._put(key, data, one.quota)
 
-    def _compare_set(self, one: _Connection, arguments: Arguments) -> None:
+    def _compare_set(self, one: _StoreConnection, arguments: Arguments) -> None:
         key, expected, desired = arguments.text(), arguments.text(), arguments.text()
         if key not in self._values and expected:
             self._send_value(one, expected)
@@ -342,13 +342,13 @@ class StoreServer:
             self._put(key, desired, one.quota)
         self._send_value(one, self._value(key))
 
-    def _send_value(self, one: _Connection, data: bytes) -> None:
+    def _send_value(self, one: _StoreConnection, data: bytes) -> None:
         self._send(one, LENGTH.pack(len(data)), data)
 
-    def _get(self, one: _Connection, arguments: Arguments) -> None:
+    def _get(self, one: _StoreConnection, arguments: Arguments) -> None:
         self._send_value(one, self._value(arguments.text()))
 
-    def _add(self, one: _Connection, arguments: Arguments) -> None:
+    def _add(self, one: _StoreConnection, arguments: Arguments) -> None:
         key, amount = arguments.text(), arguments.number()
         count = self._count(key, amount)
         self._put(key, str(count).encode(), one.quota)
@@ -360,35 +360,35 @@ class StoreServer:
             count = int(self._value(key) or b"0") + amount
             INT.pack(count)
         except (ValueError, struct.error):
-            raise Refused from None
+            raise InvalidRequest from None
         return count
 
-    def _check(self, one: _Connection, arguments: Arguments) -> None:
+    def _check(self, one: _StoreConnection, arguments: Arguments) -> None:
         self._send(one, _READY if all(map(self._has, arguments.texts())) else _NOT_READY)
 
-    def _delete(self, one: _Connection, arguments: Arguments) -> None:
+    def _delete(self, one: _StoreConnection, arguments: Arguments) -> None:
         self._send(one, INT.pack(self._forget(arguments.text())))
 
-    def _append(self, one: _Connection, arguments: Arguments) -> None:
+    def _append(self, one: _StoreConnection, arguments: Arguments) -> None:
         key, data = arguments.text(), arguments.text()
         self._put(key, self._value(key) + data, one.quota)
 
-    def _multi_get(self, one: _Connection, arguments: Arguments) -> None:
+    def _multi_get(self, one: _StoreConnection, arguments: Arguments) -> None:
         for key in arguments.texts():
             self._send_value(one, self._value(key))
 
-    def _multi_set(self, one: _Connection, arguments: Arguments) -> None:
+    def _multi_set(self, one: _StoreConnection, arguments: Arguments) -> None:
         for key, data in [(arguments.text(), arguments.text()) for _ in range(arguments.count())]:
             self._put(key, data, one.quota)
 
-    def _list_keys(self, one: _Connection, arguments: Arguments) -> None:
+    def _list_keys(self, one: _StoreConnection, arguments: Arguments) -> None:
         self._send(one, INT.pack(len(self._values)))
         for key in self._values:
             self._send_value(one, key)
 
     # Waiting
 
-    def _wait(self, one: _Connection, arguments: Arguments) -> None:
+    def _wait(self, one: _StoreConnection, arguments: Arguments) -> None:
         missing = {key for key in arguments.texts() if not self._has(key)}
         if not missing:
             self._send(one, _STOP_WAITING)
@@ -400,17 +400,17 @@ class StoreServer:
         for key in missing:
             self._waiting.setdefault(key, []).append(one)
 
-    def _arrived(self, one: _Connection, key: bytes) -> None:
+    def _arrived(self, one: _StoreConnection, key: bytes) -> None:
         one.awaited.discard(key)
         if not one.awaited:
             self._stop_waiting(one)
             self._reply_later(one, _STOP_WAITING)
 
-    def _cancel_wait(self, one: _Connection, arguments: Arguments) -> None:
+    def _cancel_wait(self, one: _StoreConnection, arguments: Arguments) -> None:
         self._stop_waiting(one)
         self._send(one, _WAIT_CANCELED)
 
-    def _stop_waiting(self, one: _Connection) -> None:
+    def _stop_waiting(self, one: _StoreConnection) -> None:
         for key in one.awaited:
             self._leave(self._waiting, key, one)
         one.quota.release(one.awaited_cost)
@@ -420,14 +420,14 @@ class StoreServer:
             one.barrier = None
 
     @staticmethod
-    def _leave(table: dict[bytes, list[_Connection]], key: bytes, one: _Connection) -> None:
+    def _leave(table: dict[bytes, list[_StoreConnection]], key: bytes, one: _StoreConnection) -> None:
         others = [other for other in table.get(key, []) if other is not one]
         if others:
             table[key] = others
         else:
             table.pop(key, None)
 
-    def _barrier(self, one: _Connection, arguments: Arguments) -> None:
+    def _barrier(self, one: _StoreConnection, arguments: Arguments) -> None:
         """The value of the key is the number of arrivals."""
         key, size = arguments.text(), arguments.number()
         self._stop_waiting(one)
@@ -444,7 +444,7 @@ class StoreServer:
 
     # Queues
 
-    def _queue_push(self, one: _Connection, arguments: Arguments) -> None:
+    def _queue_push(self, one: _StoreConnection, arguments: Arguments) -> None:
         key, data = arguments.text(), arguments.text()
         cost = len(key) + len(data) + KEY_COST
         one.quota.acquire(cost)
@@ -455,7 +455,7 @@ class StoreServer:
             self._leave(self._waiting, key, first)
             self._arrived(first, key)
 
-    def _queue_pop(self, one: _Connection, arguments: Arguments) -> None:
+    def _queue_pop(self, one: _StoreConnection, arguments: Arguments) -> None:
         key = arguments.text()
         queue = self._queues.get(key)
         if not queue:
@@ -468,7 +468,7 @@ class StoreServer:
         self._send(one, INT.pack(1))
         self._send_value(one, first.data)
 
-    def _queue_len(self, one: _Connection, arguments: Arguments) -> None:
+    def _queue_len(self, one: _StoreConnection, arguments: Arguments) -> None:
         self._send(one, INT.pack(len(self._queues.get(arguments.text(), ()))))
 
 

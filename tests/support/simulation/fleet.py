@@ -11,10 +11,10 @@ from typing import Any
 
 import shoal.windows.worker  # noqa: F401 - all that is to be replaced has been imported
 from shoal import clock
+from shoal._signals import deferred
 from shoal.engine import engine as engines
-from shoal.interrupts import held
-from shoal.transport import doors, router, tcp
-from shoal.transport.place import Place
+from shoal.transport import listeners, router, tcp
+from shoal.transport.peer_address import PeerId
 from shoal.world import bootstrap
 from shoal.world.agent import AgentContext, enter_context
 from shoal.world.launch import Launch
@@ -43,8 +43,10 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
     world = Simulated(seed, weather)
     scheduler, network = world.scheduler, world.network
 
-    def here(rank: int, incarnation: int = 0) -> Place:
-        return Place(rank, f"host{rank}", f"boot{rank}", rank, 0, f"process{rank}.{incarnation}", rank + 1, incarnation)
+    def here(rank: int, incarnation: int = 0) -> PeerId:
+        return PeerId(
+            rank, f"host{rank}", f"boot{rank}", rank, 0, f"process{rank}.{incarnation}", rank + 1, incarnation
+        )
 
     replaced: list[tuple[Any, str, Any]] = []
 
@@ -67,16 +69,16 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
     put(clock, "sleep", scheduler.sleep)
     put(clock, "random_bytes", scheduler.chance.randbytes)
     put(clock, "uniform", scheduler.chance.uniform)
-    put(held, "_main", -1)
+    put(deferred, "_main", -1)
     put(engines, "Poller", lambda: Poller(network))
     put(router, "here", here)
     put(router, "address_for", lambda mine, *_: network.address(mine.rank))
-    put(doors, "listen_for", lambda *_: None)
-    put(doors, "listen_privately", lambda: None)
+    put(listeners, "listen_for", lambda *_: None)
+    put(listeners, "listen_privately", lambda: None)
     put(tcp, "listen", network.listen)
     put(tcp, "start_connecting", network.start_connecting)
     put(tcp, "unconnected", network.unconnected)
-    put(sys.modules["shoal.transport.network"], "tune", lambda sock: None)
+    put(sys.modules["shoal.transport.network_link"], "tune", lambda sock: None)
     try:
         yield world
     finally:

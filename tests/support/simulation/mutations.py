@@ -11,9 +11,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[3] / "src"
 MUTATIONS = (
-    ("resuming", "transport/resuming.py", "        self._kept.extend(self._again)\n", ""),
-    ("resuming", "transport/resuming.py", "self._kept, self._again = deque(), self._kept", "self._kept = deque()"),
-    ("resuming", "transport/network.py", "before._chunk.at, before._chunk.rest = before._chunk.begin, 0", "pass"),
+    ("resuming", "transport/retransmit.py", "        self._kept.extend(self._again)\n", ""),
+    ("resuming", "transport/retransmit.py", "self._kept, self._again = deque(), self._kept", "self._kept = deque()"),
+    ("resuming", "transport/network_link.py", "before._chunk.at, before._chunk.rest = before._chunk.begin, 0", "pass"),
     ("matching", "engine/matching.py", "if message.round >= self._begun.get(message.name, 0):", "if False:"),
     ("matching", "engine/matching.py", "if stage is None or message.stage > stage.number:", "if stage is None:"),
     ("matching", "engine/matching.py", "early = self._early.pop(key, None)", "early = self._early.get(key)"),
@@ -26,7 +26,7 @@ MUTATIONS = (
     ("agreement", "engine/agreement.py", "elif _all_have(operation, reports):", "elif False:"),
     ("agreement", "engine/agreement.py", "if min(keepers, default=-1) == self._rank:", "if False:"),
     ("failures", "engine/failures.py", "return self._after_those_before(said)", "return said"),
-    ("outbox", "engine/outbox.py", "        del self._unacknowledged[token]\n", ""),
+    ("outbox", "engine/sender.py", "        del self._unacknowledged[token]\n", ""),
 )
 """What part, which file, what is replaced by what: once."""
 

@@ -130,7 +130,7 @@ class Socket:
             self.network.listeners.pop(self.name, None)
         peer, self.peer = self.peer, None
         if peer is not None:
-            self.network.hang_up(self, peer, bool(self.unread))
+            self.network.disconnect(self, peer, bool(self.unread))
 
     # What the network does
 
@@ -252,7 +252,7 @@ class Network:
             at += size
             self.scheduler.at(self._when(source, to), lambda piece=piece: to.arrive(piece))  # type: ignore[misc]
 
-    def hang_up(self, source: Socket, to: Socket, reset: bool) -> None:
+    def disconnect(self, source: Socket, to: Socket, reset: bool) -> None:
         self.scheduler.at(self._when(source, to), lambda: to.end(reset))
 
         def gone() -> None:  # what it sends from now on is answered by a reset

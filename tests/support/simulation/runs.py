@@ -217,14 +217,14 @@ def run(scenario: Scenario) -> Report:
 
 def _left(rank: int, engine: Any) -> list[str]:
     """What is there though nothing goes on."""
-    matcher, outbox = engine.matcher, engine.outbox
+    matcher, sender = engine.matcher, engine.sender
     found = {
         "operations": matcher.in_flight(),
         "early messages": matcher._early,
         "questions": matcher._asks,
-        "unanswered messages": outbox._unacknowledged,
+        "unanswered messages": sender._unacknowledged,
         "tombstones": matcher._tombstones,
-        "results": engine.keeping.results,
+        "results": engine.result_cache.results,
     }
     return [f"rank {rank} has {what} left: {one}" for what, one in found.items() if one]
 

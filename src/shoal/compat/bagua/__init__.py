@@ -15,10 +15,10 @@ import torch
 
 from ...ops.objects import broadcast_optimizer_state, broadcast_parameters
 from ...world.bootstrap import init
-from ...world.identity import local_rank as get_local_rank
-from ...world.identity import local_size as get_local_size
-from ...world.identity import rank as get_rank
-from ...world.identity import size as get_world_size
+from ...world.queries import local_rank as get_local_rank
+from ...world.queries import local_size as get_local_size
+from ...world.queries import rank as get_rank
+from ...world.queries import size as get_world_size
 from . import algorithms as algorithms
 from .algorithms.base import Algorithm
 from .stepping import Stepping

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...ops.handles import poll
 from ...world.bootstrap import shutdown
-from ...world.identity import is_homogeneous, is_initialized, local_rank, local_size, rank, size
+from ...world.queries import is_homogeneous, is_initialized, local_rank, local_size, rank, size
 from .agents import (
     ccl_built,
     cross_rank,
@@ -25,8 +25,7 @@ from .agents import (
     nccl_built,
     rocm_built,
 )
-from .batch_norm import SyncBatchNorm
-from .begun import (
+from .async_ops import (
     allgather_async,
     allreduce_async,
     allreduce_async_,
@@ -41,6 +40,7 @@ from .begun import (
     sparse_allreduce_async,
     synchronize,
 )
+from .batch_norm import SyncBatchNorm
 from .differentiable import (
     allgather,
     allreduce,
@@ -55,12 +55,12 @@ from .differentiable import (
     grouped_reducescatter,
     reducescatter,
 )
-from .joining import join
 from .optimizers import DistributedOptimizer
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from .reductions import Adasum, Average, Compression, HorovodInternalError, Max, Min, Product, ReduceOp, Sum
+from .reduce_options import Adasum, Average, Compression, HorovodInternalError, Max, Min, Product, ReduceOp, Sum
 from .states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .timelines import start_timeline, stop_timeline
+from .uneven_inputs import join
 
 __all__ = [
     "Adasum",

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from ...world import bootstrap
 from ...world.agent import current
-from .joining import attach
 from .process_sets import ProcessSet, add_process_set
+from .uneven_inputs import attach
 
 
 def init(comm: None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -62,7 +62,7 @@ def mpi_built() -> bool:
 
 def gloo_enabled() -> bool:
     """Whether this agent's tensors are moved by Gloo (``SHOAL_TRANSPORT=process-group``)."""
-    return current("gloo_enabled").engine.carrier is not None
+    return current("gloo_enabled").engine.backend is not None
 
 
 def gloo_built() -> bool:

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...world.agent import agent_context
 from .differentiable import allreduce, grouped_allreduce
-from .reductions import Sum
+from .reduce_options import Sum
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -18,7 +18,7 @@ import torch
 from ...autograd import Linear, apply_linear, gradient_name
 from ...ops.collective import barrier as _barrier
 from ...world.agent import current
-from .begun import (
+from .async_ops import (
     Tensors,
     exchange,
     gather_many,
@@ -33,7 +33,7 @@ from .begun import (
     spread_one,
 )
 from .process_sets import ProcessSet, global_process_set, group_of
-from .reductions import Average, Compression, How, Sum, compressed, listed, meant
+from .reduce_options import Average, Compression, ScaledReduction, Sum, compressed, listed, parse_reduction
 
 
 def _through(tensors: Tensors, there: Linear, back: Linear) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def _through_compressed(tensors: Tensors, compression: Any, there: Linear, back:
     return [compression.decompress(one, ctx) for one, ctx in zip(found, contexts, strict=True)]
 
 
-def _linear(called: str, how: How) -> None:
+def _linear(called: str, how: ScaledReduction) -> None:
     if how.op not in (Average, Sum):
         raise ValueError(
             f"{called}: gradients go through hvd.Average and hvd.Sum, and not through {how.word}; give tensor.detach()"
@@ -80,7 +80,7 @@ def allreduce(
 
     The gradient is the all-reduce of the gradients with the same ``op`` and factors, of an average or a sum.
     """
-    how = meant("allreduce", average, op, prescale_factor, postscale_factor)
+    how = parse_reduction("allreduce", average, op, prescale_factor, postscale_factor)
 
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [reduce_one("allreduce", tensors[0], how, name, process_set).wait()]
@@ -102,7 +102,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """:func:`allreduce` in place, without gradients."""
-    how = meant("allreduce_", average, op, prescale_factor, postscale_factor)
+    how = parse_reduction("allreduce_", average, op, prescale_factor, postscale_factor)
     return reduce_in_place("allreduce_", tensor, how, name, process_set).wait()
 
 
@@ -118,7 +118,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """:func:`allreduce` of several tensors at once: those of a dtype are one message."""
     called = "grouped_allreduce"
-    how = meant(called, average, op, prescale_factor, postscale_factor)
+    how = parse_reduction(called, average, op, prescale_factor, postscale_factor)
 
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return reduce_many(called, tensors, how, name, process_set).wait()
@@ -140,7 +140,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """:func:`grouped_allreduce` in place, without gradients."""
-    how = meant("grouped_allreduce_", average, op, prescale_factor, postscale_factor)
+    how = parse_reduction("grouped_allreduce_", average, op, prescale_factor, postscale_factor)
     return reduce_many_in_place("grouped_allreduce_", tensors, how, name, process_set).wait()
 
 
@@ -179,7 +179,7 @@ def _own_parts(
     # An all-gather like the script's: agents in join() take part in it, with no rows.
     each = gather_one(called, mine, f"{gradient_name(name) or f'{called}.gradient'} (rows)", process_set).wait()
     before, rows = each[each[:, 0] < mine[0, 0], 1:].sum(0), mine[0, 1:]
-    means = reduce_many(called, gradients, How(Average), gradient_name(name), process_set).wait()
+    means = reduce_many(called, gradients, ScaledReduction(Average), gradient_name(name), process_set).wait()
     return [one.narrow(0, int(first), int(count)) for one, first, count in zip(means, before, rows, strict=True)]
 
 
@@ -195,7 +195,7 @@ def broadcast(
         return [spread_one("broadcast", tensors[0], root_rank, name, process_set).wait()]
 
     def back(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        mean = reduce_one("broadcast", gradients[0], How(Average), gradient_name(name), process_set).wait()
+        mean = reduce_one("broadcast", gradients[0], ScaledReduction(Average), gradient_name(name), process_set).wait()
         return [mean if current("broadcast").rank == root_rank else torch.zeros_like(mean)]
 
     return _through([tensor], there, back)[0]
@@ -273,7 +273,7 @@ def grouped_reducescatter(
 
 
 def _scattered(
-    called: str, tensors: Tensors, how: How, name: str | None, compression: Any, process_set: ProcessSet
+    called: str, tensors: Tensors, how: ScaledReduction, name: str | None, compression: Any, process_set: ProcessSet
 ) -> list[torch.Tensor]:
     def there(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [share_of(one, process_set) for one in reduce_many(called, tensors, how, name, process_set).wait()]

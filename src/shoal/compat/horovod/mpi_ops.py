@@ -2,7 +2,7 @@
 
 from ...ops.handles import poll
 from ...world.bootstrap import shutdown
-from ...world.identity import is_homogeneous, is_initialized, local_rank, local_size, rank, size
+from ...world.queries import is_homogeneous, is_initialized, local_rank, local_size, rank, size
 from .agents import (
     ccl_built,
     cross_rank,
@@ -18,7 +18,7 @@ from .agents import (
     nccl_built,
     rocm_built,
 )
-from .begun import (
+from .async_ops import (
     allgather_async,
     allreduce_async,
     allreduce_async_,
@@ -47,10 +47,10 @@ from .differentiable import (
     grouped_reducescatter,
     reducescatter,
 )
-from .joining import join
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from .reductions import Adasum, Average, HorovodInternalError, Max, Min, Product, Sum
+from .reduce_options import Adasum, Average, HorovodInternalError, Max, Min, Product, Sum
 from .timelines import start_timeline, stop_timeline
+from .uneven_inputs import join
 
 __all__ = [
     "Adasum",

@@ -10,9 +10,9 @@ import torch
 
 from ...optim.optimizer import DecentralizedOptimizer
 from ...topology._validate import check_size
-from .gradients import Gradients
+from .gradient_averaging import Gradients
 from .process_sets import ProcessSet, global_process_set
-from .reductions import Average, Compression, How, ReduceOp, Sum, meant
+from .reduce_options import Average, Compression, ReduceOp, ScaledReduction, Sum, parse_reduction
 
 _GRADIENTS = "_shoal_gradients"
 
@@ -23,7 +23,7 @@ class Distributed(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait for the averages, and put them in the gradients' place: to clip them, or to look at them, before
         ``step()``, which then has nothing to wait for."""
-        _of(self).synchronize()
+        _wrapped_class(self).synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -38,11 +38,11 @@ class Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next step on gradients leave after so many backward passes."""
-        _of(self).passes = check_size(passes, "backward_passes_per_step")
+        _wrapped_class(self).passes = check_size(passes, "backward_passes_per_step")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the class's own; not while the gradients are on their way."""
-        _of(self).begin_anew()
+        _wrapped_class(self).begin_anew()
         super().zero_grad(set_to_none)
 
     @property
@@ -50,7 +50,7 @@ class Distributed(torch.optim.Optimizer):
         # A GradScaler asks for this before it looks at the gradients: it has to see those that all agents have, or one
         # would leave out a step that the others take.
         if vars(self).get("_shoal_synchronizes", True):
-            _of(self).synchronize()
+            _wrapped_class(self).synchronize()
         return bool(vars(self).get("_step_supports_amp_scaling", False))
 
 
@@ -96,7 +96,7 @@ def DistributedOptimizer(
         raise ValueError(f"{called}: this optimizer is distributed already; give the one of torch")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(f"{called}: LBFGS searches along a line by one agent's own loss; take SGD or Adam")
-    how = meant(called, None, op)
+    how = parse_reduction(called, None, op)
     if how.op not in (Average, Sum):
         raise ValueError(
             f"{called}: op={ReduceOp(op).name}; gradients are averaged or added up: hvd.Average or hvd.Sum"
@@ -107,7 +107,7 @@ def DistributedOptimizer(
                 f"{called}: gradient_predivide_factor={gradient_predivide_factor!r}; it is a positive number, and goes "
                 "with op=hvd.Average"
             )
-        how = How(Average, 1 / gradient_predivide_factor, gradient_predivide_factor)
+        how = ScaledReduction(Average, 1 / gradient_predivide_factor, gradient_predivide_factor)
     if num_groups and groups is not None:
         raise ValueError(f"{called}: num_groups={num_groups!r} and groups say the same; leave num_groups out")
     if isinstance(groups, int) or num_groups:
@@ -160,14 +160,14 @@ def _named(
     return {param: name for param, name in found.items() if param in held}
 
 
-def _of(optimizer: torch.optim.Optimizer) -> Gradients:
+def _wrapped_class(optimizer: torch.optim.Optimizer) -> Gradients:
     found: Gradients = vars(optimizer)[_GRADIENTS]
     return found
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradients become averages: now, or each time that a closure has made them."""
-    gradients, synchronizes = _of(optimizer), vars(optimizer).get("_shoal_synchronizes", True)
+    gradients, synchronizes = _wrapped_class(optimizer), vars(optimizer).get("_shoal_synchronizes", True)
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None or not synchronizes:
         gradients.before_step(synchronizes)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...ops import objects, plain
+from ...ops import objects, safe_serialization
 from ...ops.arguments import Internal
 from ...ops.collective import gather_by_rank
 from ...ops.objects import Parameters
@@ -41,8 +41,8 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
     """
     group = group_of("allgather_object", process_set)
     try:
-        written = plain.write(obj)
+        written = safe_serialization.write(obj)
     except (TypeError, ValueError) as error:
         raise type(error)(f"allgather_object sends plain data and tensors, and {error}") from None
     found = gather_by_rank(written, Internal(f"horovod.allgather_object {name or ''}"), group=group)
-    return [plain.read(found[rank]) for rank in sorted(found)]
+    return [safe_serialization.read(found[rank]) for rank in sorted(found)]

@@ -11,9 +11,9 @@ from ..requirements import not_installed
 
 try:
     from .callbacks import ConsensusDistance as ConsensusDistance
+    from .decentralized_optimizers import Wrapper as Wrapper
     from .fabric import ShoalFabricStrategy as ShoalFabricStrategy
     from .strategy import ShoalStrategy as ShoalStrategy
-    from .wrapping import Wrapper as Wrapper
 except ModuleNotFoundError as error:
     raise not_installed(error, "lightning") from None
 

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from ...optim.mean_model import consensus_distance
-from ...world.identity import rank
-from .exchanges import gather_all
+from ...world.queries import rank
+from .collectives import gather_all
 
 
 class ConsensusDistance(Callback):

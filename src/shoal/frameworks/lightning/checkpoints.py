@@ -22,7 +22,7 @@ from ...ops.arguments import Internal
 from ...ops.collective import gather_by_rank
 from ...ops.objects import broadcast_object
 from ...optim.checkpoint import Checkpoint
-from ...world.identity import rank, size
+from ...world.queries import rank, size
 from ..random_state import RandomState
 
 log = logging.getLogger("shoal")
@@ -36,7 +36,7 @@ KEPT = 2
 """Where a file is written again and again (``last.ckpt``) the folder keeps the save before, until the file is there."""
 
 
-class Part:
+class StateHolder:
     """A state that is there already, or has been loaded."""
 
     def __init__(self, state: Any = None) -> None:
@@ -85,7 +85,9 @@ def save_own(
         "checkpoint": {key: checkpoint[key] for key in keys},
         "random": RandomState().state_dict(),
     }
-    _parts(Part(model), Part(rest), [Part(one) for one in optimizers]).save(folder_of(path), step, keep=KEPT)
+    _parts(StateHolder(model), StateHolder(rest), [StateHolder(one) for one in optimizers]).save(
+        folder_of(path), step, keep=KEPT
+    )
     plain = [{key: value for key, value in one.items() if key != "shoal"} for one in optimizers]
     said = {"agents": size(), "save": token, "step": step, "optimizers": len(optimizers)}
     return {**checkpoint, _OPTIMIZERS: plain, KEY: said}
@@ -107,7 +109,7 @@ def load_own(checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
     if not there:
         warn(f"there is no {folder}, so all agents begin at the mean model, and with the optimizer state of agent 0")
         return checkpoint
-    model, rest, optimizers = Part(), Part(), [Part() for _ in range(said["optimizers"])]
+    model, rest, optimizers = StateHolder(), StateHolder(), [StateHolder() for _ in range(said["optimizers"])]
     as_many = said["agents"] == size()
     if not as_many:
         warn(
@@ -147,7 +149,7 @@ def check_one_path(path: str | Path) -> None:
         )
 
 
-def _parts(model: Part, rest: Part, optimizers: list[Part]) -> Checkpoint:
+def _parts(model: StateHolder, rest: StateHolder, optimizers: list[StateHolder]) -> Checkpoint:
     named = {f"optimizer{number}": one for number, one in enumerate(optimizers)}
     return Checkpoint(model=model, rest=rest, **named)
 

@@ -20,17 +20,17 @@ from ...optim.mean_model import consensus
 from ...optim.optimizer import DecentralizedOptimizer
 from ...world.agent import current
 from ...world.bootstrap import init
-from ...world.identity import is_initialized, size
+from ...world.queries import is_initialized, size
 from ..random_state import RandomState
 from ..requirements import check_agent
-from . import exchanges
-from .checkpoints import KEPT, KEY, Part, check_one_path, folder_of, warn
+from . import collectives
+from .base_strategy import BaseStrategy
+from .checkpoints import KEPT, KEY, StateHolder, check_one_path, folder_of, warn
+from .decentralized_optimizers import Wrapper, one_peer_at_a_time
 from .environment import ShoalEnvironment
-from .together import Together
-from .wrapping import Wrapper, one_peer_at_a_time
 
 
-class ShoalFabricStrategy(Together, ParallelStrategy):
+class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
     """``Fabric(strategy=ShoalFabricStrategy(), accelerator="cpu", devices=1)``: each process is an agent with a model
     of its own, which averages with a neighbour in every optimizer step.
 
@@ -90,7 +90,7 @@ class ShoalFabricStrategy(Together, ParallelStrategy):
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean, sum, maximum, minimum or product over the agents; the same bits on all."""
-        return exchanges.reduced(tensor, reduce_op, group)
+        return collectives.reduced(tensor, reduce_op, group)
 
     # Checkpoints: the mean model's file, and a folder beside it with each agent's own state
 
@@ -104,8 +104,8 @@ class ShoalFabricStrategy(Together, ParallelStrategy):
         """All agents call it, between two steps. A ``filter`` is for the file."""
         check_one_path(path)
         token = broadcast_object(secrets.token_hex(8), 0, Internal("fabric.save"))
-        parts = {name: one if _is_stateful(one) else Part(one) for name, one in state.items()}
-        _checkpoint(parts, Part(token), RandomState()).save(folder_of(path), 0, keep=KEPT)
+        parts = {name: one if _is_stateful(one) else StateHolder(one) for name, one in state.items()}
+        _checkpoint(parts, StateHolder(token), RandomState()).save(folder_of(path), 0, keep=KEPT)
         with ExitStack() as means:
             for one in state.values():
                 if isinstance(one, torch.nn.Module):
@@ -133,8 +133,8 @@ class ShoalFabricStrategy(Together, ParallelStrategy):
         missing = [name for name in state if name not in file]
         if missing and strict:
             raise KeyError(f"{path} has no {missing[0]!r}; it has {', '.join(map(repr, file))}")
-        token, random = Part(), RandomState()
-        parts = {name: one if _is_stateful(one) else Part() for name, one in state.items() if name in file}
+        token, random = StateHolder(), RandomState()
+        parts = {name: one if _is_stateful(one) else StateHolder() for name, one in state.items() if name in file}
         as_many = said["agents"] == size()
         if not as_many:
             warn(f"{path} was saved by {said['agents']} agents, and there are {size()} now: all begin at their mean")
@@ -143,7 +143,7 @@ class ShoalFabricStrategy(Together, ParallelStrategy):
             raise ShoalError(f"{folder} is of another save than {path}. Take another checkpoint, or remove the folder")
         if as_many:
             random.restore()
-        state.update({name: one.state for name, one in parts.items() if isinstance(one, Part)})
+        state.update({name: one.state for name, one in parts.items() if isinstance(one, StateHolder)})
         return {name: value for name, value in file.items() if name not in state}
 
 
@@ -158,5 +158,5 @@ def _is_stateful(one: Any) -> bool:
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
-def _checkpoint(parts: dict[str, Any], token: Part, random: RandomState) -> Checkpoint:
+def _checkpoint(parts: dict[str, Any], token: StateHolder, random: RandomState) -> Checkpoint:
     return Checkpoint(**{f"state_{name}": one for name, one in parts.items()}, token=token, random=random)

@@ -6,7 +6,7 @@ import torch
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
-from .exchanges import gather_all
+from .collectives import gather_all
 
 
 def several() -> bool:

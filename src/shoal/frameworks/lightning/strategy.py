@@ -18,20 +18,20 @@ from ...ops.objects import broadcast_parameters
 from ...optim.optimizer import DecentralizedOptimizer
 from ...world.agent import current
 from ...world.bootstrap import init
-from ...world.identity import is_initialized, machine_size
+from ...world.queries import is_initialized, machine_size
 from ..random_state import RandomState
 from ..requirements import check_agent
-from . import checkpoints, exchanges, metrics, refusals
+from . import checkpoints, collectives, metrics, validation
+from .base_strategy import BaseStrategy
 from .callbacks import SameNumbers
+from .decentralized_optimizers import Wrapper, evaluate_first, one_peer_at_a_time
 from .environment import ShoalEnvironment
 from .mean import MeanModel
-from .together import Together
-from .wrapping import Wrapper, evaluate_first, one_peer_at_a_time
 
 T = TypeVar("T")
 
 
-class ShoalStrategy(Together, ParallelStrategy):
+class ShoalStrategy(BaseStrategy, ParallelStrategy):
     """Each process is an agent with a model of its own, which averages with a neighbour in every optimizer step.
 
     It makes this process an agent (:func:`shoal.init`), where it is none yet, and opens no process group. All agents
@@ -81,7 +81,7 @@ class ShoalStrategy(Together, ParallelStrategy):
 
     @num_nodes.setter
     def num_nodes(self, count: int) -> None:
-        refusals.check_nodes(count)
+        validation.check_nodes(count)
 
     @property
     def _layer_sync(self) -> Any:
@@ -89,7 +89,7 @@ class ShoalStrategy(Together, ParallelStrategy):
 
     @_layer_sync.setter
     def _layer_sync(self, sync: Any) -> None:
-        refusals.check_layer_sync(sync)
+        validation.check_layer_sync(sync)
 
     @property
     def precision_plugin(self) -> Any:
@@ -97,7 +97,7 @@ class ShoalStrategy(Together, ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        refusals.check_precision(plugin)
+        validation.check_precision(plugin)
         ParallelStrategy.precision_plugin.fset(self, plugin)
 
     @property
@@ -111,7 +111,7 @@ class ShoalStrategy(Together, ParallelStrategy):
         return self.lightning_module.trainer
 
     def setup_environment(self) -> None:
-        refusals.check_callbacks(self._trainer)
+        validation.check_callbacks(self._trainer)
         self._trainer.callbacks[:] = [one for one in self._trainer.callbacks if not isinstance(one, _Hooks)]
         self._trainer.callbacks.insert(0, _Hooks(self))
         self._mean, self._own_loaded, self._random = MeanModel(self.lightning_module), False, None
@@ -144,7 +144,7 @@ class ShoalStrategy(Together, ParallelStrategy):
         else:
             made = self._wrapper(optimizer, self.lightning_module)
         self._decentralized.append(made)
-        refusals.check_optimizer(made, trainer)
+        validation.check_optimizer(made, trainer)
         counts = trainer.accumulate_grad_batches != 1 or made.num_steps_per_communication > 1
         if counts or made.overlaps_backward:
             evaluate_first(made)
@@ -172,11 +172,11 @@ class ShoalStrategy(Together, ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean, sum, maximum, minimum or product over the agents; the same bits on all."""
-        return exchanges.reduced(tensor, reduce_op, group)
+        return collectives.reduced(tensor, reduce_op, group)
 
     def on_train_start(self) -> None:
         batches = torch.tensor(float(self._trainer.num_training_batches))
-        refusals.check_batches([int(one) if one.isfinite() else None for one in exchanges.gather_all(batches)])
+        validation.check_batches([int(one) if one.isfinite() else None for one in collectives.gather_all(batches)])
         if self._trainer.fit_loop.restarted_mid_epoch:
             self._restore_random()  # Lightning has begun to iterate, where a run that never stopped is in the middle
 

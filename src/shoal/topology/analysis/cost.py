@@ -17,7 +17,7 @@ import numpy as np
 from .._edges import Ranks
 from .._validate import check_size
 from ..schedule import AnyTopology
-from .span import Round, Span
+from .span import RoundMap, Span
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class _Counts:
     senders: int
 
 
-def _count(round: Round, local: int) -> _Counts:
+def _count(round: RoundMap, local: int) -> _Counts:
     others = round.edges.source != round.edges.destination
     source, destination = round.edges.source[others], round.edges.destination[others]
     if not len(source):

@@ -20,7 +20,7 @@ from .age import Age, age_of
 from .consensus import Rounds, check_error, default_start, length_of, rounds_of
 from .cost import Traffic
 from .reach import is_connected
-from .span import Round, Span, Vector
+from .span import RoundMap, Span, Vector
 from .spectrum import Estimate, gap_of, smallest_of
 from .symmetry import find_invariance
 
@@ -201,6 +201,6 @@ def _notes(found: Analysis, span: Span) -> Iterator[str]:
         yield f"Figures that depend on the rounds are from the first {len(span)}."
 
 
-def _averages_all(round: Round) -> bool:
+def _averages_all(round: RoundMap) -> bool:
     weight = round.edges.weight
     return len(weight) == round.size**2 and float(np.ptp(weight)) <= _BORDER

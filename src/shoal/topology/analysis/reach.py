@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .._edges import Ranks
 from .._neighbours import Neighbours
-from .span import Round, Span
+from .span import RoundMap, Span
 
 Bits: TypeAlias = NDArray[np.uint64]
 
@@ -61,7 +61,7 @@ def unpack(heard: Bits, sources: int) -> NDArray[np.uint8]:
     return np.unpackbits(heard.view(np.uint8), axis=1, count=sources, bitorder="little")
 
 
-def _pass_on(heard: Bits, round: Round) -> None:
+def _pass_on(heard: Bits, round: RoundMap) -> None:
     destination, source, _ = round.weighty
     if not len(source):
         return

@@ -41,7 +41,7 @@ LONGEST_PERIOD = 4096
 """Rounds looked at of one that repeats, at most."""
 
 
-class Round:
+class RoundMap:
     """One round of all agents, with the edges that carry a weight, as the linear map ``x -> W x``."""
 
     def __init__(self, size: int, edges: Edges) -> None:
@@ -128,7 +128,7 @@ class Span:
         self.size = self.schedule.size
         self.first = first
         wanted = rounds or self.schedule.period or SAMPLED_ROUNDS
-        self.rounds: list[Round] = []
+        self.rounds: list[RoundMap] = []
         held = 0
         for round in range(first, first + min(wanted, LONGEST_PERIOD)):
             if self.size**2 > EDGE_LIMIT:
@@ -138,21 +138,21 @@ class Span:
             held += len(edges.weight)
             if self.rounds and held > HELD_LIMIT:
                 break
-            self.rounds.append(Round(self.size, edges))
+            self.rounds.append(RoundMap(self.size, edges))
         self.whole = first == 0 and len(self.rounds) == self.schedule.period
 
     def __len__(self) -> int:
         return len(self.rounds)
 
-    def __getitem__(self, round: int) -> Round:
+    def __getitem__(self, round: int) -> RoundMap:
         """The round that is `round` after the first, also one beyond the span."""
         if self.whole:
             return self.rounds[round % len(self.rounds)]
         if round < len(self.rounds):
             return self.rounds[round]
-        return Round(self.size, self.schedule.edges(self.first + round))
+        return RoundMap(self.size, self.schedule.edges(self.first + round))
 
-    def __iter__(self) -> Iterator[Round]:
+    def __iter__(self) -> Iterator[RoundMap]:
         return iter(self.rounds)
 
     def head(self, rounds: int) -> Span:

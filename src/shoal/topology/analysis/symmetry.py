@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._edges import Edges, Ranks
-from .span import Round, Span
+from .span import RoundMap, Span
 
 _SAME = 1e-13
 """Weights that differ by less were computed in another order, and count as equal."""
@@ -65,22 +65,22 @@ def find_invariance(span: Span) -> Invariance | None:
     """A shape in which the agents of all rounds are alike; None if there is none."""
     if not all(_is_regular(round) for round in span):
         return None
-    rounds = [_Rows(round) for round in span]
+    rounds = [_SymmetricRows(round) for round in span]
     for shape in islice(_shapes(span.size, rounds), _CANDIDATES):
         if all(round.is_invariant(shape) for round in rounds):
             return Invariance(shape, span)
     return None
 
 
-def _is_regular(round: Round) -> bool:
+def _is_regular(round: RoundMap) -> bool:
     heard = np.bincount(round.weighty.destination, minlength=round.size)
     return bool((heard == heard[0]).all())
 
 
-class _Rows:
+class _SymmetricRows:
     """A round in which everybody hears equally many, as arrays [n, heard]."""
 
-    def __init__(self, round: Round) -> None:
+    def __init__(self, round: RoundMap) -> None:
         edges: Edges = round.weighty
         self.size = round.size
         self.source = edges.source.reshape(round.size, -1)
@@ -121,7 +121,7 @@ def _step(ranks: Ranks, stride: int, outer: int) -> Ranks:
     return stepped
 
 
-def _shapes(size: int, rounds: list[_Rows]) -> Iterator[tuple[int, ...]]:
+def _shapes(size: int, rounds: list[_SymmetricRows]) -> Iterator[tuple[int, ...]]:
     """Shapes that a few agents do not contradict, longest dimensions last and first to be tried."""
     divisors = _divisors(size)
     hopeless: set[int] = set()

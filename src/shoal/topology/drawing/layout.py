@@ -44,7 +44,7 @@ class Ring:
 
 
 @dataclass(frozen=True, eq=False)
-class Machine:
+class MachineShape:
     """The round patch that holds the agents of a machine."""
 
     ranks: tuple[int, ...]
@@ -53,7 +53,7 @@ class Machine:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class AgentLayout:
     """The places of n agents.
 
     Attributes:
@@ -69,7 +69,7 @@ class Layout:
     radius: float
     reach: Point
     rings: tuple[Ring, ...] = ()
-    machines: tuple[Machine, ...] = ()
+    machines: tuple[MachineShape, ...] = ()
     skeleton: tuple[Edge, ...] = ()
 
     def bend(self, source: int, destination: int, *, one_way: bool) -> float:
@@ -148,7 +148,9 @@ def _bend_on_ring(size: int, step: int, radius: float, *, one_way: bool) -> floa
     return inwards * max(0.12 if one_way else 0.0, clearance)
 
 
-def arrange(size: int, edges: Collection[Edge], *, agents_per_machine: int | None = None, kind: str = "auto") -> Layout:
+def arrange(
+    size: int, edges: Collection[Edge], *, agents_per_machine: int | None = None, kind: str = "auto"
+) -> AgentLayout:
     """Places for `size` agents with these edges, of one round or of several together.
 
     Args:
@@ -177,14 +179,14 @@ def arrange(size: int, edges: Collection[Edge], *, agents_per_machine: int | Non
     return replace(layout, skeleton=tuple(sorted({(min(edge), max(edge)) for edge in present})))
 
 
-def _circle(size: int, order: Sequence[int] | None = None) -> Layout:
+def _circle(size: int, order: Sequence[int] | None = None) -> AgentLayout:
     if size == 1:
-        return Layout(((0.0, 0.0),), LARGEST_AGENT, (1.0, 1.0))
+        return AgentLayout(((0.0, 0.0),), LARGEST_AGENT, (1.0, 1.0))
     ranks = tuple(range(size) if order is None else order)
     points = dict(zip(ranks, _around(size), strict=True))
     radius = min(LARGEST_AGENT, _AGENT_SHARE * 2 * sin(pi / size))
     places = tuple(points[rank] for rank in range(size))
-    return Layout(places, radius, _reach_of_circle(radius), (Ring(ranks, 1.0),))
+    return AgentLayout(places, radius, _reach_of_circle(radius), (Ring(ranks, 1.0),))
 
 
 def _reach_of_circle(radius: float) -> Point:
@@ -203,7 +205,7 @@ def _is_circulant(size: int, edges: set[Edge]) -> bool:
     return len(edges) == size * len(hops)
 
 
-def _grid(size: int, edges: set[Edge]) -> Layout | None:
+def _grid(size: int, edges: set[Edge]) -> AgentLayout | None:
     """Rows and columns, with wrap-around or without, ranks row by row."""
     lines = {frozenset(edge) for edge in edges}
     for rows in (rows for rows in range(2, size // 2 + 1) if size % rows == 0):
@@ -217,7 +219,7 @@ def _grid(size: int, edges: set[Edge]) -> Layout | None:
             radius = min(LARGEST_AGENT, 0.24 * scale)
             # Lines around the torus bow beyond its outermost agents.
             margin = radius + _MARGIN if lines == inner else 0.62 * scale
-            return Layout(places, radius, (x + margin, y + margin))
+            return AgentLayout(places, radius, (x + margin, y + margin))
     return None
 
 
@@ -232,7 +234,7 @@ def _grid_lines(rows: int, columns: int, *, wrap: bool) -> set[frozenset[int]]:
     return found
 
 
-def _hypercube(size: int, edges: set[Edge]) -> Layout | None:
+def _hypercube(size: int, edges: set[Edge]) -> AgentLayout | None:
     dimensions = size.bit_length() - 1
     lines = {frozenset(edge) for edge in edges}
     expected = {frozenset((rank, rank ^ 1 << bit)) for rank in range(size) for bit in range(dimensions)}
@@ -253,7 +255,7 @@ _HYPERCUBE_AXES: dict[int, list[Point]] = {
 }
 
 
-def _tree(size: int, edges: set[Edge]) -> Layout | None:
+def _tree(size: int, edges: set[Edge]) -> AgentLayout | None:
     """A star around its hub, a path along a circle, and any other tree in layers below its centre."""
     tree: nx.Graph = nx.Graph()
     tree.add_nodes_from(range(size))
@@ -270,15 +272,15 @@ def _tree(size: int, edges: set[Edge]) -> Layout | None:
     return _layers(tree, min(nx.center(tree)))
 
 
-def _star(size: int, hub: int) -> Layout:
+def _star(size: int, hub: int) -> AgentLayout:
     rim = [rank for rank in range(size) if rank != hub]
     points = dict(zip(rim, _around(size - 1), strict=True)) | {hub: (0.0, 0.0)}
     radius = min(LARGEST_AGENT, _AGENT_SHARE * 2 * sin(pi / (size - 1)))
     places = tuple(points[rank] for rank in range(size))
-    return Layout(places, radius, _reach_of_circle(radius), (Ring(tuple(rim), 1.0),))
+    return AgentLayout(places, radius, _reach_of_circle(radius), (Ring(tuple(rim), 1.0),))
 
 
-def _layers(tree: nx.Graph, root: int) -> Layout:
+def _layers(tree: nx.Graph, root: int) -> AgentLayout:
     children = {rank: sorted(below) for rank, below in nx.bfs_successors(tree, root)}
     depth = nx.single_source_shortest_path_length(tree, root)
     leaves = count(0.0, 1.0)
@@ -291,7 +293,7 @@ def _layers(tree: nx.Graph, root: int) -> Layout:
     return _fitted([(across[rank], -down * depth[rank]) for rank in tree])
 
 
-def _fitted(points: Sequence[Point]) -> Layout:
+def _fitted(points: Sequence[Point]) -> AgentLayout:
     """The points, moved and scaled into the picture."""
     given = np.array(points)
     low, high = given.min(axis=0), given.max(axis=0)
@@ -301,10 +303,10 @@ def _fitted(points: Sequence[Point]) -> Layout:
     x, y = (high - low) / 2 * scale
     places = tuple((float(x), float(y)) for x, y in centred)
     radius = min(LARGEST_AGENT, _AGENT_SHARE * closest)
-    return Layout(places, radius, (float(x) + radius + _MARGIN, float(y) + radius + _MARGIN))
+    return AgentLayout(places, radius, (float(x) + radius + _MARGIN, float(y) + radius + _MARGIN))
 
 
-def _machines(size: int, agents_per_machine: int) -> Layout:
+def _machines(size: int, agents_per_machine: int) -> AgentLayout:
     """Machines clockwise on a circle, and the agents of each on a small one, the first and the last towards the centre.
 
     So agent k is at the same place in every machine as seen from the centre, and the last is next to the machine that
@@ -329,12 +331,12 @@ def _machines(size: int, agents_per_machine: int) -> Layout:
         places.extend((distance * x + ring * dx, distance * y + ring * dy) for dx, dy in around)
     groups = [tuple(range(k, k + agents_per_machine)) for k in range(0, size, agents_per_machine)]
     height = max(abs(y) for _, y in centres) + patch
-    return Layout(
+    return AgentLayout(
         tuple(places),
         min(LARGEST_AGENT, 0.2 * patch, _AGENT_SHARE * 2 * ring * sin(pi / agents_per_machine)),
         (1.0 + _MARGIN, height + _NUMBER_MARGIN / 2),
         tuple(Ring(ranks, ring) for ranks in groups),
-        tuple(Machine(ranks, centre, patch) for ranks, centre in zip(groups, centres, strict=True)),
+        tuple(MachineShape(ranks, centre, patch) for ranks, centre in zip(groups, centres, strict=True)),
     )
 
 
@@ -344,7 +346,7 @@ def _distance(points: NDArray[np.float64], others: NDArray[np.float64]) -> float
     return float(np.sqrt((apart**2).sum(axis=-1)).min())
 
 
-_SHAPES: dict[str, Callable[[int, set[Edge]], Layout | None]] = {
+_SHAPES: dict[str, Callable[[int, set[Edge]], AgentLayout | None]] = {
     "grid": _grid,
     "hypercube": _hypercube,
     "tree": _tree,

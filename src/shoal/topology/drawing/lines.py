@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from .layout import Edge, Layout
+from .layout import AgentLayout, Edge
 
 Weights = Mapping[Edge, float]
 """{(source, destination): weight}, without self loops."""
@@ -58,7 +58,7 @@ def is_directed(edges: Collection[Edge]) -> bool:
     return any(edge[::-1] not in edges for edge in edges)
 
 
-def lines_of(layout: Layout, weights: Weights) -> list[Line]:
+def lines_of(layout: AgentLayout, weights: Weights) -> list[Line]:
     """All lines of a round.
 
     Raises:
@@ -88,7 +88,7 @@ def lines_of(layout: Layout, weights: Weights) -> list[Line]:
     return found
 
 
-def _machines(layout: Layout, edge: Edge) -> Edge:
+def _machines(layout: AgentLayout, edge: Edge) -> Edge:
     return layout.machine_of[edge[0]], layout.machine_of[edge[1]]
 
 

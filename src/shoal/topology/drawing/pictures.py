@@ -14,7 +14,7 @@ import networkx as nx
 
 from .._validate import as_digraph, as_int, check_rank, check_size
 from ..schedule import Schedule, as_schedule
-from .layout import Edge, Layout, arrange
+from .layout import AgentLayout, Edge, arrange
 from .lines import Line, Weights, is_directed, lines_of, weights_of
 from .panels import sheet
 
@@ -186,7 +186,7 @@ def _require_matplotlib() -> None:
         raise ImportError("drawing needs matplotlib, which is not installed. Run: pip install 'shoal[plot]'") from error
 
 
-def _new_axes(panels: int, layout: Layout, width: float | None = None, *, titled: bool = True) -> list[Axes]:
+def _new_axes(panels: int, layout: AgentLayout, width: float | None = None, *, titled: bool = True) -> list[Axes]:
     from matplotlib import pyplot
 
     if panels == 0:
@@ -208,7 +208,7 @@ def _as_list(axes: Axes | Sequence[Axes]) -> list[Axes]:
     return [axes] if isinstance(axes, AxesType) else list(axes)
 
 
-def _draw_panels(panels: Sequence[Axes], layout: Layout, rounds: Sequence[Weights]) -> None:
+def _draw_panels(panels: Sequence[Axes], layout: AgentLayout, rounds: Sequence[Weights]) -> None:
     if len(panels) != len(rounds):
         raise ValueError(f"{len(rounds)} rounds do not fit {len(panels)} axes. Pass one for each round, or none.")
     directed = any(map(is_directed, rounds))
@@ -217,7 +217,7 @@ def _draw_panels(panels: Sequence[Axes], layout: Layout, rounds: Sequence[Weight
 
 
 def _draw_panel(
-    axes: Axes, layout: Layout, weights: Weights, title: str | None, *, directed: bool, show_idle: bool
+    axes: Axes, layout: AgentLayout, weights: Weights, title: str | None, *, directed: bool, show_idle: bool
 ) -> None:
     from matplotlib.patches import Circle
 
@@ -252,7 +252,7 @@ def _draw_panel(
     _draw_labels(axes, layout, busy)
 
 
-def _draw_skeleton(axes: Axes, layout: Layout) -> None:
+def _draw_skeleton(axes: Axes, layout: AgentLayout) -> None:
     from matplotlib.patches import ConnectionStyle, PathPatch
 
     for source, destination in layout.skeleton:
@@ -286,7 +286,7 @@ def _draw_line(
     axes.add_patch(arrow)
 
 
-def _draw_labels(axes: Axes, layout: Layout, busy: Collection[int]) -> None:
+def _draw_labels(axes: Axes, layout: AgentLayout, busy: Collection[int]) -> None:
     from matplotlib.patheffects import withStroke
 
     widest = len(str(len(layout.places) - 1))
@@ -310,6 +310,6 @@ def _draw_labels(axes: Axes, layout: Layout, busy: Collection[int]) -> None:
             axes.text(1.13 * x, 1.13 * y, str(rank), **small)
 
 
-def _points_per_unit(axes: Axes, layout: Layout) -> float:
+def _points_per_unit(axes: Axes, layout: AgentLayout) -> float:
     box = axes.get_window_extent()
     return float(min(box.width / layout.reach[0], box.height / layout.reach[1]) / axes.figure.dpi * 72 / 2)

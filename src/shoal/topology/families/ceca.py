@@ -25,7 +25,7 @@ from .one_peer import odd
 
 
 @dataclass(frozen=True)
-class Held:
+class CecaState:
     """What an agent holds between two rounds: arrays or tensors of one shape and floating dtype.
 
     Attributes:
@@ -38,7 +38,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Step:
+class CecaStep:
     """What everybody does in one round.
 
     Attributes:
@@ -60,13 +60,13 @@ class Step:
         """What share of ``others`` stays; the rest is what was heard."""
         return self.window / (2 * self.window + 1) if self.doubles_up else 0.5
 
-    def message(self, held: Held) -> Any:
+    def message(self, held: CecaState) -> Any:
         """What to send."""
         return held.mean if self.doubles_up else held.others
 
-    def update(self, held: Held, heard: Any) -> Held:
+    def update(self, held: CecaState, heard: Any) -> CecaState:
         """What to hold when `heard` has come."""
-        return Held(
+        return CecaState(
             self.kept_of_mean * held.mean + (1 - self.kept_of_mean) * heard,
             self.kept_of_others * held.others + (1 - self.kept_of_others) * heard,
         )
@@ -90,9 +90,9 @@ class _Ceca(EdgeSchedule):
     def sources(self, round: int) -> Ranks:
         """Whom each agent hears in a round, int64 [n]; a world of one hears itself."""
 
-    def start(self, value: Any) -> Held:
+    def start(self, value: Any) -> CecaState:
         """What to hold before the first round of a period, for one agent's value."""
-        return Held(value, value)
+        return CecaState(value, value)
 
     def average(self, values: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
         """A whole period for all agents at once, in memory: every row of [n, ...] becomes the mean of the rows."""
@@ -207,11 +207,11 @@ class CecaPairs(_Ceca):
         return np.where(everyone % 2 == 0, everyone + apart, everyone - apart) % self.size
 
 
-def _steps(size: int) -> tuple[Step, ...]:
+def _steps(size: int) -> tuple[CecaStep, ...]:
     steps = []
     window = 0
     for digit in f"{size - 1:b}" if size > 1 else "":
-        steps.append(Step(window, digit == "1"))
+        steps.append(CecaStep(window, digit == "1"))
         window = 2 * window + (digit == "1")
     return tuple(steps)
 

@@ -12,7 +12,7 @@ from ....optim.bluefog import DistributedADPSGDOptimizer
 from ....optim.optimizer import DecentralizedOptimizer
 from ....topology.families.graphs import FullyConnectedGraph
 from ....world.agent import current
-from ....world.identity import set_topology
+from ....world.queries import set_topology
 from .base import Algorithm
 
 __all__ = ["AsyncModelAverageAlgorithm"]

@@ -1,0 +1,54 @@
+"""The launcher's side of joining a run that goes on: asks its store for ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from ..world.elastic_join import JOIN_SECONDS, Invitation
+
+# A process of its own, as the store's: the launcher imports no torch.
+CLAIM = (
+    "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
+    "from shoal.world.elastic_join import main; main(sys.argv[1:])"
+)
+START_SECONDS = 60.0
+"""How long that process may take besides."""
+
+
+@dataclass(frozen=True)
+class ClaimedRanks:
+    """Ranks of a run, from ``first`` on."""
+
+    room: Invitation
+    secret: str
+    first: int
+
+
+def claim(host: str, port: int, agents: int) -> ClaimedRanks:
+    """Claim so many ranks of the run whose store is there.
+
+    Raises:
+        ValueError: It has none to give; the message says why.
+    """
+    command = [sys.executable, "-c", CLAIM, host, str(port), str(agents)]
+    try:
+        done = subprocess.run(
+            command,
+            env=os.environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=JOIN_SECONDS + START_SECONDS,
+        )
+        said = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"the store there did not answer within {JOIN_SECONDS + START_SECONDS:g} s") from None
+    except json.JSONDecodeError:
+        raise ValueError(f"asking the store there failed:\n{done.stderr}") from None
+    if "error" in said:
+        raise ValueError(said["error"])
+    return ClaimedRanks(Invitation(**said["room"]), said["secret"], int(said["first"]))

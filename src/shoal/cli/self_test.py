@@ -1,0 +1,75 @@
+"""``python -m shoal.cli.self_test``: move tensors over every transport, and say how it went. For ``shoal doctor``.
+
+The doctor runs this in processes of its own, because a check that hangs can only be ended from outside. Each check is a
+line of JSON on stdout, written as soon as it is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+import shoal
+from shoal.coordination.attach import PROCESS_GROUP
+from shoal.transport.process_group import available
+from shoal.world.agent import current
+
+FLEET_CHECKS = ("threads", "shared_memory", "network", *([PROCESS_GROUP] if "gloo" in available() else []))
+PAIR_CHECK = "two processes"
+FLEET_SECONDS = 4.0
+"""For every wait in one check of a fleet; the four of them fit into the doctor's patience."""
+_SIZES = (1, 1 << 18)
+"""Elements: what travels inside a message, and what is published or streamed."""
+
+
+def check_fleet() -> None:
+    """Two agents in this process, over one transport after another."""
+    for transport in FLEET_CHECKS:
+        fleet = shoal.Fleet(2, transport=transport, timeout=FLEET_SECONDS)
+        _report(transport, partial(fleet.run, average))
+
+
+def check_pair() -> None:
+    """This process's part of two that ``init`` brings together, as their variables say."""
+    is_first = os.environ["RANK"] == "0"
+    _report(PAIR_CHECK, _average_as_process, told=is_first)
+
+
+def _average_as_process() -> None:
+    shoal.init()
+    average()
+    shoal.shutdown()
+
+
+def average() -> None:
+    """Average with the other agent and check the result, at two sizes."""
+    for elements in _SIZES:
+        found = shoal.neighbor_allreduce(torch.full((elements,), float(shoal.rank())))
+        if not torch.equal(found, torch.full((elements,), 0.5)):
+            kind = current().engine.router.transport_to(1 - shoal.rank())
+            raise RuntimeError(f"the average of 0 and 1 is 0.5, and over {kind} it came to {found[:4].tolist()}")
+
+
+def _report(check: str, run: Callable[[], object], told: bool = True) -> None:
+    start = time.perf_counter()
+    error = ""
+    try:
+        run()
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    if told:
+        print(json.dumps({"check": check, "error": error, "seconds": time.perf_counter() - start}), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    check_pair() if sys.argv[1] == "pair" else check_fleet()
+    # An agent that hangs, as a thread, must not keep the process.
+    sys.stdout.flush()
+    os._exit(0)

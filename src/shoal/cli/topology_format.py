@@ -1,0 +1,199 @@
+"""Topologies in words and figures: what one needs, costs and gives, its rounds and its matrices, as text.
+
+The command ``shoal topology`` prints these, and the page that shows every topology is made of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..topology.analysis.overview import Analysis
+from ..topology.catalog import CATALOG, Topology
+from ..topology.schedule import Schedule
+
+Option = int | float | str
+Rows = list[tuple[str, str]]
+
+LARGEST_MATRIX = 12
+_SIZES_TRIED = 64
+_LARGEST_DENOMINATOR = 999
+
+
+def lookup(name: str) -> Topology:
+    """The topology of this name, written with hyphens or underscores.
+
+    Raises:
+        ValueError: there is none; the message names those that look like it.
+    """
+    plain = name.lower().replace("_", "-")
+    if plain in CATALOG:
+        return CATALOG[plain]
+    near = [known for known in CATALOG if plain in known] or get_close_matches(plain, CATALOG, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"there is no topology {name!r}. {hint}shoal topology list shows all.")
+
+
+def options_of(topology: Topology) -> dict[str, object]:
+    """The options of its `make` with their defaults, besides the numbers of agents and of agents on a machine."""
+    return {name: default for name, default in topology.options.items() if name != "agents_per_machine"}
+
+
+def build(
+    topology: Topology, size: int, agents_per_machine: int | None, options: Mapping[str, Option]
+) -> tuple[Schedule, int]:
+    """The topology for `size` agents, and how many of them share a machine.
+
+    One that has machines of its own gets the given number, or the one closest to the square root of `size` that it
+    accepts; of another, one agent a machine is assumed unless told otherwise.
+
+    Raises:
+        ValueError: an option that it does not have, or a number of agents that it refuses, with its reason.
+    """
+    known = options_of(topology)
+    foreign = [name for name in options if name not in known]
+    if foreign:
+        accepted = f"It has {', '.join(known)}." if known else "It has no options."
+        raise ValueError(f"{topology.name} has no option {foreign[0]!r}. {accepted}")
+    if not topology.agents_per_machine:
+        return topology.schedule(size, **options), agents_per_machine or 1  # type: ignore[arg-type]
+    if agents_per_machine is not None:
+        made = topology.schedule(size, agents_per_machine=agents_per_machine, **options)  # type: ignore[arg-type]
+        return made, agents_per_machine
+    divisors = [local for local in range(1, size + 1) if size % local == 0]
+    divisors.sort(key=lambda local: max(local * local, size) / min(local * local, size))
+    refused: ValueError | None = None
+    for local in divisors:
+        try:
+            return topology.schedule(size, agents_per_machine=local, **options), local  # type: ignore[arg-type]
+        except ValueError as error:
+            refused = refused or error
+    raise refused or ValueError(f"size must be at least 1, got {size}.")
+
+
+def sizes(topology: Topology) -> str:
+    """For how many agents it can be made."""
+    reasons = {size: topology.refuses(size) for size in range(1, _SIZES_TRIED + 1)}
+    accepted = [size for size, reason in reasons.items() if not reason]
+    if len(accepted) == len(reasons):
+        return "any number of agents"
+    if accepted == list(range(accepted[0], _SIZES_TRIED + 1)):
+        return f"{accepted[0]} agents or more"
+    if len(accepted) > _SIZES_TRIED // 2:
+        refused = [size for size, reason in reasons.items() if reason]
+        return f"any number of agents but {_sequence(refused)}"
+    return f"{_sequence(accepted)} agents"
+
+
+def needs(topology: Topology) -> str:
+    """What must be there before it can be used, as a sentence without a full stop."""
+    wanted = [sizes(topology)]
+    if topology.agents_per_machine:
+        wanted.append("the same number on every machine")
+    if "seed" in options_of(topology):
+        wanted.append("the same seed on every agent")
+    return ", ".join(wanted)
+
+
+def preserves(topology: Topology) -> str:
+    """What its weights guarantee of every round, in a few words."""
+    if topology.symmetric:
+        return "symmetric, doubly stochastic" if topology.doubly else "symmetric"
+    return "directed, doubly stochastic" if topology.doubly else "directed, rows sum to one"
+
+
+def repeats(period: int | None) -> str:
+    """When a schedule begins anew."""
+    if period is None:
+        return "never repeats"
+    return "static" if period == 1 else f"{period} rounds"
+
+
+def costs(analysis: Analysis) -> Rows:
+    """What a round costs, label and figure."""
+    traffic = analysis.traffic
+    busiest = format_figure(traffic.busiest_messages)
+    if traffic.most_messages > traffic.busiest_messages + 1e-9:
+        busiest += f", at most {traffic.most_messages}"
+    rows = [
+        ("messages a round, busiest agent", busiest),
+        ("partners a round, busiest agent", format_figure(traffic.busiest_handshakes)),
+        ("messages a round, all agents", format_figure(traffic.messages)),
+    ]
+    if analysis.agents_per_machine > 1:
+        rows.append(("agents that share a NIC at once", str(traffic.most_senders_on_a_nic)))
+    return rows
+
+
+def gives(analysis: Analysis) -> Rows:
+    """How well it averages, label and figure."""
+    over = "" if analysis.gap_rounds == 1 else f" over {analysis.gap_rounds} rounds"
+    smallest = analysis.smallest_eigenvalue
+    return [
+        ("exact average after", exact(analysis)),
+        (f"rounds to a consensus error of {analysis.error:g}", str(analysis.rounds)),
+        ("spectral gap", f"{analysis.gap}{over}"),
+        ("smallest eigenvalue", "" if smallest is None else str(smallest)),
+        ("average age, in rounds", str(analysis.age)),
+    ]
+
+
+def exact(analysis: Analysis) -> str:
+    """After how many rounds everybody holds the exact average."""
+    length = analysis.exact_length
+    return "never" if length is None else f"{length} round{'s' if length != 1 else ''}"
+
+
+def round_text(schedule: Schedule, round: int, most: int = 32) -> str:
+    """Who sends to whom: ``0-1`` for an exchange, ``0>1`` for a message that goes one way, the first `most` of them."""
+    edges = schedule.edges(round)
+    pairs = {
+        (int(source), int(destination))
+        for source, destination in zip(edges.source, edges.destination, strict=True)
+        if source != destination
+    }
+    found = [
+        f"{source}-{destination}" if (destination, source) in pairs else f"{source}>{destination}"
+        for source, destination in sorted(pairs)
+        if source < destination or (destination, source) not in pairs
+    ]
+    more = f" ... and {len(found) - most} more" if len(found) > most else ""
+    return " ".join(found[:most]) + more if found else "nobody"
+
+
+def matrix_text(matrix: NDArray[np.float64]) -> list[str]:
+    """The rows of a mixing matrix, entries as fractions where they are ones, a dot for zero."""
+    cells = [[_entry(float(value)) for value in row] for row in matrix]
+    width = max(len(cell) for row in cells for cell in row)
+    return [" ".join(cell.rjust(width) for cell in row) for row in cells]
+
+
+def without_infinity(value: object) -> object:
+    """The same for JSON, which knows no infinity: None in its place."""
+    if isinstance(value, dict):
+        return {name: without_infinity(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinity(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def format_figure(value: float) -> str:
+    """Three digits, or all of a whole number."""
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e9 else f"{value:.3g}"
+
+
+def _entry(value: float) -> str:
+    if value == 0.0:
+        return "."
+    near = Fraction(value).limit_denominator(_LARGEST_DENOMINATOR)
+    return str(near) if abs(float(near) - value) < 1e-12 else f"{value:.3f}"
+
+
+def _sequence(numbers: Iterable[int]) -> str:
+    listed = list(numbers)
+    return ", ".join(map(str, listed[:8])) + (", ..." if len(listed) > 8 else "")

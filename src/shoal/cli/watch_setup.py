@@ -1,0 +1,108 @@
+"""Who shows a run (``shoal run --watch``): this launcher, or another one that it tells. docs/watch.md has the words."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+
+from ..watch.launcher_link import StatusSender
+from ..watch.live import JoiningLaunchers, LocalViewer, RemoteViewer, Watch
+from ..world.elastic_join import Invitation
+from ..world.launch import LOOPBACK, join_address
+from ..world.rendezvous import listen
+from .rank_claim import ClaimedRanks
+
+LAST_PORT = 65535
+
+
+def watch_of(args: argparse.Namespace, host: str, port: int) -> Watch:
+    """What shows the run that is begun here, or tells the launcher that does.
+
+    Raises:
+        OSError: A port that it needs is taken.
+        ValueError: There is no port where launchers could meet.
+    """
+    begins, secret = args.agents * args.nnodes, os.environ.get("SHOAL_SECRET", "")
+    size = args.max_agents or begins
+    title = f"{size} agents of {Path(args.script).name}"
+    if args.nnodes == 1:
+        return LocalViewer(size, args.agents, title, args.watch_port, begins)
+    if port == LAST_PORT:
+        raise ValueError(f"launchers meet at the port after that of --rendezvous, and there is none after {port}")
+    if args.node_rank > 0:
+        return RemoteViewer(_teller(host, port + 1, secret), args.agents)
+    try:
+        listener = listen(host, port + 1, os.environ.get("SHOAL_INTERFACE", ""))
+    except OSError as error:
+        where = join_address(host, port + 1)
+        raise OSError(error.errno, f"cannot listen on {where}, for other launchers: {error.strerror}") from None
+    shown = LocalViewer(size, args.agents, title, args.watch_port, begins)
+    shown.gather(JoiningLaunchers(listener, secret, args.nnodes - 1 + size - begins))
+    return shown
+
+
+def check_between_machines() -> None:
+    """Refuse to watch several machines where launchers could not say safely what they see."""
+    if not os.environ.get("SHOAL_SECRET"):
+        raise ValueError(
+            "--watch with --nnodes: set SHOAL_SECRET to the same for all machines; launchers prove with it that they "
+            "are of the job"
+        )
+    if _would_be_read(""):
+        raise ValueError(
+            "--watch with --nnodes and SHOAL_TLS=on: what launchers tell each other is sealed and not encrypted; watch "
+            "without TLS, or look at each machine with shoal status"
+        )
+
+
+def is_this_machine(host: str) -> bool:
+    """Who is reached there is on this machine, and so is whoever comes there."""
+    return host in (LOOPBACK, "localhost", "::1")
+
+
+def listen_for_joining(watch: Watch | None, room: Invitation, secret: str, host: str, port: int, nodes: int) -> int:
+    """Have the launchers heard that join the run, and return the port where they tell what their agents do; 0 where
+    they cannot, or nobody looks on.
+
+    Raises:
+        OSError: The system gives no port.
+    """
+    if not isinstance(watch, LocalViewer) or room.size == room.begins or _would_be_read(host):
+        return 0
+    if nodes > 1:
+        return port + 1  # where those of other machines come
+    listener = listen(host, 0, os.environ.get("SHOAL_INTERFACE", ""))
+    watch.gather(JoiningLaunchers(listener, secret, room.size - room.begins))
+    return int(listener.getsockname()[1])
+
+
+def watch_of_joining(claimed: ClaimedRanks, host: str, agents: int) -> Watch | None:
+    """What tells the launcher of the run that is joined, if somebody looks on there. Without it, the run goes on."""
+    port = claimed.room.watch_port
+    if not port or _would_be_read(host):
+        return None
+    try:
+        return RemoteViewer(_teller(host, port, claimed.secret), agents)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            what = "who looks on there does not hear of these agents"
+            print(f"shoal run: {what}: {error.strerror or error}", file=sys.stderr, flush=True)
+        return None
+
+
+def _would_be_read(host: str) -> bool:
+    """What is sealed would be in the clear where all else is encrypted."""
+    return os.environ.get("SHOAL_TLS", "") == "on" and not is_this_machine(host)
+
+
+def _teller(host: str, port: int, secret: str) -> StatusSender:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        where = join_address(host, port)
+        raise OSError(error.errno, f"where is {where}, the first launcher's? {error.strerror}") from None
+    return StatusSender(family, address, secret)

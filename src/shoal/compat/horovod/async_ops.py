@@ -1,0 +1,376 @@
+"""Horovod's operations without waiting: what ends in ``_async``, and what waits for them.
+
+Each is one of Shoal's operations; around it go factors and forms of a tensor, and the note for those that join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ...engine.operation import Handle
+from ...ops.alltoall import alltoall_nonblocking
+from ...ops.arguments import WEIGHABLE, check_gatherable, check_tensor, detached, put
+from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, broadcast_nonblocking
+from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
+from ...ops.handles import HandleOfMany, wait
+from ...transport.wire import MOVABLE
+from .process_sets import ProcessSet, global_process_set, group_of
+from .reduce_options import Adasum, Average, InvalidArgument, ScaledReduction, Sum, listed, parse_reduction, scaled
+from .uneven_inputs import note
+
+T = TypeVar("T")
+Tensors = Sequence[torch.Tensor]
+
+
+def then(handle: Handle[Any], finish: Callable[[Any], T]) -> Handle[T]:
+    """A handle of what is made of another one's result."""
+    return HandleOfMany([handle], lambda found: finish(found[0]))
+
+
+def announced(
+    called: str, how: str, name: str | None, tensors: Tensors, process_set: ProcessSet, made: Handle[T]
+) -> Handle[T]:
+    """An operation that has begun: those may have to know of it that have joined."""
+    if process_set.group is None:
+        note(called, how, name, tensors, made)
+    return made
+
+
+def reduce_one(
+    called: str,
+    tensor: torch.Tensor,
+    how: ScaledReduction,
+    name: str | None,
+    process_set: ProcessSet,
+    out: torch.Tensor | None = None,
+) -> Handle[torch.Tensor]:
+    """Begin an all-reduce of a tensor; into ``out``, if it is given."""
+    check_tensor(called, detached(tensor))
+    group, (op, finish) = group_of(called, process_set), _as_shoals(how, [tensor], process_set)
+    sent, direct = scaled(tensor.detach(), how.before), finish is None
+    made = allreduce_nonblocking(sent, op=op, name=name, out=out if direct else None, group=group)
+    announced("allreduce", op, name, [sent], process_set, made)
+    if finish is None:
+        return made
+    last = finish
+    return then(made, lambda found: _placed([last(found)], None if out is None else [out])[0])
+
+
+def reduce_many(
+    called: str,
+    tensors: Tensors,
+    how: ScaledReduction,
+    name: str | None,
+    process_set: ProcessSet,
+    outs: Tensors | None = None,
+) -> Handle[list[torch.Tensor]]:
+    """Begin an all-reduce of several tensors at once; into ``outs``, if they are given."""
+    tensors = listed(called, tensors)
+    for one in tensors:
+        check_tensor(called, detached(one))
+    group, (op, finish) = group_of(called, process_set), _as_shoals(how, tensors, process_set)
+    sent = [scaled(one.detach(), how.before) for one in tensors]
+    made = grouped_allreduce_nonblocking(sent, op=op, name=name, out=outs if finish is None else None, group=group)
+    announced("grouped_allreduce", op, name, sent, process_set, made)
+    if finish is None:
+        return made
+    last = finish
+    return then(made, lambda found: _placed([last(one) for one in found], outs))
+
+
+def _as_shoals(
+    how: ScaledReduction, tensors: Tensors, process_set: ProcessSet
+) -> tuple[str, Callable[[torch.Tensor], torch.Tensor] | None]:
+    """Shoal's word for a reduction, and what is done with its result."""
+    if how.op is Average and any(one.dtype not in WEIGHABLE for one in tensors):
+        return "sum", lambda total: _mean(total, process_set.size(), how.after)
+    return how.word, None if how.after == 1.0 else lambda found: scaled(found, how.after)
+
+
+def _mean(total: torch.Tensor, count: int, after: float) -> torch.Tensor:
+    if total.dtype in WEIGHABLE:
+        return scaled(total / count, after)
+    return scaled(total, after / count) if after != 1.0 else torch.div(total, count, rounding_mode="trunc")
+
+
+def _placed(results: list[torch.Tensor], outs: Tensors | None) -> list[torch.Tensor]:
+    if outs is None:
+        return results
+    for found, out in zip(results, outs, strict=True):
+        put(found, out)
+    return list(outs)
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """``allreduce`` without waiting, and without gradients."""
+    how = parse_reduction("allreduce_async", average, op, prescale_factor, postscale_factor)
+    return reduce_one("allreduce_async", tensor, how, name, process_set)
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """:func:`allreduce_async` in place; ``tensor`` must not be touched until the handle is synchronized."""
+    how = parse_reduction("allreduce_async_", average, op, prescale_factor, postscale_factor)
+    return reduce_in_place("allreduce_async_", tensor, how, name, process_set)
+
+
+def reduce_in_place(
+    called: str, tensor: torch.Tensor, how: ScaledReduction, name: str | None, process_set: ProcessSet
+) -> Handle[torch.Tensor]:
+    """Begin an all-reduce of a tensor into itself."""
+    check_tensor(called, detached(tensor))
+    return then(reduce_one(called, tensor, how, name, process_set, tensor.detach()), lambda _: tensor)
+
+
+def grouped_allreduce_async(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[torch.Tensor]]:
+    """``grouped_allreduce`` without waiting, and without gradients."""
+    how = parse_reduction("grouped_allreduce_async", average, op, prescale_factor, postscale_factor)
+    return reduce_many("grouped_allreduce_async", tensors, how, name, process_set)
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[torch.Tensor]]:
+    """:func:`grouped_allreduce_async` in place."""
+    how = parse_reduction("grouped_allreduce_async_", average, op, prescale_factor, postscale_factor)
+    return reduce_many_in_place("grouped_allreduce_async_", tensors, how, name, process_set)
+
+
+def reduce_many_in_place(
+    called: str, tensors: Tensors, how: ScaledReduction, name: str | None, process_set: ProcessSet
+) -> Handle[list[torch.Tensor]]:
+    """Begin an all-reduce of several tensors into themselves."""
+    for one in listed(called, tensors):
+        check_tensor(called, detached(one))
+    outs = [one.detach() for one in tensors]
+    return then(reduce_many(called, tensors, how, name, process_set, outs), lambda _: list(tensors))
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[torch.Tensor]:
+    """``allgather`` without waiting, and without gradients."""
+    return gather_one("allgather_async", tensor, name, process_set)
+
+
+def gather_one(called: str, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Handle[torch.Tensor]:
+    """Begin an all-gather of a tensor."""
+    group, tensor = group_of(called, process_set), check_gatherable(called, detached(tensor))
+    made = allgather_nonblocking(tensor, name, group=group)
+    return announced("allgather", "", name, [tensor], process_set, made)
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[list[torch.Tensor]]:
+    """``grouped_allgather`` without waiting, and without gradients."""
+    return gather_many("grouped_allgather_async", tensors, name, process_set)
+
+
+def gather_many(called: str, tensors: Tensors, name: str | None, process_set: ProcessSet) -> Handle[list[torch.Tensor]]:
+    """Begin an all-gather of several tensors at once."""
+    group, tensors = (
+        group_of(called, process_set),
+        [check_gatherable(called, detached(one)) for one in listed(called, tensors)],
+    )
+    made = grouped_allgather_nonblocking(tensors, name, group=group)
+    return announced("grouped_allgather", "", name, tensors, process_set, made)
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[torch.Tensor]:
+    """``broadcast`` without waiting, and without gradients."""
+    return spread_one("broadcast_async", tensor, root_rank, name, process_set)
+
+
+def spread_one(
+    called: str, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+) -> Handle[torch.Tensor]:
+    """Begin a broadcast."""
+    group, tensor = group_of(called, process_set), check_tensor(called, detached(tensor), MOVABLE)
+    made = broadcast_nonblocking(tensor, root_rank, name, group=group)
+    return announced("broadcast", "", name, [tensor], process_set, made)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[torch.Tensor]:
+    """:func:`broadcast_async` in place; ``tensor`` must not be touched until the handle is synchronized."""
+    return spread_in_place("broadcast_async_", tensor, root_rank, name, process_set)
+
+
+def spread_in_place(
+    called: str, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+) -> Handle[torch.Tensor]:
+    """Begin a broadcast into the tensor itself."""
+    check_tensor(called, detached(tensor), MOVABLE)
+    group, flat = group_of(called, process_set), tensor.detach()
+    made = broadcast_nonblocking(flat, root_rank, name, out=flat, group=group)
+    return then(announced("broadcast", "", name, [flat], process_set, made), lambda _: tensor)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Iterable[int] | torch.Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[Any]:
+    """``alltoall`` without waiting, and without gradients."""
+    made = exchange("alltoall_async", tensor, splits, name, process_set)
+    if splits is None:
+        return then(made, lambda found: found[0])
+    return then(made, lambda found: (found[0], torch.tensor(found[1], dtype=torch.int32)))
+
+
+def exchange(
+    called: str,
+    tensor: torch.Tensor,
+    splits: Iterable[int] | torch.Tensor | None,
+    name: str | None,
+    process_set: ProcessSet,
+) -> Handle[tuple[torch.Tensor, list[int]]]:
+    """Begin an all-to-all; its result with how many rows have come from each.
+
+    Raises:
+        InvalidArgument: The splits are no whole numbers, or their sum is not the number of rows.
+    """
+    group, tensor = group_of(called, process_set), check_gatherable(called, detached(tensor))
+    try:
+        made = alltoall_nonblocking(tensor, splits, name, group=group)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{called}: {str(error).removeprefix('alltoall: ')}") from None
+    return announced("alltoall", "", name, [tensor], process_set, made)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[torch.Tensor]:
+    """``reducescatter`` without waiting, and without gradients."""
+    how = scattered("reducescatter_async", [tensor], op, prescale_factor, postscale_factor)
+    made = reduce_one("reducescatter_async", tensor, how, name, process_set)
+    return then(made, lambda found: share_of(found, process_set))
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle[list[torch.Tensor]]:
+    """``grouped_reducescatter`` without waiting, and without gradients."""
+    how = scattered("grouped_reducescatter_async", tensors, op, prescale_factor, postscale_factor)
+    made = reduce_many("grouped_reducescatter_async", tensors, how, name, process_set)
+    return then(made, lambda found: [share_of(one, process_set) for one in found])
+
+
+def scattered(called: str, tensors: Tensors, op: int, before: float, after: float) -> ScaledReduction:
+    """What the arguments of a call that scatters rows ask for, and that its tensors have rows.
+
+    Raises:
+        InvalidArgument: The op is Adasum, which Horovod does not scatter either.
+    """
+    if op == Adasum:
+        raise InvalidArgument(f"{called}: op=Adasum is no reduction whose rows can be scattered; take hvd.Average")
+    for one in listed(called, tensors):
+        if isinstance(one, torch.Tensor) and not one.dim():
+            raise ValueError(f"{called}: rows are scattered, and a 0-dimensional tensor has none; use tensor.view(1)")
+        check_gatherable(called, detached(one))
+    return parse_reduction(called, None, op, before, after)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> SparseHandle:
+    """The sum or the average of sparse tensors, as a sparse tensor; their entries may lie at different places.
+
+    Args:
+        tensor: ``torch.sparse_coo``; the same shape and dtype on all.
+        name: What calls are matched by.
+        op: ``Average`` or ``Sum``.
+        process_set: Over these agents, which call it.
+
+    Returns:
+        A handle, whose result is also that of calling it, as Horovod's. The result is coalesced.
+
+    Raises:
+        TypeError: The tensor is not sparse.
+        ValueError: Another op.
+    """
+    called = "sparse_allreduce_async"
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        raise TypeError(f"{called}: it takes a tensor of layout torch.sparse_coo; for a dense one take allreduce_async")
+    how = parse_reduction(called, None, op)
+    if how.op not in (Average, Sum):
+        raise ValueError(f"{called}: op={how.word}; sparse tensors are averaged or added up: hvd.Average or hvd.Sum")
+    own = tensor.detach().coalesce()
+    made = gather_many(called, [own.indices().T.contiguous(), own.values()], name, process_set)
+    count = process_set.size()
+
+    def finish(found: list[Any]) -> torch.Tensor:
+        indices, values = found[0]
+        placed = torch.sparse_coo_tensor(
+            indices.T, values, own.shape, dtype=own.dtype, device=own.device, check_invariants=True
+        )
+        total = placed.coalesce()
+        return total / count if how.op is Average else total
+
+    return SparseHandle([made], finish)
+
+
+class SparseHandle(HandleOfMany[torch.Tensor]):
+    """A handle that is called for its result, as Horovod's of a sparse all-reduce."""
+
+    __slots__ = ()
+
+    def __call__(self) -> torch.Tensor:
+        return self.wait()
+
+
+def share_of(whole: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
+    """This agent's rows of a tensor: equally many for each, and one more for the first ones where they are not."""
+    return whole.tensor_split(process_set.size())[process_set.rank()].clone()
+
+
+def synchronize(handle: Handle[T]) -> T:
+    """Wait for what ``_async`` has begun; its result."""
+    return wait(handle)

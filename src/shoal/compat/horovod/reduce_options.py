@@ -1,0 +1,147 @@
+"""How an all-reduce reduces, and in what form a tensor travels, as Horovod's arguments say it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from ...errors import ShoalError
+from ...ops.arguments import WEIGHABLE
+from ...topology._validate import as_weight
+
+HorovodInternalError = ShoalError
+"""What Horovod raises of an operation that fails is the base class of Shoal's errors here."""
+
+
+class InvalidArgument(HorovodInternalError, ValueError):
+    """An argument that Horovod refuses only when the operation runs: there by one of these types, or by the other."""
+
+
+class ReduceOp(IntEnum):
+    """What becomes of the tensors of all agents."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
+Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
+
+
+@dataclass(frozen=True)
+class ScaledReduction:
+    """How an all-reduce reduces.
+
+    Attributes:
+        op: What of.
+        before: What each tensor is multiplied by first.
+        after: What the result is multiplied by.
+    """
+
+    op: ReduceOp
+    before: float = 1.0
+    after: float = 1.0
+
+    @property
+    def word(self) -> str:
+        """Shoal's ``op``."""
+        return self.op.name.lower()
+
+
+def parse_reduction(
+    called: str, average: bool | None, op: int | None, before: float = 1.0, after: float = 1.0
+) -> ScaledReduction:
+    """What the arguments of a call ask for.
+
+    Raises:
+        ValueError: They say two things, or what there is not.
+    """
+    given = op if op is not None else (Average if average is None or average else Sum)
+    try:
+        found = ReduceOp(given)
+    except ValueError:
+        raise ValueError(f"{called}: op={op!r}; it may be hvd.Average, Sum, Min, Max or Product") from None
+    if average is not None and op is not None:
+        raise ValueError(f"{called}: average={average!r} and op={found.name.title()} are both given; leave average out")
+    refuse_adasum(called, found)
+    return ScaledReduction(found, as_weight(before, "prescale_factor"), as_weight(after, "postscale_factor"))
+
+
+def refuse_adasum(called: str, op: ReduceOp) -> None:
+    """ValueError for the one reduction that there is not."""
+    if op is Adasum:
+        raise ValueError(
+            f"{called}: op=Adasum weighs gradients by the angles between them, pair by pair up a tree, and there is no "
+            "such all-reduce here; take hvd.Average, with the learning rate scaled as for it"
+        )
+
+
+def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """A tensor times a factor; of integers what is left without the digits behind the point."""
+    if factor == 1.0:
+        return tensor
+    return tensor * factor if tensor.dtype in WEIGHABLE else (tensor.double() * factor).to(tensor.dtype)
+
+
+class Compressor:
+    """In what form a tensor travels: :meth:`compress` gives it with what :meth:`decompress` has to know."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """As it is."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """In float16, if it is floating."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor.half(), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class Compression:
+    """The compressors there are. One of a script's own has the same two methods."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+
+
+def listed(called: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a call of several."""
+    if isinstance(tensors, torch.Tensor):
+        raise TypeError(f"{called}: a list of tensors is wanted, not one tensor")
+    return list(tensors)
+
+
+def compressed(compression: Any, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
+    """In the form in which they travel, with what is needed to undo it."""
+    pairs = [compression.compress(one) for one in tensors]
+    return [one for one, _ in pairs], [ctx for _, ctx in pairs]

@@ -1,0 +1,306 @@
+"""Agents that have run out of data, and go on to take part in what the others call, until all have.
+
+An agent in :func:`join` cannot know what the others call: they tell it, once they have heard that it has joined. What
+they had in flight when they heard of it they tell first. It then makes the same calls, with what changes no sum. All
+that is said between two agents comes in order, but for what is long, so each says how much it has told.
+
+While nobody has joined nothing is sent for it: each agent notes the calls that it has in flight.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..._signals import deferred
+from ...engine.engine import Engine
+from ...engine.operation import Handle
+from ...engine.sender import send_alone
+from ...engine.services import MinimalService, as_tensor, when_complete
+from ...errors import NONSENSE, DeadlineExceeded, NotInitialized
+from ...ops.arguments import Internal
+from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, barrier, gather_by_rank
+from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
+from ...transport.wire import MOVABLE, Kind, Message, ProtocolError
+from ...world.agent import current
+
+WORD = "~horovod"
+_CALL, _STATE = "call", "state"
+_MOST_BYTES = 1 << 24
+"""Of what one agent says at once: a list of a hundred thousand tensors has fewer."""
+_REDUCES, _GATHERS = ("allreduce", "grouped_allreduce"), ("allgather", "grouped_allgather")
+
+
+class AnnouncedCall(NamedTuple):
+    """What an agent calls, as another one may have to.
+
+    Attributes:
+        called: Which operation.
+        how: Of an all-reduce, Shoal's ``op``.
+        name: The caller's name for it.
+        channel, round: What it is matched by.
+        tensors: The shape and the dtype's number of each.
+    """
+
+    called: str
+    how: str
+    name: str | None
+    channel: str
+    round: int
+    tensors: list[tuple[list[int], int]]
+
+
+class JoinState(NamedTuple):
+    """What an agent says of its joins.
+
+    Attributes:
+        joined: How often it has called :func:`join`.
+        heard: How many of the other's calls of it it has heard of.
+        told: How many calls it has told the other since then.
+    """
+
+    joined: int
+    heard: int
+    told: int
+
+
+class JoinCoordinator(MinimalService):
+    """The part of one agent. What has no lock of its own is used under the engine's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._in_flight: deque[AnnouncedCall] = deque()
+        self._joined: dict[int, JoinState] = {}  # what the others have said last
+        self._told: dict[int, int] = {}
+        self._heard: dict[int, int] = {}
+        self._calls = 0  # that its script has made since the last join
+        self._own = self._ended = 0  # joins that it has begun, and that are over
+        self._since = 0.0
+        self._news: queue.SimpleQueue[AnnouncedCall | None] = queue.SimpleQueue()
+
+    # What this agent calls
+
+    def calls(
+        self, called: str, how: str, name: str | None, tensors: Sequence[torch.Tensor], made: Handle[Any]
+    ) -> None:
+        """This agent has begun an operation of all."""
+        operation = made.operation
+        said = [(list(one.shape), MOVABLE.index(one.dtype)) for one in tensors]
+        call = AnnouncedCall(called, how, name, operation.name, operation.round, said)
+        engine = self._engine
+        with deferred, engine.lock:
+            self._calls += 1
+            while self._in_flight and not self._is_in_flight(self._in_flight[0]):
+                self._in_flight.popleft()
+            self._in_flight.append(call)
+            for rank, state in self._joined.items():
+                if state.joined > self._ended:
+                    self._tell(rank, call)
+                    engine.poller.wake()
+
+    def _is_in_flight(self, call: AnnouncedCall) -> bool:
+        return self._engine.matcher.active(call.channel, call.round) is not None
+
+    def _tell(self, rank: int, call: AnnouncedCall) -> None:
+        self._told[rank] = self._told.get(rank, 0) + 1
+        self._say(rank, _CALL, call)
+
+    def _tell_state(self, rank: int) -> None:
+        heard = self._joined[rank].joined if rank in self._joined else 0
+        self._say(rank, _STATE, JoinState(self._own, heard, self._told.get(rank, 0)))
+
+    def _say(self, rank: int, what: str, said: AnnouncedCall | JoinState) -> None:
+        message, text = Message(Kind.DATA, what, WORD), json.dumps(said).encode()
+        send_alone(self._engine.publisher, self._engine.sender, rank, message, as_tensor(text), background=True)
+
+    # What others say
+
+    def serve(self, source: int, message: Message) -> None:
+        when_complete(message, partial(self._hear, source, message))
+
+    def _hear(self, source: int, message: Message, text: bytes) -> None:
+        self._engine.sender.acknowledge(source, message)
+        try:
+            if len(text) > _MOST_BYTES:
+                raise ValueError(f"{len(text):,} bytes at once")
+            if message.op == _STATE:
+                self._hear_state(source, JoinState(*map(int, json.loads(text))))
+                return
+            call = AnnouncedCall(*json.loads(text))
+            _identities(call)
+        except NONSENSE as error:
+            raise ProtocolError(f"what was said of a join makes no sense: {error}") from None
+        self._heard[source] = self._heard.get(source, 0) + 1
+        self._news.put(call)
+
+    def _hear_state(self, source: int, state: JoinState) -> None:
+        before = self._joined.get(source, JoinState(0, 0, 0)).joined
+        self._joined[source] = state
+        if state.joined > before:
+            self._told[source] = 0
+            for call in self._in_flight:
+                if self._is_in_flight(call):
+                    self._tell(source, call)
+            self._tell_state(source)
+        self._news.put(None)
+
+    def on_gone(self, rank: int, because: int | None) -> None:
+        self._news.put(None)
+
+    def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
+        if self._own == self._ended:
+            return []
+        with self._engine.lock:
+            return [("join", self._missing(), self._since)]
+
+    # A join
+
+    def _missing(self) -> list[int]:
+        """Who has not joined, or has more to tell."""
+        engine, found = self._engine, []
+        for rank in engine.membership.view.alive:
+            state = self._joined.get(rank, JoinState(0, 0, 0))
+            ready = state.joined >= self._own and state.heard >= self._own and self._heard.get(rank, 0) >= state.told
+            if rank != engine.rank and not ready:
+                found.append(rank)
+        return found
+
+    def join(self) -> int:
+        """Take part until all agents have joined; the rank that joined last."""
+        engine = self._engine
+        joined_at, self._since = time.time(), time.monotonic()
+        with deferred, engine.lock:
+            self._own += 1
+            self._heard.clear()
+            for rank in engine.membership.view.alive:
+                if rank != engine.rank:
+                    self._tell_state(rank)
+            engine.poller.wake()
+        engine.stalls.begins_to_wait(self._since)
+        own_calls = self._calls
+        self._follow()
+        mine = torch.tensor([own_calls, joined_at], dtype=torch.float64)
+        found = gather_by_rank(mine, Internal("horovod.join"))
+        with deferred, engine.lock:
+            self._ended, self._calls = self._own, 0
+        return max(found, key=lambda rank: (*found[rank].tolist(), rank))
+
+    def _follow(self) -> None:
+        engine = self._engine
+        handles: deque[Handle[Any]] = deque()
+        while True:
+            with deferred, engine.lock:
+                missing = self._missing()
+            try:
+                news = self._news.get(timeout=engine.timeout if missing else 0.0)
+            except queue.Empty:
+                if not missing:
+                    break
+                raise DeadlineExceeded(
+                    f"join on rank {engine.rank}: nothing was heard for {engine.timeout:g} s of ranks {missing}, which "
+                    "have not joined; all agents call join()",
+                    missing,
+                ) from None
+            over = engine.reason_against(False)
+            if over is not None:
+                raise over
+            if news is not None and engine.matcher.begun(news.channel) <= news.round:
+                handles.append(self._take_part(news))
+            while handles and handles[0].poll():
+                handles.popleft().wait()
+        for handle in handles:
+            handle.wait()
+
+    def _take_part(self, call: AnnouncedCall) -> Handle[Any]:
+        tensors = _identities(call)
+        if call.called == "allreduce":
+            return allreduce_nonblocking(tensors[0], name=call.name, op=call.how)
+        if call.called == "grouped_allreduce":
+            return grouped_allreduce_nonblocking(tensors, name=call.name, op=call.how)
+        if call.called == "allgather":
+            return allgather_nonblocking(tensors[0], name=call.name)
+        if call.called == "grouped_allgather":
+            return grouped_allgather_nonblocking(tensors, name=call.name)
+        raise ValueError(
+            f"join on rank {self._engine.rank}: others have called {call.called}"
+            f"{f' {call.name!r}' if call.name else ''}, and an agent that has joined takes part in all-reduces and "
+            "all-gathers of all agents only; call it before join(), or after it"
+        )
+
+
+def _identities(call: AnnouncedCall) -> list[torch.Tensor]:
+    """What changes nothing for the others: zeros, no rows, and what is least or greatest."""
+    found = []
+    for shape, number in call.tensors:
+        dtype, sizes = MOVABLE[number], [int(one) for one in shape]
+        if call.called in _GATHERS:
+            found.append(torch.empty([0, *sizes[1:]], dtype=dtype))
+        elif call.called in _REDUCES:
+            found.append(torch.full([1] * len(sizes), _identity(call.how, dtype), dtype=dtype).expand(sizes))
+    return found
+
+
+def _identity(how: str, dtype: torch.dtype) -> float | int | bool:
+    if how == "product":
+        return 1
+    if how not in ("min", "max"):
+        return 0
+    if dtype == torch.bool:
+        return how == "min"
+    if dtype.is_floating_point:
+        return math.inf if how == "min" else -math.inf
+    limits = torch.iinfo(dtype)
+    return int(limits.max if how == "min" else limits.min)
+
+
+_of: weakref.WeakKeyDictionary[Engine, JoinCoordinator] = weakref.WeakKeyDictionary()
+
+
+def attach() -> None:
+    """From now on others may join. All agents call it, and nobody goes on before all have."""
+    engine = current("init").engine
+    if engine in _of:
+        return
+    with deferred, engine.lock:
+        _of[engine] = made = JoinCoordinator(engine)
+        engine.services.add(WORD, made)
+    barrier(Internal("horovod.init"))
+
+
+def note(called: str, how: str, name: str | None, tensors: Sequence[torch.Tensor], made: Handle[Any]) -> None:
+    """The agent has begun an operation of all, in which agents may take part that have joined."""
+    joining = _of.get(current(called).engine)
+    if joining is not None:
+        joining.calls(called, how, name, tensors, made)
+
+
+def join(device: int = -1) -> int:
+    """Say that this agent has no more data, and take part in what the others call until all have said so.
+
+    In their all-reduces it has zeros (of Min, Max and Product what changes nothing), and an average is over all agents,
+    with those that have joined; to an all-gather it has no rows. All else that they call meanwhile ends in an error.
+
+    Args:
+        device: Ignored.
+
+    Returns:
+        The rank that joined last: of those that have called most, the last.
+
+    Raises:
+        ValueError: Others call what an agent that has joined takes no part in.
+        PeerLost: An agent is gone.
+        DeadlineExceeded: Nothing was heard of those that have not joined.
+    """
+    joining = _of.get(current("join").engine)
+    if joining is None:
+        raise NotInitialized("join: the others must know of it; call hvd.init() at the beginning, on all agents")
+    return joining.join()

@@ -1,0 +1,472 @@
+"""One order of operations on all agents, for collective backends: requested, decided once, cached.
+
+The problem. Agents reach their operations in different orders, and a process group of ``torch.distributed`` pairs the
+next call on both sides. Shoal's own transports need no order, because each message names its call; they use nothing of
+this package.
+
+The method. An operation whose messages have been compared requests the transfer of its tensors (``request.py``). Agents
+with requests take part in a round (``round.py``). At its end all have the same list of the requests common to all, and
+run them in that order. An earlier decision costs one bit in later rounds (``response_cache.py``, ``vector.py``). New
+requests are decided by the first agent, which keeps no state (``decision.py``).
+
+The start of a round. There is no timer, and an agent without requests takes part in nothing. An agent with requests
+begins a round and waits in it for the others; its new requests go into the next round. After a round without a result,
+because agents requested different operations, nobody begins another before a new request, whose agent then calls the
+others. It calls all agents, including those without requests, if a request involves only some of them, and when it
+leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import clock
+from ..engine.discovery import submit_to_all
+from ..engine.engine import Engine
+from ..engine.membership import Plan
+from ..engine.operation import Operation, Stage, Steps
+from ..engine.sender import send_alone
+from ..engine.services import MinimalService
+from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
+from ..transport.collective_plan import CollectivePlan, Step
+from ..transport.link import Lease
+from ..transport.process_group import ABANDON_AFTER, ProcessGroups
+from ..transport.wire import Kind, Message, Payload, Where
+from .decision import Refusal, Response
+from .pending_requests import PendingRequest, PendingRequests
+from .request import ALL, CallSignature, Ranks, RequestKey, TransferRequest
+from .response_cache import ResponseCache
+from .round import RoundOutcome, coordinate
+from .vector import Vector
+
+ROUND = "~coordination"
+"""The name of the rounds."""
+CALL = "~call"
+CAPACITY = 1024
+FOREVER = float("inf")
+_BEGINS, _BEGINS_FOR_SOME, _ALL_MOVED = range(3)
+"""What an agent says to others under the name of a call: a round begins; also for those that ask for nothing; all has
+been moved in which one that leaves had a part."""
+BREAK_AFTER = 2.0
+"""Seconds after an engine has failed in which the loss of an agent may show, which would be why."""
+
+
+@dataclass(slots=True)
+class OrderingCounters:
+    """Of one agent so far.
+
+    Attributes:
+        rounds: In which it took part.
+        negotiations: Rounds in which somebody had to decide.
+        moved: Stages of operations whose tensors were moved.
+    """
+
+    rounds: int = 0
+    negotiations: int = 0
+    moved: int = 0
+
+
+class CollectiveOrdering(MinimalService):
+    """The :class:`~shoal.engine.collective_backend.CollectiveBackend` of one agent that moves tensors by process
+    groups."""
+
+    def __init__(self, engine: Engine, capacity: int = CAPACITY) -> None:
+        self.counts = OrderingCounters()
+        self.left = False
+        self._engine = engine
+        self._make_groups: Callable[[Plan], ProcessGroups]
+        self._groups: ProcessGroups
+        self._before: list[ProcessGroups] = []  # of those that were there before a loss
+        self._cache = ResponseCache(engine.rank, capacity)
+        self._pending = PendingRequests(engine.matcher)
+        self._moving: dict[CollectivePlan, PendingRequest] = {}
+        self._gone: set[int] = set()  # who takes part no more, as all have heard in a round
+        self._group: Ranks = ()  # of the last round
+        self._attempt = 0  # how many agents were lost when it began
+        self._under_way = False
+        self._changed = False  # something is asked for that was not when the last round began
+        self._productive = True  # something came of the last round
+        self._until: int | None = None  # where it stands still: how many rounds are to have begun
+        self._leaving = False
+        self._awaited: set[int] | None = None  # who has still to say that all is moved, where this agent leaves
+        self._have_said_so: set[int] = set()  # perhaps before it has heard itself that it may leave
+        self._call = -1, False  # the last round to which this agent was called, and even if it asks for nothing
+        self._broken: tuple[float, BaseException] | None = None
+        self._stopped = False
+
+    def move_by(self, make_groups: Callable[[Plan], ProcessGroups]) -> None:
+        """What makes that which moves the tensors, given who is there. Before anything is asked for."""
+        self._make_groups = make_groups
+        self._groups = make_groups(self._engine.lifecycle.gate.plan)
+
+    # As a carrier
+
+    def ask(self, operation: Operation, stage: Stage) -> None:
+        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.ask`."""
+        carried = stage.exchange.carried
+        assert carried is not None
+        engine, among = self._engine, carried.among
+        collective = carried.collective
+        gathers = collective is not None and collective.kind == "gather"
+        movement, leases = CollectivePlan((), [], [], None if gathers else collective), list[Lease]()
+        if collective is not None and gathers:
+            movement.sends += [(rank, collective.data) for rank in collective.into]
+            movement.receives += collective.into.items()
+        for send in stage.exchange.sends:
+            if send.stop > send.start:
+                movement.sends.append((send.destination, send.published.part(send.start, send.stop)))
+                if send.published.lease is not None:
+                    send.published.lease.hold()
+                    leases.append(send.published.lease)
+        if collective is not None:
+            engine.sender.count(collective.nbytes(engine.rank))
+        for source, message in stage.arrived.items():
+            if message.where is Where.CARRIED:
+                data = engine.pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
+                message.payload = Payload(data, 0)
+                movement.receives.append((source, data))
+        key = RequestKey(operation.name, stage.number, among or ALL)
+        peers = tuple(sorted(stage.needs | stage.arrived.keys())) if among is None else None
+        kind = movement.collective.kind if movement.collective is not None else ""
+        request = TransferRequest(CallSignature(key, operation.op, carried.what, kind), operation.round, peers)
+        self._pending.add(PendingRequest(request, operation, stage, movement, leases))
+        others = peers if peers is not None else (among or self._there(operation))
+        stage.absent = set(others) - {engine.rank}
+        stage.asked = False
+        self._changed = True
+        engine.progress.check_by(stage.started)
+        within = among if among is not None else peers
+        self._emit("asked", operation, stage, " ".join(map(str, within or ())))
+
+    def reset(self) -> None:
+        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.begin_anew`."""
+        self._forget_all()
+        self._broken = None
+        self._renew_groups()
+
+    def _forget_all(self) -> None:
+        for asked in [*self._moving.values(), *self._pending.all()]:
+            asked.release()
+        self._moving, self._pending = {}, PendingRequests(self._engine.matcher)
+
+    def _renew_groups(self) -> None:
+        if self._stopped:  # a loss may still be agreed on while this agent closes: nobody would end the new thread
+            return
+        self._groups.stop()
+        self._before.append(self._groups)
+        self._groups = self._make_groups(self._engine.lifecycle.gate.plan)
+
+    def quiesce(self, until: int = 0) -> int:
+        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.stand_still`."""
+        self._until = max(until, self._engine.matcher.begun(ROUND))
+        self._engine.poller.wake()
+        return self._until
+
+    @property
+    def is_quiescent(self) -> bool:
+        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.stands_still`."""
+        return not (self._under_way or self._moving) and self._engine.matcher.begun(ROUND) == self._until
+
+    def resume(self) -> None:
+        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.go_on`."""
+        self._until = None
+        self._engine.poller.wake()
+
+    def enter(self) -> None:
+        """Agents have entered, or this one has, while it stood still: who enters knows nothing of what was."""
+        self._group, self._changed, self._productive = (), True, False
+        self._renew_groups()
+
+    def withdraw(self, operation: Operation, stage: Stage) -> bool:
+        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.withdraw`."""
+        if any(one.stage is stage for one in self._moving.values()):
+            return False
+        for asked in self._pending.all():
+            if asked.stage is stage:
+                asked.withdrawn = True
+                if asked.committed:
+                    return False
+                self._pending.drop(asked)
+                break
+        return True
+
+    @property
+    def due(self) -> bool:
+        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.due`."""
+        over = self.left or self._awaited is not None or self._engine.ended is not None
+        if self._under_way or over or self._engine.lifecycle.gate.paused:
+            return False
+        if self._until is not None:
+            return self._engine.matcher.begun(ROUND) < self._until
+        round_, even_so = self._call
+        asks = bool(self._pending)
+        called = round_ >= self._engine.matcher.begun(ROUND) and (asks or even_so)
+        return called or self._leaving or (asks and (self._changed or self._productive or self._pending.is_one_free()))
+
+    def begin(self) -> None:
+        """Begin a round."""
+        engine = self._engine
+        with engine.lock:
+            if not self.due:
+                return
+            self._under_way = True
+            self._call_others(engine.matcher.begun(ROUND))
+        try:
+            submit_to_all(engine, "coordination", ROUND, self._steps, FOREVER, alone=False, background=True)
+        except ShoalError:  # it has ended, and so have all that asked
+            with engine.lock:
+                self._under_way = False
+
+    def leave(self) -> None:
+        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.leave`."""
+        self._leaving = True
+        if not self._others:
+            self.left = True
+        self._engine.poller.wake()
+
+    def stop(self) -> None:
+        """See :meth:`~shoal.engine.collective_backend.CollectiveBackend.stop`."""
+        with self._engine.lock:
+            self.left = self._stopped = True
+        limit = clock.monotonic() + ABANDON_AFTER
+        self._groups.stop()  # those before it have been
+        for groups in (*self._before, self._groups):
+            groups.end(limit)
+        with self._engine.lock:
+            self._forget_all()
+
+    # A round
+
+    def _there(self, operation: Operation) -> Ranks:
+        """Who takes part in a round, ascending."""
+        return tuple(rank for rank in operation.left_of(range(self._engine.size)) if rank not in self._gone)
+
+    @property
+    def _others(self) -> list[int]:
+        alive = self._engine.membership.view.alive
+        return [rank for rank in alive if rank != self._engine.rank and rank not in self._gone]
+
+    def _call_others(self, round_: int) -> None:
+        """Tell the others that a round begins, where they might not come to it by themselves."""
+        called, even_so = self._call if self._call[0] >= round_ else (-1, False)
+        some_only = self._leaving or bool(self._pending.concerned) or any(key.members for key in self._pending.known)
+        if (some_only and not even_so) or (not self._productive and called < 0):
+            self._call = round_, some_only
+            for rank in self._others:
+                self._say(rank, _BEGINS_FOR_SOME if some_only else _BEGINS, round_)
+
+    def _say(self, rank: int, what: int, round_: int) -> None:
+        engine = self._engine
+        message = Message(Kind.DATA, CALL, CALL, round_, digest=what)
+        send_alone(engine.publisher, engine.sender, rank, message, torch.empty(0), background=True)
+
+    def serve(self, source: int, message: Message) -> None:
+        """An agent says that a round begins, or that all is moved; see :class:`~shoal.engine.services.Service`."""
+        self._engine.sender.acknowledge(source, message)
+        round_, even_so = message.round, message.digest == _BEGINS_FOR_SOME
+        if message.digest == _ALL_MOVED:
+            self._await_no_more(source)
+        elif round_ == self._call[0]:
+            self._call = round_, even_so or self._call[1]
+        elif round_ > self._call[0]:
+            self._call = round_, even_so
+
+    def _steps(self, operation: Operation) -> Steps[RoundOutcome]:
+        engine, cache = self._engine, self._cache
+        with engine.lock:
+            operation.on_outcome = partial(self._ended, operation.plan.attempt)
+            if operation.plan.attempt != self._attempt:  # who has left before is gone for all since
+                self._attempt, self._group = operation.plan.attempt, ()
+                self._gone.clear()
+            group = self._there(operation)
+            if group != self._group:
+                cache.clear()
+                self._group = group
+            self._changed = False
+            self._name_members(group)
+            self._pending.commit(group)
+            first = [several[0].request for several in self._pending.known.values() if several[0].committed]
+            bits = cache.vector(first)
+            news = bool(self._pending.concerned) or not all(map(cache.knows, first))
+            own = Vector(cache.digest, bits, news, 1 << engine.rank if self._leaving else 0)
+        return coordinate(engine, operation, group, own, cache, self._unready)
+
+    def _name_members(self, group: Ranks) -> None:
+        """Of what all were to take part in when it was planned: agents may have entered since."""
+        if not self._engine.agreement.active:
+            return
+        known = self._pending.known
+        for key in [key for key in known if not key.members]:
+            for asked in known.pop(key):
+                there = self._there(asked.operation)
+                if there != group:
+                    asked.request = replace(asked.request, entry=asked.request.entry.of(there))
+                self._pending.add(asked)
+
+    def _unready(self, ready: Sequence[CallSignature]) -> dict[TransferRequest, list[int]]:
+        """What was asked for in this round, but for what is ready."""
+        with self._engine.lock:
+            known = self._pending.known
+            found = [asked for asked in self._pending.all() if asked.committed]
+            first = {id(known[entry.key][0]) for entry in ready if entry.key in known}
+            return {asked.request: [self._engine.rank] for asked in found if id(asked) not in first}
+
+    def _ended(self, attempt: int, outcome: RoundOutcome | None, error: BaseException | None) -> None:
+        """A round is over, on all alike. Under the lock."""
+        self._under_way = False
+        if outcome is None:
+            if error is not None and not isinstance(error, (PeerLost, NotInitialized)):
+                self._engine.failures.break_off(f"the order of operations is lost: {error}")
+            return
+        if attempt != self._engine.lifecycle.gate.plan.attempt:  # it ends after a loss
+            self._gone.update(outcome.leaving)
+            return
+        self.counts.rounds += 1
+        self.counts.negotiations += outcome.negotiated
+        self._productive = outcome.productive
+        self._gone.update(outcome.leaving)
+        if outcome.differs >= 0:
+            self._break(outcome.differs)
+            return
+        steps = [*self._known_steps(outcome), *self._decided_steps(outcome)]
+        for asked in self._pending.all():
+            asked.committed = False
+            if asked.withdrawn:
+                self._pending.drop(asked)
+                self._engine.lifecycle.backend_stages.say_withdrawn(asked.operation, asked.stage)
+        if steps:
+            self._groups.move(outcome.group, steps)
+        if outcome.leaving:
+            self._let_go(outcome)
+
+    def _let_go(self, outcome: RoundOutcome) -> None:
+        """Some leave, and what they have sent must have come before they are gone."""
+        here, leaving = self._engine.rank, set(outcome.leaving)
+        if here in leaving:
+            self._awaited = set(outcome.group) & set(self._engine.membership.view.alive)
+            self._awaited -= self._have_said_so
+        self._groups.then(partial(self._all_moved, sorted(leaving - {here})))
+
+    def _all_moved(self, leaving: list[int]) -> None:
+        """All is moved that was to be when some left. Called by the thread that moves."""
+        engine = self._engine
+        with engine.lock:
+            for rank in leaving:
+                self._say(rank, _ALL_MOVED, 0)
+            self._await_no_more(engine.rank)
+            engine.poller.wake()
+
+    def _await_no_more(self, rank: int) -> None:
+        self._have_said_so.add(rank)
+        if self._awaited is not None:
+            self._awaited.discard(rank)
+            if not self._awaited:
+                self.left = True
+                self._engine.progress.notify()
+
+    def _known_steps(self, outcome: RoundOutcome) -> Iterator[tuple[bool, Step]]:
+        rounds = self._cache.used(outcome.ready)
+        for entry, round_ in zip(outcome.ready, rounds, strict=True):
+            yield self._step(TransferRequest(entry, round_), entry.key.members or outcome.group)
+
+    def _decided_steps(self, outcome: RoundOutcome) -> Iterator[tuple[bool, Step]]:
+        for one in outcome.decision:
+            if isinstance(one, Response):
+                if one.request.peers is None:
+                    self._cache.put(one.request)
+                yield self._step(one.request, one.members)
+            elif self._engine.rank in one.ranks:
+                self._refuse(one)
+
+    def _step(self, request: TransferRequest, members: Ranks) -> tuple[bool, Step]:
+        """What is to be moved next: this agent's part in it, if it has one."""
+        is_collective = bool(request.entry.kind)
+        if self._engine.rank not in members:
+            return is_collective, None
+        asked = self._pending.find(request)
+        self._pending.take_out(asked)
+        asked.movement.members = members
+        asked.stage.absent, asked.stage.transferred_with = set(), asked.movement.others - {self._engine.rank}
+        self._emit("ordered", asked.operation, asked.stage)
+        self._moving[asked.movement] = asked
+        return is_collective, asked.movement
+
+    def _refuse(self, refusal: Refusal) -> None:
+        place = refusal.name, refusal.stage, refusal.round
+        for asked in self._pending.all():
+            request = asked.request
+            if (request.key.name, request.key.stage, request.round) == place:
+                self._fail(asked, Mismatch(refusal.text, refusal.concerned))
+
+    def _break(self, rank: int) -> None:
+        """Two agents remember different things. What was asked for in this round fails, and all begin with nothing."""
+        self._cache.clear()
+        here = self._engine.rank
+        for asked in [one for one in self._pending.all() if one.committed]:
+            what = f"{asked.request} on rank {here}: rank {rank} remembers other operations than others do"
+            error = Mismatch(f"{what}; all have forgotten theirs, and the next call begins anew", (rank,))
+            self._fail(asked, error)
+
+    def _fail(self, asked: PendingRequest, error: Mismatch) -> None:
+        """All hear in this round that it fails, so nobody need be told: it is still committed to."""
+        self._engine.lifecycle.fail(asked.operation, error)
+        self._pending.drop(asked)
+
+    def _emit(self, what: str, operation: Operation, stage: Stage, among: str = "") -> None:
+        events = self._engine.events
+        if events.active:
+            of = operation.op, operation.name, operation.round
+            events.emit(what, *of, detail=among, stage=stage.number)
+
+    # What was moved
+
+    def moved(self, movements: list[CollectivePlan]) -> None:
+        """Called by the thread that has moved them."""
+        engine = self._engine
+        with engine.lock:
+            for movement in movements:
+                asked = self._moving.pop(movement, None)
+                if asked is not None:
+                    self.counts.moved += 1
+                    self._emit("moved", asked.operation, asked.stage)
+                    asked.release()
+                    engine.lifecycle.backend_stages.moved(asked.operation, asked.stage)
+            engine.poller.wake()
+
+    def failed(self, groups: ProcessGroups, error: BaseException) -> None:
+        """Nothing is moved any more. Called by the thread that moves."""
+        engine = self._engine
+        with engine.lock:
+            if groups is not self._groups:
+                return
+            self._broken = clock.monotonic() + BREAK_AFTER, error
+            engine.progress.check_by(self._broken[0])
+            engine.poller.wake()
+
+    # As a service
+
+    def on_gone(self, rank: int, because: int | None) -> None:
+        """Who is gone says nothing any more; see :class:`~shoal.engine.services.Service`."""
+        self._await_no_more(rank)
+
+    def check(self, now: float) -> float:
+        """Where an engine has failed and nobody is lost, that was not why; see :class:`~.services.Service`."""
+        if self._broken is None or self._engine.ended is not None:
+            return FOREVER
+        due, error = self._broken
+        if self._engine.lifecycle.gate.paused:  # it is being agreed on who was lost, which may be why
+            return now + BREAK_AFTER
+        if now >= due:
+            self._engine.failures.break_off(f"the process group that moves tensors has failed: {error}")
+        return due if now < due else FOREVER
+
+
+def counts_of(engine: Engine) -> OrderingCounters | None:
+    """What an agent's coordination has cost so far; None where it has none."""
+    service: Any = engine.services.get(CALL)
+    return service.counts if isinstance(service, CollectiveOrdering) else None

@@ -1,0 +1,172 @@
+"""What an agent does, as it says itself: to others that wait for it, and to whoever asks from another shell.
+
+It waits in calls, or in none; what ended last and when; how far it is. All of it is there anyway: nothing is done
+for it while nobody asks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .. import clock
+from .._version import __version__
+from ..transport.router import Router
+from .agreement import Agreement
+from .matching import Matcher
+from .membership import NOT_YET, Membership
+from .operation import Operation, describe, needed_by
+from .progress import Progress
+from .sender import Sender
+from .services import Services
+from .step_counter import StepCounter
+from .submission_gate import SubmissionGate
+from .timeouts import format_seconds
+from .training_metrics import TrainingMetrics
+
+MOST = 8
+"""Calls that wait, of which more is said than how many there are."""
+AT_ONCE = 0.02
+"""Seconds within which a call on windows, which may wait, as a rule has not."""
+_LONGEST = 200
+"""Characters of what a call is called."""
+
+
+@dataclass(frozen=True)
+class WaitStatus:
+    """A call that waits for others.
+
+    Attributes:
+        call: What, under which name, in which round.
+        ranks: For whom; none where all have come, and something has still to move its tensors.
+        seconds: Since it was submitted.
+        gives_up: In how many seconds it does, where that is known.
+    """
+
+    call: str
+    ranks: tuple[int, ...]
+    seconds: float
+    gives_up: float | None
+
+
+@dataclass(frozen=True)
+class AgentStatus:
+    """What an agent does.
+
+    Attributes:
+        waiting: Its calls that wait for others, the oldest first.
+        stands_still: A thread of its script does nothing but wait.
+        agrees_with: The ranks from which it has still to hear that they know of a loss: until then nothing begins.
+        ended: The call that ended last; empty if none has.
+        seconds_ago: When.
+    """
+
+    waiting: tuple[WaitStatus, ...]
+    stands_still: bool
+    agrees_with: tuple[int, ...]
+    ended: str
+    seconds_ago: float
+
+    def __str__(self) -> str:
+        if self.agrees_with:
+            found = f"an agent was lost, and it waits for ranks {list(self.agrees_with)} to say that they know"
+        elif self.waiting:
+            first, more = self.waiting[0], len(self.waiting) - 1
+            since = f"since {format_seconds(first.seconds)}" + (f", and in {more} more" if more else "")
+            found = f"it waits in {first.call}{needed_by(first.ranks, True)}, {since}"
+        else:
+            found = "it waits in no call of Shoal's, so its script does something else"
+        if self.ended:
+            found += f"; the last that ended was {self.ended}, {format_seconds(self.seconds_ago)} ago"
+        return found
+
+
+class StatusReporter:
+    """Of one agent. Used under the engine's lock."""
+
+    def __init__(
+        self,
+        rank: int,
+        router: Router,
+        matcher: Matcher,
+        sender: Sender,
+        membership: Membership,
+        progress: Progress,
+        agreement: Agreement,
+        gate: SubmissionGate,
+        services: Services,
+        steps: StepCounter,
+        measured: TrainingMetrics,
+    ) -> None:
+        self._began = clock.time()
+        self._rank, self._router, self._matcher, self._sender = rank, router, matcher, sender
+        self._membership, self._progress, self._agreement = membership, progress, agreement
+        self._gate, self._services, self._steps, self._measured = gate, services, steps, measured
+
+    def waited_for(self, operation: Operation) -> list[int]:
+        """The ranks that keep an operation from going on; those, too, that have not read what it sent before."""
+        stage = (operation.fused or operation).stage
+        waiting = operation.blocked_on
+        if not waiting and stage is not None and not stage.posted:
+            return self._sender.receivers_behind(operation.name)
+        return waiting
+
+    @property
+    def doing(self) -> AgentStatus:
+        """What it does now."""
+        now = clock.monotonic()
+        waiting = [
+            WaitStatus(str(one)[:_LONGEST], tuple(ranks), now - one.started, one.deadline - now)
+            for one in self._matcher.in_flight()
+            if not one.background and ((ranks := self.waited_for(one)) or one.moves)
+        ]
+        for service in self._services.all():
+            for call, ranks, since in service.calls_that_wait():
+                if now - since > AT_ONCE:
+                    waiting.append(WaitStatus(call, tuple(ranks), now - since, None))
+        waiting.sort(key=lambda one: -one.seconds)
+        op, name, round_, ended = self._matcher.ended_last
+        return AgentStatus(
+            tuple(waiting),
+            self._progress.somebody_waits or any(one.gives_up is None for one in waiting),
+            tuple(self._agreement.missing) if self._gate.paused else (),
+            describe(op, name, round_)[:_LONGEST] if op else "",
+            now - ended if op else 0.0,
+        )
+
+    @property
+    def busy(self) -> dict[str, Any]:
+        """What it tells another shell while it has no time for more: who it is."""
+        router = self._router
+        first = router.places[0] if router.places else router.place
+        return {
+            "version": __version__,
+            "rank": self._rank,
+            "size": max(1, len(router.places)),
+            "incarnation": router.place.incarnation,
+            "pid": os.getpid(),
+            "host": router.place.host,
+            "job": f"{first.host}:{first.pid}",
+            "since": self._began,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """All that it tells another shell."""
+        doing, view = self.doing, self._membership.view
+        said = asdict(doing)
+        said["waiting"] = [asdict(one) for one in doing.waiting[:MOST]]
+        return {
+            **self.busy,
+            **said,
+            "waits_in": len(doing.waiting),
+            "lost": [rank for rank, cause in view.died.items() if cause != NOT_YET],
+            "left": list(view.left),
+            "over": "" if self._gate.ended is None else str(self._gate.ended)[: 2 * _LONGEST],
+            "steps": self._steps.counts,
+            "stepped_ago": self._steps.seconds_ago,
+            "measured": {name: one.as_json() for name, one in self._measured.values.items()},
+            "here": [(one.rank, one.pid) for one in self._router.places if one.machine == self._router.place.machine],
+            "calls": self._matcher.calls,
+            "bytes_sent": self._sender.bytes_sent,
+        }

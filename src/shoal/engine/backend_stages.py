@@ -1,0 +1,106 @@
+"""Stages whose tensors a carrier moves: what has to be said and heard before, and what becomes of them after a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..errors import PeerLost
+from ..transport.quotas import MACHINE_BYTES
+from ..transport.wire import Message, ProtocolError
+from .collective_backend import CollectiveBackend
+from .matching import Matcher
+from .membership import Membership
+from .operation import Exchange, Operation, Stage
+from .progress import Progress
+from .sender import Sender
+from .submission_gate import SubmissionGate
+
+
+class BackendStages:
+    """Of one agent; of most, nothing: then all tensors travel by links. Used under the engine's lock.
+
+    Args:
+        go_on: Told of a stage of which something has come.
+
+    Attributes:
+        backend: What moves the tensors of those exchanges that may travel by other ways than links.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        gate: SubmissionGate,
+        progress: Progress,
+        matcher: Matcher,
+        sender: Sender,
+        membership: Membership,
+        go_on: Callable[[Operation, Stage], None],
+    ) -> None:
+        self.backend: CollectiveBackend | None = None
+        self._rank, self._gate, self._progress = rank, gate, progress
+        self._matcher, self._sender, self._membership = matcher, sender, membership
+        self._go_on = go_on
+
+    def carry_with(self, backend: CollectiveBackend) -> None:
+        """Have tensors moved by something else than links. Before the exchange starts."""
+        self.backend = backend
+
+    def carries(self, operation: Operation, exchange: Exchange) -> bool:
+        """The tensors of an exchange do not travel over links: nobody was lost since it was planned."""
+        known = operation.plan.attempt == self._gate.plan.attempt
+        return self.backend is not None and exchange.carried is not None and known
+
+    def check(self, message: Message) -> None:
+        """Raise :class:`~.wire.ProtocolError` for one that announces what cannot come."""
+        if self.backend is None:
+            raise ProtocolError("a tensor that travels over an engine that there is not")
+        if message.nbytes > MACHINE_BYTES:
+            raise ProtocolError(f"a tensor of {message.nbytes:,} bytes, more than this machine has")
+
+    def ask_if_agreed(self, operation: Operation, stage: Stage) -> None:
+        """Have the tensors of a stage moved, once all has been said and heard that has to be before."""
+        if stage.to_move and not stage.asked_for and stage.posted and not stage.missing and not stage.unconfirmed:
+            assert self.backend is not None
+            stage.asked_for = True
+            self.backend.ask(operation, stage)
+
+    def moved(self, operation: Operation, stage: Stage) -> None:
+        """The tensors of a stage are where they belong."""
+        stage.to_move, stage.transferred_with = False, set()
+        for message in stage.arrived.values():
+            if message.payload is not None:
+                message.payload.is_whole()
+        if operation.error is None and operation.stage is stage:
+            self._go_on(operation, stage)
+            self._progress.notify()
+
+    def leave(self, operation: Operation, stage: Stage) -> None:
+        """An operation is done with a stage, perhaps before its tensors were moved."""
+        withdrawn = stage.to_move and self.backend is not None and self.backend.withdraw(operation, stage)
+        if withdrawn and operation.error is not None:
+            self.say_withdrawn(operation, stage)
+
+    def say_withdrawn(self, operation: Operation, stage: Stage) -> None:
+        """A stage will not be completed here, and its tensors do not move: tell those that would wait for that."""
+        if self._gate.ended is not None or isinstance(operation.error, PeerLost):
+            return  # of which they hear anyway
+        carried, alive = stage.exchange.carried, self._membership.view.alive
+        assert carried is not None
+        ranks = stage.needs | stage.arrived.keys() if carried.among is None else set(carried.among or alive)
+        failure = self._matcher.failure_of(operation)
+        for rank in sorted(ranks - {self._rank}):
+            self._sender.deny(rank, operation, stage.number, failure)
+
+    def go_by_links(self) -> Iterator[Operation]:
+        """An agent was lost. What is under way between those that are left goes by links, as far as it has not been
+        moved on all of them; what begins anew is carried again. Yields those for which all has come."""
+        if self.backend is None:
+            return
+        self.backend.reset()
+        for operation in self._matcher.in_flight():
+            stage = operation.stage
+            if stage is not None and stage.to_move and not operation.restarts:
+                stage.goes_by_links()
+                if stage.complete:
+                    yield operation
+        self._sender.send_by_links()

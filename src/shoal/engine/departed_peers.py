@@ -1,0 +1,47 @@
+"""Agents that have left in good order, and are needed all the same: that makes it a loss, of which all must hear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..errors import PeerLost
+from .membership import NEEDED, Departure, Membership
+from .operation import Operation
+from .sender import Sender
+from .submission_gate import SubmissionGate
+
+
+class DepartedPeerPolicy:
+    """Used under the engine's lock.
+
+    Attributes:
+        survived: The loss of an agent does not end what needs everybody.
+    """
+
+    def __init__(self, rank: int, gate: SubmissionGate, sender: Sender, membership: Membership) -> None:
+        self.survived = False
+        self._rank, self._gate, self._sender, self._membership = rank, gate, sender, membership
+        self._on_missed: Callable[[int], None]
+
+    def survive(self, on_missed: Callable[[int], None]) -> None:
+        """A loss does not end what needs everybody; ``on_missed`` is told when somebody is missed who has left."""
+        self.survived, self._on_missed = True, on_missed
+
+    def lose_by(self, lose: Callable[[int], None]) -> None:
+        """``lose`` ends what needs everybody, here and on all others, when an agent is missed that has left."""
+        self._lose = lose
+
+    def error(self, operation: Operation, ranks: Sequence[int]) -> PeerLost:
+        """A one-sided operation needs agents that are gone, and ends; nobody else takes part in it."""
+        what = "; ".join(self._membership.describe(one) for one in ranks)
+        return PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
+
+    def announce(self, ranks: Sequence[int]) -> None:
+        """Agents that have left are missed, by what is not one-sided: all others must hear of it."""
+        if not self.survived:
+            self._lose(ranks[0])
+            return
+        left, gone = self._membership.view.left, self._gate.gone
+        for rank in [rank for rank in ranks if rank in left and rank not in gone]:
+            self._sender.pass_on(Departure(rank, NEEDED, True, self._rank, certain=True))
+            self._on_missed(rank)

@@ -1,0 +1,141 @@
+"""Which tensors calls of several have on this agent, so that an error can say where two lists differ.
+
+Agents compare digests of their lists. Only those whose call has failed ask each other for the lists.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from .. import clock
+from .._signals import deferred
+from ..transport.wire import HERE, Kind, Message
+from .matching import Key
+from .membership import Membership
+from .operation import Operation
+from .progress import Progress
+from .sender import Sender
+
+TENSORS = "~tensors"
+"""The operation of a question for a list, and of its answer; they have the name and the round of what failed."""
+KEPT = 128
+"""Calls of which the lists are kept, whatever became of them: another may fail long after this agent's has not."""
+MOST_BYTES = 1 << 18
+"""Of a list that is told."""
+ANSWER_WITHIN = 1.0
+"""Seconds for which an error waits for what others have."""
+_LONGEST = 200
+"""Characters of a tensor of another's that are shown."""
+
+Layout = Sequence[tuple[tuple[int, ...], torch.dtype] | str]
+"""Shapes and dtypes, in the order of the call; a dimension of -1 may be any. Or what the caller says of each."""
+
+
+class LayoutExchange:
+    """The lists of one agent, and what others have said of theirs."""
+
+    def __init__(self, rank: int, membership: Membership, sender: Sender, progress: Progress) -> None:
+        self._rank, self._membership, self._sender, self._progress = rank, membership, sender, progress
+        self._kept: OrderedDict[Key, Layout] = OrderedDict()
+        self._asked_early: OrderedDict[tuple[int, Key], None] = OrderedDict()  # by whom, for what is not known here
+        self._heard: dict[tuple[int, Key], Message | None] = {}  # of those that are asked
+        self._answered: OrderedDict[tuple[int, Key], None] = OrderedDict()
+
+    def keep(self, operation: Operation, layout: Layout) -> None:
+        """A call of several tensors begins."""
+        key = operation.name, operation.round
+        with deferred, self._progress.lock:
+            self._kept[key] = layout
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            for question in [one for one in self._asked_early if one[1] == key]:
+                del self._asked_early[question]
+                self._answer(question[0], key, layout)
+
+    def difference(self, operation: Operation, layout: Layout, ranks: Sequence[int]) -> str:
+        """In words, the first tensor that one of some agents has otherwise than this one; empty if none is known.
+
+        Waits for their answers, for up to a second.
+        """
+        mine = described(layout)
+        for rank, theirs in self.others(operation, ranks).items():
+            if theirs != mine:
+                return _first_difference(self._rank, mine, rank, theirs)
+        return ""
+
+    def others(self, operation: Operation, ranks: Sequence[int], *, mutual: bool = False) -> dict[int, list[str]]:
+        """The lists of other agents, described, by rank: of those that answer within a second. ``mutual``: wait as long
+        for them to ask this agent, which may end soon after its error."""
+        key = operation.name, operation.round
+        with deferred, self._progress.lock:
+            alive = self._membership.view.alive
+            asked = {(rank, key) for rank in ranks if rank != self._rank and rank in alive}
+            if not asked or self._progress.mine or self._progress.stopped:
+                return {}
+            self._heard.update(dict.fromkeys(asked))
+            for rank, (name, round_) in sorted(asked):
+                self._sender.say(rank, Message(Kind.ASK, TENSORS, name, round_))
+        limit = clock.monotonic() + ANSWER_WITHIN
+        self._progress.drive_until(
+            lambda: all(self._heard.get(one) is not None and (one in self._answered or not mutual) for one in asked),
+            limit,
+        )
+        with deferred, self._progress.lock:
+            said = {rank: self._heard.pop((rank, key), None) for rank, key in sorted(asked)}
+        return {
+            rank: [line[:_LONGEST] for line in answer.text.split("\n")] if answer.text else []
+            for rank, answer in said.items()
+            if answer is not None and answer.flags & HERE
+        }
+
+    # Others ask. Under the engine's lock.
+
+    def answer(self, source: int, message: Message) -> None:
+        """Tell another what this agent's call has, once it is known."""
+        key = message.name, message.round
+        layout = self._kept.get(key)
+        if layout is not None:
+            self._answer(source, key, layout)
+            return
+        self._asked_early[source, key] = None  # the thread that calls may be about to keep it
+        if len(self._asked_early) > KEPT:
+            self._asked_early.popitem(last=False)
+
+    def _answer(self, source: int, key: Key, layout: Layout) -> None:
+        text = "\n".join(described(layout))
+        known = len(text) <= MOST_BYTES
+        flags, text = (HERE, text) if known else (0, "")
+        self._sender.say(source, Message(Kind.DENY, TENSORS, *key, flags=flags, text=text))
+        self._answered[source, key] = None
+        if len(self._answered) > KEPT:
+            self._answered.popitem(last=False)
+
+    def heard(self, source: int, message: Message) -> None:
+        """What another's call has."""
+        one = source, (message.name, message.round)
+        if one in self._heard:
+            self._heard[one] = message
+
+
+def described(layout: Layout) -> list[str]:
+    """Each tensor in words."""
+    return [
+        one
+        if isinstance(one, str)
+        else f"[{', '.join('*' if size < 0 else str(size) for size in one[0])}] {str(one[1]).removeprefix('torch.')}"
+        for one in layout
+    ]
+
+
+def _first_difference(here: int, mine: list[str], there: int, theirs: list[str]) -> str:
+    at = next((at for at, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), None)
+    many = len(theirs), len(mine)
+    counts = f"; there are {many[0]} on rank {there} and {many[1]} on rank {here}" if len(set(many)) == 2 else ""
+    if at is not None:
+        return f"tensors[{at}] is {theirs[at]} on rank {there} and {mine[at]} on rank {here}{counts}"
+    at = min(len(mine), len(theirs))
+    longer, rank = (mine, here) if len(mine) > at else (theirs, there)
+    return f"tensors[{at}], {longer[at]}, is on rank {rank} alone{counts}"

@@ -1,0 +1,59 @@
+"""After a loss: gives the result of an operation of all to those that lack it, by those on which it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ..transport.wire import Kind, Message
+from .lifecycle import Lifecycle
+from .matching import Matcher
+from .membership import Membership
+from .recovery import take_result
+from .result_cache import ResultCache
+from .services import MinimalService, when_arrived
+
+RESULT = "~result"
+
+
+class ResultTransfer(MinimalService):
+    """One agent's part in it. Used under the engine's lock.
+
+    Args:
+        send: Sends a peer what belongs to no operation; see :func:`~.outbox.send_alone`.
+        acknowledge: Says that a message has been read.
+    """
+
+    def __init__(
+        self,
+        matcher: Matcher,
+        membership: Membership,
+        lifecycle: Lifecycle,
+        result_cache: ResultCache,
+        send: Callable[[int, Message, torch.Tensor], None],
+        acknowledge: Callable[[int, Message], None],
+    ) -> None:
+        self._matcher = matcher
+        self._membership = membership
+        self._lifecycle = lifecycle
+        self._result_cache = result_cache
+        self._send = send
+        self._acknowledge = acknowledge
+
+    def send(self, rank: int, name: str, round_: int) -> None:
+        """Give an agent a result that is kept here."""
+        result = self._result_cache.results[name, round_].result
+        self._send(rank, Message(Kind.DATA, RESULT, f"{RESULT} {name}", round_), result)
+
+    def serve(self, source: int, message: Message) -> None:
+        """An agent hands on a result; see :class:`~.services.Service`."""
+        when_arrived(message, partial(self._take, source, message))
+
+    def _take(self, source: int, message: Message, data: torch.Tensor) -> None:
+        result = data.clone().view(message.shape)
+        self._acknowledge(source, message)
+        operation = self._matcher.active(message.name.removeprefix(f"{RESULT} "), message.round)
+        if operation is not None and operation.restarts and source in self._membership.view.alive:
+            take_result(self._lifecycle, operation, result)

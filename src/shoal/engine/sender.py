@@ -1,0 +1,404 @@
+"""What this agent sends, and who has still to answer for what was sent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .. import clock
+from ..errors import PeerLost, ShoalError
+from ..transport.link import Link, Published
+from ..transport.router import Router
+from ..transport.shared_memory import SharedMemoryLink
+from ..transport.sockets import Outgoing
+from ..transport.wire import (
+    AGAIN,
+    CERTAIN,
+    COMMON,
+    CONFIRM,
+    DIED,
+    HERE,
+    MAX_DIMENSIONS,
+    ON_DEVICE,
+    SILENT,
+    WANTS_REPLY,
+    Kind,
+    Message,
+    ProtocolError,
+    Where,
+)
+from .edge_counters import EdgeCounters
+from .events import COORDINATION, Events
+from .matching import NO_FAILURE, SMALL_WINDOW, Channel, RoundFailure
+from .membership import Departure, Membership
+from .operation import Exchange, Operation, Send, Stage
+from .publishing import Publisher
+
+CONNECT = "~connect"
+"""The name under which agents ask each other to open a reversed connection."""
+
+
+class _Unacknowledged(NamedTuple):
+    """A message whose receiver has to answer, because it reads our memory, or to confirm that it expected it."""
+
+    receiver: int
+    operation: Operation
+    published: Published
+    channel: Channel
+    carried: tuple[Message, int, int] | None
+    """What was announced to be carried, and from where to where it goes: to be sent by a link, if it must be."""
+
+
+def _bytes_of(send: Send) -> tuple[Published, int, int, tuple[int, ...]]:
+    """What a message to one destination must have in common with the one before, to be encoded once for both."""
+    return send.published, send.start, send.stop, send.shape
+
+
+class Sender:
+    """Used under the engine's lock."""
+
+    def __init__(
+        self, rank: int, router: Router, membership: Membership, events: Events, on_closed: Callable[[int, str], None]
+    ) -> None:
+        self.bytes_sent = 0
+        self.keeps_what_is_carried = False  # until its receivers have it; else it is not asked for twice
+        self.said_goodbye = False
+        self.traffic = EdgeCounters()
+        self._rank = rank
+        self._router = router
+        self._membership = membership
+        self._events = events
+        self._on_closed = on_closed
+        self._tokens = itertools.count(1)
+        self._unacknowledged: dict[int, _Unacknowledged] = {}
+        self._news: list[Message] = []  # of losses
+        self._dirty: dict[Link, None] = {}
+        self._requests = 0  # for connections, that this agent has sent
+        self._requests_seen: dict[tuple[int, int], int] = {}  # of others, by who asks whom: the last one's number
+
+    def post(self, channel: Channel, operation: Operation, stage: Stage) -> None:
+        """Send what a stage wants sent."""
+        exchange = stage.exchange
+        # Small messages lie in the receiver's memory until it takes them up. Now and then it says how far it is;
+        # without that a sender could be any number of rounds ahead.
+        often = exchange.checked or operation.round % (SMALL_WINDOW // 4) == 0
+        what = (CONFIRM if exchange.checked else 0) | (COMMON if exchange.coordinates else 0)
+        what |= ON_DEVICE if exchange.on_device else 0
+        tail = b""
+        last: Send | None = None
+        view = self._membership.view
+        for send in exchange.sends:
+            if view.epoch and send.destination not in view.alive:  # it fails because of that, or goes on without
+                continue
+            published = send.published
+            nbytes = (send.stop - send.start) * published.data.element_size()
+            carried = stage.to_move and nbytes > 0  # it is there when the stage is over, and needs no answer
+            keeps = carried and self.keeps_what_is_carried and not operation.restarts
+            reply = keeps if stage.to_move else often or published.region is not None
+            token = next(self._tokens)
+            if last is None or _bytes_of(last) != _bytes_of(send):
+                tail = b""
+            message = Message(
+                Kind.DATA,
+                operation.op,
+                operation.name,
+                operation.round,
+                stage.number - exchange.early,
+                token,
+                what | (WANTS_REPLY if reply else 0),
+                exchange.digest,
+                send.scale,
+                published.data.dtype,
+                send.shape,
+                nbytes=nbytes,
+                tail=tail,
+            )
+            if carried:
+                message.where = Where.CARRIED
+            if reply:
+                if published.lease is not None:
+                    published.lease.hold()
+                kept = (message, send.start, send.stop) if carried else None
+                self._unacknowledged[token] = _Unacknowledged(send.destination, operation, published, channel, kept)
+                channel.sent(operation.round, send.destination)
+                if (exchange.checked and not carried) or published.zero_copy:
+                    operation.expect_confirmation(token, send.destination)
+            link = self._link(send.destination)
+            if link is None:
+                return
+            if exchange.carried is not None and exchange.carried.confirm and stage.to_move:
+                stage.expect_confirmation(send.destination)
+            # Before it is posted: its receiver may have it before that returns.
+            posted = clock.perf_counter_ns() if self._events.active else 0
+            if carried:
+                link.post(message)
+            else:
+                link.post(message, published, send.start, send.stop)
+            last, tail = send, message.tail
+            if not operation.background:
+                self.bytes_sent += nbytes
+                if self.traffic.counts and not exchange.coordinates:
+                    self.traffic.sent(operation.op, operation.name, operation.round, send.destination, nbytes)
+            if self._events.active:
+                about = operation.op, operation.name, operation.round
+                why = COORDINATION if exchange.coordinates or operation.background else ""
+                self._events.emit("sent", *about, 0, send.destination, nbytes, why, stage.number, posted)
+        stage.posted = True
+
+    def keep_what_is_carried(self) -> None:
+        """Losses are survived: what a carrier has not brought may have to be sent by links."""
+        self.keeps_what_is_carried = True
+
+    def send_by_links(self) -> None:
+        """Send what was to be carried and has not come, as far as this agent knows."""
+        alive = self._membership.view.alive
+        for sent in list(self._unacknowledged.values()):
+            if sent.carried is None or sent.receiver not in alive:
+                continue
+            announced, start, stop = sent.carried
+            link = self._link(sent.receiver)
+            if link is not None:
+                flags = announced.flags | AGAIN
+                message = replace(announced, where=Where.NOWHERE, tail=b"", payload=None, flags=flags)
+                link.post(message, sent.published, start, stop)
+
+    def count(self, nbytes: int) -> None:
+        """So many bytes of tensors are sent in another way."""
+        self.bytes_sent += nbytes
+
+    def say(self, peer: int, message: Message) -> None:
+        """Send a message without a tensor."""
+        if peer in self._membership.view.alive:
+            link = self._link(peer)
+            if link is not None:
+                link.post(message)
+
+    def share(self, peer: int, ident: int, fd: int, lockable: bool) -> None:
+        """Let a peer on this machine map a memory file of ours; nothing for others, and for those that are gone."""
+        link = self._link(peer) if peer in self._membership.view.alive else None
+        if isinstance(link, SharedMemoryLink):
+            link.share(ident, fd, lockable)
+
+    def acknowledge(self, source: int, message: Message) -> None:
+        """Tell a sender that it may have its memory back, once."""
+        if message.flags & WANTS_REPLY:
+            message.flags &= ~WANTS_REPLY
+            if self._is_last(message):
+                self.say(source, Message(Kind.DONE, token=message.token))
+            else:
+                self.say(source, Message(Kind.DONE, message.op, message.name, message.round, token=message.token))
+
+    def refuse(self, source: int, message: Message, text: str, lost: int | None = None) -> None:
+        """Tell a peer that its message does not fit, and why; ``lost``: the agent whose loss is the reason."""
+        answers = not message.flags & WANTS_REPLY or self._is_last(message)
+        token, message.flags = message.token if answers else 0, 0  # a refusal is an answer
+        refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, token, text=text)
+        if lost is not None:
+            refusal.flags, refusal.digest = DIED, lost
+        self.say(source, refusal)
+
+    @staticmethod
+    def _is_last(message: Message) -> bool:
+        """Nothing that came with a message has still to be answered, once it is."""
+        parts = message.part_of
+        if parts is not None:
+            parts.left -= 1
+        return parts is None or not parts.left
+
+    def deny(self, peer: int, what: Operation | Message, stage: int, failure: RoundFailure = NO_FAILURE) -> None:
+        """Tell a peer that waits for a message of ours that none will come, and why where the call failed."""
+        if failure.leaving:
+            return
+        flags, about = DIED if failure.own else 0, failure.about[:MAX_DIMENSIONS]
+        self.say(
+            peer, Message(Kind.DENY, what.op, what.name, what.round, stage, 0, flags, shape=about, text=failure.reason)
+        )
+
+    def put_off(self, peer: int, what: Message, waiting_for: list[int]) -> None:
+        """Tell a peer that waits for a message of ours that we wait for others first."""
+        shape = tuple(waiting_for[:MAX_DIMENSIONS])
+        self.say(peer, Message(Kind.WAITS, what.op, what.name, what.round, what.stage, shape=shape))
+
+    def answer(self, peer: int, operation: Operation, stage: Stage, only_if_here: bool) -> None:
+        """A peer asks for something of a stage in which this agent is, or only whether it is."""
+        if only_if_here:
+            self.say_here(peer, operation, stage.number)
+        elif not stage.will_send(peer, stage.number):
+            self.deny(peer, operation, stage.number)
+
+    def say_here(self, peer: int, what: Operation | Message, stage: int) -> None:
+        """Tell a peer that asks that this agent has come to a stage, too, of which nothing comes by a link."""
+        self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=HERE))
+
+    def ask_to_connect(self, target: int) -> None:
+        """Have others ask a peer to connect to this agent, which cannot connect to it
+        (``transport/reverse_connections.py``)."""
+        self._requests += 1
+        self._pass_request_on(Message(Kind.ASK, CONNECT, CONNECT, self._requests, self._rank, target))
+
+    def on_connect_request(self, request: Message) -> None:
+        """An agent wants another one to connect to it: do so, or pass the request on, once.
+
+        Raises:
+            ProtocolError: There are no such agents.
+        """
+        origin, target = request.stage, request.token
+        if max(origin, target) >= len(self._router.places):
+            raise ProtocolError(f"rank {origin} is said to ask rank {target} for a connection")
+        if origin == self._rank or request.round <= self._requests_seen.get((origin, target), 0):
+            return
+        self._requests_seen[origin, target] = request.round
+        if target == self._rank:
+            self._router.reversing.connect_back(origin)
+        else:
+            self._pass_request_on(replace(request, tail=b""))
+
+    def _pass_request_on(self, request: Message) -> None:
+        """Over all links that are open: requests in a queue would only be late."""
+        for peer, link in list(self._router.links.items()):
+            if not isinstance(link, Outgoing) or link.open:
+                self.say(peer, request)
+        target = request.token
+        if target not in self._router.links and self._router.transport_to(target) != "network":
+            self.say(target, request)
+
+    def problems_with(self, ranks: list[int]) -> str:
+        """Why this agent has no connection to some of these; empty where it has one to each, or needs none."""
+        return "; ".join(filter(None, map(self._router.reversing.problem_with, ranks)))
+
+    def pass_on(self, gone: Departure) -> None:
+        """Tell everybody that we have a link to, but those who know, that an agent is gone.
+
+        One that we count as lost may be alive, and shut out for what it said; it must not think that all others are.
+        """
+        flags = (DIED if gone.died else 0) | (CERTAIN if gone.certain else 0) | (SILENT if gone.silent else 0)
+        notice = Message(
+            Kind.NOTICE, round=gone.told_by, token=gone.rank, flags=flags, digest=gone.because + 1, text=gone.cause
+        )
+        if gone.died:
+            self._news.append(notice)
+        for peer in list(self._router.links):
+            if peer not in (gone.rank, gone.told_by):
+                self.say(peer, notice)
+        condemned = self._router.links.get(gone.rank)
+        if condemned is not None and gone.died and gone.told_by == self._rank:
+            condemned.post(notice)
+            condemned.flush()
+
+    def forget_news(self, ranks: tuple[int, ...]) -> None:
+        """Agents have entered: that they were lost before is no news any more."""
+        self._news = [notice for notice in self._news if notice.token not in ranks]
+
+    def say_goodbye(self, farewell: str, died: bool, ended: ShoalError | None, missed: int = -1) -> None:
+        """The last word to everybody who would miss one: first whom we have lost ourselves, if we leave after a loss,
+        so that nobody takes us for its cause; and whom we have ``missed`` in a one-sided call (-1: nobody)."""
+        if not self._news and isinstance(ended, PeerLost) and min(ended.ranks, default=-1) >= 0:
+            self.pass_on(Departure(ended.ranks[0], str(ended), True, self._rank, certain=True))
+        lost, cause = (self._news[0].token, self._news[0].text) if self._news else (missed, "")
+        for peer in list(self._router.links):
+            flags, because = (DIED | CERTAIN, 0) if died else (0, missed + 1)
+            last = Message(Kind.NOTICE, round=self._rank, token=self._rank, flags=flags, digest=because, text=farewell)
+            self.say(peer, last)
+        self.said_goodbye = True
+        self._router.say_goodbye(lost, cause)
+
+    def reach(self, peer: int) -> bool:
+        """See to it that there is a link to a peer, or one is being made, which shows if its process has ended. False
+        where the link has ended before."""
+        return self._router.reaches(peer) if peer in self._router.links else self._link(peer) is not None
+
+    def _link(self, peer: int) -> Link | None:
+        """The link to a peer, marked for flushing; None when it cannot be opened, or no more since we leave."""
+        if self.said_goodbye and peer not in self._router.links:
+            return None
+        known = peer in self._router.links
+        try:
+            link = self._router.link(peer)
+        except OSError as error:
+            self._on_closed(peer, f"connecting to it failed: {error.strerror or error}")
+            return None
+        self._dirty[link] = None
+        if not known:  # what follows may be a consequence of what it has not heard
+            for notice in self._news:
+                link.post(notice)
+        return link
+
+    def flush(self) -> None:
+        """Hand what is queued to the system."""
+        self._router.retire_memory()
+        while self._dirty:
+            self._dirty.popitem()[0].flush()
+
+    def acknowledged(self, receiver: int, token: int) -> tuple[Operation, Channel] | None:
+        """A receiver has answered: give back what was held for it. Nobody can answer for another."""
+        sent = self._unacknowledged.get(token)
+        if sent is None or sent.receiver != receiver:
+            return None
+        del self._unacknowledged[token]
+        if sent.published.lease is not None:
+            sent.published.lease.release()
+        sent.channel.acknowledged(sent.operation.round, sent.receiver)
+        sent.operation.confirmed(token)
+        return sent.operation, sent.channel
+
+    def confirmed_in_part(self, receiver: int, message: Message) -> Operation | None:
+        """A receiver expected one of several tensors that it was sent at once. Whose."""
+        sent = self._unacknowledged.get(message.token)
+        parts = sent.operation.parts if sent is not None and sent.receiver == receiver else ()
+        for one in parts:
+            if (one.name, one.round) == (message.name, message.round):
+                one.confirmed(message.token)
+                return one
+        return None
+
+    def unacknowledged_by(self, rank: int) -> list[int]:
+        """The tokens that a peer has not answered."""
+        return [token for token, sent in self._unacknowledged.items() if sent.receiver == rank]
+
+    def forget_failed(self) -> None:
+        """Wait no more for the answers to what was sent in rounds that have failed here, as one does that leaves. What
+        was sent stays where it is, for whoever comes to read it all the same."""
+        failed = [token for token, one in self._unacknowledged.items() if isinstance(one.operation.error, ShoalError)]
+        for token in failed:
+            del self._unacknowledged[token]
+
+    def receivers_behind(self, name: str) -> list[int]:
+        """Who has not answered for what was sent under a name."""
+        return sorted({sent.receiver for sent in self._unacknowledged.values() if sent.operation.name == name})
+
+    @property
+    def drained(self) -> bool:
+        """Nobody has to answer any more."""
+        return not self._unacknowledged
+
+    @property
+    def empty(self) -> bool:
+        """Everything has been handed to the system."""
+        return all(link.idle for link in self._router.links.values())
+
+
+def send_alone(
+    publisher: Publisher, sender: Sender, peer: int, what: Message, tensor: torch.Tensor, *, background: bool = False
+) -> None:
+    """Send a peer a copy of a tensor that belongs to no operation of this agent: an answer, or news.
+
+    Args:
+        publisher, outbox: This agent's.
+        peer: Who gets it.
+        what: Says the operation, name, round, stage and digest of the message.
+        tensor: Any dtype.
+        background: Nobody's tensor, and not to be counted among what is sent.
+    """
+    alone = Operation(what.op, what.name, what.round, float("inf"))
+    alone.background = background
+    alone.one_sided = True
+    published = publisher.publish(alone, tensor)
+    send = Send(peer, published, 0, published.data.numel(), tuple(tensor.shape))
+    exchange = Exchange([send], (), digest=what.digest)
+    sender.post(Channel(what.name), alone, Stage(what.stage, exchange, set(), {}))
+    for lease in alone.leases:
+        lease.release()

@@ -1,0 +1,46 @@
+"""Steps of training, counted: for whoever asks from another shell, and as marks in a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import clock
+from .events import Events
+
+
+@dataclass(slots=True)
+class _Counted:
+    count: int
+    ended: int  # the last of them, in nanoseconds
+
+
+class StepCounter:
+    """Those of one agent. An optimizer belongs to one thread, which counts its steps."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._of: dict[str, _Counted] = {}
+
+    def ended(self, name: str, began: int) -> None:
+        """An optimizer has ended a step that it was asked for at ``began`` (``clock.perf_counter_ns()``).
+
+        What a trace shows as the step began when the step before it ended: it holds the forward and backward passes.
+        """
+        known = self._of.get(name)
+        if known is None:
+            known = self._of[name] = _Counted(0, began)
+        before, known.ended = known.ended, clock.perf_counter_ns()
+        known.count += 1
+        if self._events.active:
+            self._events.emit("stepped", "step", name, known.count, before, end=known.ended)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many there were, by optimizer."""
+        return {name: one.count for name, one in list(self._of.items())}
+
+    @property
+    def seconds_ago(self) -> float | None:
+        """When the last ended; None where there was none."""
+        last = max((one.ended for one in list(self._of.values())), default=None)
+        return None if last is None else (clock.perf_counter_ns() - last) / 1e9

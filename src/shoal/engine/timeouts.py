@@ -1,0 +1,44 @@
+"""Seconds: how many a caller is ready to wait, as it says it, and how people read them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from .._signals import slices
+
+
+def parse_timeout(timeout: Any, default: float, *, zero: bool = False, what: str = "timeout") -> float:
+    """A ``timeout`` as a number of seconds, which may be infinite.
+
+    Args:
+        timeout: Anything that is a number; ``default`` if not given.
+        zero: Also no time at all, to look only.
+        what: What it is called where it was given.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not a number, negative, or zero where that would leave no time.
+    """
+    if timeout is None:
+        return default
+    if isinstance(timeout, bool | str | bytes) or not hasattr(timeout, "__float__"):
+        raise TypeError(f"{what}={timeout!r}: it must be a positive number of seconds, not {type(timeout).__name__}")
+    try:
+        seconds = float(timeout)
+    except OverflowError:  # a whole number beyond all floats
+        seconds = float("inf") if timeout > 0 else -1.0
+    if not (seconds > 0 or (zero and seconds == 0)):
+        allowed = "a number of seconds, 0 or more" if zero else "a positive number of seconds"
+        raise ValueError(f"{what}={timeout}: it must be {allowed}")
+    return seconds
+
+
+def acquire_with_deadline(lock: threading.Lock | threading.RLock, deadline: float) -> bool:
+    """Take a lock of this process if it is free by ``deadline`` (``clock.monotonic()``), which may be infinite."""
+    return any(lock.acquire(timeout=seconds) for seconds in slices(deadline))
+
+
+def format_seconds(count: float) -> str:
+    """Three digits of a short time, and whole seconds of a long one."""
+    return f"{count:.3g} s" if count < 100 else f"{count:.0f} s"

@@ -1,0 +1,67 @@
+"""Who was there, and when: ``SHOAL_RECORD=folder`` makes every agent write down what it agrees on with the others.
+
+One file for each agent and each time that it was started, a JSON object a line, each written at once: what a killed
+agent has written stays, and when it died say the others. ``shoal report`` makes a picture of a folder.
+``membership_recorder.py`` is what writes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CAME, CHANGED, LEFT = "came", "changed", "left"
+
+
+@dataclass(frozen=True)
+class MembershipEvent:
+    """One line.
+
+    Attributes:
+        at: Seconds since 1970, of the machine of the agent.
+        rank: Who writes.
+        incarnation: How often it had been started again.
+        what: ``"came"``, ``"changed"`` (with whom it is) or ``"left"``.
+        lost, entered: Who, in a change.
+        alive: Who is there from then on, as this agent knows it.
+    """
+
+    at: float
+    rank: int
+    incarnation: int
+    what: str
+    lost: tuple[int, ...] = ()
+    entered: tuple[int, ...] = ()
+    alive: tuple[int, ...] = ()
+
+
+PATTERN = "agent*.jsonl"
+
+
+def are_there(folder: Path) -> bool:
+    """Whether a folder has files that look like records."""
+    return next(folder.glob(PATTERN), None) is not None
+
+
+def read(folder: Path) -> list[MembershipEvent]:
+    """All lines of all agents, the oldest first.
+
+    Raises:
+        FileNotFoundError: There are none.
+        ValueError: A file is no record; the message names it. (A last line that was cut off is left out.)
+    """
+    found = []
+    for path in sorted(folder.glob(PATTERN)):
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                try:
+                    said: dict[str, Any] = json.loads(line)
+                    ranks: dict[str, Any] = {name: tuple(said.pop(name)) for name in ("lost", "entered", "alive")}
+                    found.append(MembershipEvent(**said, **ranks))
+                except (ValueError, TypeError, AttributeError, KeyError) as error:
+                    raise ValueError(f"{path} is no record of an agent: {error}") from None
+    if not found:
+        raise FileNotFoundError(f"there is no record of an agent in {folder}; run with SHOAL_RECORD={folder}")
+    return sorted(found, key=lambda entry: entry.at)

@@ -1,0 +1,122 @@
+"""Collectives of an engine that carries tensors, in the place of exchanges that each edge would have to agree on.
+
+Small tensors are gathered, and reduced here in the same order as ever: with the same bits as by links. A large sum is
+the engine's own, which takes it in an order of its own, the same on all agents; that is what such an engine is good at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..arithmetic import reduce
+from ..engine.operation import BackendRequest, Exchange, Operation, Steps
+from ..transport.collective_plan import Collective
+from ..transport.process_group import REDUCED
+from ..transport.wire import Payload
+from ..world.agent import Agent
+from .arguments import LAYOUT, Result
+from .reduction_order import places_by_machine
+
+GATHERED_BYTES = 1 << 16
+"""What an agent receives at most where all get all tensors."""
+
+
+def uses_backend(agent: Agent, tensor: torch.Tensor, group: Sequence[int]) -> bool:
+    """An engine carries tensors, and has such a reduction."""
+    if agent.engine.backend is None or len(group) == 1:
+        return False
+    return tensor.nbytes * (len(group) - 1) <= GATHERED_BYTES or tensor.dtype in REDUCED
+
+
+def members(agent: Agent, operation: Operation, group: Sequence[int]) -> tuple[int, ...]:
+    """Who takes part in an exchange of a group, as :class:`~shoal.engine.operation.BackendRequest` has it."""
+    everybody = len(group) == len(operation.left_of(range(agent.size)))
+    return () if everybody else tuple(group)
+
+
+def reduced_by_backend(
+    agent: Agent,
+    operation: Operation,
+    tensor: torch.Tensor,
+    how: str,
+    group: tuple[int, ...],
+    out: torch.Tensor | None,
+    layout: int = 0,
+    owned: bool = False,
+) -> Steps[torch.Tensor]:
+    """The reduction of the tensors of a group, on each of it; as :func:`~.collective.reduced`."""
+    shape, pool = tuple(tensor.shape), agent.engine.pool
+    spoiled = agent.engine.publisher.problem(operation, tensor)
+    if spoiled is not None:
+        raise spoiled
+    result = Result(agent, out, tensor, shape)
+    what = _what(f"{how} of {_name(tensor.dtype)}, shape {list(shape)}", layout)
+    among = members(agent, operation, group)
+    if operation.recovery is not None:  # it may begin anew, and needs what it began with
+        tensor, owned = agent.engine.publisher.publish(operation, tensor).data.view(shape), False
+    others = [rank for rank in group if rank != agent.rank]
+    if tensor.nbytes * len(others) <= GATHERED_BYTES:
+        data = tensor.view(-1) if owned else pool.empty(shape, tensor.dtype).copy_(tensor.detach()).view(-1)
+        into = {rank: pool.empty((data.numel(),), data.dtype) for rank in others}
+        yield Exchange((), (), carried=BackendRequest(among, Collective("gather", data, group, into=into), what))
+        payloads = [Payload(into[rank], data.numel()) for rank in others]
+        parts = places_by_machine(agent, group, tensor.dtype)
+        yield from reduce(result.flat, how, data, group.index(agent.rank), payloads, parts)
+        return result.finish()
+    # The engine works in place; not where the caller would see a part of it, should that be all that comes.
+    data = result.flat if out is None else pool.empty((result.flat.numel(),), tensor.dtype)
+    if owned:
+        data = tensor.view(-1)
+    else:
+        data.view(shape).copy_(tensor.detach())
+    collective = Collective("allreduce", data, group, "sum" if how == "average" else how)
+    yield Exchange((), (), carried=BackendRequest(among, collective, what))
+    if owned and out is None:
+        return data.div_(len(group)) if how == "average" else data
+    if how == "average":
+        torch.div(data, len(group), out=result.flat)
+    elif data is not result.flat:
+        result.flat.copy_(data)
+    return result.finish()
+
+
+def broadcast_by_backend(
+    agent: Agent,
+    operation: Operation,
+    tensor: torch.Tensor | None,
+    root: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    group: tuple[int, ...],
+    layout: int = 0,
+) -> Steps[torch.Tensor]:
+    """The root's tensor, flat, on all; as :func:`~.collective.spread`."""
+    data = agent.engine.pool.empty(shape, dtype)
+    if agent.rank == root:
+        assert tensor is not None
+        spoiled = agent.engine.publisher.problem(operation, tensor)
+        if spoiled is not None:
+            raise spoiled
+        data.copy_(tensor.detach())
+    what = _what(f"tensor of root rank {root}, {_name(dtype)}, shape {list(shape)}", layout)
+    flat = data.view(-1)
+    if flat.numel():
+        yield Exchange(
+            (),
+            (),
+            carried=BackendRequest(
+                members(agent, operation, group), Collective("broadcast", flat, group, root=root), what
+            ),
+        )
+    return flat
+
+
+def _what(what: str, layout: int) -> str:
+    """What has to be the same on all, for people, and all of it."""
+    return f"{what}; {LAYOUT} {layout:08x}" if layout else what
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

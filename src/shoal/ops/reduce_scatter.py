@@ -1,0 +1,207 @@
+"""Each number is reduced by one agent, its owner: all send it there, and the owner sends the result to all.
+
+With one owner a tensor takes 2 (n - 1) messages, which is the least that there can be, and two hops. With as many
+owners as agents each sends and receives 2 (n - 1) / n of a tensor, which is the least that there can be as well, in
+2 n (n - 1) messages: a reduce-scatter and an all-gather. ``allreduce_choice.py`` says how many there are. Owners take
+the terms of a sum in one order (``reduction_order.py``), so the bits do not depend on who they are.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from ..arithmetic import real, reduce
+from ..engine.operation import MORE, Arrived, BackendRequest, Exchange, Operation, Send, Steps
+from ..kernels.elementwise import copy
+from ..transport.link import Published
+from ..world.agent import Agent
+from .arguments import LAYOUT, payload, rotated
+from .backend_ops import members
+from .reduction_order import places_by_machine
+
+_TERMS, _RESULTS = 0, 1
+"""The stages."""
+
+
+def shares(total: int, count: int) -> list[tuple[int, int]]:
+    """``count`` nearly equal pieces of ``total`` elements, as (start, stop)."""
+    return [(total * i // count, total * (i + 1) // count) for i in range(count)]
+
+
+def shape_digest(shape: Sequence[int]) -> int:
+    """Lets agents that hold different pieces of a tensor find out that their tensors differ in shape."""
+    return zlib.crc32(repr(tuple(shape)).encode())
+
+
+def reduced_by_owners(
+    agent: Agent,
+    operation: Operation,
+    published: Published,
+    shape: tuple[int, ...],
+    how: str,
+    group: Sequence[int],
+    owners: Sequence[int],
+    layout: int,
+) -> Steps[tuple[Published | None, Arrived]]:
+    """The reduction of what each agent of ``group`` published: this agent's share, if it has one, and the others'.
+
+    Args:
+        shape: Of the whole tensor.
+        owners: Ranks of the group, ascending; each owns a share, as :func:`shares` cuts them.
+        layout: Of the tensors that are joined in it, where it is of several.
+    """
+    alone = len(owners) == 1
+    digest = layout if alone else layout or shape_digest(shape)
+    digest_of = LAYOUT if alone or layout else "shape"
+    sends = terms_for(agent, published, shape, owners)
+    if agent.rank not in owners:
+        # One stage: the owners are in the first of their two when they get what is sent here.
+        arrived = yield Exchange(
+            sends,
+            owners,
+            published.data.dtype,
+            shape if alone else None,
+            digest=digest,
+            digest_of=digest_of,
+            stage=_RESULTS,
+            early=_RESULTS - _TERMS,
+        )
+        return None, arrived
+    start, stop = shares(published.data.numel(), len(owners))[owners.index(agent.rank)]
+    part = shape if alone else (stop - start,)
+    others = [rank for rank in group if rank != agent.rank]
+    carried = BackendRequest(members(agent, operation, group)) if len(owners) == len(group) else None
+    arrived = yield Exchange(
+        sends, others, published.data.dtype, part, digest=digest, digest_of=digest_of, stage=_TERMS, carried=carried
+    )
+    share = yield from share_of(agent, operation, published.data[start:stop], how, group, arrived)
+    results = [Send(rank, share, 0, stop - start, part) for rank in others]
+    arrived = yield Exchange(
+        rotated(results, agent),
+        [owner for owner in owners if owner != agent.rank],
+        published.data.dtype,
+        digest=digest,
+        digest_of=digest_of,
+        stage=_RESULTS,
+        carried=carried,
+    )
+    return share, arrived
+
+
+def terms_for(agent: Agent, published: Published, shape: tuple[int, ...], owners: Sequence[int]) -> list[Send]:
+    """What the owners get of a tensor of this agent."""
+    total = published.data.numel()
+    if len(owners) == 1:
+        return [Send(owner, published, 0, total, shape) for owner in owners if owner != agent.rank]
+    cut = zip(owners, shares(total, len(owners)), strict=True)
+    sends = [
+        Send(owner, published, start, stop, (stop - start,)) for owner, (start, stop) in cut if owner != agent.rank
+    ]
+    return rotated(sends, agent)
+
+
+def share_of(
+    agent: Agent, operation: Operation, own: torch.Tensor, how: str, group: Sequence[int], arrived: Arrived
+) -> Steps[Published]:
+    """The reduction of what has come and this agent's ``own``, where others can read it."""
+    share = agent.engine.publisher.room(operation, own.numel(), own.dtype)
+    payloads = [payload(arrived, rank) for rank in group if rank != agent.rank]
+    parts = places_by_machine(agent, group, own.dtype)
+    yield from reduce(share.data, how, own, group.index(agent.rank), payloads, parts)
+    return share
+
+
+def put_together(
+    agent: Agent, share: torch.Tensor | None, arrived: Arrived, owners: Sequence[int], out: torch.Tensor
+) -> Steps[None]:
+    """Copy the shares of all owners to their places in ``out`` (flat), as they come."""
+    if len(owners) == 1 and share is None:
+        parts = [(out, payload(arrived, owners[0]))]
+    else:
+        parts = []
+        for owner, (start, stop) in zip(owners, shares(out.numel(), len(owners)), strict=True):
+            if owner != agent.rank:
+                parts.append((out[start:stop], payload(arrived, owner)))
+            elif share is not None:
+                copy(out[start:stop], share)
+    copied = [0] * len(parts)
+    while True:
+        for number, (place, source) in enumerate(parts):
+            at, here = copied[number], source.available
+            if here > at:
+                copy(place[at:here], source.data[at:here])
+                copied[number] = here
+        if all(at == place.numel() for at, (place, _) in zip(copied, parts, strict=True)):
+            return
+        yield MORE
+
+
+def reduced_by_machines(
+    agent: Agent,
+    operation: Operation,
+    published: Published,
+    shape: tuple[int, ...],
+    how: str,
+    here: Sequence[int],
+    alike: Sequence[int],
+    out: torch.Tensor,
+    layout: int,
+) -> Steps[None]:
+    """Fill ``out`` (flat) with the reduction of what the agents of several machines published, machine by machine.
+
+    Within its machine each agent reduces a share, and then a share of that with those that stand where it does on the
+    other M machines: through the NIC of a machine pass 2 (M - 1) / M of a tensor each way, however many agents are
+    behind it. With an owner for each agent it would be as many times that.
+
+    Args:
+        shape: Of the whole tensor.
+        here: The ranks on this machine.
+        alike: Those that stand where this one does on each machine, in the order of machines.
+        layout: Of the tensors that are joined in it, where it is of several.
+    """
+    folded = "sum" if how == "average" else how
+    share = yield from reduce_scatter(agent, operation, published, shape, folded, here, layout)
+    part = yield from reduce_scatter(agent, operation, share, shape, folded, alike, layout)
+    if how == "average":
+        real(part.data).div_(len(here) * len(alike))
+    whole = agent.engine.publisher.room(operation, share.data.numel(), share.data.dtype)
+    yield from allgather_shares(agent, operation, part, whole.data, alike)
+    yield from allgather_shares(agent, operation, whole, out, here)
+
+
+def reduce_scatter(
+    agent: Agent,
+    operation: Operation,
+    published: Published,
+    shape: tuple[int, ...],
+    how: str,
+    group: Sequence[int],
+    layout: int = 0,
+) -> Steps[Published]:
+    """This agent's share of the reduction of what each agent of ``group`` published, where all are owners."""
+    start, stop = shares(published.data.numel(), len(group))[group.index(agent.rank)]
+    arrived = yield Exchange(
+        terms_for(agent, published, shape, group),
+        [rank for rank in group if rank != agent.rank],
+        published.data.dtype,
+        (stop - start,) if len(group) > 1 else None,
+        digest=layout or shape_digest(shape),
+        digest_of=LAYOUT if layout else "shape",
+        carried=BackendRequest(members(agent, operation, group)),
+    )
+    return (yield from share_of(agent, operation, published.data[start:stop], how, group, arrived))
+
+
+def allgather_shares(
+    agent: Agent, operation: Operation, mine: Published, out: torch.Tensor, group: Sequence[int]
+) -> Steps[None]:
+    """Fill ``out`` (flat) with the shares of all agents of ``group``, where all are owners."""
+    length = mine.data.numel()
+    others = [rank for rank in group if rank != agent.rank]
+    sends = [Send(rank, mine, 0, length, (length,)) for rank in others]
+    carried = BackendRequest(members(agent, operation, group))
+    arrived = yield Exchange(rotated(sends, agent), others, mine.data.dtype, carried=carried)
+    yield from put_together(agent, mine.data, arrived, group, out)

@@ -1,0 +1,350 @@
+"""Averages of two agents at a time, at any pace: AD-PSGD through windows, in full precision or compressed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from ..algorithms.agent_schedule import AgentSchedule
+from ..algorithms.growth import DIES_OUT
+from ..algorithms.needs import DOUBLY_STOCHASTIC
+from ..compression import Compressor
+from ..compression.draws import Redrawn
+from ..engine.operation import Handle
+from ..errors import DeadlineExceeded, PeerLost
+from ..windows import by_name as ops
+from ..windows.registry import windows_of
+from ..windows.window import named
+from ..world.agent import bind, current
+from .bucket_exchange import Params
+from .buckets import Bucket
+from .compressed_algorithm import share_kept
+from .settings import Settings
+from .window_exchange import WindowExchange
+
+_LOOK_AGAIN, _LONGEST_PAUSE = 0.0005, 0.004
+"""Seconds. A slot does not call out when something arrives in it; who waits for that looks from time to time."""
+LEAST = 0.9
+"""What a message must keep of normally distributed numbers."""
+_MANY = 1 << 16
+
+
+@dataclass
+class _PendingAverage:
+    """An average that this agent has begun.
+
+    Attributes:
+        peer: With whom.
+        said: What that one takes its parameters for, ``[numel]``.
+        answers: How often it had answered before.
+    """
+
+    peer: int
+    said: torch.Tensor
+    answers: int
+
+
+class _Slots(NamedTuple):
+    requests: str
+    replies: str
+
+
+class _PairAverage(NamedTuple):
+    """The averages that one of two agents begins: each is over before the next."""
+
+    peer: int
+    begun_here: bool
+
+
+class _PairwiseBucket:
+    """A bucket's parameters as they are averaged, beside those that the model has.
+
+    Attributes:
+        u: The parameters, ``[numel]``: with all local steps, and all averages so far.
+        before: What the model's were when they were last the same.
+        common: By neighbour and who begins, what both have said last, in the mean: what is new against it travels
+            compressed.
+    """
+
+    def __init__(self, bucket: Bucket, name: str, compressor: Compressor | None) -> None:
+        self.bucket, self.compressor, self.slots = bucket, compressor, _Slots(f"{name}.asks", f"{name}.answers")
+        self.u, self.before = bucket.flat.clone(), bucket.flat.clone()
+        self.common: dict[_PairAverage, torch.Tensor] = {}
+        self.answered: dict[int, int] = {}
+        self.asked: _PendingAverage | None = None
+        numel, dtype = bucket.numel, bucket.flat.dtype
+        length, of = (numel, dtype) if compressor is None else (compressor.nbytes(numel, dtype), torch.uint8)
+        nothing = current("AD-PSGD").engine.arena.empty((length + 1,), of).zero_()  # where it lies for both
+        for slot in self.slots:
+            ops.win_create(nothing, slot, zero_init=True)
+
+    def encode(self, pair: _PairAverage, draws: Redrawn) -> tuple[torch.Tensor, torch.Tensor]:
+        """The message for a neighbour, with a one behind it, and what it makes of it."""
+        message = self.u if self.compressor is None else self.compressor.encode(self.u - self._common(pair), draws)
+        message = torch.cat([message, message.new_ones(1)])
+        return message, self.decode(pair, message, draws)
+
+    def decode(self, pair: _PairAverage, message: torch.Tensor, draws: Redrawn) -> torch.Tensor:
+        """What a neighbour has said, or this agent to it."""
+        if self.compressor is None:
+            return message[:-1]
+        return self._common(pair) + self.compressor.decode(message[:-1], self.bucket.numel, self.u.dtype, draws)
+
+    def average(self, pair: _PairAverage, own: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Half of the way to each other, by what both have said: what one goes, the other goes back, to the bit."""
+        self.u += (theirs - own) / 2
+        if self.compressor is not None:
+            self.common[pair] = (own + theirs) / 2
+
+    def _common(self, pair: _PairAverage) -> torch.Tensor:
+        return self.common.setdefault(pair, torch.zeros_like(self.u))
+
+    def take_from_model(self) -> None:
+        """What the model's parameters have moved by: a local step, or what the user did to them."""
+        flat = self.bucket.flat
+        if not torch.equal(flat, self.before):
+            self.u += flat - self.before
+            self.before.copy_(flat)
+
+    def give_to_model(self) -> None:
+        self.bucket.put(self.u)
+        self.before.copy_(self.u)
+
+
+class PairwiseExchange(WindowExchange):
+    """Each round an agent averages with one of its neighbours, drawn at random (Lian et al. 2018, arXiv:1710.06952).
+
+    It tells the neighbour what its parameters are when the forward pass begins; a thread of the neighbour's answers
+    what that one's are, and goes half of the way to what it was told; when the answer is there this agent goes half of
+    the way to that. So both move by the same, the mean of all stays, and since differences are added nobody has to keep
+    still meanwhile: the graph may be any undirected one, where AD-PSGD as it was written needs one of two sides.
+
+    With a compressor what travels is what is new against the mean of what the two have told each other last, of which
+    each keeps a copy for each neighbour: messages say less and less as agents come together.
+
+    Attributes:
+        compressor: Of the messages, or None.
+        staleness: How many averages others may begin with this agent between the forward pass whose gradient it takes
+            and the next one. To those that would be more it says no: were they to wait, agents might wait in a circle.
+            None: any number.
+        seed: Of the choice of neighbours.
+    """
+
+    counts: ClassVar[frozenset[str]] = frozenset()
+    does_without = frozenset((DOUBLY_STOCHASTIC.name, DIES_OUT))
+    compressor: ClassVar[Compressor | None] = None
+    staleness: ClassVar[int | None] = None
+    seed: ClassVar[int] = 0
+
+    @classmethod
+    def of(cls, compressor: Compressor | None, staleness: int | None, seed: int) -> type[PairwiseExchange]:
+        """With other attributes.
+
+        Raises:
+            TypeError: This is no compressor, or has no wire format.
+            ValueError: It leaves too much out; or ``staleness`` is no count.
+        """
+        if compressor is not None and not (isinstance(compressor, Compressor) and compressor.encodes):
+            raise TypeError(f"compression={compressor!r} is no compressor with a wire format; take MinMaxUInt8()")
+        if compressor is not None and compressor.varies:
+            raise ValueError(
+                f"compression={compressor!r}: a window has room for messages of one length; take the compressor in it"
+            )
+        if compressor is not None and share_kept(compressor, _MANY) < LEAST:
+            raise ValueError(
+                f"compression={compressor!r}: two agents go half of the way to each other, and a message that leaves "
+                "out so much would send them past each other. Take MinMaxUInt8(), QSGD(7, chunk=64) or "
+                "Cast(torch.bfloat16)"
+            )
+        if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
+            raise ValueError(f"staleness={staleness!r}: give a whole number of averages, or None for any")
+        return type(cls.__name__, (cls,), {"compressor": compressor, "staleness": staleness, "seed": seed})
+
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
+        self._pairs: dict[str, _PairwiseBucket] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._answering: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._answered = 0
+        self._silent: set[int] = set()
+
+    def _register(self, bucket: Bucket, name: str) -> None:
+        mixing = current("AD-PSGD").topology.mixing
+        if set(mixing.source_ranks) != set(mixing.destination_ranks):
+            raise ValueError(
+                f"{self._name}: two agents average with each other, and the topology has one-way edges: rank "
+                f"{mixing.rank} hears {list(mixing.source_ranks)} and tells {list(mixing.destination_ranks)}. Set an "
+                "undirected one, such as RingGraph, or take DistributedPushSumOptimizer"
+            )
+        self._pairs[name] = _PairwiseBucket(bucket, name, self.compressor)
+        if self._answering is None:
+            self._stop.clear()
+            rank = current("AD-PSGD").rank
+            self._answering = threading.Thread(target=bind(self._answer_all), name=f"shoal-pairs-{rank}", daemon=True)
+            self._answering.start()
+
+    # Averages that this agent begins
+
+    def _move(self, bucket: Bucket, name: str) -> Handle[bool] | None:
+        pairs = self._pairs[name]
+        with self._lock:
+            pairs.take_from_model()
+            pairs.give_to_model()
+            self._answered = 0
+            peer = self._drawn(name)
+            if peer is None:
+                return None
+            answers = named(pairs.slots.replies).slots()[peer].puts
+            message, said = pairs.encode(_PairAverage(peer, True), self._draws(current("AD-PSGD").rank, peer, answers))
+            pairs.asked = _PendingAverage(peer, said, answers)
+        return ops.win_put_nonblocking(message, pairs.slots.requests, dst_weights=[peer])
+
+    def _drawn(self, name: str) -> int | None:
+        """With whom: the same for all buckets of a round; None where nobody is left."""
+        agent = current("AD-PSGD")
+        window = windows_of(agent).get("win_put", self._pairs[name].slots.requests)
+        there = [rank for rank in window.there(window.destinations) if rank not in self._silent]
+        return random.Random(f"{self.seed} {agent.rank} {self.rounds}").choice(there) if there else None
+
+    def wait(self) -> None:
+        """Until all that were asked have answered."""
+        deadline = time.monotonic() + current("AD-PSGD").engine.timeout
+        try:
+            super().wait()
+        except PeerLost:
+            if not current("AD-PSGD").engine.agreement.active:
+                self._forget_asked()
+                raise
+        for pairs in self._pairs.values():
+            if pairs.asked is not None:
+                try:
+                    self._await(pairs, pairs.asked, deadline)
+                except BaseException:
+                    self._forget_asked()
+                    raise
+                pairs.asked = None
+
+    def _forget_asked(self) -> None:
+        """Who has not answered is not asked again: its answer, if it still came, would be taken for another."""
+        for pairs in self._pairs.values():
+            if pairs.asked is not None:
+                self._silent.add(pairs.asked.peer)
+            pairs.asked = None
+
+    def _await(self, pairs: _PairwiseBucket, asked: _PendingAverage, deadline: float) -> None:
+        agent, answers = current("AD-PSGD"), named(pairs.slots.replies)
+        window = windows_of(agent).get("win_update", pairs.slots.replies)
+        looks = 0
+        while answers.slots()[asked.peer].puts == asked.answers:
+            if asked.peer not in window.there([asked.peer]):
+                return  # it is gone, and so is its half
+            self._raise_of_answering()
+            looks += 1
+            if looks % 64 == 0:
+                window.check_neighbours("AD-PSGD")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{self._name} on rank {agent.rank}: rank {asked.peer}, with which it averages, has not answered "
+                    f"within {agent.engine.timeout:g} s. Is it stopped, or has it closed its optimizer? Put the loops "
+                    "of all agents into optimizer.join() if they have different numbers of batches",
+                    (asked.peer,),
+                )
+            time.sleep(_LOOK_AGAIN)
+        with self._lock:
+            message = answers.update(0, {asked.peer: 1}, clone=True)
+            if not message[-1]:
+                return
+            pair = _PairAverage(asked.peer, True)
+            theirs = pairs.decode(pair, message, self._draws(asked.peer, agent.rank, asked.answers))
+            pairs.average(pair, asked.said, theirs)
+
+    def _take(self, bucket: Bucket, name: str) -> None:
+        with self._lock:
+            self._pairs[name].give_to_model()
+
+    def before_local_step(self) -> None:
+        self.prepare()
+        with self._lock:
+            for pairs in self._pairs.values():
+                pairs.take_from_model()
+
+    def after_local_step(self) -> None:
+        self.before_local_step()
+
+    # Averages that others begin
+
+    def _answer_all(self) -> None:
+        """Until told to stop, answer whoever asks."""
+        try:
+            pause = _LOOK_AGAIN
+            while not self._stop.wait(pause):
+                answered = [self._answer(pairs) for pairs in list(self._pairs.values())]
+                pause = _LOOK_AGAIN if any(answered) else min(2 * pause, _LONGEST_PAUSE)
+        except BaseException as error:
+            self._error = error
+
+    def _answer(self, pairs: _PairwiseBucket) -> bool:
+        """Whether anybody had asked."""
+        found = False
+        asks, rank = named(pairs.slots.requests), current("AD-PSGD").rank
+        for peer, slot in asks.slots().items():
+            done = pairs.answered.get(peer, 0)
+            if slot.puts == done:
+                continue
+            found = True
+            with self._lock:
+                pairs.answered[peer] = slot.puts
+                message = asks.update(0, {peer: 1}, clone=True)
+                pair = _PairAverage(peer, False)
+                theirs = pairs.decode(pair, message, self._draws(peer, rank, done))
+                answer, said = pairs.encode(pair, self._draws(rank, peer, done))
+                if self.staleness is not None and self._answered >= self.staleness * len(self._pairs):
+                    answer[-1] = 0
+                else:
+                    pairs.average(pair, said, theirs)
+                    self._answered += 1
+            try:
+                ops.win_put(answer, pairs.slots.replies, dst_weights=[peer])
+            except PeerLost as error:  # who asked is gone; others are answered
+                if not current("AD-PSGD").engine.agreement.active:
+                    self._error = error
+        return found
+
+    def _draws(self, sender: int, receiver: int, number: int) -> Redrawn:
+        """Of the number-th message that one agent sends another, as they both count."""
+        return Redrawn(self.seed * 1_000_003 + receiver, number, sender)
+
+    def _raise_of_answering(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    # What lies where
+
+    def _forget_pairs(self) -> None:
+        self._stop.set()
+        answering, self._answering = self._answering, None
+        if answering is not None:
+            answering.join()
+        pairs, self._pairs, self._silent = self._pairs, {}, set()
+        for one in pairs.values():
+            one.give_to_model()
+            for slot in one.slots:
+                if slot in ops.get_current_created_window_names():
+                    ops.win_free(slot)
+
+    def close(self) -> None:
+        """Free the windows."""
+        try:
+            super().close()
+        finally:
+            self._forget_pairs()

@@ -1,0 +1,228 @@
+"""Exchanges in step with the neighbours, bucket by bucket: of the parameters, and of the gradients."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ..algorithms.agent_schedule import AgentSchedule
+from ..compression import Compressor
+from ..engine.operation import Handle
+from ..errors import Mismatch
+from ..ops.collective import submit_allreduce
+from ..ops.encoded_mean import Rest, submit_encoded_mean
+from ..world.agent import current
+from .bucket_exchange import BucketExchange, Params
+from .buckets import Bucket
+from .settings import BY_HAND, CommunicationType, ExchangeRound, Settings
+from .sharding import check_robust
+
+_MARKER = -1
+"""The number of what is sent in the place of buckets where all parameters are frozen."""
+
+
+class SyncExchange(BucketExchange):
+    """Each bucket is an operation of its own. A subclass says which, and what becomes of its result."""
+
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
+        self._handles: dict[Bucket, Handle[torch.Tensor] | None] = {}
+        self._marker: Bucket | None = None
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._handles)
+
+    def start(self) -> None:
+        self.prepare()
+        for number in self._numbers():
+            self._begin(number)
+
+    def start_bucket(self, number: int) -> None:
+        """Start with one bucket; the others of the round follow, each once."""
+        self.buckets[number].adopt()
+        self._begin(number)
+
+    @abstractmethod
+    def _begin(self, number: int) -> None:
+        """Begin the operation of a bucket."""
+
+    def _numbers(self) -> list[int]:
+        """Of the buckets of a round. Where all parameters are frozen it is one number all the same, so that an agent
+        on which they are not does not wait for nothing."""
+        return self.active or [_MARKER]
+
+    def _bucket(self, number: int) -> Bucket:
+        if number != _MARKER:
+            return self.buckets[number]
+        if self._marker is None:
+            self._marker = Bucket([torch.nn.Parameter(torch.zeros(1))])
+        return self._marker
+
+    def _position(self, number: int) -> int:
+        """Of a bucket among those of the round, by which its operations are named: the first is there on all agents,
+        which then find that they exchange different parameters."""
+        return 0 if number == _MARKER else self.active.index(number)
+
+    def wait(self) -> None:
+        for handle in self._handles.values():
+            if handle is not None:
+                handle.wait()
+
+    def abandon(self) -> None:
+        self._results()
+
+    def _results(self) -> list[Bucket]:
+        """Wait for what has been under way: the buckets that have a result in their room for it."""
+        handles, self._handles = self._handles, {}
+        handle: Handle[torch.Tensor] | None = None
+        try:
+            for handle in handles.values():
+                if handle is not None:
+                    handle.wait()
+        except BaseException as error:
+            # The others may still read.
+            for bucket in handles:
+                bucket.leave()
+            if type(error) is Mismatch and handle is not None:
+                raise self.explained(error, handle.operation) from None
+            raise
+        return [bucket for bucket, handle in handles.items() if handle is not None]
+
+
+class ParameterExchange(SyncExchange):
+    """The parameters become their averages."""
+
+    counts: ClassVar[frozenset[str]] = frozenset((*BY_HAND, "communication_type", "robust"))
+
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
+        self._round: ExchangeRound | None = None
+        settings.check_neighbours(schedule)
+
+    def exchange(self) -> None:
+        self.prepare()
+        for number in self._numbers():
+            self._begin(number, guarded=False)  # nobody comes in between
+        self.finish()
+
+    def _begin(self, number: int, *, guarded: bool = True) -> None:
+        if self._round is None or not self._handles:
+            if self.balance is not None:
+                self.balance.look(self.settings)
+            self._round = self.settings.next_round(self._schedule, self.rounds, self.default)
+            if self._round.robust is not None:
+                check_robust(self._params())
+        called = f"{self._name}.{self._position(number)}"
+        travelling: dict[str, Bucket] = {called: self._bucket(number)}
+        if self.mixed is not None and number != _MARKER:
+            self._round.check_that_none_is_negative()
+            for states in self._beside[number]:
+                states.adopt()
+                travelling[f"{called}.{states.kind}"] = states
+        first = not self._handles
+        for name, bucket in travelling.items():
+            bucket.guard(guarded)
+            room, fusible = bucket.room_for_result(), not self.grouped
+            self._handles[bucket] = self._round.start(bucket.flat, room, name, fusible, self.digest)
+        # Rounds of a schedule that are left out with communication_type=empty come later.
+        self.rounds += first and self._round.kind is not CommunicationType.empty
+
+    def finish(self) -> None:
+        buckets = self._results()
+        self._check_that_none_has_changed(buckets)
+        for bucket in buckets:
+            bucket.take_result()
+
+    def _check_that_none_has_changed(self, buckets: list[Bucket]) -> None:
+        changed = [(bucket, bucket.of[number]) for bucket in buckets for number in bucket.changed()]
+        if changed:
+            called = self._params()
+            names = ", ".join(f"{called[param]!r}{bucket.kind and f' ({bucket.kind})'}" for bucket, param in changed)
+            raise RuntimeError(
+                f"{self._name}: the parameters {names} were changed while their average was under way, and that change "
+                "would be lost. Adapt with combine exchanges from the forward pass to step(): change parameters after "
+                "step(), or take adapt, then combine"
+            )
+
+
+class GradientExchange(SyncExchange):
+    """Every gradient becomes the mean over all agents; one that an agent lacks counts as zero, as all may.
+
+    Attributes:
+        whole: The rounds to come are not compressed.
+    """
+
+    keeps_equal: ClassVar[bool] = True
+
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
+        self.whole = False
+        self._compressor: Compressor | None = None
+        self._feedback = False
+        self._rests: dict[int, Rest] = {}
+        self._means: dict[Bucket, torch.Tensor] = {}  # where they are to be, of this round
+
+    def compress(self, compressor: Compressor, feedback: bool) -> None:
+        """From now on gradients travel as its messages; ``feedback``: what these leave out is added to the next."""
+        self._compressor, self._feedback = compressor, feedback
+
+    def exchange(self, *, zeros: bool = False) -> None:
+        """Start and finish; ``zeros``: with zeros in the place of this agent's gradients."""
+        self.prepare()
+        for number in self._numbers():
+            self._begin(number, zeros=zeros)
+        self.finish()
+
+    def _begin(self, number: int, *, zeros: bool = False) -> None:
+        bucket, first = self._bucket(number), not self._handles
+        flat = bucket.room_for_result().zero_() if zeros else bucket.gather_gradients()
+        name = f"{self._name}.gradients.{self._position(number)}"
+        if self._compressor is None or self.whole:
+            self._means[bucket] = mean = bucket.room_for_mean()
+            self._handles[bucket] = submit_allreduce(
+                current("optim"), flat, "average", name, out=mean, zero_copy=True, layout=self.digest
+            )
+        else:
+            rest = self._rests.setdefault(number, Rest()) if self._feedback else None
+            self._means[bucket] = flat
+            self._handles[bucket] = submit_encoded_mean(
+                current("optim"), flat, self._compressor, name, rest, self.digest
+            )
+        self.rounds += first
+
+    def finish(self) -> None:
+        buckets = self._results()
+        share = 1.0
+        if self.present is not None:
+            present, there = self.present.wait().tolist()
+            share = there / max(1.0, present)
+        for bucket in buckets:
+            mean = self._means[bucket]
+            if share != 1.0:
+                mean.mul_(share)
+            bucket.spread_gradients(mean)
+
+    def _replaced(self, number: int) -> None:
+        self._rests.pop(number, None)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._rests = {}
+
+    def state(self) -> dict[str, Any]:
+        rests = {number: (rest.sent, rest.mean) for number, rest in self._rests.items()}
+        return super().state() | ({"rests": rests} if rests else {})
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self._rests = {number: Rest(*rest) for number, rest in state.get("rests", {}).items()}

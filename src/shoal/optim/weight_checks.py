@@ -1,0 +1,201 @@
+"""Is what an optimizer averages with what its algorithm needs? A schedule that is not is refused, all else warned of.
+
+What is known of W depends on where it comes from. Of the static topology every agent knows all. Weights that are set by
+hand are gathered once, when all agents begin their first exchange together, so that W of that round is known; of later
+rounds an agent knows what it has set itself: its row where it pulls, its column where it pushes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+
+from ..algorithms.growth import DIES_OUT, NEVER_GROWS
+from ..algorithms.needs import COLUMN_STOCHASTIC, DOUBLY_STOCHASTIC, ROW_STOCHASTIC, Facts, Need, first_problem
+from ..algorithms.schedule_weights import TOLERANCE
+from ..ops.collective import allgather
+from ..topology.schedule import Static
+from ..world.agent import StaticTopology, current
+from .settings import CommunicationType, Settings
+
+_REPEATS = 8
+"""Rounds after which equal weights count as those of every round. One-peer rounds take turns, and differ sooner."""
+_OWN, _FROM, _TO, _UNKNOWN = range(4)
+"""What a line of an agent's weights is: its own, that of a source, that of a destination; or it has no such weights."""
+
+
+class WeightChecks:
+    """Says once if an optimizer averages with weights that its algorithm does not stand.
+
+    Args:
+        who: The optimizer's name and its algorithm, for the warning.
+        needs: What the algorithm needs, without what the user has waived.
+    """
+
+    def __init__(self, who: str, needs: Iterable[Need]) -> None:
+        self._who, self._needs = who, tuple(needs)
+        self._seen: StaticTopology | None = None
+        self._said = not self._needs
+        self._first: Static | None = None  # W of the first round, of weights by hand, while rank 0 repeats its own
+        self._own: torch.Tensor | None = None
+        self._rounds = 0
+
+    def begin(self, settings: Settings, name: str) -> None:
+        """The first exchange is about to begin on all agents: look at the weights that are set by hand, of all."""
+        own = _lines(settings)
+        lines = allgather(own, name=f"{name}.weights")
+        if self._wants_doubly and current("optim").rank == 0 and not bool((lines[:, 0] == _UNKNOWN).any()):
+            by_hand = bool((lines[:, 4] == 1).any())
+            W = _matrix(lines.numpy())
+            if by_hand and W is not None:
+                asked = [NEVER_GROWS] if self._dies_out else []
+                self._tell((DOUBLY_STOCHASTIC, *asked), Static(W, name="weights by hand, of the first round"))
+                if self._dies_out:
+                    self._own = own
+                    self._first = Static(W, name="weights by hand of the first round, which rank 0 has repeated")
+
+    def look(self, settings: Settings) -> None:
+        """Look at the weights of the round that is about to begin with these settings."""
+        if self._said:
+            return
+        agent, kind = current("optim"), settings.communication_type
+        if kind is CommunicationType.neighbor_allreduce:
+            static, sources, destinations = agent.topology, settings.src_weights, settings.dst_weights
+        elif kind is CommunicationType.hierarchical_neighbor_allreduce:
+            sources, destinations = settings.src_machine_weights, settings.dst_machine_weights
+            static = agent.machine_topology  # type: ignore[assignment]
+        else:
+            return
+        if self._first is not None:
+            self._look_at_repeated(settings)
+        if sources is not None or destinations is not None:
+            self._look_at_own(settings.self_weight, sources, destinations)
+        elif settings.self_weight is None and static is not None:
+            self.look_at_static(static)
+
+    def _look_at_repeated(self, settings: Settings) -> None:
+        """Whether differences die out if all rounds are like the first; rank 0 looks, once its own weights repeat.
+
+        One round need not bring agents together: the rounds of a changing topology do so in their product.
+        """
+        assert self._first is not None and self._own is not None
+        self._rounds += 1
+        if not torch.equal(_lines(settings), self._own):
+            self._first = None
+        elif self._rounds == _REPEATS:
+            first, self._first = self._first, None
+            self._tell(self._dies_out, first)
+
+    def look_at_static(self, static: StaticTopology) -> None:
+        """The weights are those of a static topology, which rank 0 looks at for all."""
+        if self._said or static is self._seen or current("optim").rank != 0:
+            return
+        self._seen = static
+        self._tell(self._needs, schedule_of(static))
+
+    def look_at_scales(self, setting: str, weights: object) -> None:
+        """What is put into or got from windows is weighed when it is averaged, not before."""
+        if self._said or not self._wants_doubly or not isinstance(weights, Mapping):
+            return
+        scaled = [f"{weight:g} for rank {rank}" for rank, weight in weights.items() if abs(weight - 1) > TOLERANCE]
+        if scaled:
+            self._warn(
+                f"{setting} scales what is then averaged with the weights of the static topology: "
+                f"{', '.join(scaled)}, and its rows no longer sum to 1. Give destinations or sources, with weights of 1"
+            )
+
+    @property
+    def _dies_out(self) -> tuple[Need, ...]:
+        return tuple(need for need in self._needs if need.name == DIES_OUT)
+
+    @property
+    def _wants_doubly(self) -> bool:
+        return any(need.name == DOUBLY_STOCHASTIC.name for need in self._needs)
+
+    def _look_at_own(self, own: float | None, sources: object, destinations: object) -> None:
+        """The sum of a row or column that this agent alone has set; in push-pull, where it scales nothing itself."""
+        if own is None or not self._wants_doubly:
+            return
+        row = isinstance(sources, Mapping)
+        given = sources if row else destinations
+        scaled = isinstance(destinations, Mapping) and any(abs(one - 1) > TOLERANCE for one in destinations.values())
+        if row and scaled:
+            return  # the others may scale as well, by what only they know
+        weights = list(given.values()) if isinstance(given, Mapping) else [1.0] * len(list(given or ()))  # type: ignore[call-overload]
+        total = float(own) + sum(float(one) for one in weights)
+        if abs(total - 1) > TOLERANCE:
+            need, names = (
+                (ROW_STOCHASTIC, "self_weight and src_weights")
+                if row
+                else (COLUMN_STOCHASTIC, "self_weight and dst_weights")
+            )
+            which = "row" if row else "column"
+            rank = current("optim").rank
+            self._warn(f"{names} of rank {rank} make {which} {rank} of W, which sums to {total:.6g}. {need.remedy}")
+
+    def _tell(self, needs: Iterable[Need], topology: Static) -> None:
+        found = first_problem(needs, Facts(topology))
+        if found is not None:
+            need, problem = found
+            self._warn(f"it needs {need.told(problem, topology.describe())}", need)
+
+    def _warn(self, what: str, need: Need = DOUBLY_STOCHASTIC) -> None:
+        self._said = True
+        then = "Agents then do not come to agree" if need.name == DIES_OUT else "Training then leans to some agents"
+        warnings.warn(
+            f"{self._who}: {what} {then}. (unchecked={need.name!r}, or the name of another condition, says that this "
+            "is meant.)",
+            stacklevel=2,
+        )
+
+
+def schedule_of(static: StaticTopology) -> Static:
+    """The static topology with the weights that ``neighbor_allreduce`` has on it."""
+    how = "" if static.weighted else ", with uniform weights since it was set without is_weighted=True,"
+    return Static(static.graph, weighted=static.weighted, name=f"the static topology{how}")
+
+
+def _lines(settings: Settings) -> torch.Tensor:
+    """This agent's weights in the round that begins, float64 [k, 5]: kind of line, agent, other, weight, by hand."""
+    agent = current("optim")
+    here = agent.rank
+    if settings.communication_type is not CommunicationType.neighbor_allreduce:
+        return torch.tensor([[_UNKNOWN, here, here, 0.0, 0.0]], dtype=torch.float64)
+    own, sources, destinations = settings.self_weight, settings.src_weights, settings.dst_weights
+    by_hand = sources is not None or destinations is not None
+    try:
+        if not by_hand:
+            own, sources = agent.topology.mixing.self_weight, agent.topology.mixing.sources
+        lines = [(_OWN, here, here, float(own or 0.0), by_hand)]
+        lines += [(_FROM, here, int(one), float(weight), by_hand) for one, weight in (sources or {}).items()]
+        if destinations is not None:
+            given = destinations if isinstance(destinations, Mapping) else dict.fromkeys(destinations, 1.0)
+            lines += [(_TO, here, int(one), float(weight), by_hand) for one, weight in given.items()]
+        if not all(0 <= line[2] < agent.size for line in lines):
+            raise ValueError
+        return torch.tensor(lines, dtype=torch.float64)
+    except (TypeError, ValueError, AttributeError):  # the exchange will say what is wrong with them
+        return torch.tensor([[_UNKNOWN, here, here, 0.0, 0.0]], dtype=torch.float64)
+
+
+def _matrix(lines: np.ndarray) -> np.ndarray | None:
+    """W of a round, from the weights of all agents; None if they do not fit each other, as the exchange will say."""
+    size = current("optim").size
+    kinds, here, other = (lines[:, column].astype(np.int64) for column in range(3))
+    weight = lines[:, 3]
+    W, pulls, scales = np.zeros((size, size)), np.full((size, size), np.nan), np.full((size, size), np.nan)
+    own, sources, destinations = (kinds == kind for kind in (_OWN, _FROM, _TO))
+    W[here[own], here[own]] = weight[own]
+    pulls[here[sources], other[sources]] = weight[sources]
+    scales[other[destinations], here[destinations]] = weight[destinations]
+    pulling, pushing = (np.isin(np.arange(size), here[which]) for which in (sources, destinations))
+    # A source that names nobody scales nothing, and an agent that names no source takes what is sent to it.
+    scales[:, ~pushing] = np.where(np.isnan(pulls[:, ~pushing]), np.nan, 1.0)
+    pulls[~pulling] = np.where(np.isnan(scales[~pulling]), np.nan, 1.0)
+    if (np.isnan(pulls) != np.isnan(scales)).any():
+        return None
+    found: np.ndarray = W + np.nan_to_num(pulls * scales)
+    return found

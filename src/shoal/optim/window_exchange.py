@@ -1,0 +1,347 @@
+"""Exchanges of an optimizer through one-sided windows: nobody waits for anybody.
+
+Where losses are outlived, each goes on with the neighbours that are left; when agents enter, windows are made anew.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ..algorithms.agent_schedule import AgentSchedule
+from ..algorithms.growth import DIES_OUT
+from ..algorithms.needs import DOUBLY_STOCHASTIC
+from ..engine.operation import Handle
+from ..errors import DeadlineExceeded, PeerLost
+from ..ops.collective import barrier
+from ..topology._validate import as_weight
+from ..windows import by_name as ops
+from ..windows.registry import windows_of
+from ..world.agent import current
+from .bucket_exchange import BucketExchange, Params
+from .buckets import Bucket
+from .settings import Settings
+from .trainable_window import TrainableWindow
+
+
+class WindowExchange(BucketExchange, ABC):
+    """Each bucket is a window. A subclass says what is moved at the start, and what becomes of it at the end."""
+
+    splits: ClassVar[bool] = False  # windows are made by all neighbours together, and stay
+    in_step: ClassVar[bool] = False
+
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        if schedule is not None:
+            raise ValueError(
+                f"{name}: windows exchange with the neighbours of the topology that is set when they are made, and "
+                "have no rounds: call shoal.set_topology(graph) instead of giving topology="
+            )
+        super().__init__(params, name, bucket_bytes, settings, schedule)
+        self._moves: list[Handle[bool] | None] | None = None
+        self._windows: list[str] = []
+        self._declarations: TrainableWindow | None = None
+        self._counted_from = 0  # the round since which all agents count alike
+
+    @property
+    def under_way(self) -> bool:
+        return self._moves is not None
+
+    def start(self) -> None:
+        self.prepare()
+        self._move_all()
+
+    def finish(self) -> None:
+        if self._moves is None:
+            return
+        self.abandon()
+        self.prepare()  # the parameters may have been put elsewhere meanwhile
+        self._take_all(self._active_windows())
+
+    def exchange(self) -> None:
+        self.prepare()
+        self._move_all()
+        self.abandon()
+        self._take_all(self._active_windows())
+
+    def _move_all(self) -> None:
+        self._look()
+        if self._declarations is not None:
+            self._declarations.begin(self.rounds - self._counted_from, self._trainable)
+        self._moves = [self._move(bucket, name) for bucket, name in self._active_windows()]
+        self.rounds += 1
+
+    def _take_all(self, windows: list[tuple[Bucket, str]]) -> None:
+        for bucket, name in windows:
+            self._take(bucket, name)
+            bucket.written()
+
+    def settle(self) -> None:
+        """All agents have ended: take in what is still in the windows. They call it together."""
+        barrier(f"{self._name}.settled")
+        self.prepare()
+        self._take_all(self._windows_of_buckets())
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        """All agents are at the same place, whatever rounds they have made until then."""
+        self._counted_from = self.rounds
+        if self._declarations is not None:
+            self._declarations.all_have_met()
+
+    def _look(self) -> None:
+        if self.balance is not None:
+            self.balance.look_at_static(current("optim").topology)
+            for setting in self.counts - {"self_weight"}:
+                self.balance.look_at_scales(setting, getattr(self.settings, setting))
+
+    def wait(self) -> None:
+        for move in self._moves or ():
+            if move is not None:
+                move.wait()
+
+    def abandon(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._moves = None
+
+    def prepare(self) -> None:
+        """As it is; the first time windows are made with all neighbours. So are those of parameters that are trainable
+        for the first time."""
+        super().prepare()
+        if self.under_way:
+            return
+        if self._declarations is None:
+            names = list(self._params().values())
+            self._counted_from = self.rounds
+            self._declarations = TrainableWindow(f"{self._name}.trainable", self._name, names, self._trainable)
+        elif len(self.buckets) > len(self._windows):  # without all neighbours none can be made
+            self._declarations.await_neighbours(self.rounds - self._counted_from, self._trainable)
+        for number, bucket in enumerate(self.buckets[len(self._windows) :], len(self._windows)):
+            name = f"{self._name}.{number}"
+            self._register(bucket, name)
+            self._windows.append(name)
+
+    def met(self) -> None:
+        """Agents have entered. All agents call it together, and those that entered: what is on its way is taken in, and
+        windows are made anew with all neighbours before the next round."""
+        self.abandon()
+        barrier(f"{self._name}.met")
+        if self._windows:
+            self.prepare()
+            self._take_all(self._windows_of_buckets())
+        self._layout = self.layout_to_keep  # which agents that entered have been given
+        self.close()
+        self.agreed = False
+
+    def changed(self) -> None:
+        """As it is; all agents call it together, since windows are made anew with all neighbours."""
+        if self._windows:
+            self.abandon()
+            barrier(f"{self._name}.changed")
+        self.close()
+
+    def close(self) -> None:
+        """Free the windows."""
+        windows, self._windows = self._windows, []
+        declarations, self._declarations = self._declarations, None
+        try:
+            super().close()
+        finally:
+            if declarations is not None:
+                declarations.free()
+            for name in windows:
+                if name in ops.get_current_created_window_names():
+                    ops.win_free(name)
+
+    def _windows_of_buckets(self) -> list[tuple[Bucket, str]]:
+        return list(zip(self.buckets, self._windows, strict=True))
+
+    def _active_windows(self) -> list[tuple[Bucket, str]]:
+        """Without those of frozen parameters. Neighbours go on with what they have of these."""
+        return [(self.buckets[number], self._windows[number]) for number in self.active]
+
+    def _register(self, bucket: Bucket, name: str) -> None:
+        ops.win_create(bucket.flat, name)
+
+    @abstractmethod
+    def _move(self, bucket: Bucket, name: str) -> Handle[bool] | None:
+        """Begin to put, get or accumulate a bucket; None where it is to wait for another round."""
+
+    def _take(self, bucket: Bucket, name: str) -> None:
+        ops.win_update(name)
+
+
+def _to_those_there(name: str, weights: Any, move: Callable[[Any], Handle[bool]]) -> Handle[bool]:
+    """Move something with those of the ranks in ``weights`` that are there; None: all neighbours that are."""
+    window = windows_of(current("optim")).get("win_put", name)
+    while True:
+        there: Any = None if weights is None else window.there(weights)
+        if isinstance(weights, Mapping):
+            there = {rank: weights[rank] for rank in there}
+        try:
+            return move(there)
+        except PeerLost:
+            if weights is None or len(window.there(weights)) == len(there or ()):
+                raise
+
+
+class PutExchange(WindowExchange):
+    """Put the parameters into the neighbours' windows; average with what has been put into one's own."""
+
+    counts = frozenset(("dst_weights",))
+
+    def _move(self, bucket: Bucket, name: str) -> Handle[bool]:
+        return _to_those_there(
+            name,
+            self.settings.dst_weights,
+            lambda weights: ops.win_put_nonblocking(bucket.flat, name, dst_weights=weights),
+        )
+
+
+class GetExchange(WindowExchange):
+    """Get the neighbours' parameters; average with them."""
+
+    counts = frozenset(("src_weights",))
+
+    def _move(self, bucket: Bucket, name: str) -> Handle[bool]:
+        return _to_those_there(
+            name, self.settings.src_weights, lambda weights: ops.win_get_nonblocking(name, src_weights=weights)
+        )
+
+
+FLOOR = 0.25
+"""Below this associated weight an agent keeps what it has until more has come.
+
+An agent that is faster than its neighbours would give away share after share; a local step, divided by the little that
+is left, would then throw it far off.
+"""
+
+
+class PushSumExchange(WindowExchange):
+    """Stochastic gradient push through windows (Assran et al. 2019, arXiv:1811.10792).
+
+    Beside the parameters ``z`` each bucket has ``u`` and the associated weight ``p``: ``u`` takes the local step that
+    ``z`` has taken, a share of ``u`` and ``p`` goes to each neighbour, and what has come is added: ``z = u / p``. What
+    the user does to ``z`` between steps is done to ``u`` in the same proportion.
+    """
+
+    counts = frozenset(("self_weight", "dst_weights"))
+    does_without = frozenset((DOUBLY_STOCHASTIC.name, DIES_OUT))
+
+    def __init__(
+        self, params: Params, name: str, bucket_bytes: float, settings: Settings, schedule: AgentSchedule | None
+    ) -> None:
+        super().__init__(params, name, bucket_bytes, settings, schedule)
+        self._biased: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
+        self._saved: dict[str, Any] = {}  # until the windows are made for which it was loaded
+        self._short_since: dict[str, float] = {}
+
+    def _register(self, bucket: Bucket, name: str) -> None:
+        ops.turn_on_win_ops_with_associated_p()
+        u = bucket.room_for_result()
+        u.copy_(bucket.flat)
+        self._biased[name], self._before[name] = u, bucket.flat.clone()
+        ops.win_create(u, name, zero_init=True)
+        saved = self._saved.pop(self._number(name), None)
+        if saved is not None:
+            ops.win_update(name, self_weight=saved["p"], neighbor_weights={})
+            u.copy_(saved["u"])
+
+    def state(self) -> dict[str, Any]:
+        """Each bucket's mass and its weight, with all that was in the windows. All agents call it together: what is
+        under way then is in nobody's state, or in two."""
+        if not self._windows:
+            return dict(self._saved)
+        self.settle()
+        found = {
+            self._number(name): {"u": self._biased[name].clone(), "p": ops.win_associated_p(name)}
+            for name in self._windows
+        }
+        barrier(f"{self._name}.saved")
+        return found
+
+    def _number(self, window: str) -> str:
+        """The number of a window's bucket, by which it is saved: the optimizer that goes on may have another name."""
+        return window.removeprefix(f"{self._name}.")
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.close()
+        self._saved = dict(state)
+
+    def before_local_step(self) -> None:
+        self.prepare()
+        for bucket, name in self._windows_of_buckets():
+            before = self._before[name]
+            if not torch.equal(bucket.flat, before):
+                self._biased[name].add_(bucket.flat - before, alpha=ops.win_associated_p(name))
+                before.copy_(bucket.flat)
+
+    def after_local_step(self) -> None:
+        self.prepare()
+        for bucket, name in self._windows_of_buckets():
+            before = self._before[name]
+            self._biased[name].add_(bucket.flat).sub_(before)
+            before.copy_(bucket.flat)
+
+    def _move(self, bucket: Bucket, name: str) -> Handle[bool] | None:
+        u = self._biased[name]
+        if ops.win_associated_p(name) < FLOOR:
+            self._wait_for_more(name)
+            return None
+        self._short_since.pop(name, None)
+        settings, weights = self.settings, self.settings.dst_weights
+        window = windows_of(current("push-sum")).get("win_accumulate", name)
+        if weights is None:
+            ranks = window.there(window.destinations)
+            if not ranks:
+                return None  # all neighbours are lost
+            weights = dict.fromkeys(ranks, 1 / (len(ranks) + 1))
+        pairs = weights.items() if isinstance(weights, Mapping) else ()
+        given = {rank: as_weight(weight, f"dst_weights[{rank}]") for rank, weight in pairs}
+        own = (
+            1 - sum(given.values()) if settings.self_weight is None else as_weight(settings.self_weight, "self_weight")
+        )
+        if not given or abs(own + sum(given.values()) - 1) > 1e-6:
+            raise ValueError(
+                f"push-sum: the shares of an agent must sum to 1 (column stochastic): self_weight={own:g} and "
+                f"dst_weights={weights}; give {{destination: share}} and leave the rest as self_weight"
+            )
+
+        def accumulate(there: dict[int, float]) -> Handle[bool]:
+            kept = own + sum(share for rank, share in given.items() if rank not in there)  # the shares of the lost
+            return ops.win_accumulate_nonblocking(u, name, self_weight=kept, dst_weights=there)
+
+        return _to_those_there(name, given, accumulate)
+
+    def _wait_for_more(self, name: str) -> None:
+        """Raise after the deadline: who sends nothing does not notice otherwise that its neighbours have ended."""
+        agent = current("push-sum")
+        windows_of(agent).get("win_accumulate", name).check_neighbours("win_accumulate")
+        now = time.monotonic()
+        since = self._short_since.setdefault(name, now)
+        if now - since < agent.engine.timeout:
+            return
+        ages = {rank: slot.age for rank, slot in ops.win_slots(name).items()}
+        if not ages:
+            return
+        silent = max(ages, key=lambda rank: ages[rank])
+        raise DeadlineExceeded(
+            f"win_accumulate {name!r} on rank {agent.rank}: for {now - since:.3g} s too little has come to give some "
+            f"of it away, and from rank {silent} nothing for {ages[silent]:.3g} s. What is sent to an agent that has "
+            "ended its loop does not come back: put the loops of all agents into optimizer.join() if they have "
+            "different numbers of batches; if agents are only slow, raise SHOAL_TIMEOUT",
+            (silent,),
+        )
+
+    def _take(self, bucket: Bucket, name: str) -> None:
+        u = ops.win_update_then_collect(name)
+        torch.div(u, ops.win_associated_p(name), out=bucket.flat)
+        self._before[name].copy_(bucket.flat)

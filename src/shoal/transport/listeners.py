@@ -1,0 +1,213 @@
+"""The listeners of an agent: how much of its time those have who come, and a way in that others cannot fill.
+
+To connect costs nobody anything, so it must not cost the agent much: a :class:`RateLimitedListener` is looked at for a
+small share of the time, and shut for the rest of it. Meanwhile others queue in the kernel, and where a flood keeps that
+queue full an agent would hardly get into it. So the agents of the job have queues of their own: on one machine a socket
+that only this user can reach, and on the network a second listener at the same port, to which the kernel gives those
+who come from addresses of the job's agents. Where a system has neither, all queue together, and the agents try again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from .. import clock
+from .poller import Poller
+
+log = logging.getLogger("shoal")
+
+A_TURN = 16
+"""So many are let in before others, and the sums, have their turn."""
+SHARE = 0.03
+"""Of the agent's time, for those who come to one listener."""
+AT_ONCE_SECONDS = 0.05
+"""Time that may be taken at once after a quiet second: some hundreds of agents, that all connect at the beginning."""
+MOST_SECONDS = 0.005
+"""Of that, what one who comes can cost, whose connection takes a tenth of a millisecond to make. What is more is not
+its doing: Python collects garbage in the middle of it, which takes a second where torch is imported."""
+PAUSE_SECONDS = 0.05
+"""For which nobody is let in where no descriptor is left."""
+BACKLOG = 1024
+_SO_ATTACH_REUSEPORT_CBPF = 51
+_MOST_INSTRUCTIONS = 4096
+_LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_NETWORK_HEADER = (1 << 32) - 0x100000
+_SOURCE_IN_IPV4, _SOURCE_IN_IPV6 = 12, 8
+
+
+class RateLimitedListener:
+    """A listener, which is looked at as long as that takes no more than its share of the time.
+
+    Args:
+        sock: Listens.
+        poller: The agent's.
+        let_in: Takes a connection, and the address that it comes from.
+    """
+
+    def __init__(self, sock: socket.socket, poller: Poller, let_in: Callable[[socket.socket, Any], None]) -> None:
+        self.sock = sock
+        self.next_turn = float("inf")  # where it is shut
+        self._poller = poller
+        self._on_accept = let_in
+        self._credit = AT_ONCE_SECONDS
+        self._counted = clock.monotonic()
+        self._short = False  # the last connection could not be taken
+        poller.add(sock.fileno(), self._on_event)
+
+    def _on_event(self, _events: int) -> None:
+        began = clock.monotonic()
+        self._credit = min(AT_ONCE_SECONDS, self._credit + SHARE * (began - self._counted))
+        computed = (
+            clock.thread_time()
+        )  # a process that is stopped meanwhile, for minutes maybe, has spent no time on it
+        came, enough = self._take_turn()
+        pause = 0.0 if enough else PAUSE_SECONDS
+        self._credit -= min(clock.thread_time() - computed, came * MOST_SECONDS)
+        self._counted = clock.monotonic()
+        if self._credit < 0.0:
+            pause = max(pause, -self._credit / SHARE)
+        if pause:
+            self._poller.remove(self.sock.fileno())
+            self.next_turn = self._counted + pause
+
+    def _take_turn(self) -> tuple[int, bool]:
+        """Let in whoever is there: how many came, and False where the system gives no connection."""
+        for came in range(A_TURN):
+            try:
+                sock, address = self.sock.accept()
+            except BlockingIOError:
+                return came, True
+            except OSError as error:  # no descriptor is left, or the network failed for this one
+                if not self._short:
+                    log.warning("this agent cannot take a connection, and goes on trying: %s", error)
+                self._short = True
+                return came, False
+            self._short = False
+            self._on_accept(sock, address)
+        return A_TURN, True
+
+    def check(self, now: float) -> None:
+        """Open it again, if it is time to."""
+        if now >= self.next_turn:
+            self.next_turn = float("inf")
+            self._poller.add(self.sock.fileno(), self._on_event)
+
+    def close(self) -> None:
+        self._poller.remove(self.sock.fileno())
+        self.sock.close()
+
+
+class Listeners:
+    """The listeners of one agent.
+
+    Attributes:
+        private: The descriptor by which processes of this user find the one that is for them; -1 where there is none.
+    """
+
+    def __init__(self, poller: Poller) -> None:
+        self.private = -1
+        self._poller = poller
+        self._open: list[RateLimitedListener] = []
+
+    def open(self, sock: socket.socket, let_in: Callable[[socket.socket, Any], None]) -> None:
+        """Have a listener looked at."""
+        self._open.append(RateLimitedListener(sock, self._poller, let_in))
+
+    def open_private(self, let_in: Callable[[socket.socket, Any], None]) -> None:
+        """One for processes of this user, if the system allows."""
+        private = listen_privately()
+        if private is not None:
+            sock, self.private = private
+            self.open(sock, let_in)
+
+    def check(self, now: float) -> None:
+        """Open again those that are due."""
+        for listener in self._open:
+            listener.check(now)
+
+    @property
+    def next_check(self) -> float:
+        """When the first of them is."""
+        when = float("inf")
+        for listener in self._open:
+            if listener.next_turn < when:
+                when = listener.next_turn
+        return when
+
+    def descriptors(self) -> list[int]:
+        return [*(listener.sock.fileno() for listener in self._open), self.private]
+
+    def close(self) -> None:
+        for listener in self._open:
+            listener.close()
+        if self.private >= 0:
+            os.close(self.private)
+        self._open, self.private = [], -1
+
+
+def listen_privately() -> tuple[socket.socket, int] | None:
+    """A Unix socket that processes of other users cannot connect to, and the descriptor by which others find it.
+
+    It has no name any more when this returns: whoever may look into this process opens ``/proc/<pid>/fd/<descriptor>``.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+            path = Path(folder, "door")
+            sock.bind(str(path))
+            path.chmod(0o600)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        sock.listen(BACKLOG)
+    except OSError:  # no folder to write to, or one with too long a name
+        sock.close()
+        return None
+    sock.setblocking(False)
+    return sock, descriptor
+
+
+def listen_for(known: Iterable[str], beside: socket.socket) -> socket.socket | None:
+    """A second listener at the port of one, to which the kernel gives those who come from known addresses."""
+    name = beside.getsockname()
+    program = _program(sorted(set(known)), beside.family)
+    if len(program) > _MOST_INSTRUCTIONS:
+        return None
+    sock = socket.socket(beside.family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(name)
+        code = ctypes.create_string_buffer(b"".join(program))
+        sock.listen(BACKLOG)
+        attached = struct.pack("HL", len(program), ctypes.addressof(code))
+        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, attached)
+    except OSError:  # a kernel without these
+        sock.close()
+        return None
+    sock.setblocking(False)
+    return sock
+
+
+def _program(known: list[str], family: int) -> list[bytes]:
+    """Which of two listeners a packet is for, for the kernel: 1 where its source is one of these, else 0."""
+    ipv6 = family == socket.AF_INET6
+    at, width = (_SOURCE_IN_IPV6, 16) if ipv6 else (_SOURCE_IN_IPV4, 4)
+    program = []
+    for one in [address for address in known if (":" in address) == ipv6]:
+        packed = socket.inet_pton(family, one.partition("%")[0])
+        words = struct.unpack(f"!{width // 4}I", packed)
+        for k, word in enumerate(words):
+            program.append(_instruction(_LOAD_WORD, _NETWORK_HEADER + at + 4 * k))
+            program.append(_instruction(_JUMP_IF_EQUAL, word, not_equal=2 * (len(words) - k) - 1))
+        program.append(_instruction(_RETURN, 1))
+    return [*program, _instruction(_RETURN, 0)]
+
+
+def _instruction(code: int, value: int, not_equal: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, 0, not_equal, value)

@@ -1,0 +1,442 @@
+"""Agents on different machines: TCP, with large tensors in chunks so that summing overlaps receiving.
+
+Control messages and small tensors go first; the payloads of large ones follow chunk by chunk, in turn when there are
+several, so that a large tensor never blocks another name. A chunk is received straight into its place in memory. Where
+the connection is cut, the next one goes on behind what had come (``retransmit.py``).
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+
+from .handshake import Accepting, Connecting, Keys
+from .link import Published, Receiver
+from .message_auth import Check, CorruptMessage, MacSeal, sums
+from .poller import Poller
+from .quotas import MACHINE_BYTES, Quota
+from .retransmit import ConnectionCut, ReceivedOffset, SendBuffer
+from .shared_regions import ResultPool
+from .sockets import HAD, Established, Incoming, Outgoing, detached
+from .tcp import UNREACHABLE, tune
+from .tls import RECORD_BYTES, Certificates, Encrypted
+from .wire import PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
+
+CHUNK_BYTES = 1 << 20
+READ_BYTES = PACKET_BYTES + (1 << 10)
+"""Room for one packet, its length and its seal."""
+TURN_BYTES = 1 << 20
+"""How much is read from one connection before the others, and the sums, have their turn."""
+WAKE_BYTES = 1 << 16
+"""So much of a tensor comes before the reader is woken: at each packet it would take the core from who computes."""
+_LENGTH = struct.Struct("<II")
+"""Of a packet, and once more with all bits turned, so that a wrong one is noticed before more is waited for."""
+_ALL_BITS = (1 << 32) - 1
+
+
+class Guard(NamedTuple):
+    """What keeps others out of the connections of an agent, beside their seals."""
+
+    certificates: Certificates | None  # there is TLS
+    check: Check  # of each chunk of a tensor
+
+
+OPEN = Guard(None, sums)
+
+
+@dataclass(slots=True)
+class _OutgoingTensor:
+    token: int
+    rest: memoryview
+    start: int  # where in what was published
+    keep: Published
+
+
+class _Piece(NamedTuple):
+    """Of a tensor: a chunk."""
+
+    token: int
+    data: memoryview
+    start: int
+    keep: Published
+
+
+class NetworkLink(Outgoing):
+    """To a process on another machine."""
+
+    transport = "network"
+    resumes = True
+    seal_of = MacSeal
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: int,
+        greeting: Connecting,
+        poller: Poller,
+        receiver: Receiver,
+        guard: Guard = OPEN,
+    ) -> None:
+        super().__init__(sock, peer, greeting, poller, receiver)
+        self._guard = guard
+        self._tls: Encrypted | None = None
+        self._streams: deque[_OutgoingTensor] = deque()
+        self._sending: deque[memoryview] = deque()
+        self._sent: SendBuffer[bytes | _Piece] = SendBuffer()
+
+    def _place(self, message: Message, published: Published, start: int, stop: int) -> None:
+        message.where = Where.INLINE
+        if published.region is None:
+            if not message.tail:
+                message.body = published.copy(start, stop)
+        elif stop > start:
+            message.where = Where.STREAM
+            at = start * published.data.element_size()
+            self._streams.append(_OutgoingTensor(message.token, published.bytes(start, stop), at, published))
+
+    def begin_again(self, sock: socket.socket, greeting: Connecting) -> None:
+        self._tls = None
+        self._sending.clear()
+        super().begin_again(sock, greeting)
+
+    def take_over(self, sock: socket.socket, keys: Keys, tls: Encrypted | None = None) -> None:
+        self._tls = tls
+        self._sending.clear()
+        super().take_over(sock, keys)
+
+    def _is_passing(self, error: Exception) -> bool:
+        code = error.errno if isinstance(error, OSError) else None
+        refused = code == errno.ECONNREFUSED and self.may_be_refused(self.peer)
+        return refused or code in UNREACHABLE or super()._is_passing(error)
+
+    @property
+    def is_connected(self) -> bool:
+        """There is a connection, or has been one; whether the peer has proved itself or not."""
+        if self.has_been_open or self._tls is not None:
+            return True
+        try:
+            self.sock.getpeername()
+        except OSError:
+            return False
+        return True
+
+    def _go_on_after(self, had: int) -> None:
+        self._sent.resend_after(had)
+
+    def _on_had(self, count: int) -> None:
+        self._sent.acknowledge(count)
+
+    def _is_private(self) -> bool:
+        if self._guard.certificates is None:
+            return True
+        if self._tls is None:
+            self._tls = self._guard.certificates.connect(self.sock, self.peer)
+            self.sock = cast(socket.socket, self._tls)  # it has the calls that are made here
+        return self._tls.shake_hands()
+
+    def flush(self) -> None:
+        if not self.open:
+            return
+        try:
+            while self._fill():
+                if not self._send_some():
+                    self._want_write(True)
+                    return
+        except BlockingIOError:
+            self._want_write(True)
+            return
+        except OSError as error:
+            self._end(error, "sending to it failed: ")
+            return
+        self._want_write(False)
+
+    def _send_some(self) -> bool:
+        """Hand the system what is in line; False where it had room for a part of it, and so has none now."""
+        sent = self.sock.sendmsg(self._sending)
+        while sent:
+            first = self._sending[0]
+            if sent < len(first):
+                self._sending[0] = first[sent:]
+                break
+            sent -= len(first)
+            self._sending.popleft()
+        return self._tls is not None or not self._sending
+
+    def _fill(self) -> bool:
+        """Put the next bytes in line: what was cut, messages, then a chunk of the stream whose turn it is."""
+        if self._sending:
+            return True
+        again = self._sent.next_to_resend()
+        if again is not None:
+            self._send(again)
+            return True
+        self._pack()
+        if self._packets:
+            for _ in range(len(self._packets)):
+                self._send(self._packets.popleft()[0])
+            return True
+        if not self._streams:
+            return False
+        stream = self._streams.popleft()
+        chunk, stream.rest = stream.rest[:CHUNK_BYTES], stream.rest[CHUNK_BYTES:]
+        self._send(_Piece(stream.token, chunk, stream.start, stream.keep))
+        stream.start += len(chunk)
+        if stream.rest:
+            self._streams.append(stream)
+        return True
+
+    def _send(self, unit: bytes | _Piece) -> None:
+        """Put a unit in line. Its memory stays as it is until the receiver has answered for it (``outbox.py``), so for
+        as long as it may have to be sent once more."""
+        self._sent.keep(unit)
+        if isinstance(unit, bytes):
+            self._sending.append(self._sealed(unit))
+            return
+        check = unit.keep.check_of(unit.start, unit.data, self._guard.check)
+        header = Message(Kind.CHUNK, token=unit.token, nbytes=len(unit.data), text=check)
+        self._sending.append(self._sealed(encode(header)))
+        self._sending.append(unit.data)
+
+    def _sealed(self, packet: bytes) -> memoryview:
+        sealed = self._seal.close(packet)
+        return memoryview(_LENGTH.pack(len(sealed), len(sealed) ^ _ALL_BITS) + sealed)
+
+    @property
+    def idle(self) -> bool:
+        waits = self._frames or self._packets or self._streams or self._sending or not self._sent.idle
+        return self.sock.fileno() < 0 or not waits
+
+    def close(self) -> None:
+        super().close()
+        self._streams.clear()
+        self._sending.clear()
+        self._sent.clear()
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A tensor that comes in chunks. Only what has been checked counts as come."""
+
+    message: Message
+    payload: Payload
+    memory: memoryview
+    at: int = 0
+    begin: int = 0  # of the chunk that is coming
+    rest: int = 0  # bytes of it that are still to come
+    expected: str = ""  # what it must come to
+
+
+def _bytes_of(data: torch.Tensor) -> memoryview:
+    if not data.numel():
+        return memoryview(b"")
+    return memoryview(data.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+class NetworkIncoming(Incoming):
+    """From a process on another machine."""
+
+    seal_of = MacSeal
+    resumes = True
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        greeting: Accepting | Established,
+        poller: Poller,
+        receiver: Receiver,
+        pool: ResultPool,
+        guard: Guard = OPEN,
+    ) -> None:
+        tune(sock)
+        super().__init__(sock, greeting, poller, receiver)
+        self._guard = guard
+        self._tls: Encrypted | None = None
+        self._pool = pool
+        self._buffer = bytearray(READ_BYTES)
+        self._view = memoryview(self._buffer)
+        self._at = 0
+        self._filled = 0
+        self._frames: deque[memoryview] = deque()  # of the packet that was opened last, not yet taken
+        self._arriving: dict[int, _Arriving] = {}
+        self._announced = Quota("tensors that are announced and have not come")
+        self._nbytes, self._alone = 0, True  # of that packet, and whether it is a single frame
+        self._had = ReceivedOffset()
+        self._chunk: _Arriving | None = None  # the one whose chunk follows
+        self._wakes_at = 1
+
+    @classmethod
+    def over(
+        cls, link: NetworkLink, incarnation: int, poller: Poller, receiver: Receiver, pool: ResultPool
+    ) -> NetworkIncoming:
+        """Hear a peer over a reversed connection, which this agent has opened as ``link``."""
+        sock, link.sock = link.sock, detached(link.sock, poller)
+        met = Established(link._greeting.keys, link.peer, incarnation)
+        incoming = cls(sock, met, poller, receiver, pool, link._guard)
+        incoming._tls, incoming.is_reversed = link._tls, True
+        return incoming
+
+    def give_to(self, link: NetworkLink, keys: Keys, welcome: bytes) -> None:
+        """Have a link send over this connection, a reversed one, from now on."""
+        sock, self.sock = self.sock, detached(self.sock, self._poller)
+        link.take_over(sock, keys, self._tls)
+        sock.send(welcome)
+
+    def say_count(self) -> None:
+        """End the handshake of a reversed connection: how many units had come over another one."""
+        self._say(HAD, self._had.said())
+
+    @property
+    def had(self) -> int:
+        return self._had.count
+
+    def go_on_from(self, before: NetworkIncoming) -> None:
+        """Take the place of a connection that was cut, in the middle of whatever it was."""
+        before.close()
+        self._receiver = before._receiver
+        self._frames, self._had = before._frames, before._had
+        self._arriving, self._announced = before._arriving, before._announced
+        if before._chunk is not None:  # it comes once more
+            before._chunk.at, before._chunk.rest = before._chunk.begin, 0
+
+    def _is_private(self) -> bool:
+        if self._guard.certificates is None:
+            return True
+        if self._tls is None:
+            self._tls = self._guard.certificates.accept(self.sock)
+            self.sock = cast(socket.socket, self._tls)  # it has the calls that are made here
+        return self._tls.shake_hands()
+
+    def _check_identity(self, peer: int) -> None:
+        if self._tls is not None and not self._tls.is_of(peer):
+            raise ProtocolError(f"it says that it is rank {peer}, and has not shown that rank's certificate")
+
+    def read(self) -> None:
+        try:
+            self._read()
+        except CorruptMessage as error:
+            if self._had.add_corrupt():
+                raise
+            raise ConnectionCut(str(error)) from None
+        finally:
+            self._say_when_to_wake()
+
+    def _say_when_to_wake(self) -> None:
+        """In the middle of a chunk, not for less of it than ``WAKE_BYTES``, or its end; else for any byte."""
+        wakes_at = 1 if self._chunk is None else min(self._chunk.rest, WAKE_BYTES)
+        if self._tls is not None:
+            wakes_at = max(1, wakes_at - RECORD_BYTES)  # so much of it may have come already, and wait for the rest
+        if wakes_at != self._wakes_at and self.sock.fileno() >= 0:
+            self._wakes_at = wakes_at
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wakes_at)
+
+    def _read(self) -> None:
+        turn = 0
+        self._parse()
+        while turn < TURN_BYTES or (self._tls is not None and self._tls.pending):
+            chunk = self._chunk
+            room = self._view[self._filled :] if chunk is None else chunk.memory[chunk.at : chunk.at + chunk.rest]
+            nbytes = self.sock.recv_into(room)
+            if not nbytes:
+                raise ConnectionCut(
+                    "its end of the connection closed" + (" in the middle of a tensor" if chunk else "")
+                )
+            turn += nbytes
+            if chunk is None:
+                self._filled += nbytes
+                self._parse()
+            else:
+                self._advance(chunk, nbytes)
+            if nbytes < len(room) and self._tls is None:  # that was all; and what comes meanwhile is an event
+                return
+
+    def _advance(self, one: _Arriving, nbytes: int) -> None:
+        one.at += nbytes
+        one.rest -= nbytes
+        if one.rest:
+            return
+        self._chunk = None
+        if self._guard.check(one.memory[one.begin : one.at]) != one.expected:
+            raise CorruptMessage("a part of a tensor was changed on the way")
+        if one.at == len(one.memory):
+            del self._arriving[one.message.token]
+            self._announced.release(len(one.memory))
+        one.payload.available = one.at // one.payload.data.element_size()
+        self._receiver.on_arrived(self.peer, one.message)
+        self._has_come(one.at - one.begin)
+
+    def _has_come(self, nbytes: int) -> None:
+        """One unit more; now and then its sender is told, which has kept it until then."""
+        if self._had.one_more(nbytes):
+            self._say(HAD, self._had.said())
+
+    def _parse(self) -> None:
+        """Take the whole packets out of the buffer; the start of a chunk's bytes may lie behind its header.
+
+        What is taken is gone from the buffer before it is acted on: that may be interrupted.
+        """
+        while self._chunk is None:
+            if self._frames:
+                message = decode(self._frames.popleft())
+                self._take(message)
+                if not self._frames and message.kind is not Kind.CHUNK:  # which counts once its bytes are here
+                    self._has_come(self._nbytes)
+                continue
+            if self._filled - self._at < _LENGTH.size:
+                break
+            length, inverse = _LENGTH.unpack_from(self._view, self._at)
+            if length ^ inverse != _ALL_BITS or not self._seal.size < length <= READ_BYTES - _LENGTH.size:
+                raise CorruptMessage(f"a packet of {length} bytes")
+            start = self._at + _LENGTH.size
+            if self._filled < start + length:
+                break
+            packet = bytes(self._seal.open(self._view[start : start + length]))
+            self._at, self._nbytes = start + length, length
+            self._frames.extend(frames(memoryview(packet)))
+            self._alone = len(self._frames) == 1
+        rest = self._filled - self._at
+        if self._at:
+            self._view[:rest] = bytes(self._view[self._at : self._filled])
+        self._at, self._filled = 0, rest
+
+    def _take(self, message: Message) -> None:
+        if message.kind is Kind.CHUNK:
+            self._start_chunk(message)
+            return
+        if message.kind in (Kind.SEGMENT, Kind.FORGET) or message.where is Where.SHARED:
+            raise ProtocolError("shared memory across a network")
+        if message.where is Where.STREAM:
+            if not message.nbytes or message.token in self._arriving:
+                raise ProtocolError("a tensor announced twice, or without bytes")
+            if message.nbytes > MACHINE_BYTES:
+                raise ProtocolError(f"a tensor of {message.nbytes:,} bytes, more than this machine has")
+            self._announced.take(message.nbytes)
+            data = self._pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
+            message.payload = Payload(data, 0)
+            self._arriving[message.token] = _Arriving(message, message.payload, _bytes_of(data))
+        self._receiver.on_message(self.peer, message)
+
+    def _start_chunk(self, message: Message) -> None:
+        one = self._arriving.get(message.token)
+        if not self._alone or one is None or not 0 < message.nbytes <= len(one.memory) - one.at:
+            raise ProtocolError("a chunk of a tensor that was not announced, or not in a packet of its own")
+        one.begin, one.rest, one.expected = one.at, message.nbytes, message.text
+        self._chunk = one
+        here = min(one.rest, self._filled - self._at)
+        one.memory[one.at : one.at + here] = self._view[self._at : self._at + here]
+        self._at += here
+        if here:
+            self._advance(one, here)
+
+
+def goes_on(connection: Incoming, before: Incoming) -> bool:
+    """Whether a connection takes the place of one that was cut; that may be noticed late here."""
+    if not isinstance(connection, NetworkIncoming) or not isinstance(before, NetworkIncoming):
+        return False
+    connection.go_on_from(before)
+    return True

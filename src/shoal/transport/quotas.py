@@ -1,0 +1,63 @@
+"""How much of an agent another one may use up: messages that it keeps, memory, mappings, descriptors.
+
+No agent that runs this code comes near to these, whatever its script does; who passes one is lost, by name, and what
+was kept for it is free again. Tensors that lie in the sender's own memory cost the receiver nothing and do not count.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from .wire import Message, ProtocolError, Where
+
+MESSAGES = 1 << 15
+"""Of one peer that are kept until this agent comes to them, and as many tensors that it has announced, and questions.
+
+A neighbour may be ahead by all that its script has in flight: three bursts of ten thousand nonblocking calls fit. It
+asks once for each call in flight. Each tensor may be a mapping, of which Linux gives a process 65,530."""
+MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+KEPT_BYTES = MACHINE_BYTES // 2
+"""Of tensors of one peer that are here before this agent comes to them, and as much of those that are announced.
+
+A neighbour may be two rounds ahead with its whole model under each name. It has that memory itself until this agent has
+taken them up; and this one has a model and a result of that size, which with these would be more than a machine has."""
+SEGMENTS = 1 << 14
+"""Memory files of one peer that are mapped: one for each of its tensors of more than 256 KiB that are under way at a
+time, and of each its peer has a descriptor open, of which a process has some thousands."""
+
+
+def descriptor_limit() -> int:
+    """Descriptors of one peer's windows that are kept. For each this agent has one of its own, so that of an agent that
+    does as this one they cannot be more than half of what the process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+
+class Quota:
+    """What is kept of one kind for one peer."""
+
+    __slots__ = ("_what", "count", "nbytes")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self.count = 0
+        self.nbytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """One more, of so many bytes. ProtocolError if that is more than a peer may have."""
+        if self.count >= MESSAGES or self.nbytes + nbytes > KEPT_BYTES:
+            raise ProtocolError(
+                f"it has passed its budget of {MESSAGES:,} {self._what}, or {KEPT_BYTES:,} bytes of them: there are "
+                f"{self.count:,} of {self.nbytes:,} bytes, and it sent one more of {nbytes:,}"
+            )
+        self.count += 1
+        self.nbytes += nbytes
+
+    def release(self, nbytes: int) -> None:
+        self.count -= 1
+        self.nbytes -= nbytes
+
+
+def message_cost(message: Message) -> int:
+    """Bytes of a message's tensor that lie here."""
+    return message.nbytes if message.where is Where.INLINE or message.where is Where.STREAM else 0

@@ -1,0 +1,215 @@
+"""Peers that this agent cannot connect to, as a firewall on the way refuses it, or drops the request.
+
+Each agent opens the connection for its own messages. Where that fails at first contact, the peer is asked to open a
+*reversed* connection: the peer connects and proves itself as ever, and this agent sends over that connection. The
+request goes over a connection that the peer has opened for its own messages. Where there is none, other agents pass it
+on. After a cut the peer is asked again; what had come is known on both sides (``retransmit.py``).
+
+Where neither direction opens a connection, the peer counts as lost after :data:`CLOSED_SECONDS`, with the address, the
+port and the reason. That is a statement about the network: the kernel of a living machine answers a request to connect
+whatever its processes do. A peer that was connected once is not given up so: an outage may pass.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import Protocol
+
+from .. import clock
+from .acceptor import Acceptor
+from .handshake import MESSAGES, REVERSED, Accepting
+from .link import Link, NullReceiver, Receiver
+from .network_link import NetworkIncoming, NetworkLink
+from .peer_address import PeerId
+from .retransmit import ConnectionCut
+from .sockets import Incoming, Outgoing
+
+ASK_SECONDS = 1.0
+"""So long a connection may take before the peer is asked to open it, and between two requests."""
+SOON_SECONDS = 0.25
+"""So long it may take where the peer has connected to this agent."""
+CLOSED_SECONDS = 12.0
+"""After so long without an answer both directions count as closed: four requests to connect have had none by then."""
+REFUSED_SECONDS = 3.0
+"""The same where a connection is refused. The peer's process may have ended, so that is found out sooner."""
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """To connect to one peer."""
+
+    since: float
+    ask_at: float
+    limit: float = CLOSED_SECONDS
+    problem: str = "no answer"
+
+
+class ReverseConnectionHost(Protocol):
+    """What this needs of the agent's router."""
+
+    rank: int
+    links: dict[int, Link]
+    outside: bool
+    acceptor: Acceptor
+
+    def place_of(self, rank: int) -> PeerId: ...
+
+    def address_of(self, peer: int) -> tuple[str, int]: ...
+
+    def hears(self, rank: int) -> bool: ...
+
+    def ask_to_connect(self, peer: int) -> None: ...
+
+    def may_open_for(self, peer: int) -> bool: ...
+
+    def outgoing(self, peer: int, receiver: Receiver, asks: bool = False, purpose: int = MESSAGES) -> Outgoing: ...
+
+    def hear_over(self, link: NetworkLink) -> None: ...
+
+
+class ReverseConnections:
+    """The peers to which the way of one agent is not open yet, and the reversed connections that it opens for others.
+
+    Attributes:
+        due: When :meth:`check` has something to do, as ``clock.monotonic()``.
+    """
+
+    def __init__(self, agent: ReverseConnectionHost) -> None:
+        self.due = float("inf")
+        self._agent = agent
+        self._attempts: dict[int, _Attempts] = {}
+        self._opening: dict[int, Outgoing] = {}
+
+    # For messages of this agent
+
+    def begin(self, peer: int, pause: float = ASK_SECONDS) -> None:
+        """An attempt to connect to a peer begins; after the pause it is asked."""
+        now = clock.monotonic()
+        self._attempts[peer] = _Attempts(now, now + pause)
+        self.due = min(self.due, now + pause)
+
+    def __contains__(self, peer: int) -> bool:
+        return peer in self._attempts
+
+    def is_refused(self, peer: int) -> bool:
+        """The last attempt was refused: nobody listens there, or a firewall says so."""
+        one = self._attempts.get(peer)
+        return one is not None and one.limit == REFUSED_SECONDS
+
+    def failed(self, link: Outgoing, error: Exception | None) -> None:
+        """An attempt has failed, and another one follows. The first of them has the peer asked at once."""
+        one = self._attempts.get(link.peer)
+        code = error.errno if isinstance(error, OSError) else None
+        if one is None or code in (errno.ENOTCONN, errno.EADDRNOTAVAIL):
+            return
+        if code is None or code in (errno.ECONNRESET, errno.EPIPE, errno.ECONNABORTED):  # it was connected
+            del self._attempts[link.peer]
+            return
+        if one.problem == "no answer" and code != errno.ETIMEDOUT:
+            one.ask_at = self.due = 0.0
+        one.limit = REFUSED_SECONDS if code == errno.ECONNREFUSED else CLOSED_SECONDS
+        if code != errno.ETIMEDOUT:
+            one.problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+    def unreachable(self, peer: int, error: OSError) -> None:
+        """The system knows no way to a peer."""
+        one = self._attempts.get(peer)
+        if one is not None:
+            one.problem = error.strerror or str(error)
+
+    def ask_soon(self, peer: int) -> None:
+        """A request may reach the peer now, as that has connected."""
+        one = self._attempts.get(peer)
+        if one is not None:
+            one.ask_at = min(one.ask_at, one.since + SOON_SECONDS)
+            self.due = min(self.due, one.ask_at)
+
+    def forget(self, peer: int) -> None:
+        """The peer is gone."""
+        self._attempts.pop(peer, None)
+        link = self._opening.pop(peer, None)
+        if link is not None:
+            link.close()
+
+    def problem_with(self, peer: int) -> str:
+        """Why there is no connection to a peer, empty where there is one, or none is needed."""
+        one, link = self._attempts.get(peer), self._agent.links.get(peer)
+        if one is None or not isinstance(link, NetworkLink) or self._is_settled(link):
+            return ""
+        if link.is_reversed:
+            return f"rank {peer} has not opened its connection to rank {self._agent.rank} again, which was cut"
+        host, port = self._agent.address_of(peer)
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return f"rank {self._agent.rank} cannot connect to rank {peer} at {where} ({one.problem}: a firewall?)"
+
+    def closed_at(self, peer: int) -> float:
+        """When both directions count as closed, as ``clock.monotonic()``, if no connection opens until then; infinity
+        where one is open, or the last attempt was refused: the peer may be started again, at another port."""
+        one, link = self._attempts.get(peer), self._agent.links.get(peer)
+        if one is None or not isinstance(link, NetworkLink) or self._is_settled(link) or self.is_refused(peer):
+            return float("inf")
+        return float("inf") if self._agent.hears(peer) else one.since + one.limit
+
+    @staticmethod
+    def _is_settled(link: NetworkLink) -> bool:
+        return link.open or (not link.is_reversed and link.is_connected)
+
+    def check(self, now: float) -> None:
+        """Ask, or give up, those whose time it is."""
+        if now < self.due:
+            return
+        for peer, one in list(self._attempts.items()):
+            link = self._agent.links.get(peer)
+            if not isinstance(link, NetworkLink) or self._is_settled(link):
+                del self._attempts[peer]
+                continue
+            if now >= one.since + one.limit and not self._agent.hears(peer) and not self._agent.outside:
+                why = self.problem_with(peer)
+                del self._attempts[peer]
+                link.fail(why)
+                continue
+            if now >= one.ask_at:
+                one.ask_at = now + ASK_SECONDS
+                self._agent.ask_to_connect(peer)
+        self.due = min((one.ask_at for one in self._attempts.values()), default=float("inf"))
+
+    def send_over(self, connection: Incoming, peer: int, greeting: Accepting) -> None:
+        """A peer has opened a reversed connection. Where this agent has one of its own by now, it is not needed.
+
+        Raises:
+            ConnectionCut: It is not; or it is of a process of that rank that is not the one which this agent knows.
+        """
+        link = self._agent.links.get(peer)
+        wanted = isinstance(link, NetworkLink) and (link.is_reversed or not link.open)
+        if not wanted or greeting.incarnation != self._agent.place_of(peer).incarnation:
+            raise ConnectionCut("nothing is to be sent over it")
+        assert isinstance(link, NetworkLink) and isinstance(connection, NetworkIncoming)
+        self._agent.acceptor.unauthenticated.remove(connection)
+        connection.give_to(link, greeting.keys, greeting.welcome())
+
+    # For messages to this agent
+
+    def connect_back(self, peer: int) -> None:
+        """Open a reversed connection to a peer, which has asked for it."""
+        before = self._opening.get(peer)
+        if (before is not None and before.sock.fileno() >= 0) or not self._agent.may_open_for(peer):
+            return
+        try:
+            link = self._opening[peer] = self._agent.outgoing(peer, NullReceiver(), purpose=REVERSED)
+        except OSError:  # it asks again
+            return
+        link.on_reversed = self._opened
+
+    def _opened(self, link: Outgoing) -> None:
+        del self._opening[link.peer]
+        assert isinstance(link, NetworkLink)
+        self._agent.hear_over(link)
+
+    def descriptors(self) -> list[int]:
+        """What a forked child must close."""
+        return [fd for fd in (link.sock.fileno() for link in self._opening.values()) if fd >= 0]
+
+    def close(self) -> None:
+        for peer in list(self._opening):
+            self.forget(peer)

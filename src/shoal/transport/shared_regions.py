@@ -1,0 +1,442 @@
+"""Memory that other processes can read where it lies, and memory that is used again.
+
+An :class:`Arena` hands out :class:`Region` objects from memory files (``memfd_create``). A memory file has no name, so
+nothing is left behind when its owner is killed, and nobody can open it who was not given its descriptor. It is sealed
+against shrinking (a reader would get SIGBUS) and its pages are reserved when it is made, so running out of memory is an
+exception here rather than a signal there.
+
+A :class:`ResultPool` hands out tensors over private memory and takes the memory back when the last tensor over it is
+gone: fresh pages cost more than the sum that is written to them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import itertools
+import logging
+import math
+import mmap
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from .. import clock
+from .._signals import deferred
+from ..device import opening
+from ..device.device import Memory, Unshareable
+from . import quotas
+from .protocol import ProtocolError
+
+log = logging.getLogger("shoal")
+T = TypeVar("T")
+ALIGNMENT = 64
+SMALL = 1 << 18
+"""Regions up to this many bytes share a memory file with others of their size; larger ones have one each."""
+SLAB = 1 << 22
+HUGE_PAGE = 1 << 21
+MOST_OF_DEVICE = 1 << 44
+"""Bytes of one piece of a device's memory: more than any has."""
+LATELY = 2.0
+"""Seconds: a size that was asked for within them is in use."""
+MADV_POPULATE_WRITE = 23
+F_ADD_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1, 2, 4
+
+
+def size_class(nbytes: int) -> int:
+    """The size that a request is rounded up to: at most a quarter more, so that near sizes share memory."""
+    if nbytes <= ALIGNMENT:
+        return ALIGNMENT
+    step = max(ALIGNMENT, 1 << ((nbytes - 1).bit_length() - 3))
+    return -(-nbytes // step) * step
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _populate(area: mmap.mmap, size: int) -> None:
+    """Back the whole area with pages now, huge ones where the kernel gives them."""
+    if size >= HUGE_PAGE:
+        area.madvise(mmap.MADV_HUGEPAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), MADV_POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code in (errno.ENOMEM, errno.EFAULT):
+        raise _no_memory(size)
+    # A kernel before 5.14 does not know the call; its pages come when they are touched.
+
+
+def _no_memory(size: int) -> MemoryError:
+    return MemoryError(f"the system cannot give {size:,} bytes of memory to Shoal's exchange buffers")
+
+
+class Segment:
+    """One memory file of this agent, mapped."""
+
+    def __init__(self, ident: int, size: int) -> None:
+        self.ident = ident
+        self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.fd = os.memfd_create("shoal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.size)
+            fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+            self.area = mmap.mmap(self.fd, self.size)
+            _populate(self.area, self.size)
+        except BaseException as error:
+            os.close(self.fd)
+            if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
+                raise _no_memory(self.size) from error
+            raise
+        self.data = torch.frombuffer(self.area, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give up the descriptor; the pages go when the last tensor over them is gone, here and at the readers."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Region:
+    """A piece of an arena. It does not change hands until every reader has said that it is done."""
+
+    __slots__ = ("data", "nbytes", "offset", "segment", "size")
+
+    def __init__(self, segment: Memory, offset: int, size: int) -> None:
+        self.segment = segment
+        self.offset = offset
+        self.size = size
+        self.nbytes = size
+        self.data = segment.data[offset : offset + size]
+
+    def as_tensor(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """The first ``numel`` elements of the region as a flat tensor."""
+        self.nbytes = numel * dtype.itemsize
+        return self.data[: self.nbytes].view(dtype)
+
+
+class _HandedOut(weakref.ref[Any]):
+    """Remembers what is handed out for as long as an object lives."""
+
+    __slots__ = ("item",)
+    item: Any
+
+
+class _Returns(ABC, Generic[T]):
+    """What comes back to be used again, from anywhere: also from the garbage collector, which may come in the middle of
+    handing out, while the lock is held. So nothing that comes back waits for the lock; who hands out sorts in first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._returned: deque[T] = deque()
+        self._handed_out: dict[int, _HandedOut] = {}
+        self._ended: deque[_HandedOut] = deque()
+
+    def release(self, one: T) -> None:
+        """Give something back. May be called from any thread."""
+        self._returned.append(one)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Make what has come back free for others, unless somebody is at it."""
+        if not (self._ended or self._returned):
+            return
+        with deferred:
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._sort_in()
+                finally:
+                    self._lock.release()
+
+    def _hand_out(self, owner: object, item: T) -> None:
+        """It comes back when ``owner`` is gone, which is no place for code of ours: an interrupt there would be lost,
+        and what it interrupts undone. So the callback is one of C, and tells only which has ended."""
+        one = _HandedOut(owner, self._ended.append)
+        one.item = item
+        self._handed_out[id(one)] = one
+
+    def _sort_in(self) -> None:
+        """Make what has come back free for others; under the lock."""
+        while self._ended:
+            one = self._ended.popleft()
+            del self._handed_out[id(one)]
+            self._take_in(one.item)
+        while self._returned:
+            self._take_in(self._returned.popleft())
+
+    @abstractmethod
+    def _take_in(self, one: T) -> None: ...
+
+
+class Arena(_Returns[Region]):
+    """This agent's memory that others read. ``allocate`` and ``release`` may be called from any thread.
+
+    Args:
+        keep: So many bytes of large regions that nobody uses are kept.
+        make: Makes its memory, of a number and a size: files if not given.
+        beside: Another arena of this agent's, with which it shares the numbers of their memory.
+    """
+
+    def __init__(
+        self,
+        keep: int = 1 << 28,
+        make: Callable[[int, int], Memory] = Segment,
+        beside: Arena | None = None,
+    ) -> None:
+        super().__init__()
+        self._make = make
+        self._free: dict[int, list[Region]] = defaultdict(list)
+        self._segments: dict[int, Memory] = {}
+        self._keep = keep
+        self._free_large = 0
+        self._idents: Iterator[int] = itertools.count(1) if beside is None else beside._idents
+        self._slabs: dict[int, tuple[Memory, int]] = {}  # by size: one that is cut into regions, and up to where
+        self._of_tensors: dict[int, Region] = {}
+        # Memory that readers may forget; the router tells them.
+        self.retired: list[int] = [] if beside is None else beside.retired
+        self.closed = False
+
+    def allocate(self, nbytes: int) -> Region:
+        size = size_class(nbytes)
+        with deferred, self._lock:
+            self._sort_in()
+            free = self._free[size]
+            if free:
+                region = free.pop()
+                if size > SMALL:
+                    self._free_large -= size
+                return region
+            if self.closed:
+                raise RuntimeError("the arena is closed")
+            if size > SMALL:
+                self._trim(size)
+                return Region(self._new_segment(size), 0, size)
+            slab, offset = self._slabs.get(size) or (self._new_segment(SLAB), 0)
+            following = offset + size
+            if following + size <= SLAB:
+                self._slabs[size] = slab, following
+            else:
+                self._slabs.pop(size, None)
+            return Region(slab, offset, size)
+
+    def _new_segment(self, size: int) -> Memory:
+        segment = self._make(next(self._idents), size)
+        self._segments[segment.ident] = segment
+        return segment
+
+    def _take_in(self, one: Region) -> None:
+        address = one.data.data_ptr()
+        if self._of_tensors.get(address) is one:
+            del self._of_tensors[address]
+        if self.closed:
+            return
+        self._free[one.size].append(one)
+        if one.size > SMALL:
+            self._free_large += one.size
+
+    def next_ident(self) -> int:
+        """A number for a memory file that is none of the arena's."""
+        return next(self._idents)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous tensor in a region of its own, which comes back when the tensor is gone."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype)
+        with deferred:
+            region = self.allocate(nbytes)
+            # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
+            assert isinstance(region.segment, Segment)
+            lease = (ctypes.c_char * nbytes).from_buffer(region.segment.area, region.offset)
+            tensor = torch.frombuffer(lease, dtype=dtype).view(shape)
+            self._of_tensors[tensor.data_ptr()] = region
+            self._hand_out(lease, region)
+        return tensor
+
+    def find(self, tensor: torch.Tensor) -> Region | None:
+        """The region of a tensor that :meth:`empty` made."""
+        return self._of_tensors.get(tensor.data_ptr())
+
+    def _trim(self, wanted: int) -> None:
+        """Give back large regions that nobody uses before taking more, so that changing sizes do not pile up."""
+        for size, regions in list(self._free.items()):
+            if size <= SMALL:
+                continue
+            while regions and self._free_large + wanted > self._keep:
+                region = regions.pop()
+                self._free_large -= size
+                self.retired.append(region.segment.ident)
+                self._segments.pop(region.segment.ident).close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the arena holds, used or not."""
+        with self._lock:
+            return sum(segment.size for segment in self._segments.values())
+
+    def descriptors(self) -> list[int]:
+        return [segment.fd for segment in self._segments.values() if segment.fd >= 0]
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed = True
+            self._free.clear()
+            self._slabs.clear()
+            for segment in self._segments.values():
+                segment.close()
+            self._segments.clear()
+
+
+class PeerMemory:
+    """The memory files of one peer, and memory of its devices, mapped as their descriptors come."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, torch.Tensor] = {}
+        self._descriptors: dict[int, int] = {}
+
+    def add(self, ident: int, fd: int, lockable: bool = False) -> None:
+        """Map a descriptor that came with a message, and close it, unless its file is to be locked."""
+        try:
+            self._check_number(ident)
+            if lockable and len(self._descriptors) >= quotas.descriptor_limit():
+                raise ProtocolError(f"it has passed its budget of {quotas.descriptor_limit():,} windows")
+            seals = fcntl.fcntl(fd, 1034)  # F_GET_SEALS
+            if not seals & F_SEAL_SHRINK:
+                raise ProtocolError("shared memory that its owner could shrink")
+            size = os.fstat(fd).st_size
+            area = mmap.mmap(fd, size)
+            if lockable:
+                self._descriptors[ident] = os.dup(fd)
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise MemoryError("there is no room to map shared memory") from None
+            raise ProtocolError(f"shared memory that cannot be mapped: {error}") from None
+        finally:
+            os.close(fd)
+        if size >= HUGE_PAGE:
+            area.madvise(mmap.MADV_HUGEPAGE)
+        self._segments[ident] = torch.frombuffer(area, dtype=torch.uint8)
+
+    def _check_number(self, ident: int) -> None:
+        if ident in self._segments:
+            raise ProtocolError(f"memory {ident} shared twice")
+        if len(self._segments) >= quotas.SEGMENTS:
+            raise ProtocolError(f"it has passed its budget of {quotas.SEGMENTS:,} memory files that are shared")
+
+    def add_of_device(self, ident: int, fd: int, size: int) -> None:
+        """Map memory of a device, and close its descriptor. Where that cannot be, whoever wants it hears of it: its
+        numbers are those of a meta tensor."""
+        try:
+            self._check_number(ident)
+            if size > MOST_OF_DEVICE:
+                raise ProtocolError(f"{size:,} bytes of a device's memory")
+            try:
+                data = opening.map_memory(fd, size)
+            except (Unshareable, MemoryError, RuntimeError) as error:
+                why = str(error)  # a record of the error itself would keep its frames, and they memory
+                log.warning("memory of another agent's device cannot be mapped: %s", why)
+                data = torch.empty(size, dtype=torch.uint8, device="meta")
+        finally:
+            os.close(fd)
+        self._segments[ident] = data
+
+    def forget(self, ident: int) -> None:
+        self._segments.pop(ident, None)
+        fd = self._descriptors.pop(ident, -1)
+        if fd >= 0:
+            os.close(fd)
+
+    def segment(self, ident: int) -> tuple[torch.Tensor, int] | None:
+        """A whole memory file, and its descriptor (-1 where it was not sent to be locked)."""
+        data = self._segments.get(ident)
+        return None if data is None else (data, self._descriptors.get(ident, -1))
+
+    def descriptors(self) -> list[int]:
+        return list(self._descriptors.values())
+
+    def close(self) -> None:
+        for ident in list(self._segments):
+            self.forget(ident)
+
+    def view(self, ident: int, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        segment = self._segments.get(ident)
+        if segment is None:
+            raise ProtocolError(f"a reference to memory {ident}, which was never shared")
+        if offset % dtype.itemsize or offset + nbytes > segment.numel():
+            raise ProtocolError(f"bytes {offset} to {offset + nbytes} of a memory file of {segment.numel()}")
+        return segment[offset : offset + nbytes].view(dtype)
+
+
+class ResultPool(_Returns[tuple[mmap.mmap, int]]):
+    """Tensors over memory that is used again once the last tensor over it is gone.
+
+    What is free beyond ``keep`` bytes is given back, first that of sizes that nobody has asked for lately. Of sizes in
+    use none gives way to another: where they take turns, each would find that the other had just been preferred.
+    """
+
+    def __init__(self, keep: int = 1 << 28) -> None:
+        super().__init__()
+        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        self._asked_for: dict[int, float] = {}  # sizes, and when; the one that was not for longest first
+        self._free_bytes = 0
+        self._keep = keep
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous tensor. Small ones come from torch, whose allocator is good at them."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < SMALL:
+            return torch.empty(shape, dtype=dtype)
+        with deferred:
+            return self._over(self._block(size_class(nbytes)), nbytes, dtype).view(shape)
+
+    def _block(self, size: int) -> mmap.mmap:
+        with self._lock:
+            self._sort_in()
+            self._asked_for.pop(size, None)
+            self._asked_for[size] = clock.monotonic()
+            if self._free[size]:
+                self._free_bytes -= size
+                return self._free[size].pop()
+        block = mmap.mmap(-1, size)
+        if size >= HUGE_PAGE:
+            block.madvise(mmap.MADV_HUGEPAGE)
+        return block
+
+    def _over(self, block: mmap.mmap, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        # torch keeps the object that exports the buffer for as long as any tensor lies over the storage.
+        lease = (ctypes.c_char * nbytes).from_buffer(block)
+        self._hand_out(lease, (block, len(block)))
+        return torch.frombuffer(lease, dtype=dtype)
+
+    def _take_in(self, one: tuple[mmap.mmap, int]) -> None:
+        block, size = one
+        if self._free_bytes + size > self._keep:
+            self._trim(self._keep - size)
+        if self._free_bytes + size <= self._keep:
+            self._free[size].append(block)
+            self._free_bytes += size
+
+    def _trim(self, room: int) -> None:
+        """Give back what is free of sizes that are not asked for any more, until so many bytes are left."""
+        until = clock.monotonic() - LATELY
+        for size, when in list(self._asked_for.items()):
+            if when > until or self._free_bytes <= room:
+                return
+            blocks = self._free[size]
+            while blocks and self._free_bytes > room:
+                blocks.pop()
+                self._free_bytes -= size
+
+    def clear(self) -> None:
+        with self._lock:
+            self._free.clear()
+            self._asked_for.clear()
+            self._free_bytes = 0

@@ -1,0 +1,156 @@
+"""The status message of an agent, validated and bounded, because it comes from outside."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+NONSENSE = (ValueError, TypeError, KeyError, AttributeError, OverflowError)
+"""What is raised of what is no summary."""
+_LONGEST = 400
+_MOST_RANKS, _MOST_EDGES, _MOST_NAMES = 64, 1024, 32
+Number = float | str
+"""A text where JSON has no number: ``nan``, ``inf``."""
+
+
+@dataclass(frozen=True)
+class MetricSample:
+    """One number that the script has measured, for the ``times``-th time: this agent's, and of all."""
+
+    times: int
+    own: Number
+    mean: Number
+    worst: Number
+
+
+@dataclass(frozen=True)
+class WorkStatus:
+    """What an agent does, where it had the time to say so.
+
+    Attributes:
+        waits_in: The call that it waits in for longest; empty where it waits for nobody.
+        waits_for: The ranks that it waits for.
+        waits_seconds: Since when.
+        stands_still: A thread of its script does nothing but wait.
+        lost, left: The ranks that it knows to be gone.
+        over: Why it can do nothing with others any more.
+        step, step_seconds: How many steps of training there were, and how long one takes.
+        measured: By name.
+        nbytes: That it has sent in all.
+        sent: The same by destination, of the edges that carry most.
+        edges: To whom its last exchange with neighbours has sent.
+    """
+
+    waits_in: str
+    waits_for: tuple[int, ...]
+    waits_seconds: float
+    stands_still: bool
+    lost: tuple[int, ...]
+    left: tuple[int, ...]
+    over: str
+    step: int
+    step_seconds: float | None
+    measured: dict[str, MetricSample]
+    nbytes: int
+    sent: dict[int, int]
+    edges: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StatusMessage:
+    """A summary.
+
+    Attributes:
+        rank, size, incarnation, attempt: Whose.
+        pid, host: Where it is.
+        leaves: It has shut down.
+        work: None where it had no time for more.
+    """
+
+    rank: int
+    size: int
+    incarnation: int
+    attempt: int
+    pid: int
+    host: str
+    leaves: bool
+    work: WorkStatus | None = field(default=None)
+
+    @staticmethod
+    def of(said: dict[str, Any], size: int) -> StatusMessage:
+        """What JSON had, of an agent of a run of that many.
+
+        Raises:
+            One of :data:`NONSENSE`: It is none.
+        """
+        rank = _rank(said["rank"], size)
+        who = (rank, _count(said["size"]), _count(said["incarnation"]), _count(said["attempt"]), _count(said["pid"]))
+        return StatusMessage(
+            *who, _text(said["host"]), bool(said.get("leaves")), _work(said, size) if "step" in said else None
+        )
+
+
+def _work(said: dict[str, Any], size: int) -> WorkStatus:
+    waits = sorted(said.get("waiting", ()), key=lambda one: -_seconds(one["seconds"]))[:1]
+    agrees = _ranks(said["agrees_with"], size)
+    call, ranks, seconds = "", agrees, 0.0
+    if agrees:
+        call = "the agreement on a loss"
+    elif waits:
+        call, ranks = _text(waits[0]["call"]), _ranks(waits[0]["ranks"], size)
+        seconds = _seconds(waits[0]["seconds"])
+    took = said["step_seconds"]
+    return WorkStatus(
+        call,
+        ranks,
+        seconds,
+        bool(said["stands_still"]) or bool(agrees),
+        _ranks(said["lost"], size),
+        _ranks(said["left"], size),
+        _text(said["over"]),
+        _count(said["step"]),
+        None if took is None else _seconds(took),
+        {_text(name): _measure(one) for name, one in list(said.get("measured", {}).items())[:_MOST_NAMES]},
+        _count(said["bytes_sent"]),
+        {_rank(peer, size): _count(nbytes) for peer, nbytes in said.get("sent", ())[:_MOST_EDGES]},
+        tuple(_rank(peer, size) for peer in said.get("edges", ())[:_MOST_EDGES]),
+    )
+
+
+def _measure(said: dict[str, Any]) -> MetricSample:
+    return MetricSample(_count(said["times"]), *(_number(said[name]) for name in ("own", "mean", "worst")))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return "".join(char if char.isprintable() else "?" for char in value[:_LONGEST])
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r} is no count")
+    return int(value)
+
+
+def _seconds(value: Any) -> float:
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{value!r} is no time")
+    return max(0.0, seconds)
+
+
+def _number(value: Any) -> Number:
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _rank(value: Any, size: int) -> int:
+    if not isinstance(value, int) or not 0 <= value < size:
+        raise ValueError(f"{value!r} is no rank of {size} agents")
+    return value
+
+
+def _ranks(values: Any, size: int) -> tuple[int, ...]:
+    return tuple(_rank(one, size) for one in values[:_MOST_RANKS])

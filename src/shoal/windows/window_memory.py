@@ -1,0 +1,343 @@
+"""The memory of one window: what its owner and its neighbours see of it, and the only ways to change it.
+
+For each in-neighbour there are two slots and a number of writes, whose last bit says which of them counts. Whoever
+writes fills the other slot, with the counts, the associated weight and the time beside it, and then counts the write,
+all under the lock of the edge. So a reader sees one whole write or the one before it, also when the writer is killed on
+the way; the kernel then frees the lock. A slot may be marked as empty: zeros that nobody had to write.
+
+The order of locks is: mutexes (by rank), then the owner's tensor, then edges (ascending). Who holds an edge waits for
+no other window, so nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import torch
+
+from .. import clock
+from ..arithmetic import weigh_in_blocks
+from ..kernels.elementwise import add_scaled, copy, scale
+from .locks import Busy, ByteLocks, Freed
+
+MUTEX, OWN, EDGES = 0, 1, 2
+"""The bytes that are locked: the users' mutex, the owner's tensor, and from EDGES on one for each in-neighbour."""
+_OWNER = -1
+"""The owner of the memory, where somebody's rank is meant."""
+_PAGE = 4096
+_EDGE_BYTES = 256
+_META_BYTES = 64
+_FREED, _KEEPERS, _CAUSE = 0, 1, 3
+_WRITES = 0
+_P, _PUTS, _GETS, _ACCUMULATES, _EMPTY, _WHEN = range(6)
+
+
+class WriteKind(Enum):
+    """What a write does to a slot."""
+
+    PUT = "win_put"
+    ACCUMULATE = "win_accumulate"
+    GET = "win_get"
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """What has happened to the slot of one in-neighbour.
+
+    Attributes:
+        puts, gets, accumulates: how many there have been since the window was made.
+        age: seconds since the last of them; since the window was made if there was none.
+        p: the associated weight of what lies in it.
+    """
+
+    puts: int
+    gets: int
+    accumulates: int
+    age: float
+    p: float
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """Where everything is in the memory of a window.
+
+    Attributes:
+        shape, dtype: of the tensor.
+        sources: the in-neighbours, ascending.
+        own: whether the owner's tensor is in this memory too (else it is shared where it lies).
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: tuple[int, ...]
+    own: bool
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def tensor_bytes(self) -> int:
+        return -(-self.numel * self.dtype.itemsize // 64) * 64
+
+    @property
+    def nbytes(self) -> int:
+        return self.slot(len(self.sources), 0) + (self.tensor_bytes if self.own else 0)
+
+    def meta(self, edge: int) -> int:
+        return _PAGE + edge * _EDGE_BYTES
+
+    def slot(self, edge: int, which: int) -> int:
+        start = -(-self.meta(len(self.sources)) // _PAGE) * _PAGE
+        return start + (2 * edge + which) * self.tensor_bytes
+
+
+class WindowMemory:
+    """The memory of a window, as mapped by its owner or by a neighbour.
+
+    Args:
+        data: uint8, at least ``layout.nbytes``; zeros when it is new.
+        own: the owner's tensor, flat, where it is not in ``data``.
+    """
+
+    def __init__(
+        self, layout: WindowLayout, data: torch.Tensor, locks: ByteLocks, own: torch.Tensor | None = None
+    ) -> None:
+        self.layout = layout
+        self.locks = locks
+        self._edge = {source: edge for edge, source in enumerate(layout.sources)}
+        self._flags = self._words(data, 0, 8)
+        self._index = [self._words(data, layout.meta(edge), 1) for edge in range(len(layout.sources))]
+        self._meta = [
+            [self._words(data, layout.meta(edge) + (1 + which) * _META_BYTES, 8) for which in range(2)]
+            for edge in range(len(layout.sources))
+        ]
+        self._slots = [
+            [self._tensor(data, layout.slot(edge, which)) for which in range(2)] for edge in range(len(layout.sources))
+        ]
+        self.own = self._tensor(data, layout.slot(len(layout.sources), 0)) if own is None else own
+
+    @staticmethod
+    def _words(data: torch.Tensor, offset: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        words: np.ndarray[tuple[int], np.dtype[np.int64]] = data[offset : offset + 8 * count].numpy().view(np.int64)
+        return words
+
+    def _tensor(self, data: torch.Tensor, offset: int) -> torch.Tensor:
+        nbytes = self.layout.numel * self.layout.dtype.itemsize
+        return data[offset : offset + nbytes].view(self.layout.dtype)
+
+    # The owner
+
+    def begin(self, value: torch.Tensor | None) -> None:
+        """Give all slots their first content: a flat tensor, or nothing for zeros."""
+        for edge in range(len(self.layout.sources)):
+            if value is not None:
+                self._slots[edge][0].copy_(value)
+            self._describe(edge, 0, 0.0, (0, 0, 0), value is None)
+
+    def free(self, cause: int | None) -> None:
+        """From now on neighbours that come are told that the window is gone, and whose loss is the cause, if one is."""
+        self._flags[_CAUSE] = 0 if cause is None else cause + 1
+        self._flags[_FREED] = 1
+
+    @property
+    def freed(self) -> bool:
+        return bool(self._flags[_FREED])
+
+    @property
+    def cause(self) -> int | None:
+        """The rank for whose loss, or end, the window was freed."""
+        cause = int(self._flags[_CAUSE])
+        return cause - 1 if cause else None
+
+    # Locks
+
+    def try_acquire(self, byte: int, who: int) -> bool:
+        """Take a lock for an agent if it is free.
+
+        Raises:
+            Freed: The window is gone.
+        """
+        if not self.locks.try_acquire(byte):
+            return False
+        self._sign(byte, who)
+        return True
+
+    def acquire(self, byte: int, who: int, deadline: float, check: Callable[[], None] = lambda: None) -> None:
+        """Take a lock for an agent, waiting until ``deadline``; ``check`` is called meanwhile.
+
+        Raises:
+            Busy: Another agent or thread had it all the time.
+            Freed: The window is gone.
+        """
+
+        def look() -> None:
+            if self.freed:
+                raise Freed
+            check()
+
+        try:
+            self.locks.acquire(byte, deadline, look)
+        except Busy:
+            raise Busy(self._keeper(byte, who)) from None
+        self._sign(byte, who)
+
+    def _sign(self, byte: int, who: int) -> None:
+        """Say who has a lock that was just taken, or give it back if what it protects is gone."""
+        if self.freed:
+            self.locks.release(byte)
+            raise Freed
+        if byte < EDGES:
+            self._flags[_KEEPERS + byte] = who
+
+    @contextmanager
+    def hold(
+        self, bytes_: list[int], who: int, deadline: float, check: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Hold several locks, taken in ascending order."""
+        held: list[int] = []
+        try:
+            for byte in sorted(bytes_):
+                self.acquire(byte, who, deadline, check)
+                held.append(byte)
+            yield
+        finally:
+            for byte in reversed(held):
+                self.locks.release(byte)
+
+    def _keeper(self, byte: int, who: int) -> int | None:
+        """Who else has a lock: the last that took it, or for an edge the agent at its other end. None: the owner."""
+        if byte < EDGES:
+            return int(self._flags[_KEEPERS + byte])
+        source = self.layout.sources[byte - EDGES]
+        return None if who == source else source
+
+    # Writing to a slot
+
+    def write(
+        self,
+        how: WriteKind,
+        source: int,
+        tensor: torch.Tensor,
+        weight: float,
+        p: float | None,
+        deadline: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Put ``weight * tensor`` into the slot of an in-neighbour, or add it, with the associated weight ``p``.
+
+        ``p=None`` leaves the associated weight as it is.
+
+        Raises:
+            Busy: The slot was locked until the deadline.
+            Freed: The window is gone.
+        """
+        byte = EDGES + self._edge[source]
+        self.acquire(byte, _OWNER if how is WriteKind.GET else source, deadline, check)
+        try:
+            self._write(how, self._edge[source], tensor, weight, p)
+        finally:
+            self.locks.release(byte)
+
+    def try_write(self, how: WriteKind, source: int, tensor: torch.Tensor, weight: float, p: float | None) -> bool:
+        """The same, if the slot is not locked right now. Returns whether it was done."""
+        byte = EDGES + self._edge[source]
+        if not self.try_acquire(byte, source):
+            return False
+        try:
+            self._write(how, self._edge[source], tensor, weight, p)
+        finally:
+            self.locks.release(byte)
+        return True
+
+    def _write(self, how: WriteKind, edge: int, tensor: torch.Tensor, weight: float, p: float | None) -> None:
+        writes = int(self._index[edge][_WRITES])
+        now = writes & 1
+        meta = self._meta[edge][now]
+        current, idle = (self._slots[edge][which].view(tensor.shape) for which in (now, 1 - now))
+        puts, gets, accumulates = (int(meta[one]) for one in (_PUTS, _GETS, _ACCUMULATES))
+        before = float(meta[_P : _P + 1].view(np.float64)[0])
+        if how is WriteKind.ACCUMULATE:
+            accumulates += 1
+            after = before + (p or 0.0)
+        elif how is WriteKind.PUT:
+            puts += 1
+            after = before if p is None else p
+        else:
+            gets += 1
+            after = before  # a get moves no associated weight
+        if how is WriteKind.ACCUMULATE and not meta[_EMPTY]:
+            add_scaled(idle, current, tensor, weight)
+        elif weight == 1:
+            copy(idle, tensor)
+        else:
+            scale(idle, tensor, weight)
+        self._describe(edge, 1 - now, after, (puts, gets, accumulates), False)
+        self._index[edge][_WRITES] = writes + 1
+
+    def _describe(self, edge: int, which: int, p: float, counts: tuple[int, int, int], empty: bool) -> None:
+        meta = self._meta[edge][which]
+        meta[_P : _P + 1].view(np.float64)[0] = p
+        meta[_PUTS], meta[_GETS], meta[_ACCUMULATES] = counts
+        meta[_EMPTY] = empty
+        meta[_WHEN] = clock.monotonic_ns()
+
+    # Reading
+
+    def combine(
+        self,
+        out: torch.Tensor,
+        own: torch.Tensor,
+        own_weight: float,
+        weights: Mapping[int, float],
+        reset: list[int],
+        deadline: float,
+        check: Callable[[], None] = lambda: None,
+        *,
+        publish: bool = False,
+    ) -> tuple[float, dict[int, SlotState]]:
+        """``out = own_weight * own + sum of weight * slot``, all flat, and empty the slots of ``reset``.
+
+        With ``publish`` the owner's tensor in this memory becomes the same as ``out``.
+
+        Each slot is read, and emptied, in one step that no write comes between. Returns the sum of the associated
+        weights, each times its weight, and what had happened to the slots by then.
+        """
+        edges = sorted({self._edge[source] for source in (*weights, *reset)})
+        with self.hold([EDGES + edge for edge in edges], _OWNER, deadline, check):
+            blocks: list[torch.Tensor | None] = []
+            p = 0.0
+            for source, weight in sorted(weights.items()):
+                edge = self._edge[source]
+                now = int(self._index[edge][_WRITES]) & 1
+                blocks.append(None if self._meta[edge][now][_EMPTY] else self._slots[edge][now])
+                p += weight * self.state(source).p
+            also = self.own if publish else None
+            weigh_in_blocks(out, own, own_weight, blocks, [weight for _, weight in sorted(weights.items())], also)
+            seen = {source: self.state(source) for source in self.layout.sources}
+            for source in reset:
+                edge = self._edge[source]
+                writes = int(self._index[edge][_WRITES])
+                now = writes & 1
+                meta = self._meta[edge][now]
+                counts = (int(meta[_PUTS]), int(meta[_GETS]), int(meta[_ACCUMULATES]))
+                when = int(meta[_WHEN])
+                self._describe(edge, 1 - now, 0.0, counts, True)
+                self._meta[edge][1 - now][_WHEN] = when
+                self._index[edge][_WRITES] = writes + 1
+            return p, seen
+
+    def state(self, source: int) -> SlotState:
+        """What has happened to a slot. Taken without its lock: good for looking, or for who holds the lock."""
+        edge = self._edge[source]
+        writes = -1
+        while writes != int(self._index[edge][_WRITES]):  # while it is copied, two writes may pass
+            writes = int(self._index[edge][_WRITES])
+            meta = self._meta[edge][writes & 1].copy()
+        age = (clock.monotonic_ns() - int(meta[_WHEN])) / 1e9
+        p = float(meta[_P : _P + 1].view(np.float64)[0])
+        return SlotState(int(meta[_PUTS]), int(meta[_GETS]), int(meta[_ACCUMULATES]), age, p)

@@ -1,0 +1,509 @@
+"""One agent's part in a window: its own memory, and the way to the memory of each neighbour.
+
+On one machine a neighbour's memory is mapped and written to directly, so that its owner need not do anything, not even
+run. Between machines the owner's exchange does on request what a direct writer would do, under the same locks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from .. import clock
+from ..engine.engine import Engine
+from ..engine.operation import MORE, Exchange, Handle, Operation, Send, Steps
+from ..engine.timeouts import acquire_with_deadline
+from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
+from ..kernels.elementwise import copy
+from ..ops.arguments import where
+from ..topology import Mixing
+from .locks import Busy, Freed
+from .window_memory import MUTEX, OWN, SlotState, WindowMemory, WriteKind
+
+LOCK, UNLOCK = "win_lock", "win_unlock"
+PREFIX = "~window"
+"""The word by which requests for windows are told from other messages."""
+
+
+def channel_of(name: str) -> str:
+    """What requests for a window are matched by."""
+    return f"{PREFIX} {name}"
+
+
+def name_of(channel: str) -> str:
+    return channel.removeprefix(f"{PREFIX} ")
+
+
+class WindowOwner(Protocol):
+    """What a window needs of the windows of its agent."""
+
+    @property
+    def with_p(self) -> bool:
+        """Calls carry the associated weight."""
+
+    def waiting(self, ranks: Callable[[], Sequence[int]], *call: str) -> AbstractContextManager[None]:
+        """The calling thread may have to wait for these; in which call, if no operation of the engine's does it."""
+
+    def missed(self, error: PeerLost | None) -> None:
+        """This thread's last call that moved a tensor ended with this; None where it missed nobody."""
+
+    def cause_of(self, rank: int) -> int | None:
+        """Why an agent has left: the one that it had missed, if it said so."""
+
+
+@dataclass(slots=True)
+class _HeldLock:
+    """A mutex that this agent has: which of its threads, how often, and in whose memory (None: on another machine)."""
+
+    thread: int
+    times: int
+    memory: WindowMemory | None
+
+
+class WindowPart:
+    """A window of this agent.
+
+    Args:
+        tensor: The registered tensor.
+        memory: This agent's memory of it.
+        in_place: ``tensor`` is what neighbours get, where it lies; else a copy is, which each call renews.
+        mixing: The topology when it was made: default weights, and who may write and read.
+
+    Attributes:
+        number: Which window of this name it is, the same on all agents; tells it from one that was freed before.
+    """
+
+    def __init__(
+        self,
+        owner: WindowOwner,
+        engine: Engine,
+        name: str,
+        tensor: torch.Tensor,
+        memory: WindowMemory,
+        in_place: bool,
+        mixing: Mixing,
+    ) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.memory = memory
+        self.in_place = in_place
+        self.mixing = mixing
+        self.number = -1
+        self.p = 1.0
+        self.direct: dict[int, WindowMemory] = {}
+        self.seen: dict[int, SlotState] = {}
+        self._owner = owner
+        self._engine = engine
+        self._turn = threading.RLock()
+        self._gates: dict[int, threading.Lock] = defaultdict(threading.Lock)  # to mutexes on other machines
+        self._held: dict[int, _HeldLock] = {}
+        self._mapped: list[WindowMemory] = []  # of processes of this machine
+        self._closed = False
+        self._gone: set[int] = set()  # since it was made; who has come back has no part in it
+
+    def lose(self, rank: int) -> None:
+        """An agent is gone."""
+        self._gone.add(rank)
+
+    def there(self, ranks: Iterable[int]) -> list[int]:
+        """Without those that are gone, where the others go on without them; who has come back has no part in it."""
+        return [rank for rank in ranks if not self._goes_on_without(rank)]
+
+    def need(self, op: str, ranks: Iterable[int]) -> None:
+        """Raise where one is gone that the caller has named, and that it would go on without."""
+        for rank in filter(self._goes_on_without, ranks):
+            self._check(op, rank)
+
+    def _goes_on_without(self, rank: int) -> bool:
+        return rank in self._gone and self._engine.agreement.active
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        return self.mixing.source_ranks
+
+    @property
+    def destinations(self) -> tuple[int, ...]:
+        return self.mixing.destination_ranks
+
+    # Moving tensors
+
+    def send(
+        self,
+        how: WriteKind,
+        tensor: torch.Tensor,
+        self_weight: float | None,
+        weights: Mapping[int, float],
+        require_mutex: bool,
+        deadline: float,
+    ) -> bool:
+        """Put or accumulate ``tensor``, times a weight for each, into the slots that neighbours have for this agent.
+
+        Where losses are outlived, who is lost meanwhile has got it or not, and is nobody's concern.
+        """
+        with self._my_turn(deadline, how.value):
+            self._publish_own(deadline, how.value)
+            share = self.p if self._owner.with_p else None
+        order = [rank for rank in self.mixing.rotated_destinations(self._engine.size) if rank in weights]
+        source = tensor.detach()
+        outgoing = source.cpu()
+        if require_mutex:
+            for rank in order:
+                with self.mutex([rank], deadline, how.value):
+                    self._send(how, outgoing, {rank: weights[rank]}, share, deadline)
+        else:
+            self._send(how, outgoing, {rank: weights[rank] for rank in order}, share, deadline)
+        self._owner.missed(None)
+        if self_weight is None:
+            return True
+        with self._my_turn(deadline, how.value):
+            if share is not None:
+                self.p *= self_weight
+            with self._own(deadline, how.value) if self._is_own(tensor) else ExitStack():
+                source.mul_(self_weight)
+            self._publish_own(deadline, how.value)
+        return True
+
+    def _send(
+        self, how: WriteKind, tensor: torch.Tensor, weights: Mapping[int, float], share: float | None, deadline: float
+    ) -> None:
+        far = {rank: weight for rank, weight in weights.items() if rank not in self.direct}
+        handle = self._ask_those_there(how.value, far, tensor, share, deadline)
+        for rank, weight in weights.items():
+            memory = self.direct.get(rank)
+            if memory is None:
+                continue
+            with self._or_go_on_without(rank), self._explained(how.value, rank, deadline):
+                self._check(how.value, rank)
+                p = None if share is None else share * weight
+                memory.write(how, self._engine.rank, tensor, weight, p, deadline, partial(self._check, how.value, rank))
+        while handle is not None:
+            try:
+                self._answers(handle)
+                break
+            except PeerLost:
+                if not any(map(self._goes_on_without, far)):
+                    raise
+                far = {} if handle.operation.next_stage > 1 else far  # it had left for the others as well
+                handle = self._ask_those_there(how.value, far, tensor, share, deadline)
+
+    def _ask_those_there(
+        self, op: str, far: Mapping[int, float], tensor: torch.Tensor, share: float | None, deadline: float
+    ) -> Handle[dict[int, torch.Tensor]] | None:
+        while wanted := {rank: far[rank] for rank in self.there(far)}:
+            try:
+                return self._ask(op, wanted, tensor, share, deadline)
+            except PeerLost:
+                if not any(map(self._goes_on_without, wanted)):
+                    raise
+        return None
+
+    @contextmanager
+    def _or_go_on_without(self, rank: int) -> Iterator[None]:
+        """Of what is between this agent and another: nothing comes of it where that is lost, and others go on."""
+        try:
+            yield
+        except PeerLost:
+            if not self._goes_on_without(rank):
+                raise
+
+    def get(self, weights: Mapping[int, float], require_mutex: bool, deadline: float) -> bool:
+        """Fetch the registered tensors of in-neighbours, times a weight, into this agent's slots for them."""
+        op = WriteKind.GET.value
+        for rank, weight in weights.items():
+            with self._or_go_on_without(rank), ExitStack() as held:
+                if require_mutex:
+                    held.enter_context(self.mutex([rank], deadline, op))
+                memory = self.direct.get(rank)
+                if memory is None:
+                    found = self._answers(self._ask(op, {rank: 1.0}, None, None, deadline))[rank]
+                else:
+                    self._check(op, rank)
+                    with self._explained(op, rank, deadline):
+                        memory.acquire(OWN, self._engine.rank, deadline, partial(self._check, op, rank))
+                        held.callback(memory.locks.release, OWN)
+                    found = memory.own
+                me = self._engine.rank
+                with self._explained(op, me, deadline):
+                    self.memory.write(WriteKind.GET, rank, found, weight, None, deadline, partial(self._check, op, me))
+        self._owner.missed(None)
+        return True
+
+    def update(
+        self,
+        self_weight: float,
+        weights: Mapping[int, float],
+        reset: list[int],
+        clone: bool,
+        require_mutex: bool,
+        deadline: float,
+        op: str,
+    ) -> torch.Tensor:
+        """The weighted sum of the registered tensor and the slots, in place or as a new tensor."""
+        me = self._engine.rank
+        with ExitStack() as held:
+            if require_mutex:
+                held.enter_context(self.mutex([me], deadline, op))
+            held.enter_context(self._my_turn(deadline, op))
+            held.enter_context(self._own(deadline, op))
+            tensor = self.tensor.detach()
+            flat = tensor.view(-1) if tensor.is_contiguous() and tensor.is_cpu else self.memory.own
+            if flat is self.memory.own:
+                copy(flat.view(tensor.shape), tensor)
+            out = torch.empty(flat.shape, dtype=flat.dtype) if clone else flat
+            with self._explained(op, me, deadline):
+                check = partial(self._check, op, me)
+                publish = not clone and flat is not self.memory.own and not self.in_place
+                p, self.seen = self.memory.combine(
+                    out, flat, self_weight, weights, reset, deadline, check, publish=publish
+                )
+            if self._owner.with_p:
+                self.p = self_weight * self.p + p
+            if clone:
+                return where(tensor, out.view(tensor.shape))
+            if flat is self.memory.own:
+                copy(tensor, flat.view(tensor.shape))
+            return self.tensor
+
+    def check_neighbours(self, op: str) -> None:
+        """Raise if a neighbour is gone, or has freed this window, without moving anything.
+
+        A neighbour that is lost raises nothing where the others go on without it.
+        """
+        deadline = clock.monotonic() + self._engine.timeout
+        for rank in self.there(sorted({*self.sources, *self.destinations})):
+            with self._or_go_on_without(rank):  # it may be lost while it is asked
+                self._check(op, rank)
+                memory = self.direct.get(rank)
+                if memory is None:  # who asks for its mutex is told
+                    with self.mutex([rank], deadline, op):
+                        pass
+                elif memory.freed:
+                    raise self._freed_by(op, rank)
+
+    def version(self, source: int) -> int:
+        """Puts and gets into a slot since the last update."""
+        now, seen = self.memory.state(source), self.seen.get(source)
+        return now.puts + now.gets - (seen.puts + seen.gets if seen is not None else 0)
+
+    # The registered tensor
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        return self.in_place and tensor.untyped_storage().data_ptr() == self.tensor.untyped_storage().data_ptr()
+
+    @contextmanager
+    def _my_turn(self, deadline: float, op: str) -> Iterator[None]:
+        """No other thread of this agent moves the registered tensor, or its associated weight, meanwhile."""
+        me = self._engine.rank
+        with self._explained(op, me, deadline, "the registered tensor"):
+            if not acquire_with_deadline(self._turn, deadline):
+                raise Busy(me)
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def _own(self, deadline: float, op: str) -> Iterator[None]:
+        """Nobody gets the registered tensor meanwhile."""
+        me = self._engine.rank
+        with self._explained(op, me, deadline), self.memory.hold([OWN], me, deadline, partial(self._check, op, me)):
+            yield
+
+    def _publish_own(self, deadline: float, op: str) -> None:
+        if not self.in_place:
+            with self._own(deadline, op):
+                copy(self.memory.own.view(self.tensor.shape), self.tensor.detach())
+
+    # Mutexes
+
+    @contextmanager
+    def mutex(self, ranks: list[int], deadline: float, op: str) -> Iterator[None]:
+        """Hold the mutexes of these agents, taken in ascending order. A thread may hold one several times."""
+        with ExitStack() as held:
+            for rank in sorted(ranks):
+                self._lock(rank, deadline, op)
+                held.callback(self._unlock, rank)
+            yield
+
+    def _lock(self, rank: int, deadline: float, op: str) -> None:
+        me = threading.get_ident()
+        held = self._held.get(rank)
+        if held is not None and held.thread == me:
+            held.times += 1
+            return
+        memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
+        with self._explained(op, rank, deadline, "the mutex"):
+            if memory is not None:
+                memory.acquire(MUTEX, self._engine.rank, deadline, partial(self._check, op, rank))
+            elif not acquire_with_deadline(self._gates[rank], deadline):
+                raise Busy(self._engine.rank)
+        if memory is None:
+            try:
+                self._answers(self._ask(LOCK, {rank: 1.0}, None, None, deadline))
+            except BaseException:
+                self._give_up_far(rank)  # it may be granted after we have given up
+                raise
+        self._held[rank] = _HeldLock(me, 1, memory)
+
+    def _unlock(self, rank: int) -> None:
+        held = self._held[rank]
+        held.times -= 1
+        if held.times:
+            return
+        del self._held[rank]
+        if held.memory is None:
+            self._give_up_far(rank)
+        else:
+            held.memory.locks.release(MUTEX)
+
+    def _give_up_far(self, rank: int) -> None:
+        try:
+            if rank in self._engine.membership.view.alive and self._engine.reason_against(one_sided=True) is None:
+                self._ask(UNLOCK, {rank: 1.0}, None, None, clock.monotonic() + self._engine.timeout)
+        finally:
+            self._gates[rank].release()
+
+    # Asking an owner on another machine
+
+    def _ask(
+        self, op: str, weights: Mapping[int, float], tensor: torch.Tensor | None, share: float | None, deadline: float
+    ) -> Handle[dict[int, torch.Tensor]]:
+        """Have the owners do it. The result is what each answered: a tensor, flat, for a get."""
+        engine = self._engine
+        for rank in weights:
+            self._check(op, rank)
+        layout = self.memory.layout
+
+        def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
+            published = {}
+            for weight in set(weights.values()):
+                scaled = torch.empty(0) if tensor is None else tensor if weight == 1 else tensor * weight
+                published[weight] = engine.publisher.publish(operation, scaled)
+            sends = []
+            for rank, weight in weights.items():
+                one = published[weight]
+                p = 0.0 if share is None else share * weight
+                sends.append(Send(rank, one, 0, one.data.numel(), (one.data.numel(),), p))
+            yield Exchange(sends, (), digest=self.number)
+            if op == UNLOCK:
+                return {}
+            arrived = yield Exchange((), list(weights), digest=self.number)
+            found = {}
+            for rank, message in arrived.items():
+                payload = message.payload
+                assert payload is not None
+                while not payload.complete:
+                    yield MORE
+                found[rank] = payload.data.clone() if op == WriteKind.GET.value else payload.data
+                if op == WriteKind.GET.value and (payload.data.numel(), payload.data.dtype) != (
+                    layout.numel,
+                    layout.dtype,
+                ):
+                    raise Mismatch(f"{op} {self.name!r}: rank {rank} answered with another tensor", (rank, engine.rank))
+            return found
+
+        rest = max(0.001, deadline - clock.monotonic())
+        return engine.submit(op, channel_of(self.name), steps, rest, alone=False, one_sided=True)
+
+    def _answers(self, handle: Handle[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """Wait for what the owners answer."""
+        with self._owner.waiting(lambda: handle.operation.waiting_for):
+            try:
+                return handle.wait()
+            except (Mismatch, PeerLost) as error:
+                for rank in sorted(set(error.ranks) - {self._engine.rank}):
+                    self._check(handle.operation.op, rank)  # it may know better who is the first to be missed
+                if isinstance(error, PeerLost):
+                    self._owner.missed(error)
+                raise
+
+    # Errors
+
+    def _check(self, op: str, rank: int) -> None:
+        """Raise if a call cannot, or can no longer, be done with the memory of an agent."""
+        engine = self._engine
+        ended = engine.reason_against(one_sided=True)
+        if ended is not None:
+            raise type(ended)(f"{op} {self.name!r} on rank {engine.rank}: {ended}", ended.ranks)
+        if self._closed and op != UNLOCK:
+            raise self._freed_by(op, engine.rank)
+        if rank in self._gone and rank in engine.membership.view.alive:
+            what = f"needs rank {rank}, which was lost and has come back without it: free it, and create another"
+            raise self._lost(op, what, rank)
+        if rank != engine.rank and rank not in engine.membership.view.alive:
+            what = f"needs rank {rank}, which is gone: {engine.membership.describe(rank)}"
+            cause = self._cause_of(rank, rank)
+            raise self._lost(op, what if cause == rank else f"{what}, since rank {cause} is gone", cause)
+
+    def _cause_of(self, rank: int, otherwise: int | None) -> int | None:
+        """The rank that is missed where another, which has left or freed its window, is needed: the first to be gone,
+        for whose loss the others went."""
+        memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
+        cause = memory.cause if memory is not None else None
+        if cause is None or cause == rank:
+            said = self._owner.cause_of(rank)
+            cause = cause if said is None else said
+        return otherwise if cause is None else cause
+
+    def _lost(self, op: str, what: str, cause: int | None) -> PeerLost:
+        engine = self._engine
+        died = engine.membership.view.died
+        if cause in died and died[cause] not in what:
+            what += f" ({died[cause]})"
+        ranks = () if cause is None else (cause,)
+        lost = PeerLost(f"{op} {self.name!r} on rank {engine.rank} {what}", ranks)
+        self._owner.missed(lost)
+        return lost
+
+    @contextmanager
+    def _explained(self, op: str, rank: int, deadline: float, what: str = "") -> Iterator[None]:
+        """Say in the field's terms what went wrong with somebody's memory."""
+        try:
+            with self._owner.waiting(lambda: (rank,), op, self.name):
+                yield
+        except Busy as busy:
+            me = self._engine.rank
+            keeper = rank if busy.keeper is None else busy.keeper
+            what = what or ("its own memory" if rank == me else "the memory")
+            by = f"another thread of rank {me}" if keeper == me else f"rank {keeper}"
+            raise DeadlineExceeded(
+                f"{op} {self.name!r} on rank {me} waited for {what} of this window at rank {rank}, which {by} kept "
+                "locked. If it is only slow, pass timeout= or raise SHOAL_TIMEOUT",
+                (keeper,),
+            ) from None
+        except Freed:
+            raise self._freed_by(op, self._engine.rank if self._closed else rank) from None
+
+    def _freed_by(self, op: str, rank: int) -> ShoalError:
+        """What it means that a window is gone: its owner has freed it; or it did not go on without another, or ends."""
+        me, ended = self._engine.rank, self._engine.ended
+        cause = self._cause_of(rank, ended.ranks[0] if ended is not None and ended.ranks else None)
+        if cause == me == rank:
+            return NotInitialized(f"{op} {self.name!r}: this agent has shut down while the call was under way")
+        if cause == rank:
+            return self._lost(op, f"needs rank {rank}, which has ended with its windows open", rank)
+        if cause is not None:
+            return self._lost(op, f"needs rank {rank}, which has freed this window since rank {cause} is gone", cause)
+        return Mismatch(f"{op} {self.name!r} on rank {me}: rank {rank} has freed this window", (rank, me))
+
+    # The memory
+
+    def map(self, rank: int, memory: WindowMemory) -> None:
+        """Reach a neighbour's memory directly, from another process."""
+        self._mapped.append(memory)
+        self.direct[rank] = memory
+
+    def close(self, cause: int | None = None) -> None:
+        """Give up the memory; neighbours that come are told so, and whose loss is the cause, if one is."""
+        self.memory.free(cause)
+        self._closed = True
+        for memory in (self.memory, *self._mapped):
+            memory.locks.close()
+        self.direct = {}

@@ -1,0 +1,55 @@
+"""The weights of calls on windows, as they are given, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ..ops.arguments import as_ranks
+from ..topology._validate import as_int, as_weight
+from .registry import Windows
+from .window_part import WindowPart
+
+
+def weights_of(
+    op: str,
+    window: WindowPart,
+    windows: Windows,
+    given: Mapping[int, float] | Iterable[int] | None,
+    neighbours: tuple[int, ...],
+    what: str,
+) -> dict[int, float]:
+    """The checked weights, ranks ascending. Only neighbours in the topology of the window may be named.
+
+    Args:
+        windows: Those of the agent.
+        given: ``{rank: weight}``, or ranks for weights of 1; all neighbours that are there if None.
+        what: What the argument is called.
+    """
+    if given is None:
+        return dict.fromkeys(window.there(neighbours), 1)
+    rank, size = windows.engine.rank, windows.engine.size
+    ranks = as_ranks(op, what, given, rank, size)
+    not_neighbours = sorted(set(ranks) - set(neighbours))
+    if not_neighbours:
+        side = "out" if what == "dst_weights" else "in"
+        raise ValueError(
+            f"{op} {window.name!r} on rank {rank}: {what} names ranks {not_neighbours}, which are no "
+            f"{side}-neighbours in the topology of this window; those are {list(neighbours)}"
+        )
+    weights = given.values() if isinstance(given, Mapping) else [1] * len(ranks)
+    pairs = sorted(zip(ranks, weights, strict=True), key=lambda pair: pair[0])
+    return {one: weight_of(op, window, weight, f"{what}[{one}]") for one, weight in pairs}
+
+
+def weight_of(op: str, window: WindowPart, weight: float, what: str) -> float:
+    """A finite number; a whole one for a window of whole numbers."""
+    number = as_weight(weight, f"{op} {window.name!r}, {what},")
+    dtype = window.tensor.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return number
+    try:
+        return int(number) if number == int(number) and abs(number) < 1 << 53 else as_int(weight, what)
+    except TypeError:
+        raise TypeError(
+            f"{op} {window.name!r}: {what}={weight}, and the window holds {dtype}; give whole numbers"
+        ) from None

@@ -1,0 +1,398 @@
+"""How the agents of a job find each other in a store, also where some of them have to try more than once.
+
+Rank 0 begins an attempt: it makes up a name for it and writes that down where all look. The others join it, and tell
+rank 0 something about themselves; when all have, rank 0 tells everybody what all have said. An agent that gave up may
+come again meanwhile: what it said last counts. When the attempt is over, well or badly, whoever comes waits for rank 0
+to begin another one. So nobody has to have called ``init`` as often as the others.
+
+What several launchers were told differently is found here, because each agent would wait for others that nobody starts:
+a number of agents that is not that of rank 0, and a rank that another agent has, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from .. import clock
+from .._signals import pause
+from ..errors import DeadlineExceeded, Mismatch, PeerLost, ShoalError
+from .launch import Launch, join_address
+from .rendezvous import REPORT_AFTER, open_store
+from .store import LEAST_SECONDS, Store
+
+log = logging.getLogger("shoal")
+
+BREAK_UP_SECONDS = 5.0
+"""How long rank 0 keeps the store open for the others to read why the attempt failed. Longer than any of them takes,
+unless its process was killed or is stopped."""
+_LOOK_AGAIN = 0.01
+LOST = "lost"
+"""The key, of no attempt, under which a launcher that lets the others live says which agent has ended."""
+
+DIRECTORY = "directory"
+"""The key, of no attempt, under which those who have met say where they are, for those who come later."""
+
+
+class AlreadyMet(Exception):
+    """The others have met, and go on; who was started again meanwhile finds them by what they have left."""
+
+
+class BootstrapBarrier:
+    """One attempt of one agent to meet the others; as a context it tells them when it fails."""
+
+    def __init__(self, store: Store, launch: Launch, deadline: float, comes_back: bool = False) -> None:
+        self.store = store
+        self._comes_back = comes_back
+        self.note: dict[str, Any] | None = None  # why the attempt before this one failed, as far as that was heard
+        self._launch = launch
+        self._deadline = deadline
+        self._begun = clock.monotonic()
+        self._report_at = self._begun + REPORT_AFTER
+        self._ticket = 0  # how many calls of init there were for this rank, with this one
+        self.said: dict[str, Any] = {}
+        self._me = clock.random_hex(8)  # this call of init
+        self._attempt = ""
+        self._joined = False  # the others may count on this agent
+        self._complete = False  # all have joined
+        self._told = False  # why it fails, by another agent
+        self._hopeless = False  # one of them has ended, and no attempt can succeed
+        self._done = False
+
+    def join(self, said: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell the others something, and return what all have said, by rank.
+
+        Raises:
+            PeerLost: One of them failed; or the store is gone.
+        """
+        self.said = said
+        place = json.dumps({"by": self._me, "of": self._launch.size, "said": said}).encode()
+        try:
+            self._take_ticket()
+            found = self._lead(place) if self._launch.rank == 0 else self._follow(place)
+        except DeadlineExceeded:
+            raise self._too_late("place") from None
+        self._complete = True
+        return [one["said"] for one in found]
+
+    @property
+    def came_late(self) -> bool:
+        """The attempt was over before this agent came, and rank 0 may have closed its store after it."""
+        return not self._joined and self._launch.rank > 0 and not self._hopeless
+
+    def gather(self, key: str, said: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tell the others something more."""
+        self._set(f"{key}/{self._launch.rank}", json.dumps(said).encode())
+        try:
+            if self._launch.rank == 0:
+                parts = [self._await(f"{key}/{other}").decode() for other in range(self._launch.begins)]
+                self._set(f"{key}/all", f"[{','.join(parts)}]".encode())
+            found: list[dict[str, Any]] = json.loads(self._await(f"{key}/all"))
+        except DeadlineExceeded:
+            raise self._too_late(key) from None
+        return found
+
+    def forget(self, key: str) -> None:
+        """Take what all have read of :meth:`gather` out of the store, which others may read, too. Rank 0 does it."""
+        if self._launch.rank == 0:
+            with contextlib.suppress(RuntimeError):  # not every store of a process group can; and it may be gone
+                for who in ("all", *range(self._launch.begins)):
+                    self.store.delete(self._key(f"{key}/{who}"))
+
+    @property
+    def attempt(self) -> str:
+        """Its name, which no other has had."""
+        return self._attempt
+
+    def end(self) -> None:
+        """All has been said; what fails from here on, the agents tell each other themselves."""
+        self._need_no_store()
+        self._done = True
+
+    # Joining
+
+    def _take_ticket(self) -> None:
+        """Tell who called ``init`` for this rank before. Who waits there still is another agent of the same rank."""
+        self._ticket = self.store.add(f"came/{self._launch.rank}", 1)
+        if self._ticket > 1:
+            self._tell_twin(self._ticket - 1)
+
+    def _tell_twin(self, ticket: int) -> None:
+        me = f"process {os.getpid()} on {socket.gethostname()}"
+        self.store.set(self._twin(ticket), me.encode())
+
+    def _twin(self, ticket: int) -> str:
+        return f"twin/{self._launch.rank}/{ticket}"
+
+    def _lead(self, place: bytes) -> list[dict[str, Any]]:
+        """Begin an attempt, and wait until all have joined it."""
+        if self.store.has(DIRECTORY):
+            if self._comes_back:
+                raise AlreadyMet
+            self.store.delete(DIRECTORY)  # of a meeting that is over: who was started again is to come to this one
+        self._attempt = clock.random_hex(8)
+        before = self._read("attempt").decode() if self.store.has("attempt") else ""
+        self.store.set("attempt", self._attempt.encode())
+        if before:
+            self.store.set(f"{before}/next", self._attempt.encode())
+        self._joined = True
+        self._set("place/0", place)
+        others = range(1, self._launch.begins)
+        for other in others:
+            self._present(other)
+        parts = [place, *(self._present(other) for other in others)]  # again: what each said last counts
+        self._set("place/all", b"[%s]" % b",".join(parts))
+        found: list[dict[str, Any]] = json.loads(self._get("place/all"))
+        return found
+
+    def _present(self, other: int) -> bytes:
+        """What another agent said when it joined; one that gave up has taken it back."""
+        while not (place := self._await(f"place/{other}")):
+            if clock.monotonic() >= self._deadline:
+                raise DeadlineExceeded("it has given up")
+            pause(_LOOK_AGAIN)
+        return place
+
+    def _follow(self, place: bytes) -> list[dict[str, Any]]:
+        """Join the attempt of rank 0, and each that it begins instead, until all are in it."""
+        self._attempt = self._first_of("attempt")[1].decode()
+        self._check_size()
+        while True:
+            over = self.store.has(self._key("over"))
+            if not over:
+                self._joined = True
+                self._set(f"place/{self._launch.rank}", place)
+                what, value = self._first("next", "place/all", "over")
+                if what == "place/all":
+                    found: list[dict[str, Any]] = json.loads(value)
+                    if found[self._launch.rank]["by"] == self._me:
+                        return found
+                elif what == "over":
+                    note = json.loads(value)
+                    if not note["again"]:
+                        raise self._failed(note)
+            self._joined = False
+            if self.store.has(self._key("over")):
+                self.note = json.loads(self._get("over"))
+                self._need_no_store()
+            self._attempt = self._first("next")[1].decode()
+
+    def _check_size(self) -> None:
+        """Refuse to be one of more, or fewer, agents than rank 0 waits for, and tell those that still wait."""
+        what, place = self._first("place/0", "next", "over")
+        theirs = json.loads(place)["of"] if what == "place/0" else self._launch.size
+        if theirs != self._launch.size:
+            self._joined = not self.store.has(self._key("place/all"))
+            raise Mismatch(
+                f"shoal.init() on rank {self._launch.rank}: WORLD_SIZE is {self._launch.size} here and {theirs} on "
+                "rank 0: start all launchers with the same number of agents (-n) and of machines (--nnodes)",
+                (0,),
+            )
+
+    # The store
+
+    def _key(self, key: str) -> str:
+        return f"{self._attempt}/{key}"
+
+    def _set(self, key: str, value: bytes) -> None:
+        self.store.set(self._key(key), value)
+
+    def _get(self, key: str) -> bytes:
+        return self._read(self._key(key))
+
+    def _read(self, key: str) -> bytes:
+        """The value of a key that is set: also at the deadline it takes a moment to read it."""
+        return self.store.get(key, max(self._deadline, clock.monotonic() + LEAST_SECONDS))
+
+    def _first(self, *keys: str) -> tuple[str, bytes]:
+        """The first of these that there is, and its value."""
+        key, value = self._first_of(*(self._key(key) for key in keys))
+        return key.removeprefix(f"{self._attempt}/"), value
+
+    def _first_of(self, *keys: str) -> tuple[str, bytes]:
+        """The same by their whole names, unless one of those who are waited for has ended, or this one has a twin."""
+        comes_back = [DIRECTORY] if self._comes_back else []
+        twin = self._twin(self._ticket)
+        # Not before it has joined: with it fails the attempt, which the others must be told.
+        twins = [twin] if self._joined else []
+        key, value = self._first_at_last([*comes_back, *keys, LOST, *twins])
+        if key == DIRECTORY:
+            self._told = True
+            raise AlreadyMet
+        if key == LOST:
+            self._told = self._hopeless = True
+            raise ended_before(self._launch.rank, value)
+        if key == twin:
+            self._tell_twin(self._ticket + 1)
+            raise Mismatch(
+                f"shoal.init() on rank {self._launch.rank}: {value.decode()} also calls itself rank "
+                f"{self._launch.rank} of this job: give each launcher a --node-rank of its own (each agent its RANK), "
+                "and see that no earlier run still waits at this rendezvous",
+                (self._launch.rank,),
+            )
+        return key, value
+
+    def _first_at_last(self, keys: list[str]) -> tuple[str, bytes]:
+        """The same, and a word in the log where that takes long."""
+        while True:
+            until = min(self._deadline, self._report_at)
+            try:
+                return self.store.first(keys, until)
+            except DeadlineExceeded:
+                if until == self._deadline:
+                    raise
+            self._report_at = float("inf")
+            absent, gone = self._missing("place")
+            missing = sorted(absent + gone)
+            log.warning(
+                "shoal.init() on rank %d has waited %.0f s: %s; it gives up after %.0f s",
+                self._launch.rank,
+                clock.monotonic() - self._begun,
+                f"ranks {missing} have not come" if missing else "rank 0 does not go on",
+                self._deadline - self._begun,
+            )
+
+    def _await(self, key: str) -> bytes:
+        what, value = self._first(key, "over")
+        if what == key:
+            return value
+        raise self._failed(json.loads(value))
+
+    # Failing
+
+    def __enter__(self) -> BootstrapBarrier:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None or self._done:
+            return
+        with contextlib.suppress(ShoalError, OSError, RuntimeError):  # the store may be what failed
+            try:
+                if self._joined:
+                    self._tell(error)
+            finally:
+                self._need_no_store()
+
+    def _tell(self, error: BaseException) -> None:
+        """Say that this agent fails, and why, where the others would wait for it in vain."""
+        gave_up = isinstance(error, DeadlineExceeded) and not self._complete
+        rank = self._launch.rank
+        if rank and gave_up:
+            self._set(f"place/{rank}", b"")
+            return
+        if not self._told and not self.store.has(self._key("over")):
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            ranks = list(getattr(error, "ranks", ()))
+            note = {"rank": rank, "why": why[:1000], "ranks": ranks, "again": gave_up}
+            self._set("over", json.dumps(note).encode())
+        if rank:
+            return
+        limit = clock.monotonic() + BREAK_UP_SECONDS
+        while clock.monotonic() < limit and any(map(self._needs_store, range(1, self._launch.begins))):
+            pause(_LOOK_AGAIN)
+
+    def _need_no_store(self) -> None:
+        """Tell rank 0 that this agent has read all that it needs from the store, which rank 0 may close."""
+        if self._launch.rank and self._ticket:
+            self.store.set(f"read/{self._launch.rank}", str(self._ticket).encode())
+
+    def _needs_store(self, other: int) -> bool:
+        """Another agent is connected and has not read why this attempt failed, whether it has joined it or not."""
+        key = f"read/{other}"
+        read = int(self._read(key)) if self.store.has(key) else 0
+        return self.store.add(f"came/{other}", 0) > read
+
+    def _failed(self, note: dict[str, Any]) -> PeerLost:
+        self._told = True
+        return PeerLost(
+            f"shoal.init() on rank {self._launch.rank}: rank {note['rank']} failed in it ({note['why']}). "
+            "Once that is mended, all agents may call init() again",
+            (note["rank"],),
+        )
+
+    def _has_joined(self, other: int, key: str = "place") -> bool:
+        name = self._key(f"{key}/{other}")
+        return self.store.has(name) and bool(self._read(name))
+
+    def _too_late(self, key: str) -> DeadlineExceeded:
+        rank, size = self._launch.rank, self._launch.begins
+        if self.note is not None:
+            return given_up(rank, self.note)
+        absent, gone = self._missing(key)
+        said = [f"ranks {absent} never came"] if absent else []
+        said += [f"ranks {gone} came, and gave up before"] if gone else []
+        why = "; ".join(said) or "rank 0 did not answer"
+        return DeadlineExceeded(
+            f"shoal.init() on rank {rank}: {why}. Check that all {size} agents were started and can reach "
+            f"{join_address(self._launch.host, self._launch.port)}; SHOAL_TIMEOUT sets how long to wait",
+            # Who gave up had come in time: it waited for the absent, as this one does.
+            absent or gone or (0,),
+        )
+
+    def _missing(self, key: str) -> tuple[list[int], list[int]]:
+        """Who has not said that yet, and who has taken it back, as far as that can be told."""
+        if not self._joined:
+            return [0], []
+        with contextlib.suppress(ShoalError, OSError, RuntimeError):
+            others = [other for other in range(self._launch.begins) if other != self._launch.rank]
+            here = [other for other in others if self.store.has(self._key(f"{key}/{other}"))]
+            return [one for one in others if one not in here], [one for one in here if not self._has_joined(one, key)]
+        return [], []
+
+
+def ended_before(rank: int, said: bytes) -> PeerLost:
+    """An agent that the others cannot begin without has ended, as its launcher says."""
+    lost = json.loads(said)
+    return PeerLost(
+        f"shoal.init() on rank {rank}: an agent has ended ({lost['why']}), and all must have met before the others can "
+        "go on without it",
+        (int(lost["rank"]),),
+    )
+
+
+def given_up(rank: int, note: dict[str, Any]) -> DeadlineExceeded:
+    """Rank 0 ended an attempt, and began no other."""
+    return DeadlineExceeded(
+        f"shoal.init() on rank {rank}: the attempt of the others is over (rank {note['rank']}: {note['why']}), and "
+        "rank 0 began no other one in time: all agents have to call init() again",
+        note["ranks"] or (0,),
+    )
+
+
+@contextlib.contextmanager
+def gather_agents(
+    store: Store | None, launch: Launch, deadline: float, said: dict[str, Any], comes_back: bool = False
+) -> Iterator[tuple[BootstrapBarrier, list[dict[str, Any]]]]:
+    """Meet the others in a store, this launch's own if None is given; yields what all have said, by rank.
+
+    The store is open within the context. Who ``comes_back`` to those who have met already is told so.
+
+    Raises:
+        AlreadyMet: They have.
+    """
+    note: dict[str, Any] | None = None
+    while True:
+        try:
+            mine = store or open_store(launch, deadline)
+        except DeadlineExceeded:
+            if note is None:
+                raise
+            raise given_up(launch.rank, note) from None
+        closes = contextlib.nullcontext() if store is not None else contextlib.closing(mine)
+        with closes, BootstrapBarrier(mine, launch, deadline, comes_back) as meeting:
+            meeting.note = note
+            try:
+                found = meeting.join({**said, "reached": mine.address})
+            except PeerLost:
+                if store is not None or not meeting.came_late:
+                    raise
+                note = meeting.note
+                continue
+            yield meeting, found
+            return

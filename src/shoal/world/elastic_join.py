@@ -1,0 +1,179 @@
+"""A run that others may join: what its launcher says of itself in the store, and how those who come claim their ranks.
+
+The store is the launcher's, and asks nobody who he is. So what is said there is signed with the job's secret, which is
+not: who joins knows it (``SHOAL_SECRET``), or is a process of the same user on the same machine and reads it out of the
+launcher, where no other user may look. Ranks are claimed by comparing and setting one value, so that of several who
+come at once each gets its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .. import clock
+from ..errors import ShoalError
+from ..transport.addresses import text_of
+from .launch import join_address
+from .rendezvous import CLAIMED, PREFIX, ROOM, client
+from .store import TcpStore
+
+JOIN_SECONDS = 20.0
+"""How long a run may take to answer."""
+SECRET_NAME = "shoal-secret"
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """How many agents a run has room for, and where its secret is.
+
+    Attributes:
+        name: The job's.
+        size: How many ranks there are.
+        begins: How many of them it begins with.
+        pid: Its launcher.
+        descriptor: The memory file there that holds the secret.
+        attempt: How often the job had been begun again before.
+        watch_port: Where its launcher is told what the agents do of launchers that join; 0: nowhere.
+    """
+
+    name: str
+    size: int
+    begins: int
+    pid: int
+    descriptor: int
+    attempt: int = 0
+    watch_port: int = 0
+
+    def written(self, secret: str) -> str:
+        """As it travels, signed."""
+        return json.dumps([asdict(self), self._proof(secret)])
+
+    @classmethod
+    def read(cls, text: str, environ: Mapping[str, str]) -> tuple[Invitation, str]:
+        """As it was before it travelled, and the secret that it is signed with.
+
+        Raises:
+            ShoalError: The caller does not know the secret.
+            ValueError, TypeError: It makes no sense.
+        """
+        said, proof = json.loads(text)
+        room = cls(str(said["name"]), *(int(said[one.name]) for one in fields(cls)[1:]))
+        given = environ.get("SHOAL_SECRET", "")
+        secret = given or _secret_in(room.pid, room.descriptor)
+        if not secret:
+            raise ShoalError(
+                "who joins proves with the run's secret that it belongs there. Without being told it is found only by "
+                "the user of that run, on the machine of its launcher: set SHOAL_SECRET to the same for that run and "
+                "this command"
+            )
+        if not hmac.compare_digest(room._proof(secret).encode(), str(proof).encode()):
+            whose = "SHOAL_SECRET is not that of the run" if given else "somebody else writes to its store"
+            raise ShoalError(f"what it says of itself is not signed with the secret: {whose}")
+        return room, secret
+
+    def _proof(self, secret: str) -> str:
+        return hmac.digest(secret.encode(), json.dumps(["shoal room", *asdict(self).values()]).encode(), "sha256").hex()
+
+
+def keep_secret(secret: str) -> int:
+    """A memory file that holds it, for processes of this user who look into this one."""
+    descriptor = os.memfd_create(SECRET_NAME)
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, secret.encode())
+    return descriptor
+
+
+def _secret_in(pid: int, descriptor: int) -> str:
+    """What such a file of another process holds; empty where there is none, or it may not be read."""
+    file = Path(f"/proc/{pid}/fd/{descriptor}")
+    try:
+        # A store may name any process, but none in which another user has made a file of this name.
+        if Path(f"/proc/{pid}").stat().st_uid != os.getuid() or os.readlink(file) != f"/memfd:{SECRET_NAME} (deleted)":  # noqa: PTH115
+            return ""
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def claim(host: str, port: int, count: int, environ: Mapping[str, str], deadline: float) -> tuple[Invitation, str, int]:
+    """Claim so many ranks of the run whose store is there: the run, its secret, and the first of the ranks.
+
+    Raises:
+        ShoalError: It has not enough of them, or none to claim; or does not answer.
+    """
+    where = join_address(host, port)
+    with contextlib.closing(_open(host, port, deadline)) as store:
+        try:
+            text = store.get(ROOM, deadline).decode()
+        except ShoalError:
+            raise ShoalError(f"what answers at {where} is no run that agents may join") from None
+        if not text:
+            raise ShoalError(f"the run at {where} has no room for more agents: it was started without --max-agents")
+        try:
+            room, secret = Invitation.read(text, environ)
+            return room, secret, _claim(store, room, count, deadline)
+        except ShoalError as error:
+            raise ShoalError(f"the run at {where}: {error}") from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise ShoalError(f"what the store at {where} says makes no sense ({error})") from None
+
+
+def _open(host: str, port: int, deadline: float) -> TcpStore:
+    where = join_address(host, port)
+    try:
+        with socket.create_connection((host, port), timeout=max(0.1, deadline - clock.monotonic())) as link:
+            address = text_of(link.getpeername())
+    except OSError as error:
+        raise ShoalError(
+            f"nobody answers at {where} ({error.strerror or error}): the run has ended, or that is not its address, "
+            "which it says when it starts"
+        ) from None
+    try:
+        return TcpStore(
+            partial(client, address, port, deadline),
+            prefix=PREFIX,
+            name=f"the store of the run at {where}",
+            server_ranks=(),
+            deadline=deadline,
+        )
+    except (ShoalError, RuntimeError) as error:
+        raise ShoalError(f"what answers at {where} is no run of Shoal's ({error})") from None
+
+
+def _claim(store: TcpStore, room: Invitation, count: int, deadline: float) -> int:
+    known = store.get(CLAIMED, deadline)
+    while True:
+        claimed = int(known.split()[0])
+        free = room.size - room.begins - claimed
+        if count > free:
+            raise ShoalError(
+                f"{count} cannot join: {free} ranks are free. It began with {room.begins} of --max-agents {room.size}, "
+                f"and {claimed} have been claimed since; a rank is not claimed twice"
+            )
+        mine = f"{claimed + count} {clock.random_hex(8)}".encode()
+        found = store.swap(CLAIMED, known, mine)
+        if found == mine:
+            return room.begins + claimed
+        known = found
+
+
+def main(arguments: list[str]) -> None:
+    """For a launcher, which does not import torch: claim, and say on stdout what came of it."""
+    host, port, count = arguments[0], int(arguments[1]), int(arguments[2])
+    said: dict[str, Any]
+    try:
+        room, secret, first = claim(host, port, count, os.environ, clock.monotonic() + JOIN_SECONDS)
+        said = {"room": asdict(room), "secret": secret, "first": first}
+    except ShoalError as error:
+        said = {"error": str(error)}
+    json.dump(said, sys.stdout)

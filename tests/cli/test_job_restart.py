@@ -1,0 +1,303 @@
+"""``shoal run --on-failure restart``: a job of which no agent is left begins again, and where it does not.
+
+Most of these agents know nothing of Shoal: what is tested is the launcher. The last tests train.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import agent_processes
+from shoal.cli.agent_processes import AgentProcesses, JobExit
+from shoal.cli.launcher_signals import Signals
+from shoal.world.elastic_join import claim
+from support.launcher import RUN
+
+from .test_run import TIMEOUT, descendants, is_running, shoal_run, wait_until
+
+RESTART = ("--on-failure", "restart")
+PRELUDE = """
+import json, os, signal, sys, time
+from pathlib import Path
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+incarnation = int(os.environ.get("SHOAL_INCARNATION", 0))
+here = Path(__file__).parent
+def mark(name, text=""):
+    (here / f"part.{name}.{attempt}.{rank}.{incarnation}").write_text(text or str(os.getpid()))
+    (here / f"part.{name}.{attempt}.{rank}.{incarnation}").rename(here / f"{name}.{attempt}.{rank}.{incarnation}")
+def wait_for(name, *ranks):
+    while not all(list(here.glob(f"{name}.{attempt}.{one}.*")) for one in ranks):
+        time.sleep(0.01)
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+mark("up", json.dumps(dict(os.environ)))
+"""
+Job = subprocess.Popen[str]
+
+
+class Jobs:
+    """Runs of scripts in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = folder / "script.py"
+        self._begun: list[Job] = []
+
+    def run(self, body: str, *arguments: object, **options: Any) -> tuple[int, str, str]:
+        self.script.write_text(PRELUDE + body)
+        return shoal_run(*RESTART, *arguments, self.script, **options)
+
+    def begin(self, body: str, *arguments: object, **options: Any) -> Job:
+        self.script.write_text(PRELUDE + body)
+        command = [*RUN, *RESTART, *map(str, arguments), str(self.script)]
+        self._begun.append(
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
+        )
+        return self._begun[-1]
+
+    def marks(self, name: str) -> dict[tuple[int, int, int], str]:
+        """What agents have marked, by attempt, rank and incarnation."""
+        found = {}
+        for path in self.folder.glob(f"{name}.*"):
+            attempt, rank, incarnation = map(int, path.name.split(".")[1:])
+            found[attempt, rank, incarnation] = path.read_text()
+        return found
+
+    def attempts(self) -> set[int]:
+        return {attempt for attempt, _, _ in self.marks("up")}
+
+    def end(self) -> None:
+        for job in self._begun:
+            job.kill()
+            job.communicate()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    made = Jobs(tmp_path)
+    yield made
+    made.end()
+
+
+def test_where_all_are_gone_all_begin_anew_and_nothing_is_of_the_run_before(jobs: Jobs) -> None:
+    body = """
+wait_for("up", 0, 1, 2)
+if rank == 0 and not incarnation:
+    mark("read", repr(os.read(0, 1)))
+    print("in the midst of a line", end="", flush=True)
+wait_for("read", 0)
+if attempt < 2:
+    die()
+print("finished")
+"""
+    status, out, err = jobs.run(body, "-n", 3, input="abc")
+    assert status == 0
+    first = {
+        (attempt, rank): json.loads(text) for (attempt, rank, again), text in jobs.marks("up").items() if not again
+    }
+    assert sorted(first) == [(attempt, rank) for attempt in range(3) for rank in range(3)]
+    for name in ("SHOAL_SECRET", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
+        assert len({environ[name] for environ in first.values()}) == 3, name
+        assert all(first[attempt, 0][name] == first[attempt, 2][name] for attempt in range(3)), name
+    assert {environ["TORCHELASTIC_MAX_RESTARTS"] for environ in first.values()} == {"3"}
+    assert not [environ for environ in first.values() if "SHOAL_INCARNATION" in environ]
+    assert jobs.marks("read") == {(0, 0, 0): "b'a'", (1, 0, 0): "b'b'", (2, 0, 0): "b'c'"}
+    assert re.findall("all agents are gone; beginning again.*", err) == [
+        "all agents are gone; beginning again (1 of 3)",
+        "all agents are gone; beginning again in 1 s (2 of 3)",
+    ]
+    assert "agents finished; lost" not in err  # not of a run after which there is another
+    lines = out.splitlines()
+    assert lines.count("[0] in the midst of a line") == 2 and "[0] in the midst of a linefinished" in lines
+    assert "[1] finished" in lines and "[2] finished" in lines
+
+
+@pytest.mark.parametrize(("restarts", "status"), [(0, 5), (1, 6)])
+def test_a_job_that_fails_each_time_ends_with_the_status_of_the_last(jobs: Jobs, restarts: int, status: int) -> None:
+    found, _, err = jobs.run("sys.exit(5 + attempt)", "-n", 2, "--max-restarts", restarts)
+    assert found == status
+    assert jobs.attempts() == set(range(restarts + 1))
+    assert err.count("beginning again") == restarts and err.count("0 of 2 agents finished; lost: rank 0") == 1
+
+
+def test_one_agent_by_itself_begins_again(jobs: Jobs) -> None:
+    assert jobs.run("attempt or sys.exit(1)", "-n", 1)[0] == 0
+    assert sorted(jobs.marks("up")) == [(0, 0, 0), (1, 0, 0)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_in_the_second_attempt_ends_it_and_nothing_is_left(jobs: Jobs, signum: signal.Signals) -> None:
+    job = jobs.begin("wait_for('up', 0, 1)\nattempt or die()\nmark('waits')\ntime.sleep(60)", "-n", 2)
+    wait_until(lambda: len(jobs.marks("waits")) == 2)
+    everyone = descendants(job.pid)
+    assert everyone >= {int(pid) for pid in jobs.marks("waits").values()}
+    job.send_signal(signum)
+    _, err = job.communicate(timeout=TIMEOUT)
+    assert job.returncode == 128 + signum, err
+    assert jobs.attempts() == {0, 1} and not any(map(is_running, everyone)), err
+
+
+def test_a_second_ctrl_c_in_the_second_attempt_kills_at_once(jobs: Jobs) -> None:
+    body = "attempt or die()\nsignal.signal(signal.SIGINT, lambda *_: mark('got'))\nmark('waits')\nwait_for('never', 0)"
+    job = jobs.begin(body, "-n", 1, "--grace", 30)
+    wait_until(lambda: bool(jobs.marks("waits")))
+    job.send_signal(signal.SIGINT)
+    wait_until(lambda: bool(jobs.marks("got")))
+    job.send_signal(signal.SIGINT)
+    assert job.wait(10) == 130
+
+
+@pytest.mark.parametrize(
+    "signum", [*(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP)), signal.SIGTERM]
+)
+def test_a_signal_between_two_attempts_begins_none(jobs: Jobs, signum: signal.Signals) -> None:
+    job = jobs.begin("wait_for('up', 0, 1)\ndie()", "-n", 2)
+    assert job.stderr is not None
+    said = []
+    for line in job.stderr:
+        said.append(line)
+        if "beginning again in 1 s (2 of 3)" in line:
+            break
+    assert not descendants(job.pid)  # the store of the run before is gone, too
+    job.send_signal(signum)
+    _, err = job.communicate(timeout=TIMEOUT)
+    assert job.returncode == 128 + signum, (said, err)
+    assert f"{signum.name}: not begun again" in err and jobs.attempts() == {0, 1}
+
+
+def test_where_one_has_finished_it_does_not_begin_again(jobs: Jobs) -> None:
+    body = """
+if rank:
+    wait_for("finished", 0)
+    time.sleep(0.3)
+    die()
+mark("finished")
+"""
+    status, _, err = jobs.run(body, "-n", 3)
+    assert status == 0 and "1 of 3 agents finished" in err
+    assert sorted(jobs.marks("up")) == [(0, 0, 0), (0, 1, 0), (0, 2, 0)], "nor is any agent started again"
+
+
+def test_what_has_failed_just_before_another_finished_is_not_started_again(jobs: Jobs) -> None:
+    body = """
+if rank == 1:
+    die()
+while not list(here.glob("up.0.1.*")):
+    time.sleep(0.01)
+time.sleep(0.2 if rank == 0 else 1.5)
+"""
+    status, _, err = jobs.run(body, "-n", 3)
+    assert status == 0 and "rank 1 is not started again: another agent has finished meanwhile" in err
+    assert sorted(jobs.marks("up")) == [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
+
+
+def mind(folder: Path, *bodies: str) -> tuple[JobExit, int]:
+    """How a run ends in which each agent has a script of its own, and how many were started in all."""
+    begin = f"import os, signal, sys, time; open({str(folder)!r} + f'/{{os.getpid()}}', 'x').close(); "
+    with Signals() as signals, AgentProcesses(None, signals, survive=True, restarts=3, grace=5.0) as agents:
+        for rank, body in enumerate(bodies):
+            agents.start(rank, [sys.executable, "-c", begin + body], os.environ, keeps_stdin=False)
+        return agents.mind(), len(list(folder.iterdir()))
+
+
+def test_of_those_that_end_one_after_another_none_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(agent_processes, "SETTLE_SECONDS", 30.0)
+    ending, started = mind(tmp_path, "sys.exit(4)", "time.sleep(0.2); sys.exit(5)", "time.sleep(0.4); sys.exit(6)")
+    assert (ending.status, ending.all_gone, started) == (4, True, 3)
+
+
+def test_after_ctrl_c_nothing_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(agent_processes, "SETTLE_SECONDS", 1.0)
+    interrupts = f"""
+while not [pid for pid in os.listdir({str(tmp_path)!r}) if not os.path.exists('/proc/' + pid)]: time.sleep(0.01)
+signal.signal(signal.SIGINT, lambda *_: None)
+os.kill(os.getppid(), signal.SIGINT)
+end = time.monotonic() + 2.0
+while time.monotonic() < end: time.sleep(0.1)
+"""
+    ending, started = mind(tmp_path, "1" + interrupts, "sys.exit(4)")
+    assert (ending.status, ending.all_gone, started) == (130, False, 2)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_agents_that_die_of_a_signal_that_was_passed_on_are_not_begun_again(jobs: Jobs, signum: signal.Signals) -> None:
+    job = jobs.begin("mark('waits')\ntime.sleep(60)", "-n", 2)
+    wait_until(lambda: len(jobs.marks("waits")) == 2)
+    job.send_signal(signum)
+    _, err = job.communicate(timeout=TIMEOUT)
+    assert job.returncode == 128 + signum, err
+    assert jobs.attempts() == {0} and "beginning again" not in err
+
+
+def test_an_agent_whose_restarts_are_used_up_begins_nothing_while_others_go_on(jobs: Jobs) -> None:
+    """It does where the last of them ends so, too; and then each may be started again as often as at first."""
+    body = """
+if rank == 1 and not (attempt and incarnation):
+    mark("dies")
+    die()
+if rank == 1:
+    sys.exit()
+while not attempt and not list(here.glob("dies.0.1.1")):
+    time.sleep(0.01)
+if not attempt:
+    time.sleep(1.0)
+    sys.exit(3)
+while not list(here.glob("up.1.1.1")):
+    time.sleep(0.01)
+"""
+    status, _, err = jobs.run(body, "-n", 2, "--max-restarts", 1)
+    assert status == 0
+    assert sorted(jobs.marks("up")) == [(0, 0, 0), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 0), (1, 1, 1)]
+    assert err.index("rank 0 (pid") < err.index("all agents are gone; beginning again (1 of 1)")
+
+
+def test_with_several_machines_it_does_not(jobs: Jobs) -> None:
+    """A launcher cannot know whether agents are left on the others."""
+    where = ("--nnodes", 2, "--node-rank", 1, "--rendezvous", "127.0.0.1:1", "--max-restarts", 1)
+    status, _, err = jobs.run("die()", "-n", 2, *where, environ={"SHOAL_SECRET": "given"})
+    assert status == 128 + signal.SIGKILL and "beginning again" not in err
+    assert sorted(jobs.marks("up")) == [(0, 2, 0), (0, 2, 1), (0, 3, 0), (0, 3, 1)]
+    assert {json.loads(text)["TORCHELASTIC_MAX_RESTARTS"] for text in jobs.marks("up").values()} == {"0"}
+
+
+@pytest.mark.soak  # the decision is that of the test after it
+def test_a_run_with_room_begins_again_where_nobody_has_joined_and_nobody_can_then(jobs: Jobs) -> None:
+    """And then they can join the new one."""
+    job = jobs.begin("attempt or die()\nwait_for('up', 0, 1, 2)", "-n", 2, "--max-agents", 4)
+    assert job.stderr is not None
+    said = []
+    for line in job.stderr:
+        said += re.findall(r"2 more may join, .* --join (127.0.0.1:\d+)", line)
+        if len(said) == 2:
+            break
+    assert len(said) == 2 and said[0] != said[1]
+    assert shoal_run("--join", said[1], "-n", 1, jobs.script)[0] == 0
+    assert job.wait(TIMEOUT) == 0
+    first = {key for key in jobs.marks("up") if not key[2]}
+    assert first == {(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)} and (1, 2, 1) in jobs.marks("up")
+
+
+def test_a_run_that_others_have_joined_goes_on_with_them(jobs: Jobs) -> None:
+    job = jobs.begin("wait_for('claimed', 0)\ndie()", "-n", 1, "--max-agents", 2, "--max-restarts", 1)
+    wait_until(lambda: bool(jobs.marks("up")))
+    [said] = map(json.loads, jobs.marks("up").values())
+    secret = {"SHOAL_SECRET": said["SHOAL_SECRET"]}
+    room, _, first = claim("127.0.0.1", int(said["MASTER_PORT"]), 1, secret, time.monotonic() + 30.0)
+    assert (first, room.attempt) == (1, 0)
+    (jobs.folder / "claimed.0.0.0").touch()
+    _, err = job.communicate(timeout=TIMEOUT)
+    assert job.returncode == 128 + signal.SIGKILL, err
+    assert sorted(jobs.marks("up")) == [(0, 0, 0), (0, 0, 1)] and "beginning again" not in err

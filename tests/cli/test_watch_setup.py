@@ -1,0 +1,59 @@
+"""When launchers that join a run tell the one that shows it, and when not."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from shoal.cli.rank_claim import ClaimedRanks
+from shoal.cli.watch_setup import listen_for_joining, watch_of_joining
+from shoal.watch.live import LocalViewer, RemoteViewer
+from shoal.world.elastic_join import Invitation
+from support.leftovers import nothing_is_left
+
+ELSEWHERE = "203.0.113.1"
+
+
+def room(size: int = 4, watch_port: int = 0) -> Invitation:
+    return Invitation("job", size, 2, os.getpid(), -1, watch_port=watch_port)
+
+
+def test_a_run_that_is_watched_and_has_room_says_where_it_hears_who_joins() -> None:
+    with nothing_is_left(), LocalViewer(4, 2, "two", begins=2) as watch:
+        assert listen_for_joining(None, room(), "s", "127.0.0.1", 7, 1) == 0
+        assert listen_for_joining(watch, room(size=2), "s", "127.0.0.1", 7, 1) == 0
+        assert listen_for_joining(watch, room(), "s", "127.0.0.1", 7, 2) == 8  # with the launchers of other machines
+        port = listen_for_joining(watch, room(), "s", "127.0.0.1", 7, 1)
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port))  # no more of the machine than the store has
+
+
+def test_who_joins_a_run_tells_its_launcher_only_where_that_hears() -> None:
+    with nothing_is_left():
+        assert watch_of_joining(ClaimedRanks(room(), "s", 2), "127.0.0.1", 1) is None
+        watch = watch_of_joining(ClaimedRanks(room(watch_port=7), "s", 2), "127.0.0.1", 1)
+        assert isinstance(watch, RemoteViewer)
+        with watch:
+            assert watch.path and not watch.address
+
+
+def test_with_tls_nothing_is_told_in_the_clear_beyond_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_TLS", "on")
+    with nothing_is_left(), LocalViewer(4, 2, "two", begins=2) as watch:
+        assert listen_for_joining(watch, room(), "s", ELSEWHERE, 7, 1) == 0
+        assert watch_of_joining(ClaimedRanks(room(watch_port=7), "s", 2), ELSEWHERE, 1) is None
+        assert listen_for_joining(watch, room(), "s", "127.0.0.1", 7, 1) > 0
+        told = watch_of_joining(ClaimedRanks(room(watch_port=7), "s", 2), "127.0.0.1", 1)
+        assert told is not None
+        with told:
+            pass
+
+
+def test_where_the_launcher_cannot_be_found_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with nothing_is_left():
+        assert watch_of_joining(ClaimedRanks(room(watch_port=7), "s", 2), "no.such.host.invalid", 1) is None
+    said = capsys.readouterr().err
+    assert "who looks on there does not hear of these agents: where is no.such.host.invalid:7" in said

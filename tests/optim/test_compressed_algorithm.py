@@ -1,0 +1,200 @@
+"""compression= of an optimizer: which algorithm it is, how far it mixes, and that it learns."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.algorithms import Algorithm, ChocoSGD, DeepSqueeze, ExactDiffusion
+from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
+from shoal.optim.compressed_algorithm import share_kept
+from shoal.topology import OnePeerHypercube, RandomMatchings, Static
+from support.optimizers import MODEL, SIZE, batch, flat
+
+Fleets = Callable[..., shoal.Fleet]
+NUMBERS = sum(param.numel() for param in MODEL.parameters())
+
+
+def optimizer_of(model: torch.nn.Module, topology: Any = None, **options: Any) -> shoal.DecentralizedOptimizer:
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    return shoal.DistributedAdaptThenCombineOptimizer(
+        sgd, model, topology=shoal.RingGraph(shoal.size()) if topology is None else topology, **options
+    )
+
+
+def taken(topology: Any, compressor: Compressor) -> Algorithm:
+    optimizer = optimizer_of(deepcopy(MODEL), topology, compression=compressor)
+    optimizer.close()
+    return optimizer.algorithm
+
+
+def test_the_algorithm_is_one_that_is_sound_for_the_compressor_and_the_topology() -> None:
+    def found(topology: Any, compressor: Compressor) -> Algorithm:
+        one, *others = shoal.Fleet(SIZE).run(taken, topology, compressor)
+        assert all(other == one for other in others)
+        assert isinstance(one, Algorithm)
+        return one
+
+    ring = shoal.RingGraph(SIZE)
+    assert found(ring, TopK(0.1)) == ChocoSGD(1.0, share_kept(TopK(0.1), NUMBERS) / 2, TopK(0.1))
+    assert found(ring, RandomK(0.1)) == ChocoSGD(1.0, share_kept(RandomK(0.1), NUMBERS), RandomK(0.1))
+    assert found(Static(ring), Sign()) == ChocoSGD(1.0, share_kept(Sign(), NUMBERS), Sign())
+    changing = found(OnePeerHypercube(SIZE), TopK(0.1))
+    assert isinstance(changing, DeepSqueeze)
+    assert changing.compressor == TopK(0.1)
+    assert 0 < changing.gamma < share_kept(TopK(0.1), NUMBERS)
+    fine = found(RandomMatchings(SIZE), MinMaxUInt8())
+    assert isinstance(fine, DeepSqueeze)
+    assert fine.gamma == share_kept(MinMaxUInt8(), NUMBERS) >= 0.99
+    shrunk = found(ring, QSGD(1))  # of which no bound below 1 is known
+    assert isinstance(shrunk, ChocoSGD)
+    assert shrunk.compressor == Shrunk(QSGD(1))
+
+
+def test_it_is_said_once_which(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "shoal"):
+        shoal.Fleet(SIZE).run(taken, None, TopK(0.1))
+    said = [record.getMessage() for record in caplog.records if "compression" in record.getMessage()]
+    assert len(said) == 1
+    assert "ChocoSGD" in said[0]
+    assert "gamma" in said[0]
+
+
+def _phi(z: float) -> float:
+    return math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "expected"),
+    [
+        (Identity(), 1.0),
+        (Cast(torch.bfloat16), 0.99),
+        (MinMaxUInt8(), 0.99),
+        (TopK(0.1), 2 * (1.64485 * _phi(1.64485) + 0.05)),  # the second moment beyond the quantile
+        (TopK(0.01), 2 * (2.57583 * _phi(2.57583) + 0.005)),
+        (RandomK(0.1), 0.1),
+        (Shrunk(RandomK(0.25, scaled=True)), 0.25),  # by 4, of what was multiplied by 4
+    ],
+)
+def test_how_much_of_a_message_is_kept(compressor: Compressor, expected: float) -> None:
+    found = share_kept(compressor, 200_000)
+    assert 0.95 * expected <= found <= 1.01 * expected  # two digits, downwards
+    assert found == share_kept(compressor, 200_000)
+    assert math.isclose(found, float(f"{found:.2g}"))
+
+
+def test_what_is_kept_of_more_numbers_than_are_tried() -> None:
+    few, many = (share_kept(Shrunk(QSGD(7)), numbers) for numbers in (1 << 20, 1 << 24))
+    assert few / 4 * 0.9 <= many <= few / 4 * 1.1  # omega grows with their root
+
+
+def train(compressor: Compressor | None, algorithm: Algorithm | None, topology: Any, steps: int) -> torch.Tensor:
+    model = deepcopy(MODEL)
+    if algorithm is None:
+        optimizer = optimizer_of(model, topology, compression=compressor)
+    else:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        optimizer = shoal.DecentralizedOptimizer(sgd, model, algorithm, topology=topology)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(shoal.rank(), step % 8)).square().mean().backward()
+        optimizer.step()
+    optimizer.close()
+    return flat(model)
+
+
+def test_a_step_is_the_algorithms(fleet: Fleets) -> None:
+    ring = shoal.RingGraph(SIZE)
+    algorithm = ChocoSGD(1.0, share_kept(TopK(0.2), NUMBERS), TopK(0.2))
+    short, whole = (fleet(SIZE).run(train, *how, ring, 5) for how in ((TopK(0.2), None), (None, algorithm)))
+    assert all(torch.equal(one, other) for one, other in zip(short, whole, strict=True))
+
+
+def targets() -> torch.Tensor:
+    """Where each agent's own data would lead it, [SIZE, 64]."""
+    return torch.randn(SIZE, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def pulled(compressor: Compressor | None, topology: Any) -> torch.Tensor:
+    """The parameters of this agent, which minimises its distance from its own target."""
+    model, target = torch.nn.Module(), targets()[shoal.rank()]
+    model.x = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = shoal.DistributedAdaptThenCombineOptimizer(sgd, model, topology=topology, compression=compressor)
+    for _ in range(250):
+        optimizer.zero_grad()
+        (model.x - target).square().sum().div(2).backward()
+        optimizer.step()
+    optimizer.close()
+    return model.x.detach().clone()
+
+
+@cache
+def pulled_on_a_ring(compressor: Compressor | None) -> torch.Tensor:
+    return torch.stack(shoal.Fleet(SIZE).run(pulled, compressor, shoal.RingGraph(SIZE)))
+
+
+@pytest.mark.parametrize("compressor", [MinMaxUInt8(), Sign(), TopK(0.1), RandomK(0.1), QSGD(7)], ids=repr)
+def test_agents_learn_together(compressor: Compressor) -> None:
+    """They end where all their data lead, and not each where its own do; as near as without compression, or nearly."""
+    optimum = targets().mean(0)
+    alone = (targets() - optimum).norm(dim=1).max()
+    plain, compressed = ((pulled_on_a_ring(one) - optimum).norm(dim=1).max() / alone for one in (None, compressor))
+    print(plain, compressed)
+    assert compressed < plain + 0.2
+
+
+SLOW = pytest.mark.slow  # each of them learns on a ring, and so do two others where the topology changes
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [MinMaxUInt8(), pytest.param(Sign(), marks=SLOW), TopK(0.1), pytest.param(QSGD(7), marks=SLOW)],
+    ids=repr,
+)
+def test_agents_learn_together_where_the_topology_changes(compressor: Compressor) -> None:
+    optimum = targets().mean(0)
+    alone = (targets() - optimum).norm(dim=1).max()
+    found = torch.stack(shoal.Fleet(SIZE).run(pulled, compressor, OnePeerHypercube(SIZE)))
+    print((found - optimum).norm(dim=1).max() / alone)
+    assert (found - optimum).norm(dim=1).max() < 0.6 * alone
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"compression": "8 bits"}, TypeError, r"compression='8 bits' is no compressor; .* TopK\(0.1\)"),
+        (
+            {"compression": TopK(0.1), "algorithm": ExactDiffusion(1.0)},
+            ValueError,
+            "is for adapt, then combine .* averaged gradients",
+        ),
+        (
+            {"compression": TopK(0.1), "algorithm": ChocoSGD(1.0, 0.1, Sign())},
+            ValueError,
+            "takes its own compressor",
+        ),
+        ({"compression": RandomK(0.001)}, ValueError, r"of 59?\d* numbers a message says .* Take a finer one"),
+        ({"compression": TopK(0.1), "mix_state": ("momentum_buffer",)}, ValueError, "mix_state"),
+    ],
+)
+def test_what_does_not_go_together_says_why(options: dict[str, Any], error: type[Exception], said: str) -> None:
+    def build() -> None:
+        model = torch.nn.Linear(100, 50)
+        algorithm = options.get("algorithm")
+        rest = {key: value for key, value in options.items() if key != "algorithm"}
+        with pytest.raises(error, match=said):
+            if algorithm is None:
+                optimizer_of(model, **rest)
+            else:
+                shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, algorithm, **rest)
+
+    shoal.Fleet(2).run(build)

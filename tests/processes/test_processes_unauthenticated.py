@@ -1,0 +1,247 @@
+"""Who is no agent of the job gets nothing and disturbs nobody; who is one and speaks nonsense is lost, by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import shoal
+from shoal.transport.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting, Keys
+from shoal.transport.message_auth import MacSeal
+from shoal.transport.sockets import GREETING_SECONDS
+from shoal.transport.unauthenticated import MOST_UNKNOWN
+from shoal.transport.wire import ProtocolError
+from support.leftovers import wait_until
+from support.packets import over_tcp
+from support.unauthenticated_peers import (
+    ASK,
+    NOISE,
+    NONSENSE,
+    NONSENSE_OVER_TCP,
+    NONSENSE_OVER_UNIX,
+    SILENCE_SECONDS,
+    Door,
+    Packets,
+    be_impatient,
+    count_of_descriptors,
+    door,
+    is_closed,
+    leave_with,
+    rejected,
+    send_packets,
+)
+from support.world import World
+
+SIZE, VICTIM, CLAIMED = 3, 0, 2
+NETWORK = {"SHOAL_TRANSPORT": "network"}
+OVER = [
+    pytest.param({}, id="shared_memory", marks=pytest.mark.transport("shared_memory")),
+    pytest.param(NETWORK, id="network", marks=pytest.mark.transport("network")),
+]
+
+
+@pytest.fixture(scope="module", params=OVER)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(SIZE, environment=request.param) as agents:
+        agents.results(average)
+        yield agents
+
+
+def average() -> None:
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    for numel in (5, 100_000):
+        out = shoal.neighbor_allreduce(torch.full((numel,), float(shoal.rank())))
+        rank, size = shoal.rank(), shoal.size()
+        assert torch.allclose(out, torch.tensor(sum({(rank + step) % size for step in (-1, 0, 1)}) / min(size, 3)))
+
+
+@contextlib.contextmanager
+def undisturbed(world: World, turned_away: int = 1) -> Iterator[Door]:
+    """The way to one agent. Afterwards so many strangers were turned away, no descriptor is left, and all goes on."""
+    before = world.results(count_of_descriptors)
+    [known] = world.results(rejected, on=[VICTIM])
+    [way] = world.results(door, on=[VICTIM])
+    yield way
+    assert wait_until(lambda: world.results(rejected, on=[VICTIM])[0] == known + turned_away)
+    assert wait_until(lambda: world.results(count_of_descriptors) == before), "a descriptor was left"
+    world.results(average)
+
+
+@pytest.mark.parametrize("nbytes", [1, ANSWER_SIZE - 1, ANSWER_SIZE, 5000])
+def test_garbage_is_turned_away(world: World, nbytes: int) -> None:
+    with undisturbed(world) as way, way.connect() as sock:
+        leave_with(sock, random.Random(nbytes).randbytes(nbytes))
+        if nbytes >= ANSWER_SIZE:
+            assert is_closed(sock)
+
+
+@pytest.mark.parametrize("part", [0, 1, ANSWER_SIZE // 2])
+def test_who_leaves_in_the_middle_of_the_handshake_is_forgotten(world: World, part: int) -> None:
+    with undisturbed(world) as way, way.connect() as sock:
+        answer = Connecting(way.secret, CLAIMED, VICTIM).answer(sock.recv(HELLO_SIZE))
+        if part:
+            sock.sendall(answer[:part])
+
+
+@pytest.mark.parametrize("part", [0, 1, ANSWER_SIZE // 2])
+def test_who_says_no_more_is_closed_after_a_while(world: World, part: int) -> None:
+    world.results(be_impatient, on=[VICTIM])
+    with undisturbed(world) as way, way.connect() as sock:
+        answer = Connecting(way.secret, CLAIMED, VICTIM).answer(sock.recv(HELLO_SIZE))
+        if part:
+            sock.sendall(answer[:part])
+        assert not is_closed(sock, SILENCE_SECONDS / 2)
+        assert is_closed(sock, SILENCE_SECONDS + 1.0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("environment", OVER)
+def test_who_says_nothing_is_closed_after_ten_seconds(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment) as world, undisturbed(world) as way, way.connect() as sock:
+        assert not is_closed(sock, GREETING_SECONDS - 1.0)
+        assert is_closed(sock, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "secret"),
+    [
+        (CLAIMED, VICTIM, b"another"),
+        (CLAIMED, CLAIMED, b""),
+        (CLAIMED, SIZE, b""),
+        (SIZE, VICTIM, b""),
+        ((1 << 32) - 1, VICTIM, b""),
+        (VICTIM, VICTIM, b""),
+    ],
+    ids=["wrong secret", "for another rank", "for no rank", "from no rank", "from an absurd rank", "from itself"],
+)
+def test_who_does_not_know_secret_and_rank_is_not_let_in(
+    world: World, source: int, destination: int, secret: bytes
+) -> None:
+    with undisturbed(world) as way, pytest.raises((ConnectionError, ProtocolError)):
+        way.enter(source, secret, destination)[0].close()
+
+
+def test_an_answer_overheard_before_opens_no_other_connection(world: World) -> None:
+    with undisturbed(world, turned_away=2) as way:
+        with way.connect() as sock:
+            overheard = Connecting(way.secret, CLAIMED, VICTIM).answer(sock.recv(HELLO_SIZE))
+        with way.connect() as sock:
+            sock.recv(HELLO_SIZE)
+            sock.sendall(overheard)
+            assert is_closed(sock)
+
+
+def test_more_strangers_than_are_heard_keep_no_agent_out() -> None:
+    with World(SIZE + 1, environment=NETWORK) as world:
+        [way] = world.results(door, on=[VICTIM])
+        with contextlib.ExitStack() as crowd:
+            for _ in range(MOST_UNKNOWN + 50):
+                crowd.enter_context(way.connect())
+            # Every agent opens links that it had no use for before.
+            world.results(gather_from_all)
+            world.results(average)
+
+
+def gather_from_all() -> None:
+    ranks = shoal.allgather(torch.tensor([shoal.rank()]))
+    assert ranks.tolist() == list(range(shoal.size()))
+
+
+TOO_MUCH = """
+import os, socket, sys
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+os.setgid(65534)
+os.setuid(65534)
+sock.settimeout(5.0)
+sock.connect("\\0" + sys.argv[1])
+try:
+    print(len(sock.recv(100)))
+except ConnectionResetError:
+    print(0)
+"""
+
+
+@pytest.mark.transport("shared_memory")
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_another_user_is_not_even_greeted() -> None:
+    with World(SIZE) as world, undisturbed(world) as way:
+        command = [sys.executable, "-I", "-c", TOO_MUCH, way.unix]
+        heard = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+        assert heard == "0\n"
+
+
+# Who knows the secret, and then says what no agent would say
+
+
+def lose_the_claimed_one(world: World, speak: Callable[[socket.socket, Keys], None]) -> None:
+    """Connect to one agent as if one were rank ``CLAIMED`` and speak; the others lose that rank, and nothing else."""
+    world.results(average)
+    before = world.results(count_of_descriptors, on=[VICTIM])
+    [way] = world.results(door, on=[VICTIM])
+    sock, keys = way.enter(CLAIMED)
+    with sock:
+        speak(sock, keys)
+        assert is_closed(sock)
+    for one in world.run(average_until_lost, on=[VICTIM, 1]):
+        assert (one.error, one.ranks) == ("PeerLost", (CLAIMED,)), f"rank {one.rank}: {one.error}: {one.trace}"
+    assert world.results(count_of_descriptors, on=[VICTIM]) <= before
+    assert world.results(shoal.is_initialized, on=[VICTIM]) == [True]
+
+
+def average_until_lost() -> None:
+    shoal.set_topology(shoal.RingGraph(shoal.size()))
+    while True:
+        shoal.neighbor_allreduce(torch.ones(5), name="x")
+
+
+SAID = NONSENSE | NONSENSE_OVER_TCP
+
+
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
+def test_an_agent_that_speaks_nonsense_over_tcp_is_lost(said: bytes) -> None:
+    def speak(sock: socket.socket, keys: Keys) -> None:
+        leave_with(sock, over_tcp(MacSeal(keys.messages), said))
+        with contextlib.suppress(OSError):  # it has been closed already
+            sock.shutdown(socket.SHUT_WR)
+
+    with World(SIZE, environment=NETWORK) as world:
+        lose_the_claimed_one(world, speak)
+
+
+@pytest.mark.transport("network")
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+def test_what_is_spoiled_on_the_way_ends_a_connection_and_no_agent(noise: Callable[[MacSeal], bytes]) -> None:
+    with World(SIZE, environment=NETWORK) as world:
+        world.results(average)
+        with undisturbed(world, turned_away=0) as way:
+            sock, keys = way.enter(CLAIMED)
+            with sock:
+                leave_with(sock, noise(MacSeal(keys.messages)))
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_WR)
+                assert is_closed(sock)
+
+
+UNIX_NONSENSE: dict[str, Packets] = {**{name: [(said, [])] for name, said in NONSENSE.items()}, **NONSENSE_OVER_UNIX}
+
+
+@pytest.mark.transport("shared_memory")
+@pytest.mark.parametrize("packets", UNIX_NONSENSE.values(), ids=UNIX_NONSENSE)
+def test_an_agent_that_speaks_nonsense_over_a_unix_socket_is_lost(packets: Packets) -> None:
+    with World(SIZE) as world:
+        lose_the_claimed_one(world, lambda sock, _: send_packets(sock, packets))
+
+
+@pytest.mark.transport("shared_memory")
+def test_an_agent_whose_packets_are_spoiled_is_lost() -> None:
+    with World(SIZE) as world:
+        lose_the_claimed_one(world, lambda sock, _: send_packets(sock, [(ASK, [])], sealed=False))

@@ -1,0 +1,119 @@
+"""Agents that were started wrongly: what a slip in one of several commands is told by ``init``, and how soon."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.world import bootstrap_barrier, rendezvous
+from support.limits import scaled
+from support.world import World, plain_environment
+
+TIMEOUT = 60.0
+"""Seconds for what should take two; far below ``SHOAL_TIMEOUT``."""
+
+
+def said_by(tmp_path: Path, *launchers: tuple[int, int], timeout: float = 300.0) -> list[str]:
+    """What launchers of one job, given -n and --node-rank, print to stderr; both must fail."""
+    script = tmp_path / "script.py"
+    script.write_text("import shoal\nshoal.init()\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    common = [sys.executable, "-m", "shoal", "run", "--nnodes", "2", "--rendezvous", address]
+    jobs = [
+        subprocess.Popen(
+            [*common, "-n", str(count), "--node-rank", str(node), str(script)],
+            env=plain_environment() | {"SHOAL_TIMEOUT": str(timeout)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for count, node in launchers
+    ]
+    try:
+        texts = [job.communicate(timeout=TIMEOUT)[1] for job in jobs]
+        assert all(job.returncode == 1 for job in jobs), texts
+        return texts
+    finally:
+        for job in jobs:
+            job.kill()
+
+
+@pytest.mark.parametrize(
+    "launchers",
+    [[(2, 0), (3, 1)], pytest.param([(3, 0), (2, 1)], marks=pytest.mark.soak), [(1, 1), (2, 0)]],
+    ids=str,
+)
+def test_launchers_that_count_differently_many_agents_are_told_so_at_once(
+    launchers: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """Some of those that one waits for nobody starts."""
+    for text in said_by(tmp_path, *launchers):
+        assert "also calls itself rank" in text or "WORLD_SIZE is" in text, text
+
+
+def test_launchers_none_of_which_is_the_first_are_told_what_is_missing(tmp_path: Path) -> None:
+    """Nobody serves the store; for all that they know somebody may yet."""
+    for text in said_by(tmp_path, (1, 1), (1, 1), timeout=1.0):
+        assert "Check that a launcher was started with --node-rank 0" in text, text
+
+
+def init_as(rank: int) -> None:
+    os.environ["RANK"] = str(rank)
+    shoal.init()
+
+
+@pytest.mark.parametrize("twins", [[0, 1, 1], [0, 0, 1]], ids=str)
+def test_two_that_have_one_rank_are_told_so_at_once(twins: list[int]) -> None:
+    """Each would wait for the one that nobody is."""
+    world = World(4, init=False, restarts=True)
+    try:
+        start = time.monotonic()
+        pending = [world.run_on(agent, init_as, rank) for agent, rank in enumerate(twins)]
+        outcomes = [one.outcome() for one in pending]
+        told = [one for one, rank in zip(outcomes, twins, strict=True) if twins.count(rank) == 2]
+        # One may hear it from the other first.
+        assert "Mismatch" in [one.error for one in told], outcomes
+        assert all("also calls itself rank" in one.message for one in told), outcomes
+        assert max(one.ended for one in told) < start + scaled(5.0)
+    finally:
+        world.destroy()
+
+
+def wait_and_listen() -> list[str]:
+    """What the log says of who has not come, while this one waits in ``init`` for longer than that takes."""
+    heard: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shoal").addHandler(listener)
+    # Longer than a name server is waited for that does not answer: who is to be there must have come.
+    bootstrap_barrier.REPORT_AFTER = rendezvous.REPORT_AFTER = 1.2
+    os.environ["SHOAL_TIMEOUT"] = "3.0"
+    with pytest.raises(shoal.DeadlineExceeded):
+        shoal.init()
+    return heard
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_who_waits_in_init_says_for_whom(served: bool) -> None:
+    world = World(4, init=False, restarts=served)
+    try:
+        without_1 = world.run(wait_and_listen, on=[0, 2])
+        without_0 = world.run(wait_and_listen, on=[3])
+    finally:
+        world.destroy()
+    assert not [one.trace for one in (*without_1, *without_0) if one.error]
+    [leader] = without_1[0].value
+    assert "waited" in leader
+    assert "ranks [1, 3]" in leader
+    [follower] = without_1[1].value
+    assert "ranks [1, 3]" in follower
+    [alone] = without_0[0].value
+    assert "rank 0 hosts" in alone or "ranks [0] have not come" in alone

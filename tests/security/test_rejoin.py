@@ -1,0 +1,152 @@
+"""Who asks to be let into a run that goes on, and is no agent of it; and what is written down for those who are."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal.transport.handshake import QUESTION, REVERSED, Accepting, Connecting
+from shoal.transport.peer_address import Endpoint, local_peer_id
+from shoal.transport.pending_peers import ENTRY, BufferingReceiver
+from shoal.transport.quotas import MESSAGES
+from shoal.transport.wire import Kind, Message, ProtocolError
+from shoal.world.bootstrap_barrier import DIRECTORY
+from shoal.world.launch import Launch
+from shoal.world.peer_directory import PeerDirectory, _proof, _verified_peer, add_to_directory, directory
+from shoal.world.store import ThreadStore
+
+SECRET = "a secret that nobody writes down"
+SIZE = 3
+
+
+def met(store: ThreadStore) -> PeerDirectory:
+    """What the agents of a job have written down."""
+    said: list[dict[str, Any]] = [
+        {"place": asdict(local_peer_id(rank)), "alike": {}, "reached": ""} for rank in range(SIZE)
+    ]
+    endpoints = [asdict(Endpoint(unix=f"shoal-{rank}")) for rank in range(SIZE)]
+    proofs = [_proof(SECRET.encode(), "attempt", rank, said, endpoints[rank]) for rank in range(SIZE)]
+    heard: list[dict[str, Any]] = [
+        {"endpoint": endpoint, "proof": proof} for endpoint, proof in zip(endpoints, proofs, strict=True)
+    ]
+    found = PeerDirectory("attempt", said, heard, b"key", True)
+    store.set(DIRECTORY, found.written())
+    return found
+
+
+def read(store: ThreadStore) -> PeerDirectory:
+    return directory(store, Launch(1, SIZE, "torchrun", incarnation=1), time.monotonic() + 1.0)
+
+
+@pytest.fixture(autouse=True)
+def with_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_SECRET", SECRET)
+
+
+def test_the_secret_is_not_written_down_and_who_knows_it_believes_what_is() -> None:
+    store = ThreadStore()
+    found = met(store)
+    add_to_directory(store, Launch(2, SIZE, "torchrun", incarnation=1), found)
+    for key in (DIRECTORY, f"{DIRECTORY}/2"):
+        text = store.get(key, time.monotonic())
+        assert SECRET.encode() not in text and b"key" not in text
+    assert read(store).endpoints == found.endpoints
+
+
+@pytest.mark.parametrize("secret", ["", "another one"])
+def test_who_does_not_know_it_believes_nothing(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    store = ThreadStore()
+    met(store)
+    monkeypatch.setenv("SHOAL_SECRET", secret)
+    with pytest.raises(shoal.Mismatch, match="do not know this job's secret"):
+        read(store)
+
+
+def test_what_a_stranger_writes_is_not_believed() -> None:
+    store = ThreadStore()
+    found = met(store)
+    attempt, said, heard = json.loads(store.get(DIRECTORY, time.monotonic()))
+    elsewhere = {**heard[0], "endpoint": {**heard[0]["endpoint"], "unix": "shoal-stranger"}}
+    for forged in ([attempt, said, [elsewhere, *heard[1:]]], [attempt, said, heard[:2]], ["another", said, heard]):
+        store.set(DIRECTORY, json.dumps(forged).encode())
+        with pytest.raises(shoal.Mismatch):
+            read(store)
+    for nonsense in (b"", b"[]", b"{}", b"[1, 2, 3]", b'["attempt", [], []]', b"\xff"):
+        store.set(DIRECTORY, nonsense)
+        with pytest.raises(shoal.Mismatch):
+            read(store)
+    store.set(DIRECTORY, found.written())
+    came = [said[0], elsewhere]
+    for proof in (
+        "",
+        _verified_peer(b"guessed", "attempt", 0, came),
+        _verified_peer(SECRET.encode(), "before", 0, came),
+    ):
+        store.set(f"{DIRECTORY}/0", json.dumps([*came, proof]).encode())
+        assert read(store).endpoints == found.endpoints
+    store.set(f"{DIRECTORY}/0", json.dumps([*came, _verified_peer(SECRET.encode(), "attempt", 0, came)]).encode())
+    assert read(store).endpoints[0].unix == "shoal-stranger"
+
+
+@pytest.mark.parametrize("purpose", [0, QUESTION, REVERSED])
+@pytest.mark.parametrize("changed", [4, 12, 16], ids=["how often it was started", "whom it means", "its purpose"])
+def test_how_often_an_agent_was_started_again_is_a_part_of_what_it_proves(changed: int, purpose: int) -> None:
+    """And which process of the other agent it means, and what the connection is for."""
+    accepting, connecting = Accepting(b"key", 0, SIZE), Connecting(b"key", 2, 0, 3, 4, purpose)
+    answer = bytearray(connecting.answer(accepting.hello))
+    assert accepting.check(bytes(answer)) == 2 and accepting.incarnation == 3
+    assert (accepting.expected, accepting.purpose) == (4, purpose)
+    answer[changed] ^= 1
+    with pytest.raises(ProtocolError, match="secret"):
+        accepting.check(bytes(answer))
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def on_message(self, source: int, message: Message) -> None:
+        self.said.append(message.name)
+
+    def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
+        self.said.append(cause)
+
+    def on_arrived(self, source: int, message: object) -> None: ...
+    def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None: ...
+
+
+def test_what_is_said_in_the_lobby_waits_in_order_and_has_a_budget() -> None:
+    heard = Heard()
+    threshold = BufferingReceiver(heard)
+    for name in ("a", ENTRY, "b"):
+        threshold.on_message(1, Message(Kind.DATA, name, name))
+    threshold.on_closed(1, "it ended")
+    assert heard.said == [ENTRY]
+    threshold.open()
+    assert heard.said == [ENTRY, "a", "b", "it ended"]
+    other = BufferingReceiver(heard)
+    for _ in range(MESSAGES):
+        other.on_message(1, Message(Kind.DATA, "a", "a"))
+    with pytest.raises(ProtocolError, match="budget"):
+        other.on_message(1, Message(Kind.DATA, "a", "a"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rank": 2}, {"pid": "1"}, {"incarnation": -1}, {"incarnation": 1 << 40}, {"host": 7}, {"started": None}],
+    ids=str,
+)
+def test_a_place_that_makes_no_sense_is_none(change: dict[str, Any]) -> None:
+    from shoal.engine.agreement import NONSENSE
+    from shoal.engine.rejoin import JoiningPeer
+
+    said = json.loads(JoiningPeer(replace(local_peer_id(1), incarnation=1), Endpoint()).as_json())
+    assert JoiningPeer.of(said, 1).place.rank == 1
+    said[0].update(change)
+    with pytest.raises(NONSENSE):
+        JoiningPeer.of(said, 1)

@@ -1,0 +1,40 @@
+"""Nobody answers for another agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shoal
+from shoal.transport.wire import Kind, Message
+from shoal.world.agent import current
+
+Fleets = Callable[..., shoal.Fleet]
+
+
+@pytest.mark.parametrize("kind", [Kind.DONE, Kind.REFUSE], ids=lambda kind: kind.name)
+def test_memory_that_others_still_read_is_not_given_back_at_the_word_of_a_third(fleet: Fleets, kind: Kind) -> None:
+    """Rank 2 guesses every token that rank 0 has given to rank 1."""
+
+    def run() -> list[tuple[int, int]]:
+        engine = current().engine
+        shoal.set_topology(shoal.FullyConnectedGraph(3))
+        x = torch.full((70_000,), 1.0)
+        found = []
+        for step in range(4):
+            handle = shoal.neighbor_allreduce_nonblocking(x + step, name="large")
+            if shoal.rank() == 0:
+                with engine.lock:
+                    others = {token for token, sent in engine.sender._unacknowledged.items() if sent.receiver == 1}
+                    for token in others:
+                        engine.dispatch.on_message(2, Message(kind, name="nobody's", token=token))
+                    found.append((len(others), len(others & engine.sender._unacknowledged.keys())))
+            assert torch.equal(handle.wait(), x + step)
+            shoal.barrier(name=f"step {step}")
+        return found
+
+    found, *_ = fleet(3).run(run)
+    assert sum(before for before, _ in found) > 0
+    assert all(before == after for before, after in found)

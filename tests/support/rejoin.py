@@ -1,0 +1,206 @@
+"""Training in which agents die, are started again, and enter; on a problem whose answer is known."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shoal
+from shoal import topology_util
+from shoal.transport.network_link import NetworkLink
+from shoal.world.agent import current
+from support import chaos_acts
+from support.agent_main import die
+from support.fault_points import Point, arm, fork_a_sleeper
+from support.surviving_training import RATE, Point3, step_of
+
+KILLED, WITH_CHILD, STOPPED, LOCKED = "killed", "killed, with a child", "stopped", "interpreter's lock held"
+RESET, CORRUPTED, RAISED = "a connection reset", "a packet corrupted", "an exception"
+NAN, NO_MEMORY, FULL = "NaN gradients", "out of memory", "a full disk"
+Fault = tuple[str, Point]
+BETWEEN = 10
+"""Steps between two points at which agents enter."""
+AFTER = 200
+"""Steps that are trained once all are there again; from zero, two agents are within 1e-8 in 142, and more earlier."""
+MOST_SECONDS = 40.0
+
+
+@dataclass
+class Seen:
+    """What one agent saw.
+
+    Attributes:
+        x: The parameters in the end.
+        began: The step that it began with, and what it began there with.
+        changes: Who was lost, and who entered, in this order.
+        steps: The step with which training ended.
+        waited: Seconds in which it entered.
+        reloaded: The checkpoints that were there after one could not be written: the step, and the mean of all agents.
+    """
+
+    x: list[float] = field(default_factory=list)
+    began: tuple[int, list[float]] = (0, [])
+    changes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    at: dict[int, list[float]] = field(default_factory=dict)
+    steps: int = 0
+    waited: float = 0.0
+    reloaded: list[tuple[int, list[float]]] = field(default_factory=list)
+
+
+def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Path | None = None) -> Seen:
+    """Train until so many agents have entered, all are there, and then some more.
+
+    Args:
+        options: Of the optimizer.
+        fault: What befalls this agent, and where; while it enters, where it does.
+        entries: How many agents enter at least.
+        folder: Where checkpoints are written; one that could not be is left out.
+    """
+    rank, size, seen, model = shoal.rank(), shoal.size(), Seen(), Point3()
+    shoal.set_topology(topology_util.RingGraph(size), is_weighted=True)
+    shoal.broadcast_parameters(model.state_dict(), 0)
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, **options)
+    progress = Progress()
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "progress": progress}
+    if folder is not None:
+        parts["ballast"] = torch.nn.Linear(100, 50)  # so that a disk may be full in the midst of a file
+    checkpoint = shoal.Checkpoint(**parts)
+    shoal.on_membership_change(lambda change: seen.changes.append((change.lost, change.entered)))
+    fired = [True]
+    if fault is not None and shoal.is_entering():
+        suffer(fault, fired, folder)
+    began = time.monotonic()
+    step = checkpoint.load(folder, missing_ok=True)
+    saved = step
+    seen.began, seen.waited = (step, model.x.tolist()), time.monotonic() - began
+    if fault is not None and not step:
+        suffer(fault, fired, folder)
+    take_a_step = step_of(optimizer, model)
+    limit = time.monotonic() + MOST_SECONDS
+    while progress.since < AFTER:
+        take_a_step()
+        step += 1
+        if step % BETWEEN == 0:
+            seen.at[step] = model.x.tolist()
+            progress.look(entries, fired[0])
+            if fault is not None and fault[0] == RAISED and fired[0]:
+                raise RuntimeError("drawn")
+            if folder is not None and fault is not None and fault[0] == FULL and fired[0] and not seen.reloaded:
+                chaos_acts.fill_the_disk(folder)  # again: what a killed agent had begun to write leaves room
+            try:
+                checkpoint.save(folder, step)
+                saved = step
+            except shoal.ShoalError as error:
+                full = "No space left" in str(error)
+                if folder is None or not (full or "memory" in str(error).lower()):
+                    raise
+                if full:
+                    seen.reloaded.append(_loaded(folder))
+                    assert seen.reloaded[-1][0] == saved, f"{seen.reloaded[-1]} instead of step {saved}"
+                    make_room(folder, fault, len(seen.reloaded))
+            assert time.monotonic() < limit, f"rank {rank}: {progress}, {shoal.alive()}, {seen.changes}"
+            if not progress.since:
+                time.sleep(0.01)  # who comes needs a moment
+    seen.x, seen.steps = model.x.tolist(), step
+    if folder is not None:
+        last = Point3()
+        assert shoal.Checkpoint(model=last).load(folder) == step and torch.equal(last.x, model.x)
+    return seen
+
+
+def _loaded(folder: Path) -> tuple[int, list[float]]:
+    """The last checkpoint that is whole, as the mean of those that it is of."""
+    while True:
+        with contextlib.suppress(shoal.PeerLost):  # who reads for all is lost: for all, and they do it again
+            model = Point3()
+            step = shoal.Checkpoint(model=model).load(folder, start="consensus", missing_ok=True)
+            return step, model.x.tolist()
+
+
+def make_room(folder: Path, fault: Fault | None, failures: int) -> None:
+    """Whoever has filled the disk ends that after some saves that failed."""
+    if fault is not None and fault[0] == FULL and failures > fault[1].count % 3:
+        (folder / "filler").unlink(missing_ok=True)
+
+
+@dataclass
+class Progress:
+    """How far all are; the same on all agents, and handed over to those that enter."""
+
+    since: int = 0
+    """Steps since the last of those came that are to come."""
+
+    def look(self, entries: int, fired: bool) -> None:
+        """All that are there call it, and say whether what is to befall them has."""
+        there = shoal.allgather(torch.tensor([fired]))
+        entered = current().engine.agreement.now.entered
+        whole = len(there) == shoal.size() and entered >= entries and bool(there.all())
+        self.since = self.since + BETWEEN if whole else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+def _reset_a_connection() -> None:
+    """As a router does that has forgotten a connection: the other side is told that there is none."""
+    links = [link for link in current().engine.router.links.values() if isinstance(link, NetworkLink) and link.open]
+    nowhere = struct.pack("=H14x", socket.AF_UNSPEC)
+    ctypes.CDLL(None).connect(links[0].sock.fileno(), nowhere, len(nowhere))
+
+
+def _corrupt_a_packet() -> None:
+    """Turn a bit of the next packet that leaves, behind its length."""
+    original: Callable[..., memoryview] = NetworkLink._sealed
+
+    def instead(link: NetworkLink, packet: bytes) -> memoryview:
+        NetworkLink._sealed = original  # type: ignore[method-assign]
+        sealed = bytearray(original(link, packet))
+        sealed[len(sealed) // 2] ^= 4
+        return memoryview(bytes(sealed))
+
+    NetworkLink._sealed = instead  # type: ignore[method-assign]
+
+
+ACTS: dict[str, Callable[[], None]] = {
+    KILLED: die,
+    WITH_CHILD: die,
+    STOPPED: chaos_acts.stop,
+    LOCKED: chaos_acts.hold_the_lock,
+    RESET: _reset_a_connection,
+    CORRUPTED: _corrupt_a_packet,
+}
+
+
+def suffer(fault: Fault, fired: list[bool], folder: Path | None = None) -> None:
+    """Have a fault befall this agent; ``fired`` says when it has."""
+    what, point = fault
+    drawn: dict[str, Callable[[], None]] = {
+        RAISED: lambda: None,
+        NAN: partial(chaos_acts.spoil_gradients, 1 if point.count % 2 else math.inf),
+        NO_MEMORY: partial(chaos_acts.run_out_of_memory, chaos_acts.SMALLEST[point.count % 4]),
+        FULL: partial(chaos_acts.fill_the_disk, folder or Path()),
+    }
+    act = (ACTS | drawn)[what]
+
+    def befall() -> None:
+        fired[0] = True
+        act()
+
+    fired[0] = False
+    if what == WITH_CHILD:
+        fork_a_sleeper()
+    arm(point, befall)

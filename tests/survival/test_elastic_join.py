@@ -1,0 +1,403 @@
+"""Agents join a run on ranks that it did not begin with, and all end where they would have from the beginning."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shoal
+from shoal import topology_util
+from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
+from shoal.coordination.ordering import CollectiveOrdering
+from shoal.topology import Static, Without
+from shoal.world.agent import current
+from support import PROCESS_GROUP
+from support.fault_points import Point, arm, over_both
+from support.limits import scaled
+from support.namespaces import network_namespaces
+from support.rejoin import train
+from support.surviving_training import RATE, Point3, optimum, resting_place, step_of, steps_of_training
+from support.survivors import CONTINUE
+from support.world import Pending, World
+
+SIZE, BEGIN = 4, 2
+WAYS: dict[str, dict[str, Any]] = {
+    "ATC": {"algorithm": GradientDescent(1.0)},
+    "gradients": {"algorithm": ParallelGradientDescent(1.0)},
+    "tracking": {"algorithm": GradientTracking(1.0)},
+    "exact diffusion": {"algorithm": ExactDiffusion(1.0, lazy=True)},
+}
+RING = Static(topology_util.RingGraph(SIZE))
+
+
+def where_it_ends(way: str) -> np.ndarray:
+    """The parameters of all agents, [agents, 3]."""
+    if way == "ATC":
+        return resting_place(RING, SIZE, [], overlapping=False)
+    return np.tile(optimum(list(range(SIZE))), (SIZE, 1))
+
+
+def beginners(environment: dict[str, str], size: int = SIZE) -> World:
+    return World(size, environment=environment | CONTINUE, restarts=True, begin_with=BEGIN)
+
+
+def ends(pending: list[Pending]) -> list[Any]:
+    outcomes = [one.outcome(60.0) for one in pending]
+    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+    assert not failed, "\n".join(failed)
+    return [one.value for one in outcomes]
+
+
+@pytest.mark.transport(PROCESS_GROUP)
+@pytest.mark.parametrize("way", ["ATC", pytest.param("exact diffusion", marks=[pytest.mark.soak])])
+def test_they_join_where_process_groups_carry_what_is_exchanged(way: str) -> None:
+    test_two_join_one_after_another_and_all_end_at_the_optimum_of_all(way, {"SHOAL_TRANSPORT": PROCESS_GROUP})
+
+
+@over_both
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.soak] if way in ("gradients", "tracking") else []) for way in WAYS]
+)
+def test_two_join_one_after_another_and_all_end_at_the_optimum_of_all(way: str, environment: dict[str, str]) -> None:
+    draw = random.Random(way)
+    with beginners(environment) as world:
+        pending = [world.run_on(rank, train, WAYS[way], None, SIZE - BEGIN) for rank in range(BEGIN)]
+        for _ in range(SIZE - BEGIN):
+            time.sleep(draw.uniform(0.05, 0.3))
+            pending.append(world.run_on(world.join(), train, WAYS[way], None, SIZE - BEGIN))
+        seen = ends(pending)
+    assert np.abs(np.array([one.x for one in seen]) - where_it_ends(way)).max() < 1e-8
+    assert seen[0].changes == [((), (2,)), ((), (3,))] or seen[0].changes == [((), (2, 3))]
+    began, x = seen[2].began
+    assert began > 0 and x in [one.at.get(began) for one in seen[:2]], "it begins with the parameters of one of them"
+    assert len({one.steps for one in seen}) == 1
+
+
+@pytest.mark.transport(PROCESS_GROUP)
+def test_who_joins_has_no_part_in_what_only_some_had_begun_to_order() -> None:
+    """One has begun a round for what it asks for, and the other comes to ask for it while both let in a third."""
+    with beginners({"SHOAL_TRANSPORT": PROCESS_GROUP}) as world:
+        pending = [world.run_on(rank, ask_across_an_entry) for rank in range(BEGIN)]
+        pending.append(world.run_on(world.join(), ask_across_an_entry))
+        found = ends(pending)
+    assert [one[-1] for one in found] == [2.0] * 3, "the mean of all three"
+    assert len(found[0]) > 1 and set(found[0][:-1]) == {1.5} and found[1] == found[0], "those before, of two"
+
+
+def ask_across_an_entry() -> list[float]:
+    """Call what is in flight while all let in who asks, until there are three; then once more. The results."""
+    due, late = CollectiveOrdering.due.fget, [False]
+    assert due is not None
+
+    def is_late(order: CollectiveOrdering) -> bool:
+        return late[0] and order._until is None and len(order._engine.membership.view.alive) < 3
+
+    CollectiveOrdering.due = property(lambda order: not is_late(order) and due(order))  # type: ignore[method-assign]
+    checkpoint = shoal.Checkpoint(model=Point3())
+    step = checkpoint.load(None, missing_ok=True)
+    x, found, limit = torch.full((100_000,), shoal.rank() + 1.0), list[float](), time.monotonic() + 40.0
+    while len(shoal.alive()) < 3:
+        late[0] = shoal.rank() == 1
+        handle = shoal.allreduce_nonblocking(x, name="across")
+        step += 1
+        checkpoint.save(None, step)
+        late[0] = False
+        found.append(handle.wait()[0].item())
+        time.sleep(0.01)
+        assert time.monotonic() < limit
+    return [*found, shoal.allreduce(x, name="all").mean().item()]
+
+
+@over_both
+def test_both_join_at_once(environment: dict[str, str]) -> None:
+    with beginners(environment) as world:
+        ranks = [*range(BEGIN), *(world.join() for _ in range(SIZE - BEGIN))]
+        pending = [world.run_on(rank, train, WAYS["tracking"], None, SIZE - BEGIN) for rank in ranks]
+        seen = ends(pending)
+    assert np.abs(np.array([one.x for one in seen]) - where_it_ends("tracking")).max() < 1e-8
+    entered = [sorted(rank for _, ranks in one.changes for rank in ranks) for one in seen[:BEGIN]]
+    assert entered == [[2, 3]] * BEGIN
+
+
+@over_both
+@pytest.mark.parametrize("point", [Point("received", 3), Point("sent", 2), Point("received", 12)])
+def test_who_is_killed_while_it_joins_leaves_the_others_where_they_end(
+    point: Point, environment: dict[str, str]
+) -> None:
+    """And the next who comes on another rank enters as if nothing had been."""
+    with beginners(environment) as world:
+        pending = [world.run_on(rank, until_three_are_there) for rank in range(BEGIN)]
+        dies = world.run_on(world.join(), die_entering, point)
+        assert dies.outcome(60.0).error == "Died"
+        pending.append(world.run_on(world.join(), until_three_are_there))
+        assert ends(pending) == [(0, 1, 3)] * 3
+
+
+def until_three_are_there() -> tuple[int, ...]:
+    """Train until the last rank is there, and then some more, on the data of those that are."""
+    model = Point3()
+    optimizer = shoal.DecentralizedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=RATE), model, **WAYS["tracking"], topology=RING
+    )
+    checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
+    step = checkpoint.load(None, missing_ok=True)
+    take, limit, last = step_of(optimizer, model), time.monotonic() + 40.0, 0
+    while not last or step < last:
+        take()
+        step += 1
+        if not last and 3 in (there := shoal.alive()) and 2 not in there:
+            last = step + 200
+        if step % 10 == 0:
+            checkpoint.save(None, step)
+            time.sleep(0 if last else 0.01)
+        assert time.monotonic() < limit
+    assert np.abs(model.x.detach().numpy() - optimum(list(shoal.alive()))).max() < 1e-8
+    return shoal.alive()
+
+
+def die_entering(point: Point) -> None:
+    arm(point)
+    until_three_are_there()
+
+
+@over_both
+def test_a_run_that_nobody_joins_is_that_of_those_who_began(environment: dict[str, str]) -> None:
+    with beginners(environment) as world:
+        for way in ("ATC", "tracking"):
+            found = np.array(world.results(last_of_training, WAYS[way]))
+            there = list(range(BEGIN))
+            if way == "ATC":
+                expected = resting_place(RING, SIZE, [2, 3], overlapping=False)[there]
+            else:
+                expected = np.tile(optimum(there), (BEGIN, 1))
+            assert np.abs(found - expected).max() < 1e-8
+
+
+def last_of_training(options: dict[str, Any]) -> list[float]:
+    *_, last = steps_of_training(lambda: None, options)
+    return last
+
+
+@over_both
+def test_operations_are_those_of_who_is_there(environment: dict[str, str]) -> None:
+    rounds = Without(RING, [2, 3]).matrix(0)
+    with beginners(environment) as world:
+        for rank, found in enumerate(world.results(operations)):
+            assert found == {
+                "size": SIZE,
+                "alive": (0, 1),
+                "mean": 0.5,
+                "all": [0, 1],
+                "neighbours": float(rounds[rank] @ np.arange(SIZE)),
+                "root": "PeerLost",
+                "machines": "ValueError",
+                "dealt": 5,
+                "gone": "rank 3 has not come yet",
+            }
+
+
+def operations() -> dict[str, Any]:
+    shoal.set_topology(topology_util.RingGraph(shoal.size()), is_weighted=True)
+    x = torch.tensor([float(shoal.rank())], dtype=torch.float64)
+    shoal.barrier()
+    return {
+        "size": shoal.size(),
+        "alive": shoal.alive(),
+        "mean": shoal.allreduce(x).item(),
+        "all": shoal.allgather(x).tolist(),
+        "neighbours": shoal.neighbor_allreduce(x).item(),
+        "root": error_of(lambda: shoal.broadcast(x, 3)),
+        "machines": error_of(shoal.machine_rank),
+        "dealt": len(shoal.AgentSampler(range(10))),
+        "gone": current().engine.membership.describe(3),
+    }
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (shoal.ShoalError, ValueError) as error:
+        return type(error).__name__
+    return "none"
+
+
+@over_both
+def test_machines_that_are_agreed_on_average_between_them_also_with_who_joins(environment: dict[str, str]) -> None:
+    with beginners(environment | {"SHOAL_AGENTS_PER_MACHINE": "2"}) as world:
+        pending = [world.run_on(rank, between_machines) for rank in range(BEGIN)]
+        for _ in range(SIZE - BEGIN):
+            pending.append(world.run_on(world.join(), between_machines))
+        found = ends(pending)
+    assert found == [(rank // 2, rank % 2, 1.5) for rank in range(SIZE)]
+
+
+def between_machines() -> tuple[int, int, float]:
+    shoal.set_machine_topology(topology_util.FullyConnectedGraph(2))
+    enter_until_whole()
+    x = torch.tensor([float(shoal.rank())])
+    mean = shoal.hierarchical_neighbor_allreduce(x)
+    return shoal.machine_rank(), shoal.local_rank(), mean.item()
+
+
+def enter_until_whole(sampler: shoal.AgentSampler | None = None) -> list[list[int]]:
+    """Save until all are there; what was dealt before each."""
+    model, dealt = torch.nn.Linear(1, 1), []
+    checkpoint = shoal.Checkpoint(model=model, **({} if sampler is None else {"sampler": sampler}))
+    step, limit = checkpoint.load(None, missing_ok=True), time.monotonic() + 40.0
+    while len(shoal.allgather(torch.ones(1))) < shoal.size():
+        dealt.append(list(sampler) if sampler is not None else [])
+        step += 1
+        time.sleep(0.01)
+        checkpoint.save(None, step)
+        assert time.monotonic() < limit
+    return dealt
+
+
+def dealt() -> list[int]:
+    sampler = shoal.AgentSampler(range(40))
+    enter_until_whole(sampler)
+    return list(sampler)
+
+
+def test_the_data_are_dealt_out_among_those_that_have_joined_too() -> None:
+    with beginners({}) as world:
+        pending = [world.run_on(rank, dealt) for rank in range(BEGIN)]
+        pending += [world.run_on(world.join(), dealt) for _ in range(SIZE - BEGIN)]
+        found = ends(pending)
+    assert sorted(number for one in found for number in one) == list(range(40))
+
+
+def save_there(folder: Path) -> list[float]:
+    model = Point3()
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, **WAYS["tracking"])
+    checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
+    take = step_of(optimizer, model)
+    if checkpoint.load(folder, missing_ok=True):
+        return model.x.tolist()
+    for _ in range(7):
+        take()
+    checkpoint.save(folder, 7)
+    return model.x.tolist()
+
+
+def test_a_checkpoint_of_those_who_began_loads_into_as_many(tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        with beginners({}) as world:
+            found.append(world.results(save_there, tmp_path))
+    assert found[0] == found[1]
+
+
+def test_the_smaller_part_is_not_that_which_lacks_those_who_have_not_come() -> None:
+    """With SHOAL_ON_PARTITION=stop; also where all who began are gone, and only who has joined is left."""
+    with beginners({"SHOAL_ON_PARTITION": "stop"}, size=9) as world:
+        pending = [world.run_on(rank, save_until, 3) for rank in range(BEGIN)]
+        pending.append(world.run_on(world.join(), save_until, 3))
+        ends(pending)
+        waiting = world.run_on(2, save_until, 1)
+        for rank in range(BEGIN):
+            world.kill(rank)
+            world.members[rank].outcome(5.0)
+        assert waiting.outcome().value == (2,)
+
+
+def save_until(there: int) -> tuple[int, ...]:
+    checkpoint = shoal.Checkpoint(model=torch.nn.Linear(1, 1))
+    step, limit = checkpoint.load(None, missing_ok=True), time.monotonic() + 20.0
+    while len(shoal.allgather(torch.ones(1))) != there:
+        step += 1
+        checkpoint.save(None, step)
+        time.sleep(0.01)
+        assert time.monotonic() < limit
+    return shoal.alive()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"SHOAL_ON_LOSS": "raise"}, "with on_loss='raise' nobody could"),
+        ({"SHOAL_SECRET": ""}, "they prove with SHOAL_SECRET"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": ""}, "a store that stays"),
+        ({"SHOAL_BEGIN_WITH": "5"}, "SHOAL_BEGIN_WITH=5 must be 1 to 4"),
+        ({"SHOAL_BEGIN_WITH": "0"}, "SHOAL_BEGIN_WITH=0 must be 1 to 4"),
+        ({"SHOAL_BEGIN_WITH": "two"}, "SHOAL_BEGIN_WITH='two' is not a whole number"),
+        ({"SHOAL_BEGIN_WITH": "1"}, "rank 1 is none of the 1 that the run begins with"),
+    ],
+)
+def test_what_nobody_could_join_is_refused(environment: dict[str, str], message: str) -> None:
+    variables = CONTINUE | {"SHOAL_BEGIN_WITH": "2"} | environment
+    with World(SIZE, environment=variables, restarts=True, begin_with=BEGIN, init=False) as world:
+        said = world.run_on(1, shoal.init).outcome()
+        assert said.error == "ValueError" and message in said.message, said
+
+
+def test_nobody_is_there_to_be_joined() -> None:
+    with World(SIZE, environment=CONTINUE, restarts=True, begin_with=0, init=False, timeout=1.0) as world:
+        world.join(init=False)
+        began = time.monotonic()
+        said = world.run_on(0, with_variables, {"RANK": "2", "SHOAL_BEGIN_WITH": "2"}).outcome()
+        assert said.error == "DeadlineExceeded" and "have not met in time" in said.message, said
+        assert time.monotonic() - began < scaled(10.0)
+
+
+def with_variables(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    shoal.init()
+
+
+def test_who_has_left_does_not_come_back_in_the_same_process() -> None:
+    with beginners({}) as world:
+        world.join()
+        said = world.run_on(2, leave_and_begin).outcome()
+        assert said.error == "ShoalError" and "a new process can join" in said.message, said
+
+
+def leave_and_begin() -> None:
+    shoal.shutdown()
+    shoal.init()
+
+
+def listens() -> tuple[str, int]:
+    agent = current()
+    endpoint = agent.engine.router.endpoints[agent.rank]
+    return endpoint.host, endpoint.port
+
+
+def test_on_one_machine_nothing_listens_for_others_who_are_told_so() -> None:
+    with beginners({}) as world:
+        assert world.results(listens) == [("", 0)] * BEGIN
+        world.join(init=False)
+        said = world.run_on(2, with_variables, {"SHOAL_TRANSPORT": "network"}).outcome()
+        assert said.error == "ValueError" and "cannot reach ranks [0, 1]" in said.message, said
+    with beginners({"SHOAL_TRANSPORT": "network"}) as world:
+        assert {host for host, _ in world.results(listens)} == {"127.0.0.1"}
+
+
+def test_who_disagrees_about_the_run_is_told() -> None:
+    with beginners({}) as world:
+        world.join(init=False)
+        said = world.run_on(2, with_variables, {"SHOAL_AGENTS_PER_MACHINE": "2"}).outcome()
+        assert said.error == "Mismatch" and "SHOAL_AGENTS_PER_MACHINE is 2 here and None" in said.message, said
+
+
+@pytest.mark.transport("namespaces")
+def test_agents_of_another_machine_join() -> None:
+    with (
+        network_namespaces(2) as namespaces,
+        World(
+            SIZE, environment=CONTINUE, namespaces=namespaces, restarts=True, begin_with=BEGIN, timeout=30.0
+        ) as world,
+    ):
+        pending = [world.run_on(rank, train, WAYS["tracking"], None, SIZE - BEGIN) for rank in range(BEGIN)]
+        for _ in range(SIZE - BEGIN):
+            pending.append(world.run_on(world.join(), train, WAYS["tracking"], None, SIZE - BEGIN))
+        seen = ends(pending)
+    assert np.abs(np.array([one.x for one in seen]) - where_it_ends("tracking")).max() < 1e-8

@@ -1,0 +1,374 @@
+"""Agents that die are started again, and enter the run of the others, which ends where it would have without a loss."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shoal
+from shoal import topology_util
+from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
+from shoal.ops.state_transfer import hand_over
+from shoal.topology import OnePeerExponential, Static
+from shoal.world.agent import current
+from support.fault_points import OVER, Point, each_over_one, over_both, over_one, seeds
+from support.rejoin import KILLED, MOST_SECONDS, Seen, train
+from support.surviving_training import optimum, resting_place
+from support.survivors import CONTINUE
+from support.world import World
+
+SIZE = 4
+RING = Static(topology_util.RingGraph(SIZE))
+WAYS: dict[str, dict[str, Any]] = {
+    "ATC": {"algorithm": GradientDescent(1.0)},
+    "AWC": {"algorithm": GradientDescent(1.0, atc=False)},
+    "one-peer": {"algorithm": GradientDescent(1.0), "topology": OnePeerExponential(SIZE)},
+    "gradients": {"algorithm": ParallelGradientDescent(1.0)},
+    "gradients during backward": {"algorithm": ParallelGradientDescent(1.0), "overlap": "backward"},
+    "tracking": {"algorithm": GradientTracking(1.0)},
+    "exact diffusion": {"algorithm": ExactDiffusion(1.0, lazy=True)},
+    "exact diffusion during backward": {"algorithm": ExactDiffusion(1.0, lazy=True), "overlap": "backward"},
+    "exact diffusion between machines": {
+        "algorithm": ExactDiffusion(1.0, lazy=True),
+        "topology": Static(topology_util.RingGraph(2)),
+        "communication_type": shoal.CommunicationType.hierarchical_neighbor_allreduce,
+    },
+}
+RETURNS = CONTINUE | {"SHOAL_AGENTS_PER_MACHINE": "2"}
+
+
+def where_it_ends(way: str) -> np.ndarray:
+    """The parameters of all agents, [agents, 3]."""
+    if way in ("ATC", "AWC"):
+        return resting_place(RING, SIZE, [], overlapping=way == "AWC")
+    if way == "one-peer":
+        return resting_place(OnePeerExponential(SIZE), SIZE, [], overlapping=False)
+    return np.tile(optimum(list(range(SIZE))), (SIZE, 1))
+
+
+def run(world: World, way: str, deaths: dict[int, list[Point]]) -> list[Seen]:
+    """Train; each time an agent dies it is started again, to die at its next point, if it has one."""
+    total = sum(map(len, deaths.values()))
+    left = {rank: list(points) for rank, points in deaths.items()}
+
+    def start(rank: int) -> Any:
+        return world.run_on(rank, train, WAYS[way], (KILLED, left[rank].pop(0)) if left.get(rank) else None, total)
+
+    pending = {rank: start(rank) for rank in range(SIZE)}
+    for rank in deaths:
+        for _ in deaths[rank]:
+            one = pending[rank].outcome(60.0)
+            assert one.error == "Died", f"rank {rank}: {one.error}: {one.message}\n{one.trace}"
+            world.start_again(rank)
+            pending[rank] = start(rank)
+    outcomes = [pending[rank].outcome(60.0) for rank in range(SIZE)]
+    failed = [f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in outcomes if one.error]
+    assert not failed, "\n".join(failed)
+    return [one.value for one in outcomes]
+
+
+@each_over_one(WAYS, slow=("AWC", "gradients", "exact diffusion", "exact diffusion during backward"))
+def test_who_comes_back_trains_on_as_if_nothing_had_been(way: str, environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | RETURNS, restarts=True) as world:
+        seen = run(world, way, {1: [Point("received", 60)]})
+    assert np.abs(np.array([one.x for one in seen]) - where_it_ends(way)).max() < 1e-8
+    began, x = seen[1].began
+    assert began > 0 and began % 10 == 0
+    givers = [one for rank, one in enumerate(seen) if rank != 1 and one.at.get(began) == x]
+    assert givers, "it begins with the parameters of one that was there, bit for bit"
+    assert seen[0].changes == [((1,), ()), ((), (1,))] and seen[1].changes == [((), (0, 1, 2, 3))]
+    assert len({one.steps for one in seen}) == 1
+
+
+@over_one("network")
+def test_all_are_killed_one_after_another_and_none_of_the_first_is_left(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | CONTINUE, restarts=True) as world:
+        pending = {rank: world.run_on(rank, train, WAYS["tracking"], None, SIZE) for rank in range(SIZE)}
+        for rank in range(SIZE):
+            time.sleep(0.5)  # all train, and whoever was started again has entered
+            world.kill(rank)
+            assert pending[rank].outcome().error == "Died"
+            world.start_again(rank)
+            pending[rank] = world.run_on(rank, train, WAYS["tracking"], None, SIZE)
+        seen = [pending[rank].outcome(60.0).value for rank in range(SIZE)]
+    assert np.abs(np.array([one.x for one in seen]) - where_it_ends("tracking")).max() < 1e-8
+
+
+def drawn(seed: int) -> tuple[str, str, dict[int, list[Point]]]:
+    """How to train, over what, and who dies when; of whom come back, some die again while they enter, or after."""
+    chance = random.Random(seed)
+    victims = chance.sample(range(SIZE), chance.choice([1, 1, 2, 3]))
+    deaths = {
+        rank: [Point("received", chance.randint(5, 150))]
+        + [Point(chance.choice(["received", "sent", "finished"]), chance.randint(1, 60))] * chance.choice([0, 1])
+        for rank in victims
+    }
+    return chance.choice(list(WAYS)), chance.choice(list(OVER)), deaths
+
+
+@seeds(1, 4, 200)
+def test_deaths_drawn_from_a_seed_while_others_enter(seed: int) -> None:
+    way, transport, deaths = drawn(seed)
+    with World(SIZE, environment=OVER[transport] | RETURNS, restarts=True) as world:
+        seen = run(world, way, deaths)
+    assert np.abs(np.array([one.x for one in seen]) - where_it_ends(way)).max() < 1e-8, (way, transport, deaths)
+
+
+@over_one("shared_memory")
+def test_who_was_stopped_too_long_is_replaced_and_does_not_come_between(environment: dict[str, str]) -> None:
+    dropping = CONTINUE | {"SHOAL_DROP_AFTER": "1"}
+    with World(SIZE, environment=environment | dropping, restarts=True) as world:
+        pending = {rank: world.run_on(rank, train, WAYS["tracking"], None, 1) for rank in range(SIZE)}
+        time.sleep(0.5)
+        stopped = pending[2]
+        world.kill(2, signal.SIGSTOP)
+        time.sleep(1.5)  # the others drop it
+        old = world.members[2]
+        world.start_again(2)
+        pending[2] = world.run_on(2, train, WAYS["tracking"], None, 1)
+        time.sleep(0.5)
+        old.kill(signal.SIGCONT)
+        woken = stopped.outcome()
+        seen = [pending[rank].outcome(60.0) for rank in range(SIZE)]
+        assert not [one.message for one in seen if one.error]
+    assert woken.error in ("ShoalError", "PeerLost"), woken
+    ends = np.array([one.value.x for one in seen])
+    assert np.abs(ends - where_it_ends("tracking")).max() < 1e-8
+
+
+def save_and_load(folder: Path, steps: int, dies_at: int, parts: str = "model") -> dict[str, Any]:
+    """Save every tenth step into files; what was seen."""
+    model = torch.nn.BatchNorm1d(2)
+    sampler = shoal.AgentSampler(range(40))
+    state: dict[str, Any] = {"model": model, "sampler": sampler, "mine": Odd()}
+    checkpoint = shoal.Checkpoint(**{name: state[name] for name in parts.split(",")})
+    alone = shoal.is_entering()
+    before = shoal.allreduce(torch.tensor([float(shoal.rank() + 1)]), average=False).item()
+    step = began = checkpoint.load(folder, missing_ok=True)
+    first = model.weight.tolist()
+    limit = time.monotonic() + MOST_SECONDS
+    dealt: list[list[int]] = []
+    while step < steps or len(shoal.alive()) < shoal.size():
+        if step == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dealt.append(list(sampler))
+        with torch.no_grad():
+            model.weight += 1
+        step += 1
+        checkpoint.save(folder, step)
+        assert time.monotonic() < limit
+    return {"alone": alone, "before": before, "began": began, "first": first, "step": step, "dealt": dealt[-1]}
+
+
+class Odd:
+    """A part whose state is not plain."""
+
+    def state_dict(self) -> Any:
+        return {"what": object()} if shoal.rank() != 1 else {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_it_enters_where_the_others_save_files_and_samples_are_dealt_anew(tmp_path: Path) -> None:
+    with World(SIZE, environment=CONTINUE, restarts=True) as world:
+        parts = "model,sampler"
+        pending = [
+            world.run_on(rank, save_and_load, tmp_path, 60, 7 if rank == 3 else -1, parts) for rank in range(SIZE)
+        ]
+        assert pending[3].outcome().error == "Died"
+        world.start_again(3)
+        pending[3] = world.run_on(3, save_and_load, tmp_path, 60, -1, parts)
+        outcomes = [one.outcome(60.0) for one in pending]
+        assert not [one.message for one in outcomes if one.error]
+    seen = [one.value for one in outcomes]
+    assert seen[3]["alone"] and seen[3]["before"] == 4.0 and not seen[0]["alone"] and seen[0]["before"] == 10.0
+    assert seen[3]["began"] >= 7 and seen[3]["first"] == [1.0 + seen[3]["began"]] * 2
+    assert sorted(number for one in seen for number in one["dealt"]) == list(range(40))
+    with World(SIZE) as world:  # and the last one is whole
+        assert world.results(last_step, tmp_path) == [seen[0]["step"]] * SIZE
+
+
+def last_step(folder: Path) -> int:
+    return shoal.Checkpoint(model=torch.nn.BatchNorm1d(2)).load(folder)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [("model,sampler", "loads model, sampler; the others save model"), ("mine", "could not be handed over: TypeError")],
+)
+def test_what_cannot_be_taken_over_is_said_and_the_others_go_on(parts: str, message: str) -> None:
+    with World(3, environment=CONTINUE, restarts=True) as world:
+        theirs = parts if parts == "mine" else "model"
+        pending = [world.run_on(rank, keep_saving, 150, 3 if rank == 1 else -1, theirs) for rank in range(3)]
+        assert pending[1].outcome().error == "Died"
+        world.start_again(1)
+        failed = world.run_on(1, keep_saving, 150, -1, parts).outcome()
+        assert failed.error in ("ValueError", "ShoalError") and message in failed.message, failed
+        world.kill(1)
+        world.members[1].outcome(5.0)
+        assert [pending[rank].outcome().value for rank in (0, 2)] == [150, 150]
+
+
+def keep_saving(steps: int, dies_at: int, parts: str) -> int:
+    model = torch.nn.Linear(1, 1)
+    state: dict[str, Any] = {"model": model, "sampler": shoal.AgentSampler(range(40)), "mine": Odd()}
+    checkpoint = shoal.Checkpoint(**{name: state[name] for name in parts.split(",")})
+    step = checkpoint.load(None, missing_ok=True)
+    while step < steps:
+        if step == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02)
+        step += 1
+        checkpoint.save(None, step)
+    return step
+
+
+def alone() -> list[str]:
+    """What an agent hears that does not load first."""
+    x, found = torch.ones(2), []
+    model = torch.nn.Linear(2, 1)
+    optimizer = shoal.DistributedGradientAllreduceOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert torch.equal(shoal.broadcast(x, 0), x) and shoal.alive() == (shoal.rank(),)
+    for call in (
+        lambda: shoal.neighbor_allreduce(x),
+        lambda: shoal.neighbor_allgather(x),
+        lambda: shoal.neighbor_allreduce(x, self_weight=0.5, dst_weights={0: 0.5}),
+        lambda: shoal.pair_gossip(x, 0),
+        optimizer.step,
+    ):
+        try:
+            call()
+            found.append("nothing")
+        except shoal.ShoalError as error:
+            found.append(str(error))
+    try:
+        shoal.Checkpoint(model=model).load(None, timeout=0.5)
+    except shoal.DeadlineExceeded as error:
+        found.append(str(error))
+    return found
+
+
+def test_who_has_not_entered_is_told_so_and_waits_no_longer_than_it_is_to() -> None:
+    with World(3, environment=CONTINUE, restarts=True) as world:
+        world.kill_and_start_again(1)
+        [*said, last] = world.results(alone, on=[1])[0]
+        assert len(said) == 5 and all("has not entered" in one for one in said), said
+        assert "ranks [0, 2] have called no Checkpoint.save" in last
+
+
+def test_nobody_is_left_to_let_it_in() -> None:
+    with World(2, environment=CONTINUE, restarts=True) as world:
+        world.kill_and_start_again(1)
+        waiting = world.run_on(1, keep_saving, 5, -1, "model")
+        time.sleep(0.3)
+        world.kill(0)
+        world.members[0].outcome(5.0)
+        said = waiting.outcome()
+        assert said.error == "PeerLost" and "nobody is there any more" in said.message, said
+
+
+def hand_over_on_a_ring() -> Any:
+    """Ranks 1 and 2 need what 0 and 3 have; 3, which is near 2, dies of being asked."""
+    agent = current()
+    shoal.set_topology(shoal.RingGraph(4))
+
+    def state() -> list[int]:
+        if agent.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [agent.rank]
+
+    return hand_over(agent, None if agent.rank in (1, 2) else state)
+
+
+def test_who_has_just_been_given_the_state_gives_it_on_where_its_giver_dies() -> None:
+    with World(4, environment=CONTINUE) as world:
+        outcomes = world.run(hand_over_on_a_ring)
+        assert [one.error for one in outcomes] == ["", "", "", "Died"], [one.message for one in outcomes]
+        assert [one.value for one in outcomes[:3]] == [None, [0], [0]]
+
+
+def puts_before_and_after() -> str:
+    """A window of three agents, of whom one comes back without it: what a call that needs it says, and a new window."""
+    checkpoint = shoal.Checkpoint(model=torch.nn.Linear(1, 1))
+    shoal.set_topology(shoal.FullyConnectedGraph(3))
+    x, said = torch.full((2,), float(shoal.rank())), ""
+    if not shoal.is_entering():
+        shoal.win_create(x, "w")
+        shoal.win_put(x, "w")
+        shoal.barrier()
+        if shoal.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    step = checkpoint.load(None, missing_ok=True)
+    while not step or len(shoal.alive()) < 3:
+        step += 1
+        checkpoint.save(None, step)
+        time.sleep(0.01)
+    if shoal.rank() != 1:
+        shoal.win_put(x, "w")  # to those that are left of its neighbours
+        try:
+            shoal.win_put(x, "w", dst_weights=[1])
+        except shoal.PeerLost as error:
+            said = str(error)
+    shoal.barrier()
+    if shoal.rank() != 1:
+        shoal.win_free("w")
+    assert shoal.win_create(x, "w", zero_init=True)
+    shoal.win_put(x, "w")
+    shoal.barrier()
+    assert torch.equal(shoal.win_update("w"), torch.full((2,), 1.0))
+    shoal.barrier()
+    shoal.win_free("w")
+    return said
+
+
+@over_both
+def test_a_window_from_before_says_who_has_come_back_without_it(environment: dict[str, str]) -> None:
+    with World(3, environment=environment | CONTINUE, restarts=True) as world:
+        pending = [world.run_on(rank, puts_before_and_after) for rank in range(3)]
+        assert pending[1].outcome().error == "Died"
+        world.start_again(1)
+        pending[1] = world.run_on(1, puts_before_and_after)
+        outcomes = [one.outcome() for one in pending]
+    assert not [f"{one.message}\n{one.trace}" for one in outcomes if one.error]
+    for rank in (0, 2):
+        assert "needs rank 1, which was lost and has come back without it" in outcomes[rank].value, outcomes[rank].value
+
+
+def in_two_parts(dies: bool) -> list[tuple[int, ...]]:
+    """Two runs of one job, with shutdown and init between them."""
+    found = []
+    for part in range(2):
+        if not shoal.is_initialized():
+            shoal.init()
+        checkpoint = shoal.Checkpoint(model=torch.nn.Linear(1, 1))
+        step = checkpoint.load(None, missing_ok=True)
+        if dies and not part:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while step < 3 or len(shoal.alive()) < 3:
+            time.sleep(0.01)
+            step += 1
+            checkpoint.save(None, step)
+        found.append(tuple(shoal.allgather(torch.tensor([shoal.rank()])).tolist()))
+        shoal.shutdown()
+    shoal.init()
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_has_come_back_meets_the_others_again_as_they_do(victim: int) -> None:
+    with World(3, environment=CONTINUE, restarts=True) as world:
+        pending = [world.run_on(rank, in_two_parts, rank == victim) for rank in range(3)]
+        assert pending[victim].outcome().error == "Died"
+        world.start_again(victim)
+        pending[victim] = world.run_on(victim, in_two_parts, False)
+        outcomes = [one.outcome() for one in pending]
+    assert not [f"{one.message}\n{one.trace}" for one in outcomes if one.error]
+    assert [one.value for one in outcomes] == [[(0, 1, 2)] * 2] * 3

@@ -1,0 +1,90 @@
+"""What an agent said when it left is heard also by one that finds the connection broken while it sends."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+
+import shoal
+from shoal.transport import sockets
+from shoal.transport.handshake import Connecting
+from shoal.transport.link import Receiver
+from shoal.transport.network_link import NetworkLink
+from shoal.transport.poller import Poller
+from shoal.transport.shared_memory import SharedMemoryLink
+from shoal.transport.sockets import GOODBYE, SAID, Outgoing
+from shoal.transport.wire import Kind, Message
+from shoal.world.agent import current
+from support.leftovers import wait_until
+
+
+class Ear:
+    """Writes down what it is told of the peer."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+
+    def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
+        self.heard.append(("left", peer, lost, cause))
+
+    def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
+        self.heard.append(("closed", peer))
+
+
+def over_tcp() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
+def on_one_machine() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+@pytest.mark.parametrize(("connect", "kind"), [(over_tcp, NetworkLink), (on_one_machine, SharedMemoryLink)])
+def test_a_goodbye_is_heard_before_the_failure_of_what_is_sent_after_it(
+    connect: Callable[[], tuple[socket.socket, socket.socket]], kind: type[Outgoing]
+) -> None:
+    ours, theirs = connect()
+    ours.setblocking(False)
+    ear, poller = Ear(), Poller()
+    link = kind(ours, 4, cast(Connecting, None), poller, cast(Receiver, ear))
+    link.open = True
+    link._seal, link._goodbye = kind.seal_of(b"one"), kind.seal_of(b"other")
+    theirs.send(kind.seal_of(b"other").close(SAID.pack(GOODBYE, 0, 2, b"its process ended")))
+    theirs.close()
+
+    def has_failed() -> bool:
+        link.post(Message(Kind.ASK, "barrier", "x"))
+        link.flush()
+        return ours.fileno() < 0
+
+    assert wait_until(has_failed)
+    assert ear.heard == [("left", 4, 2, "its process ended"), ("closed", 4)]
+    poller.close()
+
+
+@pytest.mark.transport("network")
+def test_who_has_left_does_not_send_all_once_more_to_those_that_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go on, and would take it for messages of rounds that they are through with."""
+    monkeypatch.setattr(sockets, "SHORT_SECONDS", 0.0)  # as after an hour: a link that is cut is made again at once
+
+    def run() -> None:
+        x = torch.ones(4)
+        for _ in range(10):
+            shoal.neighbor_allreduce(x)
+        if shoal.rank() == 0:
+            return
+        if shoal.rank() == 2:  # who leaves waits for this one, too, and meanwhile the other has hung up
+            with current("test").engine.lock:
+                time.sleep(0.5)
+        other = {3 - shoal.rank(): 0.5}
+        for _ in range(10):
+            shoal.neighbor_allreduce(x, 0.5, other, other)
+
+    shoal.Fleet(3, transport="network", timeout=20.0).run(run)

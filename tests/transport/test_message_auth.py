@@ -1,0 +1,82 @@
+"""What is sealed is opened as it was, in its turn, by who has the key; and checksums see what goes wrong."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.transport.message_auth import ChecksumSeal, MacSeal, strong, sums, unchecked
+from shoal.transport.wire import ProtocolError
+
+few = settings(max_examples=100, deadline=None)
+
+
+@few
+@given(packets=st.lists(st.binary(min_size=1, max_size=2000), min_size=1, max_size=5))
+def test_what_is_closed_is_opened(packets: list[bytes]) -> None:
+    for sender, receiver in ((MacSeal(b"key"), MacSeal(b"key")), (ChecksumSeal(), ChecksumSeal())):
+        for packet in packets:
+            sealed = sender.close(packet)
+            assert len(sealed) == sender.size + len(packet)
+            assert bytes(receiver.open(memoryview(sealed))) == packet
+
+
+@pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 5000])
+def test_another_key_another_turn_and_another_length_are_refused(nbytes: int) -> None:
+    packet = bytes(range(256)) * 20
+    first, second = (MacSeal(b"key"), MacSeal(b"key"))
+    sealed, next_one = first.close(packet[:nbytes]), first.close(packet[:nbytes])
+    for wrong in (next_one, sealed[:-1], sealed + b"\0", sealed[1:], b"", sealed[:8]):
+        with pytest.raises(ProtocolError, match="changed on the way, or is not its own"):
+            MacSeal(b"key").open(memoryview(wrong))
+    with pytest.raises(ProtocolError):
+        MacSeal(b"other").open(memoryview(sealed))
+    second.open(memoryview(sealed))
+    with pytest.raises(ProtocolError):
+        second.open(memoryview(sealed))
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 8, 9, 4095, 4096, 4097, 12_345, 1 << 20])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_sums_see_flipped_bits_and_bytes_in_other_places(nbytes: int, offset: int) -> None:
+    draws = random.Random(nbytes)
+    data = bytearray(draws.randbytes(nbytes + offset))
+    chunk = memoryview(data)[offset:]
+    whole = sums(chunk)
+    assert sums(memoryview(bytes(chunk))) == whole  # wherever it lies
+    for _ in range(200):
+        for flips in (1, 2, 3):
+            places = draws.sample(range(8 * nbytes), flips)
+            for place in places:
+                chunk[place // 8] ^= 1 << place % 8
+            assert sums(chunk) != whole, places
+            for place in places:
+                chunk[place // 8] ^= 1 << place % 8
+        one, other = draws.randrange(nbytes), draws.randrange(nbytes)
+        if chunk[one] != chunk[other]:
+            chunk[one], chunk[other] = chunk[other], chunk[one]
+            assert sums(chunk) != whole
+            chunk[one], chunk[other] = chunk[other], chunk[one]
+    assert sums(chunk) == whole
+    if nbytes > 1:
+        assert sums(chunk[:-1]) != whole or not chunk[-1]
+
+
+@pytest.mark.parametrize("rows", [(3, 3), (3, 7)], ids=["within a row", "within a column"])
+def test_sums_see_words_that_changed_places(rows: tuple[int, int]) -> None:
+    """In a row the sums of the columns change, and in a column those of the rows: both are needed."""
+    words = np.arange(10 * 512, dtype=np.uint64).reshape(10, 512)
+    whole = sums(memoryview(words).cast("B"))
+    one, other = (rows[0], 5), (rows[1], 5 if rows[0] != rows[1] else 9)
+    words[one], words[other] = words[other], words[one]
+    assert sums(memoryview(words).cast("B")) != whole
+
+
+def test_each_check_says_something_else() -> None:
+    empty = memoryview(b"")
+    assert len({check(empty) for check in (sums, strong, unchecked)}) == 3
+    assert strong(memoryview(b"a")) != strong(memoryview(b"b"))

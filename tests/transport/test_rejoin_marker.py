@@ -1,0 +1,31 @@
+"""The sign of an agent that waits to be let in, as its launcher sees it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from shoal.transport.rejoin_marker import RejoinMarker, is_marked
+from support.leftovers import nothing_is_left
+
+
+def test_the_sign_of_a_process_is_seen_until_it_is_taken_down() -> None:
+    with nothing_is_left():
+        sign = RejoinMarker()
+        assert not is_marked(os.getpid()) and not sign.descriptors()
+        sign.show()
+        assert is_marked(os.getpid()) and not is_marked(os.getppid())
+        [descriptor] = sign.descriptors()
+        assert not os.get_inheritable(descriptor), "what an agent starts does not wait outside"
+        sign.hide()
+        sign.hide()
+        assert not is_marked(os.getpid()) and not sign.descriptors()
+
+
+def test_nothing_is_seen_of_a_process_that_has_ended() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import os; os.memfd_create('shoal-outside'); os._exit(0)"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_marked(process.pid)
+    process.wait()
+    assert not is_marked(process.pid)

@@ -1,0 +1,63 @@
+"""What outlives a cut connection: which units are sent again, when the receiver acknowledges, when it gives up."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.transport.retransmit import MOST_SPOILED, SAY_AFTER_BYTES, SAY_AFTER_UNITS, ReceivedOffset, SendBuffer
+from shoal.transport.wire import ProtocolError
+
+
+def sent(*units: int) -> SendBuffer[int]:
+    found: SendBuffer[int] = SendBuffer()
+    for unit in units:
+        found.keep(unit)
+    return found
+
+
+def again(one: SendBuffer[int]) -> list[int | None]:
+    found = []
+    while not one.idle:
+        found.append(one.next_to_resend())
+    return found
+
+
+def test_only_unacknowledged_units_are_sent_again_in_order_and_once() -> None:
+    one = sent(1, 2, 3, 4)
+    one.acknowledge(1)
+    assert one.idle and one.next_to_resend() is None
+    one.resend_after(2)
+    assert again(one) == [3, 4]
+
+
+def test_units_that_a_second_cut_overtakes_are_sent_again_before_newer_ones() -> None:
+    one = sent(1, 2, 3)
+    one.resend_after(0)
+    one.keep(one.next_to_resend() or 0)
+    one.resend_after(0)
+    assert again(one) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_a_count_that_cannot_be_is_refused(count: int) -> None:
+    one = sent(1, 2, 3)
+    one.acknowledge(1)
+    with pytest.raises(ProtocolError, match=f"it has had {count} packets; 1 to 3 were expected"):
+        one.acknowledge(count)
+
+
+def test_the_receiver_acknowledges_after_so_many_units_or_bytes() -> None:
+    had = ReceivedOffset()
+    assert [had.one_more(1) for _ in range(SAY_AFTER_UNITS)] == [False] * (SAY_AFTER_UNITS - 1) + [True]
+    assert had.said() == SAY_AFTER_UNITS
+    assert not had.one_more(SAY_AFTER_BYTES - 1) and had.one_more(1)
+    assert had.said() == SAY_AFTER_UNITS + 2
+    assert not had.one_more(1)
+
+
+def test_only_spoiled_units_in_a_row_count() -> None:
+    had = ReceivedOffset()
+    for _ in range(2):
+        assert [had.add_corrupt() for _ in range(MOST_SPOILED - 1)] == [False] * (MOST_SPOILED - 1)
+        had.one_more(1)
+    assert [had.add_corrupt() for _ in range(MOST_SPOILED)] == [False] * (MOST_SPOILED - 1) + [True]

@@ -1,0 +1,75 @@
+"""What the agents of one process answer to `shoal status`: all of them or as many as fit, made anew now and then."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shoal.transport import status_socket
+from shoal.transport.status_socket import MOST_BYTES, PACKET_BYTES, StatusSocket
+
+
+class Agent:
+    """One that can be asked."""
+
+    def __init__(self, rank: int, has_own_door: bool = False, text: str = "") -> None:
+        self.rank, self.has_private_listener, self.text = rank, has_own_door, text
+        self.times = 0
+
+    def open_private_listener(self) -> None:
+        self.has_private_listener = True
+
+    def describe(self, within: float) -> dict[str, Any]:
+        assert 0.0 <= within <= status_socket.BUSY_SECONDS
+        self.times += 1
+        return {"rank": self.rank, "text": self.text}
+
+
+def answered(asked: StatusSocket) -> dict[str, Any]:
+    packets = asked.answer()
+    assert all(len(one) == PACKET_BYTES for one in packets[:-1]) and 0 < len(packets[-1]) <= PACKET_BYTES
+    found: dict[str, Any] = json.loads(b"".join(packets))
+    return found
+
+
+def test_all_agents_are_described_and_those_that_left_are_not() -> None:
+    asked, agents = StatusSocket(), [Agent(rank) for rank in range(3)]
+    for one in agents:
+        asked.join(one)
+    assert [one["rank"] for one in answered(asked)["agents"]] == [0, 1, 2]
+    asked.leave(agents[1])
+    asked.leave(agents[1])
+    found = answered(asked)
+    assert found["there"] == 2 and [one["rank"] for one in found["agents"]] == [0, 2]
+
+
+def test_an_answer_is_given_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, agent = StatusSocket(), Agent(0)
+    asked.join(agent)
+    monkeypatch.setattr(status_socket, "KEEP_SECONDS", 1000.0)
+    assert answered(asked) == answered(asked) and agent.times == 1
+    monkeypatch.setattr(status_socket, "KEEP_SECONDS", -1.0)
+    asked.join(Agent(1))
+    assert answered(asked) == answered(asked) and agent.times == 3
+
+
+def test_of_more_than_an_answer_holds_the_first_are_described() -> None:
+    asked, size = StatusSocket(), 10_000
+    for rank in range(20):
+        asked.join(Agent(rank, text="x" * size))
+    found = answered(asked)
+    assert found["there"] == 20 and len(found["agents"]) == (MOST_BYTES - 100) // size
+    assert len(b"".join(asked.answer())) <= MOST_BYTES
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_one_agent_of_a_process_has_a_socket_for_all(leaves: int) -> None:
+    asked, agents = StatusSocket(), [Agent(rank) for rank in range(3)]
+    for one in agents:
+        asked.join(one)
+    assert [one.has_private_listener for one in agents] == [True, False, False]
+    asked.leave(agents[leaves])
+    left = [one for one in agents if one is not agents[leaves]]
+    assert [one.has_private_listener for one in left] == [True, False]

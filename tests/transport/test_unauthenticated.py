@@ -1,0 +1,97 @@
+"""Connections that have not proved themselves: how many there may be, and which has to make room."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from shoal.transport.sockets import Incoming
+from shoal.transport.unauthenticated import HURRY_SECONDS, KNOWN_ROOM, MOST_UNKNOWN, ROOM, Unauthenticated, origin_of
+
+
+class Crowd:
+    """Connections that stand for ones of others, and what became of them."""
+
+    def __init__(self) -> None:
+        self.strangers = Unauthenticated()
+        self.closed: list[Any] = []
+        self.now = 100.0
+
+    def come(self, origin: str) -> Any:
+        """Someone comes from there; None where there is no room."""
+        if not self.strangers.has_room(origin, self.now):
+            return None
+        one = SimpleNamespaceWithHash(since=self.now)
+        one.fail = lambda cause: (self.closed.append(one), self.strangers.remove(cast(Incoming, one)))
+        self.strangers.add(cast(Incoming, one), origin)
+        self.now += 1e-6
+        return one
+
+
+class SimpleNamespaceWithHash(SimpleNamespace):
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
+def test_a_crowd_at_one_address_takes_no_place_at_another() -> None:
+    crowd = Crowd()
+    for _ in range(10 * ROOM):
+        crowd.come("10.0.0.9")
+    assert crowd.come("10.0.0.1") is not None
+    assert not crowd.closed
+
+
+def test_the_oldest_of_an_address_makes_room_but_not_one_that_has_just_come() -> None:
+    crowd = Crowd()
+    first = [crowd.come("10.0.0.9") for _ in range(ROOM)]
+    assert crowd.come("10.0.0.9") is None
+    crowd.now += HURRY_SECONDS
+    assert crowd.come("10.0.0.9") is not None
+    assert crowd.closed == first[:1]
+
+
+def test_where_all_places_are_taken_the_address_with_most_gives_one() -> None:
+    crowd = Crowd()
+    greedy = [crowd.come("10.9.9.9") for _ in range(ROOM)]
+    for k in range(MOST_UNKNOWN - ROOM):
+        assert crowd.come(f"10.0.{k // 250}.{k % 250}") is not None
+    crowd.now += HURRY_SECONDS
+    assert crowd.come("10.1.1.1") is not None
+    assert crowd.closed == greedy[:1]
+
+
+def test_where_agents_of_the_job_are_there_is_room_of_their_own() -> None:
+    crowd = Crowd()
+    for _ in range(3):
+        crowd.strangers.expect("10.0.0.1")
+    for k in range(2 * MOST_UNKNOWN):
+        crowd.come(f"10.{k // 250}.9.{k % 250}")
+    assert all(crowd.come("10.0.0.1") is not None for _ in range(KNOWN_ROOM + 3))
+    assert crowd.come("10.0.0.1") is None
+    assert not crowd.closed
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("fd77::1", "fd77::2", True),
+        ("fe80::1%eth0", "fe80::9%eth1", True),
+        ("fd77:0:0:1::1", "fd77:0:0:2::1", False),
+    ],
+)
+def test_who_may_have_many_addresses_of_ipv6_has_one_origin(one: str, other: str, same: bool) -> None:
+    assert (origin_of(one) == origin_of(other)) == same
+
+
+def test_one_that_has_proved_itself_or_is_too_old_is_none_of_them_any_more() -> None:
+    crowd = Crowd()
+    assert crowd.strangers.oldest == float("inf")
+    first, second, third = (crowd.come(origin) for origin in ("10.0.0.1", "10.0.0.1", "10.0.0.2"))
+    assert crowd.strangers.oldest == first.since
+    assert crowd.strangers.remove(first) and not crowd.strangers.remove(first)
+    crowd.strangers.forget(second.since)
+    assert crowd.closed == [second] and list(crowd.strangers) == [third]
+    assert crowd.strangers.remove(third) and crowd.strangers.oldest == float("inf")
