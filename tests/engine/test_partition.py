@@ -186,14 +186,14 @@ def test_who_has_no_address_is_not_asked(kind: str) -> None:
     assert peers(agent) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("state", ["frozen", "closing", "outside", "error"])
+@pytest.mark.parametrize("state", ["paused", "closing", "outside", "error"])
 def test_who_has_not_agreed_or_goes_on_no_more_neither_asks_nor_answers(state: str) -> None:
     agent = Agent(2, 3).lose(0, 1)
     assert agent.answer(0, 0) == part(1, 2)
     setattr(agent, state, True)
     agent.partition_resolver.check(100.0)
     assert not agent.asked and agent.answer(0, 0) == 0
-    if state == "frozen":
+    if state == "paused":
         agent.paused = False
         agent.partition_resolver.check(100.0 + EVERY)
         assert agent.asked

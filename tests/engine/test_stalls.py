@@ -306,7 +306,7 @@ def test_an_agent_is_asked_again_only_once_it_has_answered_or_is_given_up(caplog
         return len(said)
 
     assert [asks(now) for now in (100.0, 101.5)] == [1, 1]
-    reports.heard(1, "it computes")
+    reports.on_answer(1, "it computes")
     assert [asks(now) for now in (103.0, 104.5)] == [2, 2]
     assert reports.check(104.9) == 103.0 + stalls.ANSWER_WITHIN
     reports.check(105.0)  # it does not answer

@@ -67,7 +67,7 @@ def test_a_local_step_that_gives_parameters_new_data_counts(fleet: Fleets, how: 
             "awc": {"algorithm": AWC},
             "backward": {"overlap": "backward", "bucket_bytes": 1},
             "equation": {"algorithm": ExactDiffusion(1.0, lazy=True)},
-            "put": {"algorithm": AWC, "flight": PutExchange},
+            "put": {"algorithm": AWC, "bucket_exchange": PutExchange},
             "gradients": {"algorithm": shoal.algorithms.ParallelGradientDescent(1.0)},
         }[how]
         net = model(width)
@@ -256,10 +256,10 @@ SHARING: dict[str, dict[str, Any]] = {
         "bucket_bytes": 1,
     },
     "equation": {"algorithm": ExactDiffusion(1.0, lazy=True)},
-    "put": {"algorithm": AWC, "flight": PutExchange},
-    "get": {"algorithm": AWC, "flight": GetExchange},
-    "push-sum": {"algorithm": ATC, "flight": PushSumExchange},
-    "ad-psgd": {"algorithm": AWC, "flight": PairwiseExchange},
+    "put": {"algorithm": AWC, "bucket_exchange": PutExchange},
+    "get": {"algorithm": AWC, "bucket_exchange": GetExchange},
+    "push-sum": {"algorithm": ATC, "bucket_exchange": PushSumExchange},
+    "ad-psgd": {"algorithm": AWC, "bucket_exchange": PairwiseExchange},
 }
 
 

@@ -300,7 +300,7 @@ def test_who_only_asks_is_answered_inside_tls() -> None:
 
         def waits() -> bool:
             with engine.lock:  # while TLS begins, the socket is nobody's for a moment
-                return asking.waits
+                return asking.is_pending
 
         shoal.barrier()
         if shoal.rank() == 0:

@@ -18,6 +18,7 @@ import torch
 
 import shoal
 from shoal.engine.events import Event
+from shoal.kernels import elementwise
 from shoal.windows import window_memory
 from shoal.windows.locks import ByteLocks
 from shoal.windows.window_memory import WindowMemory
@@ -51,32 +52,17 @@ def whole(multiple: float) -> Slot:
 # Where a write is interrupted
 
 
-class _HalfWay:
-    """What ``memory.py`` takes for torch: the sum or the product that fills a slot is interrupted in its middle."""
+def _in_halves(write: Callable[..., None], act: Callable[[], object]) -> Callable[..., None]:
+    """``write(out, *tensors, *weights)``, which fills a slot, with ``act`` called when it has filled half of it."""
 
-    def __init__(self, act: Callable[[], object]) -> None:
-        self._act = act
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def add(self, current: torch.Tensor, tensor: torch.Tensor, *, alpha: float, out: torch.Tensor) -> None:
-        self._in_halves(
-            out, lambda part: torch.add(_flat(current)[part], _flat(tensor)[part], alpha=alpha, out=_flat(out)[part])
-        )
-
-    def mul(self, tensor: torch.Tensor, weight: float, *, out: torch.Tensor) -> None:
-        self._in_halves(out, lambda part: torch.mul(_flat(tensor)[part], weight, out=_flat(out)[part]))
-
-    def _in_halves(self, out: torch.Tensor, work: Callable[[slice], object]) -> None:
+    def halves(out: torch.Tensor, *given: Any) -> None:
         half = out.numel() // 2
-        work(slice(0, half))
-        self._act()
-        work(slice(half, None))
+        for part in (slice(0, half), slice(half, None)):
+            write(out.view(-1)[part], *(one.view(-1)[part] if isinstance(one, torch.Tensor) else one for one in given))
+            if part.start == 0:
+                act()
 
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1)
+    return halves
 
 
 def arm_write(place: str, act: Callable[[], object] = die) -> None:
@@ -85,7 +71,8 @@ def arm_write(place: str, act: Callable[[], object] = die) -> None:
     if place == "locked":
         _around(WindowMemory, "_write", before=once)
     elif place == "half copied":
-        setattr(window_memory, "torch", _HalfWay(once))  # noqa: B010 - to a type checker a module's imports are its own
+        for name in ("scale", "add_scaled"):
+            setattr(window_memory, name, _in_halves(getattr(elementwise, name), once))
     elif place == "copied":
         _around(WindowMemory, "_describe", before=once)
     elif place == "described":

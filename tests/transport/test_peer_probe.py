@@ -72,7 +72,7 @@ def test_who_is_told_that_it_is_lost_leaves_nothing_behind_and_is_nobodys_loss(
 
 def waits(asking: PeerProbe) -> bool:
     with current().engine.lock:
-        return asking.waits
+        return asking.is_pending
 
 
 def question(secret: Callable[[bytes], bytes] = bytes) -> tuple[list[int], dict[int, str]]:
@@ -89,7 +89,7 @@ def question(secret: Callable[[bytes], bytes] = bytes) -> tuple[list[int], dict[
         with engine.lock:
             asking.ask(ASKED, heard.append)
         assert wait_until(lambda: not waits(asking))
-        asking.withdraw()
+        asking.cancel()
         router._secret = kept
     shoal.barrier()
     if shoal.rank() == ASKED:
@@ -130,7 +130,7 @@ def test_a_process_that_is_stopped_says_nothing_and_a_port_that_is_shut_says_not
             stopped.listen(1)
             here = stopped.getsockname()
             port, name = (here[1], "") if transport == "network" else (0, here[1:].decode())
-            shut = replace(router.endpoints[ASKED], unix=name, port=port, door=-1)
+            shut = replace(router.endpoints[ASKED], unix=name, port=port, listener=-1)
             router.endpoints[ASKED] = shut
             for _ in range(5):  # the last ones find the queue full
                 with engine.lock:
@@ -138,7 +138,7 @@ def test_a_process_that_is_stopped_says_nothing_and_a_port_that_is_shut_says_not
                 time.sleep(0.01)
             withdrawn = asking._question
             with engine.lock:
-                asking.withdraw()
+                asking.cancel()
             assert withdrawn is None or withdrawn.sock.fileno() < 0
         with engine.lock:
             asking.ask(ASKED, heard.append)

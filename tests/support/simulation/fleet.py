@@ -54,32 +54,32 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    for name, module in list(sys.modules.items()):
-        room = ([*name.split("."), ""])[1]
-        if name.startswith("shoal.") and room in ROOMS and module is not None:
-            if getattr(module, "threading", None) is threading:
-                put(module, "threading", world.threading)
-            if getattr(module, "SimpleQueue", None) is queue.SimpleQueue:
-                put(module, "SimpleQueue", world.threading.SimpleQueue)
-    put(clock, "monotonic", lambda: scheduler.now)
-    put(clock, "monotonic_ns", lambda: int(scheduler.now * 1e9))
-    put(clock, "perf_counter_ns", lambda: int(scheduler.now * 1e9))
-    put(clock, "thread_time", lambda: scheduler.now)
-    put(clock, "time", lambda: scheduler.now)
-    put(clock, "sleep", scheduler.sleep)
-    put(clock, "random_bytes", scheduler.chance.randbytes)
-    put(clock, "uniform", scheduler.chance.uniform)
-    put(deferred, "_main", -1)
-    put(engines, "Poller", lambda: Poller(network))
-    put(router, "here", here)
-    put(router, "address_for", lambda mine, *_: network.address(mine.rank))
-    put(listeners, "listen_for", lambda *_: None)
-    put(listeners, "listen_privately", lambda: None)
-    put(tcp, "listen", network.listen)
-    put(tcp, "start_connecting", network.start_connecting)
-    put(tcp, "unconnected", network.unconnected)
-    put(sys.modules["shoal.transport.network_link"], "tune", lambda sock: None)
     try:
+        for name, module in list(sys.modules.items()):
+            room = ([*name.split("."), ""])[1]
+            if name.startswith("shoal.") and room in ROOMS and module is not None:
+                if getattr(module, "threading", None) is threading:
+                    put(module, "threading", world.threading)
+                if getattr(module, "SimpleQueue", None) is queue.SimpleQueue:
+                    put(module, "SimpleQueue", world.threading.SimpleQueue)
+        put(clock, "monotonic", lambda: scheduler.now)
+        put(clock, "monotonic_ns", lambda: int(scheduler.now * 1e9))
+        put(clock, "perf_counter_ns", lambda: int(scheduler.now * 1e9))
+        put(clock, "thread_time", lambda: scheduler.now)
+        put(clock, "time", lambda: scheduler.now)
+        put(clock, "sleep", scheduler.sleep)
+        put(clock, "random_bytes", scheduler.chance.randbytes)
+        put(clock, "uniform", scheduler.chance.uniform)
+        put(deferred, "_main", -1)
+        put(engines, "Poller", lambda: Poller(network))
+        put(router, "local_peer_id", here)
+        put(router, "address_for_listening", lambda mine, *_: network.address(mine.rank))
+        put(listeners, "listen_for", lambda *_: None)
+        put(listeners, "listen_privately", lambda: None)
+        put(tcp, "listen", network.listen)
+        put(tcp, "start_connecting", network.start_connecting)
+        put(tcp, "unconnected", network.unconnected)
+        put(sys.modules["shoal.transport.network_link"], "tune", lambda sock: None)
         yield world
     finally:
         for owner, name, value in reversed(replaced):
