@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.algorithms import ExactDiffusion
 from shoal.topology import OnePeerExponential
+from support.compiler import load_compiler
 from support.optimizers import MEAN, MODEL, RING, SIZE, batch, flat, gradient
 
 Fleets = Callable[..., shoal.Fleet]
@@ -407,6 +408,8 @@ def uniform_ring() -> Tensor:
 
 
 def test_a_compiled_model_shares_its_second_moments() -> None:
+    load_compiler()
+
     def run() -> float:
         shoal.set_topology(shoal.FullyConnectedGraph(2))
         model = deepcopy(MODEL)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.engine.engine import Engine
+from support.compiler import load_compiler
 from support.optimizers import LR, MODEL, RING, SIZE, batch, flat, gradient
 
 Fleets = Callable[..., shoal.Fleet]
@@ -395,6 +396,8 @@ def test_several_models_and_several_optimizers(fleet: Fleets) -> None:
 
 
 def test_a_compiled_model_with_the_exchange_outside(fleet: Fleets) -> None:
+    load_compiler()
+
     def run() -> Tensor:
         shoal.set_topology(shoal.RingGraph(2))
         model = deepcopy(MODEL)

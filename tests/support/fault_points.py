@@ -124,7 +124,7 @@ def arm(point: Point, act: Callable[[], object] = die) -> None:
     elif point.kind == "Entering":
         _before(Rejoin, "_enter", reached)
     elif point.kind == "Telling":  # the others what this agent asks for, in a round of coordination
-        _before(round_, "_written", reached)
+        _before(round_, "_exchange_messages", reached)
     elif point.kind == "Deciding order":  # of what all ask for, as the coordinator
         _before(round_, "decide", reached)
     elif point.kind == "Moving":  # tensors, by a process group
