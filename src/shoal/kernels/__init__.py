@@ -1,8 +1,7 @@
-"""What is computed where tensors are: sums and reductions that read each number once and write it once.
+"""Sums, reductions and copies on the tensors' device, with one read and one write per number.
 
-Each is there twice, as a program in Triton and as operations of torch in the same order, and takes the first where it
-can (:func:`way_of`; :func:`why_not_triton` says why not). See docs/kernels.md for what was seen to
-give the same bits, and how.
+Each has up to three implementations with the same bits: a Triton program, a compiled kernel for CPUs (``native``), and
+torch operations in the same order. :func:`way_of` returns the one that is used. See docs/kernels.md.
 """
 
 from .choice import Way as Way

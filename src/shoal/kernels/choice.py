@@ -18,7 +18,7 @@ _LEAST_CAPABILITY = (8, 0)
 
 @functools.cache
 def why_not_triton() -> str | None:
-    """What keeps Triton from running on the CUDA devices of this machine, as words for people; None if nothing does.
+    """The reason why Triton cannot run on the CUDA devices of this machine, for error messages; None if it can.
 
     ``torch.version.hip`` counts: the programs were compiled for NVIDIA's devices only, and their text was read there.
     """
@@ -34,8 +34,10 @@ def why_not_triton() -> str | None:
 
 
 def hands_over_whole_floats() -> bool:
-    """Triton goes by the types that programs say their parameters have: older releases do for some types only, and
-    round weights of float64 without a word."""
+    """Whether this release of Triton passes float64 parameters in 64 bits.
+
+    Older releases ignore some of the declared types and round float64 weights to 32 bits without an error.
+    """
     from .programs.sums import weighted_sum
 
     typed = [parameter for parameter in weighted_sum.params if parameter.annotation in ("fp64", "i64")]

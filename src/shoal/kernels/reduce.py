@@ -20,8 +20,11 @@ Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def _multiply(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-    """torch rounds a product of complex numbers by where it lies in what is multiplied at once; written out in real
-    ones, it is the same however tensors are cut."""
+    """Multiply, with real operations for complex numbers.
+
+    torch rounds a complex product differently in the vectorized part and in the tail of a tensor. Real operations give
+    the same bits however a tensor is split.
+    """
     if not out.is_complex():
         torch.mul(one, other, out=out)
         return
@@ -121,7 +124,7 @@ def reduce(
 ) -> None:
     """``out`` becomes the sum, average, product, minimum or maximum of ``inputs``, in their order.
 
-    Whole numbers, products of complex ones and more than 16 inputs go by torch, whichever way is asked for.
+    Integers, complex products and more than 16 inputs are computed by torch, whatever ``way`` is.
 
     Args:
         out: Flat, without gaps; it may be one of ``inputs``.

@@ -30,7 +30,7 @@ _MOST_PARTS = 1 << 24
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """What numbers are computed in."""
+    """The dtype of the computation: float32 for 16-bit tensors, else the tensor's own."""
     return torch.float32 if dtype in HALF else dtype
 
 
@@ -40,7 +40,7 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Factor(NamedTuple):
-    """What a sum is divided or multiplied by."""
+    """The common factor of a sum, and whether it divides."""
 
     number: float
     divides: bool
@@ -239,7 +239,7 @@ def _in_passes(
 
 
 def check_weight(weight: float, dtype: torch.dtype) -> None:
-    """Raise RuntimeError, as torch does, for the weight of a term that is finite and would not be in ``dtype``."""
+    """Raise RuntimeError, as torch does, if a finite weight overflows ``dtype``."""
     if math.isfinite(weight) and abs(weight) > torch.finfo(dtype).max:
         raise RuntimeError(f"weight {weight} cannot be converted to {dtype} without overflow")
 

@@ -1,7 +1,7 @@
 """Compare the compiled kernels with torch's operations when they are loaded, on a few numbers of each kind.
 
-Agents with and without the kernels must have the same bits. Which operations torch fuses depends on its build and on
-the CPU, so it is seen here and not assumed.
+Agents with and without the kernels must compute the same bits. Whether torch fuses a multiply-add depends on its build
+and on the CPU, so this module compares results instead of assuming it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUMBERS = 96 + 5
 
 
 def differing(kernels: ctypes.CDLL) -> str | None:
-    """Which operation has other bits than torch's, as words for people; None if none has."""
+    """The first operation whose bits differ from torch's, for messages; None if there is none."""
     chance = torch.Generator().manual_seed(5)
     drawn = [torch.randn(_NUMBERS, generator=chance, dtype=torch.float64) for _ in range(3)]
     for dtype, code in DTYPES.items():

@@ -1,7 +1,7 @@
-"""What compressors do to each number, by the compiled kernels.
+"""The per-number work of compressors, by the compiled kernels.
 
-Each function returns whether it has done its work: False where the kernels are not here, or do not take these tensors;
-then the caller computes the same bits by torch. Tensors are flat, without gaps, and in the memory of the CPU.
+Each function returns whether it did the work. It returns False if the kernels are not loaded or do not support these
+tensors; the caller then computes the same bits by torch. Tensors are flat, contiguous CPU tensors.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _FUSES = ("AVX2", "AVX512")
 
 
 def why_not_native() -> str | None:
-    """What keeps the compiled kernels from being used in this process, as words for people; None if they are used."""
+    """The reason why this process does not use the compiled kernels, for messages; None if it does."""
     return _loaded()[1]
 
 

@@ -12,9 +12,9 @@ from .loading import library
 
 MOST_INPUTS = 64
 LEAST_BYTES = 16 << 10
-"""A smaller result is computed by torch: its few operations take less time than the call."""
+"""A smaller result is computed by torch: its few operations take less time than a call through ctypes."""
 STREAMED_BYTES = 8 << 20
-"""A result of so many bytes is written past the caches, which would not keep it until it is read."""
+"""A result of at least this many bytes is written by non-temporal stores: the caches would evict it before it is read."""
 _VECTOR_BYTES = 32
 
 
@@ -45,7 +45,7 @@ def weigh(
         out: One that :func:`fits`. It may be one of ``inputs``, and not overlap one otherwise.
         inputs: The terms, in their order.
         weights: One for each; not used where there is a factor.
-        factor: What the sum is multiplied by, or divided by where ``divides``.
+        factor: Multiplies the sum of the inputs, or divides it if ``divides``.
         also: A second tensor that becomes the same, like ``out``; no input.
     """
     kernels = library()
@@ -72,7 +72,7 @@ def reduce(out: torch.Tensor, how: str, inputs: Sequence[torch.Tensor], parts: S
     Args:
         out: One that :func:`fits`. It may be one of ``inputs``, and not overlap one otherwise.
         how: One of :data:`REDUCTIONS`.
-        inputs: What is reduced.
+        inputs: The tensors to reduce, in their order.
         parts: How many inputs each part has, from the first on; none if all are one part.
     """
     kernels = library()
@@ -102,7 +102,7 @@ def copies(out: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def copy(out: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor past the caches, where :func:`copies` says so."""
+    """Copy a tensor with non-temporal stores. Call it only if :func:`copies` returns True."""
     kernels = library()
     assert kernels is not None
     kernels.shoal_copy(out.data_ptr(), tensor.data_ptr(), out.nbytes)
