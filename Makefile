@@ -19,7 +19,7 @@ RAY := tests/frameworks/test_ray.py
 # Options of `shoal run` for the demo, as in: make demo DEMO="--on-failure continue"
 DEMO ?=
 
-.PHONY: demo test frameworks clusters soak lint bench locked lock audit sbom clean
+.PHONY: demo test coverage versions frameworks clusters soak lint bench locked lock audit sbom clean
 
 demo: $(STAMP)
 	$(BIN)/shoal run --no-prefix -n 4 $(DEMO) examples/train_digits.py --picture out/digits.png
@@ -51,6 +51,20 @@ $(FRAMEWORKS)/.locked: pyproject.toml constraints.txt requirements/frameworks.lo
 	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --no-deps --require-hashes --requirement requirements/kernels.lock
 	$(FRAMEWORKS)/bin/python -m pip install $(QUIET) --no-deps --no-build-isolation --editable .
 	touch $@
+
+# Which lines of the package the tests run, also in agents and scripts: a table of its folders, and modules under 80%.
+# What a process that is killed by SIGKILL has run is lost. A test that fails while each line is counted stops nothing.
+coverage: $(STAMP)
+	rm -rf out/coverage
+	mkdir -p out/coverage
+	-OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/coverage run -m pytest -m "$(MARKED)" --cases=few -n 3 --dist worksteal $(TESTS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage json --quiet -o out/coverage/coverage.json
+	$(BIN)/python tools/covered.py out/coverage/coverage.json
+
+# The core tests with another Python or torch, in an environment of their own: make versions PYTHON=python3.13 TORCH=2.6.0
+versions:
+	$(PYTHON) tools/versions.py $(if $(TORCH),--torch $(TORCH)) $(VERSIONS)
 
 soak: $(STAMP)
 	$(BIN)/pytest -m soak --timeout 1800

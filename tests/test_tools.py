@@ -1,0 +1,63 @@
+"""What `make coverage` prints, and what `make versions` installs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_lines_are_summed_by_folder_and_modules_with_few_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "coverage.json"
+    report.write_text(
+        """{"files": {
+            "src/shoal/engine/matching.py": {"summary": {"num_statements": 100, "covered_lines": 95}},
+            "/shoal/src/shoal/engine/parts/one.py": {"summary": {"num_statements": 100, "covered_lines": 45}},
+            "src/shoal/clock.py": {"summary": {"num_statements": 8, "covered_lines": 8}},
+            "src/shoal/empty/__init__.py": {"summary": {"num_statements": 0, "covered_lines": 0}}
+        }}"""
+    )
+    tool("covered").main([str(report)])
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert [line.split() for line in first.splitlines()] == [
+        ["lines", "not", "run", "run"],
+        ["shoal", "8", "0", "100%"],
+        ["shoal/engine", "200", "60", "70%"],
+        ["together", "208", "60", "71%"],
+    ]
+    assert "less than 80%" in second
+    assert [line.split() for line in second.splitlines()[2:]] == [["shoal/engine/parts/one.py", "100", "55", "45%"]]
+
+
+def test_the_oldest_versions_are_those_that_the_package_says() -> None:
+    versions = tool("versions")
+    project = (ROOT / "pyproject.toml").read_text()
+    bounds = versions.lower_bounds(project)
+    assert {"torch", "numpy", "networkx", "rich"} <= bounds.keys()
+    torch, *others = versions.pinned("", True, project)
+    assert torch == f"torch=={bounds['torch']}" and f"numpy=={bounds['numpy']}" in others
+    assert versions.pinned("2.9.1", False, project) == ["torch==2.9.1"]
+    assert versions.pinned("", False, project) == ["torch"]
+
+
+def test_a_dependency_without_a_lower_bound_is_not_passed_over() -> None:
+    with pytest.raises(AssertionError, match="no lower bound"):
+        tool("versions").lower_bounds('dependencies = [\n  "torch>=2.6",\n  "numpy",\n]\n')
+
+
+def test_the_core_tests_are_there() -> None:
+    assert [name for name in tool("versions").CORE if not (ROOT / name).exists()] == []
