@@ -26,7 +26,7 @@ CORE = (
     "tests/test_import.py",
     "tests/test_public_names.py",
     "tests/algorithms/test_run.py",
-    "tests/cli/test_starting.py",
+    "tests/cli/test_launch_environment.py",
     "tests/compression/test_wire_format.py",
     "tests/engine/test_matching.py",
     "tests/faults/test_link_reset.py",

@@ -192,7 +192,7 @@ class NetworkLink(Outgoing):
         return True
 
     def _send(self, unit: bytes | _Piece) -> None:
-        """Put a unit in line. Its memory stays as it is until the receiver has answered for it (``outbox.py``), so for
+        """Put a unit in line. Its memory stays as it is until the receiver has answered for it (``sender.py``), so for
         as long as it may have to be sent once more."""
         self._sent.keep(unit)
         if isinstance(unit, bytes):

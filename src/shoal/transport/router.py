@@ -82,15 +82,15 @@ class Router:
         self._receiver = receiver
 
     def answer_by(self, answer: Callable[[int, int], int]) -> None:
-        """What to say to an agent that only asks, by its rank and incarnation; see :mod:`~.asking`."""
+        """What to say to an agent that only asks, by its rank and incarnation; see :mod:`~.peer_probe`."""
         self._answer = answer
 
     def ask_others_by(self, ask: Callable[[int], None]) -> None:
-        """How to have other agents ask a peer for a reversed connection; see :mod:`~.reversing`."""
+        """How to have other agents ask a peer for a reversed connection; see :mod:`~.reverse_connections`."""
         self._ask_others = ask
 
     def describe_by(self, describe: Callable[[float], dict[str, Any]]) -> None:
-        """What this agent does, for another shell; see :mod:`~.inquiries`."""
+        """What this agent does, for another shell; see :mod:`~.status_socket`."""
         self.describe = describe
 
     def listen(

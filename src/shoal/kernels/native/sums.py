@@ -14,7 +14,7 @@ MOST_INPUTS = 64
 LEAST_BYTES = 16 << 10
 """A smaller result is computed by torch: its few operations take less time than a call through ctypes."""
 STREAMED_BYTES = 8 << 20
-"""A result of at least this many bytes is written by non-temporal stores: the caches would evict it before it is read."""
+"""A result of at least so many bytes is written by non-temporal stores: caches would evict it before it is read."""
 _VECTOR_BYTES = 32
 
 
