@@ -1,6 +1,6 @@
 """What an agent tells its launcher where somebody looks on (``shoal run --watch``): a summary, twice a second.
 
-The launcher listens on a Unix socket that only its user can reach (``doors.py``), and says in ``SHOAL_WATCH`` where.
+The launcher listens on a Unix socket that only its user can reach (``transport/listeners.py``), and says in ``SHOAL_WATCH`` where.
 What is said is what ``shoal status`` is told, with what has been sent on each edge. A thread of its own makes and sends
 it, so that nothing that is wrong with it ends an exchange; it never waits for the launcher: a summary for which there
 is no room is dropped, as the next one says all of it. Without the variable there is no thread, and nothing is counted.
