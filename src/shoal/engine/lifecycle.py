@@ -1,9 +1,8 @@
-"""The life of an operation: submitted, resumed, entering its stages, settled with a result or an error.
+"""The life of an operation: submitted, resumed, entering its stages, ended with a result or an error.
 
-An operation is a generator (``operation.py``). It is resumed when the messages of its stage have come (``matching.py``
-says which those are), and what it yields is posted. This is the one place where operations begin, go on and end: what
-others say comes from ``dispatch.py``, what time says from ``watchdog.py``, the loss of an agent from ``failures.py``;
-what belongs together to ``fusion.py``, which overrides how an operation proceeds and fails.
+An operation is a generator (``operation.py``). It is resumed when the messages of its stage have arrived, which
+``matching.py`` decides. Only this module begins, resumes and ends operations: ``dispatch.py`` calls it for messages,
+``watchdog.py`` for deadlines, ``failures.py`` for lost agents. ``fusion.py`` overrides how fused ones proceed and fail.
 """
 
 from __future__ import annotations
@@ -55,20 +54,20 @@ ASK_AFTER = 0.02
 
 
 class Lifecycle:
-    """Of all operations of one agent. Used under the engine's lock, but for what says that it takes the lock.
+    """The lifecycle of all operations of one agent. Used under the engine's lock, unless a method takes it itself.
 
     Args:
-        prepare: Told of an operation before it enters a stage: what came for it in another form is unpacked then.
-        planned: Whom a round of a name is planned without, as all agree, of an operation that may outlive a loss.
-        result_cache: Told of operations of all that end, where others may outlive this agent.
+        prepare: Called before an operation enters a stage: unpacks messages for it that arrived fused.
+        planned: The plan of a round of a name, as all agents agreed, for an operation that may survive a loss.
+        result_cache: Notified of collective operations that end, whose result other agents may still need.
 
     Attributes:
-        ready: What can go on, for whoever drives.
-        unbegun: What may be fused, and begins when somebody drives. Fusion takes it from here.
-        gate: What may begin.
-        callbacks: Whom to call back, for whoever drives.
-        missed: Who has left, and is needed all the same.
-        backend_stages: Of stages whose tensors do not travel over links.
+        ready: Operations to resume, for the driving thread.
+        unbegun: Operations that may be fused and begin when a thread drives. Fusion takes them from here.
+        gate: Decides which operations may begin.
+        callbacks: Callbacks to run, for the driving thread.
+        missed: Agents that have shut down although they are needed.
+        backend_stages: Stages whose tensors a backend moves.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Lifecycle:
     ) -> Handle[T] | None:
         """Begin an operation; see :meth:`Engine.submit`. Takes the lock: the generator begins without it.
 
-        None where it has to wait until the agents that are left agree on a loss.
+        None if it has to wait until the survivors have agreed on a loss.
         """
         with self._lock:
             gate = self.gate
@@ -169,15 +168,16 @@ class Lifecycle:
         return handle
 
     def begin(self, operation: Operation) -> None:
-        """Begin by itself what may be fused. Also without the lock."""
+        """Begin an operation that may be fused by itself. Also without the lock."""
         fusible = operation.fusible
         assert fusible is not None
         if self._make(operation, fusible.alone):
             self.resume(operation, None)
 
     def _make(self, operation: Operation, begins: Callable[[Operation], Steps[Any]], past_first: bool = False) -> bool:
-        """Make the generator of an operation, past its first exchange where that has been. It computes: where it
-        fails, so does the operation, since the others must not wait for it."""
+        """Create the generator of an operation, advanced past its first exchange if that has ended. It computes. If it
+        fails the operation fails, since other agents must not wait for it.
+        """
         try:
             operation.generator = generator = begins(operation)
             if past_first:
@@ -193,11 +193,11 @@ class Lifecycle:
     # Going on
 
     def make_ready(self, operation: Operation) -> None:
-        """All that its stage needs is there: whoever drives resumes it."""
+        """Its stage is complete: the driving thread resumes it."""
         self.ready.append(operation)
 
     def resume(self, operation: Operation, arrived: Arrived | None) -> None:
-        """Run an operation to its next exchange, without the lock: it may compute."""
+        """Run an operation to its next exchange, without the lock because it may compute."""
         if torch.is_inference_mode_enabled():  # a thread's; but what one thread makes here, another may go on with
             with torch.inference_mode(False):
                 self.resume(operation, arrived)
@@ -230,7 +230,7 @@ class Lifecycle:
             raise error
 
     def resume_ready(self) -> None:
-        """Resume all that can go on. Without the lock."""
+        """Resume all operations that are ready. Without the lock."""
         ready = self.ready
         while ready:
             operation = ready.popleft()
@@ -243,7 +243,7 @@ class Lifecycle:
                 self.resume(operation, None if stage is None else stage.arrived)
 
     def proceed(self, operation: Operation, item: Yields | None, result: Any, error: BaseException | None) -> None:
-        """Do what an operation asked for when it stopped computing."""
+        """Do what an operation asked for when it yielded."""
         if operation.error is not None:  # it was failed meanwhile
             close_generator(operation)
             operation.release()
@@ -261,16 +261,16 @@ class Lifecycle:
             self.settle(operation, result, error)
 
     def await_confirmation(self, operation: Operation, result: Any) -> None:
-        """It has its result, and ends when its destinations have confirmed that they expected what was sent."""
+        """It has its result, and ends when its destinations have confirmed its messages."""
         operation.outcome = (result,)
         self.leave_stage(operation)
         if self._matcher.has_late(operation):
             self.settle(operation, None, None)
 
     def _enter(self, operation: Operation, exchange: Exchange) -> None:
-        """Begin a stage: take what came early, then send.
+        """Begin a stage: take messages that arrived early, then send.
 
-        In this order: what came early may not fit, and then nothing is sent that others would have to refuse.
+        In this order, because an early message may not match; then nothing is sent that peers would have to refuse.
         """
         if operation.stage is not None:
             self.leave_stage(operation)
@@ -318,14 +318,14 @@ class Lifecycle:
             self._progress.check_by(clock.monotonic() + ASK_AFTER)
 
     def go_on(self, operation: Operation, stage: Stage) -> None:
-        """Something of a stage has come, or was sent: where that was the last, it goes on."""
+        """A message of a stage has arrived or was sent: if it was the last, resume the operation."""
         if stage.complete:
             self.make_ready(operation)
         else:
             self.backend_stages.ask_if_agreed(operation, stage)
 
     def leave_stage(self, operation: Operation) -> None:
-        """The operation is done with the messages of its stage: their senders may have their memory back."""
+        """The operation has used the messages of its stage: their senders may free the memory."""
         stage = operation.stage
         if stage is None:
             return
@@ -336,7 +336,7 @@ class Lifecycle:
         operation.stage = None
 
     def send_deferred(self, channel: Channel) -> None:
-        """Send what has waited for the receivers of a name to come nearer."""
+        """Send messages that waited until the receivers of a name had caught up."""
         if channel.deferred:
             for operation, stage in channel.sendable():
                 self._sender.post(channel, operation, stage)
@@ -344,7 +344,7 @@ class Lifecycle:
         self._matcher.tidy(channel)
 
     def move_by_links(self) -> None:
-        """An agent was lost: tensors that a carrier was to move go by links."""
+        """An agent was lost: tensors that a backend was to move travel over links."""
         for operation in self.backend_stages.go_by_links():
             if operation not in self.ready:
                 self.make_ready(operation)
@@ -352,7 +352,7 @@ class Lifecycle:
     # What others say
 
     def take(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
-        """Give a stage a message that is for it, if the two agree."""
+        """Give a stage a message, if both agents agree on it."""
         reason = disagreement(operation, stage, source, message, self._rank)
         if reason:
             self.fail(operation, self._refuse(source, message, reason))
@@ -360,7 +360,7 @@ class Lifecycle:
             self.accept(operation, stage, source, message)
 
     def accept(self, operation: Operation, stage: Stage, source: int, message: Message) -> None:
-        """Give a stage its message; the operation is told when more of the payload is here."""
+        """Give a stage its message; the operation is notified when more of the payload has arrived."""
         stage.take(source, message)
         carried = stage.exchange.carried
         if stage.to_move and carried is not None and carried.confirm:
@@ -375,7 +375,7 @@ class Lifecycle:
             self.make_ready(operation)
 
     def acknowledged(self, source: int, token: int) -> None:
-        """A receiver has read what was sent to it, or never will."""
+        """A receiver has read its message, or never will."""
         found = self._sender.acknowledged(source, token)
         if found is None:
             return
@@ -385,7 +385,7 @@ class Lifecycle:
         self.send_deferred(channel)
 
     def confirmed_in_part(self, source: int, message: Message) -> None:
-        """A receiver expected one of several tensors that it was sent at once."""
+        """A receiver expected one of several tensors that it was sent in one message."""
         operation = self._sender.confirmed_in_part(source, message)
         if operation is not None:
             self._end_if_confirmed(operation)
@@ -397,7 +397,7 @@ class Lifecycle:
             self.settle(operation, outcome[0], None)
 
     def refuse_unexpected(self, source: int, message: Message) -> Mismatch:
-        """Turn away what nobody here has asked for. Returns the error for this side."""
+        """Refuse a message that no operation here expects. Returns the error for this side."""
         return self._refuse(source, message, unexpected(source, self._rank))
 
     def _refuse(self, source: int, message: Message, reason: str) -> Mismatch:
@@ -406,8 +406,9 @@ class Lifecycle:
         return Mismatch(f"{what}: {reason}", (source, self._rank))
 
     def blame(self, source: int, name: str, error: ShoalError) -> None:
-        """A round that has ended well here did not fit a peer: what waits for that peer under the name, or else the
-        next call, raises."""
+        """A round that ended here did not match a peer: the operation that waits for that peer under the name raises, or
+        else the next call.
+        """
         waiting = [operation for operation in self._matcher.under(name) if source in operation.waiting_for]
         for operation in waiting:
             self.fail(operation, error)
@@ -417,7 +418,7 @@ class Lifecycle:
     # Ending
 
     def settle(self, operation: Operation, result: Any, error: BaseException | None) -> None:
-        """End an operation, with a result or an error."""
+        """End an operation with a result or an error."""
         operation.error = error
         ended_well = error is None
         late, asks = self._matcher.end(operation, error)  # first: what comes from here on must find the round ended
@@ -446,24 +447,24 @@ class Lifecycle:
             self._events.emit(kind, operation.op, operation.name, operation.round, detail=detail)
 
     def fail(self, operation: Operation, error: BaseException) -> None:
-        """End an operation from outside, or all of a fused one."""
+        """End an operation from outside, or all parts of a fused one."""
         operation.fail(self, error)
 
     def end(self, operation: Operation, error: BaseException) -> None:
-        """What failing means to an operation that is not fused. Its generator is closed by whoever runs it, or here if
-        nobody does."""
+        """Fail an operation that is not fused. The thread that runs its generator closes it, or else this call."""
         if operation.handle is not None:
             self.settle(operation, None, error)
             close_generator(operation)
 
     def fail_all(self, error: BaseException) -> None:
-        """End all operations that are in flight."""
+        """End all operations in flight."""
         for operation in self._matcher.in_flight():
             self.fail(operation, error)
 
     def close(self, error: ShoalError, died: bool) -> None:
-        """Take no more operations, and end what waits for others; what only waits for its turn to send is let go on
-        unless this agent ``died``."""
+        """Accept no more operations, and end those that wait for other agents. Those that only wait for their turn to
+        send continue, unless this agent ``died``.
+        """
         for operation in self._matcher.in_flight():
             if died or not self._matcher.channel(operation).defers(operation):
                 self.fail(operation, error)
@@ -475,7 +476,7 @@ class Lifecycle:
     # Telling callers
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
-        """Keep the promise of a handle."""
+        """Set the outcome of a handle."""
         for callback in handle.end(result, error):
             self.callbacks.add(callback, handle, handle.operation)
         self._progress.notify()
@@ -483,15 +484,15 @@ class Lifecycle:
     # After a loss that the others outlive
 
     def forget_before(self, operation: Operation, stage: int) -> None:
-        """Begin with a stage: what was sent for those before it, for another attempt, is of no use."""
+        """Begin with a stage: messages for earlier stages, of another attempt, are dropped."""
         operation.next_stage = stage
         for source, message in self._matcher.before(operation, stage):
             self._sender.acknowledge(source, message)
 
     def _begin_again(self, operation: Operation, recovery: Recovery) -> None:
-        """Make the generator of an operation anew. Without the lock: it computes.
+        """Create the generator of an operation again. Without the lock: it computes.
 
-        One that goes on in its stage is sent what has come for that once more; its first exchange is that stage.
+        One that continues in its stage receives the messages of that stage once more; its first exchange is that stage.
         """
         recovery.again = False
         stage = operation.stage

@@ -1,11 +1,11 @@
-"""What an operation is to the engine: a generator that yields exchanges, and the handle its caller holds.
+"""The operation as the engine sees it: a generator that yields exchanges, and the handle its caller holds.
 
-An operation such as ``neighbor_allreduce`` is written as a generator. It yields an :class:`Exchange` (what to send to
-whom, and from whom to receive), is resumed with the messages once all have come, computes, and yields the next exchange
-or returns its result. So an operation of several stages, such as an all-reduce, still reads from top to bottom, blocks
-nobody, and is matched, timed and failed by the engine like any other.
+An operation such as ``neighbor_allreduce`` is a generator. It yields an :class:`Exchange`: what to send to which ranks,
+and from which ranks to receive. It is resumed with the messages once all have arrived, computes, and yields the next
+exchange or returns its result. So an operation of several stages, such as an all-reduce, reads from top to bottom and
+blocks no other operation. The engine matches, times and fails all operations alike.
 
-Where a payload comes in pieces, as on a network, the operation may compute on what is there and yield :data:`MORE`.
+If a payload arrives in pieces, as on a network, the operation may compute on the pieces so far and yield :data:`MORE`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Arrived = dict[int, Message]
 
 @dataclass(slots=True)
 class Send:
-    """One message of an exchange: elements ``start`` to ``stop`` of what was published, as a tensor of ``shape``."""
+    """One message of an exchange: elements ``start`` to ``stop`` of the published tensor, as a tensor of ``shape``."""
 
     destination: int
     published: Published
@@ -55,14 +55,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class BackendRequest:
-    """That the tensors of a stage may travel over an engine that needs one order of operations on all agents.
+    """States that the tensors of a stage may travel over a backend that needs one order of operations on all agents.
 
     Attributes:
-        among: The ranks that take part, ascending, none for all that are there: each of them comes to this stage. None:
-            nobody but those concerned does, and who that is only they know.
-        collective: In the place of sends.
-        what: What has to be the same on all, in words, where no messages say it.
-        confirm: Each end of an edge knows of it by itself, so who receives has to confirm that it expects what is sent.
+        among: The ranks that take part, ascending; empty for all members. Each of them reaches this stage. None: only
+            the ends of the edges do, and only they know which ranks these are.
+        collective: A collective operation of the backend that replaces the sends.
+        what: The value that must be equal on all ranks, in words, if no message carries it.
+        confirm: Both ends know of the edge independently, so the receiver confirms that it expects the message.
     """
 
     among: tuple[int, ...] | None = ()
@@ -78,27 +78,27 @@ class Exchange:
     sends: Sequence[Send]
     sources: Sequence[int]
     dtype: torch.dtype | None = None
-    """What every source must send; None: anything."""
+    """The dtype that every source must send; None: any."""
     shape: tuple[int, ...] | None = None
     checked: bool = False
-    """End the operation only when every destination has confirmed that it expected this."""
+    """End the operation only when every destination has confirmed that it expected the message."""
     digest: int = 0
-    """Must be equal on both sides of an edge: the topology, the root, or whatever else has to agree."""
+    """Must be equal on both sides of an edge: a hash of the topology, the root, or other arguments that must agree."""
     digest_of: str = "topology"
     coordinates: bool = False
-    """It moves no tensor: agents tell each other who sends to whom, or that they are there."""
+    """It moves no tensor: agents exchange who sends to whom, or synchronize."""
     stage: int | None = None
-    """Its number within the operation, where agents go through different numbers of stages; else they are counted."""
+    """Its number within the operation, if agents pass different numbers of stages; else stages are counted."""
     early: int = 0
-    """What is sent is for a stage so many before: its receivers go through more of them."""
+    """Messages are for a stage this many before: the receivers pass more stages."""
     carried: BackendRequest | None = None
-    """Its tensors may travel by other ways than Shoal's own; else they do not."""
-    on_device: bool | None = None  # whether callers' tensors are on devices, where both sides of an edge must agree
+    """Allows a backend to move its tensors; None: only Shoal's links do."""
+    on_device: bool | None = None  # whether callers' tensors are on a device, if both sides must agree
 
 
 Yields = Exchange | Future | str
 Steps = Generator[Yields, Arrived, T]
-"""An operation in the making: yields exchanges, or what it waits for; is sent what arrived; returns the result."""
+"""The generator of an operation: yields exchanges or futures, is sent the messages, returns the result."""
 
 
 @dataclass(slots=True)
@@ -110,35 +110,35 @@ class Stage:
     missing: set[int]
     arrived: Arrived
     posted: bool = False
-    to_move: bool = False  # its tensors have still to be moved by a carrier
-    asked_for: bool = False  # which has been asked to
-    unconfirmed: set[int] = field(default_factory=set)  # who has still to say that it expects what will be moved
-    absent: set[int] = field(default_factory=set)  # of whom a carrier does not know that they have come
-    transferred_with: set[int] = field(default_factory=set)  # who takes part in moving them, once they are moved
+    to_move: bool = False  # a backend still has to move its tensors
+    asked_for: bool = False  # the backend has been asked to
+    unconfirmed: set[int] = field(default_factory=set)  # receivers that have not confirmed
+    absent: set[int] = field(default_factory=set)  # members that the backend does not know to have reached it
+    transferred_with: set[int] = field(default_factory=set)  # members of the transfer, once it has begun
     started: float = field(default_factory=lambda: clock.monotonic())
     asked: float = 0.0
-    """When those were asked last who are missing."""
+    """When the missing agents were last probed."""
     behind: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of those who are missing, whom they wait for themselves, as they have said."""
+    """For missing agents: the ranks that they reported to wait for."""
 
     @property
     def needs(self) -> set[int]:
-        """The ranks that it has still to hear from, or to send to."""
+        """The ranks that it still has to receive from or send to."""
         carried = self.exchange.carried if self.to_move else None
         others = carried.collective.members if carried is not None and carried.collective is not None else ()
         return self.missing | {send.destination for send in self.exchange.sends} | {*others}
 
     def expect_confirmation(self, rank: int) -> None:
-        """A receiver has to say that it expects what will be moved."""
+        """A receiver has to confirm that it expects the tensor that the backend will move."""
         self.unconfirmed.add(rank)
 
     def confirmed_by(self, rank: int) -> None:
-        """An agent has come to it, or expects what is to be moved there."""
+        """An agent has reached this stage, or expects the tensor that the backend will move."""
         self.unconfirmed.discard(rank)
         self.absent.discard(rank)
 
     def goes_by_links(self) -> None:
-        """What was announced and has not been moved comes by links."""
+        """Announced tensors that the backend has not moved arrive over links instead."""
         self.to_move = self.asked_for = False
         self.unconfirmed, self.absent, self.transferred_with = set(), set(), set()
         for source, message in list(self.arrived.items()):
@@ -150,7 +150,7 @@ class Stage:
         return any(send.destination == rank for send in self.exchange.sends)
 
     def will_send(self, rank: int, number: int) -> bool:
-        """Whether a rank need not be told that nothing comes for its stage of a number."""
+        """Whether this stage sends to the rank, which then needs no notice that nothing comes for stage ``number``."""
         return number == self.number - self.exchange.early and self.sends_to(rank)
 
     @property
@@ -158,35 +158,36 @@ class Stage:
         return self.posted and not self.missing and not self.to_move
 
     def has_all_of(self, source: int) -> bool:
-        """Nothing can still come from a source."""
+        """Nothing more can arrive from a source."""
         message = self.arrived.get(source)
         return message is not None and (message.payload is None or message.payload.complete)
 
     def take(self, source: int, message: Message) -> None:
-        """Its message from a source has come, if not yet all of its payload."""
+        """Record that the message of a source has arrived, although parts of its payload may be missing."""
         self.missing.discard(source)
         self.arrived[source] = message
 
 
 class Family(Protocol):
-    """Operations that differ in nothing but their tensors. Those of equal families may go together."""
+    """Operations that differ only in their tensors. Operations of equal families may be fused."""
 
     def together(self, operation: Operation, parts: list[FusionSpec], /) -> Steps[list[torch.Tensor | Exception]]:
-        """The steps of several as one. Their stages, whom they send to and what for have to be those of each by
-        itself, over all tensors joined: so that one agent may do together what another does one by one."""
+        """The steps of several operations as one, over all tensors joined. Stages, destinations and purposes must be those
+        of each by itself, so that one agent may fuse operations that another runs one by one.
+        """
         ...
 
 
 @dataclass(slots=True)
 class FusionSpec:
-    """What an operation that may be fused is about.
+    """The description of an operation that may be fused.
 
     Attributes:
         flat: A copy of the caller's tensor, ``[numel]``.
-        shape: Of the tensor.
-        out: Where its result goes.
-        alone: Its steps, by itself.
-        family: What it may go together with.
+        shape: The shape of the tensor.
+        out: The tensor that takes the result.
+        alone: The steps of the operation if it is not fused.
+        family: The operations that it may be fused with.
     """
 
     flat: torch.Tensor
@@ -196,12 +197,12 @@ class FusionSpec:
     family: Family
 
     def may_go_with(self, other: FusionSpec) -> bool:
-        """They may be joined to one tensor, and what is done with it is what is done with each."""
+        """Whether both tensors may be joined and processed as one."""
         return self.flat.dtype == other.flat.dtype and self.family == other.family
 
 
 class Mover(Protocol):
-    """What moves operations forward, as an operation knows it: its lifecycle."""
+    """The interface by which an operation reaches its lifecycle."""
 
     def proceed(self, operation: Operation, item: Yields | None, result: Any, error: BaseException | None) -> None: ...
 
@@ -209,28 +210,26 @@ class Mover(Protocol):
 
 
 class FailurePolicy(Enum):
-    """What becomes of an operation that needs an agent which is lost, where the others go on."""
+    """The fate of an operation that needs a lost agent, in a job whose survivors continue."""
 
     FAIL = auto()
-    SKIP_MISSING = (
-        auto()
-    )  # without what that agent has not sent, in the one exchange that it has: each edge counts for itself
-    RETRY = auto()  # among those that are left: all must have the same result
+    SKIP_MISSING = auto()  # continues without the missing messages; it has one exchange, whose edges are independent
+    RETRY = auto()  # restarts among the survivors, because all must have the same result
 
 
 @dataclass(slots=True)
 class Recovery:
-    """What an operation needs to outlive the loss of an agent.
+    """The state that an operation needs to survive the loss of an agent.
 
     Attributes:
-        steps: Makes its generator anew.
-        on_loss: Whether it goes on or begins anew.
-        plan: Whom it is planned without; the same on all agents.
-        input: The tensor that it began with, and where that was published; it may be gone from where it was.
-        result: Of one that restarts, once it is here and before all others have theirs.
-        again: Its generator is to be made anew.
-        take: Makes the result of it, from that of another agent on which it has ended.
-        copy: Of the result, for others on which it may not have ended.
+        steps: Creates its generator again.
+        on_loss: Whether it continues without the lost agent or restarts.
+        plan: The ranks that it excludes; equal on all agents.
+        input: The tensor that it began with and its published copy; the caller may have changed the tensor since.
+        result: The result of a restarting operation, from its arrival until all other agents have theirs.
+        again: Its generator has to be created again.
+        take: Computes its result from the result of another agent on which it has ended.
+        copy: A copy of the result, for agents on which it may not have ended.
     """
 
     steps: Callable[[Operation], Steps[Any]]
@@ -244,14 +243,14 @@ class Recovery:
 
     @property
     def first_stage(self) -> int:
-        """Stages of what began anew have other numbers, so that what was sent before is not taken for theirs."""
+        """Stages after a restart have other numbers, so that old messages are not mistaken for theirs."""
         return (self.plan.attempt & 0xFF) << 8 if self.on_loss is FailurePolicy.RETRY else 0
 
 
 class Operation:
     """One call, from its submission to its result.
 
-    Its fields are written by its lifecycle and, as to fusion, by fusion, under the engine's lock.
+    Only its lifecycle writes its fields, and fusion those about fusion, under the engine's lock.
     """
 
     __slots__ = (
@@ -295,7 +294,7 @@ class Operation:
         self.next_stage = 0
         self.leases: list[Lease] = []
         self.unconfirmed: dict[int, int] = {}  # token: destination
-        self.outcome: tuple[Any] | None = None  # the result, while destinations have still to confirm
+        self.outcome: tuple[Any] | None = None  # the result, until all destinations have confirmed
         self.waiting_more = False
         self.stalled = False
         self.error: BaseException | None = None
@@ -313,60 +312,60 @@ class Operation:
         return describe(self.op, self.name, self.round)
 
     def proceed(self, mover: Mover, item: Yields | None, result: Any, error: BaseException | None) -> None:
-        """Do what its generator asked for when it stopped computing."""
+        """Do what its generator asked for when it yielded."""
         mover.proceed(self, item, result, error)
 
     def release(self) -> None:
-        """Give back the memory that it published in; what others still read there has leases of its own."""
+        """Free the memory that it published in; memory that other agents still read has leases of its own."""
         for lease in self.leases:
             lease.release()
         self.leases = []
         self.recovery = None  # it holds what it began with, and perhaps the result
 
     def fail(self, mover: Mover, error: BaseException) -> None:
-        """End it from outside."""
+        """End the operation from outside."""
         mover.end(self, error)
 
     @property
     def parts(self) -> Sequence[Operation]:
-        """The calls that it is about: itself, or those that are fused in it."""
+        """The calls that it consists of: itself, or those that are fused in it."""
         return (self,)
 
     def expect_confirmation(self, token: int, destination: int) -> None:
-        """A destination has to confirm that it expected what is sent with a token."""
+        """A destination has to confirm that it expected the message with this token."""
         self.unconfirmed[token] = destination
 
     def confirmed(self, token: int) -> None:
-        """A destination has answered what was sent with a token."""
+        """A destination has answered the message with this token."""
         self.unconfirmed.pop(token, None)
 
     @property
     def excluded_ranks(self) -> tuple[int, ...]:
-        """The ranks that it is planned without, ascending; the same on all agents."""
+        """The ranks that its plan excludes, ascending; equal on all agents."""
         return self.plan.gone
 
     @property
     def plan(self) -> Plan:
-        """Whom it is planned without; the same on all agents."""
+        """The plan that it follows: which ranks it excludes; equal on all agents."""
         return self.recovery.plan if self.recovery is not None else WHOLE
 
     @property
     def restarts(self) -> bool:
-        """A loss makes it begin anew among those that are left."""
+        """Whether it restarts among the survivors after a loss."""
         return self.recovery is not None and self.recovery.on_loss is FailurePolicy.RETRY
 
     def left_of(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Those of some ranks that it is planned for, in their order."""
+        """Those of ``ranks`` that its plan includes, in their order."""
         gone = self.excluded_ranks
         return [rank for rank in ranks if rank not in gone] if gone else ranks
 
     def callers(self, size: int) -> Sequence[int]:
-        """Who calls it, of those of ``size`` agents that it is planned for."""
+        """The ranks that call it, of ``size`` agents, without those that its plan excludes."""
         return self.left_of(range(size) if self.among is None else self.among)
 
     @property
     def waiting_for(self) -> list[int]:
-        """The ranks that keep it from going on."""
+        """The ranks that block it."""
         fused: Operation | None = self.fused
         if fused is not None:
             return fused.waiting_for
@@ -381,7 +380,7 @@ class Operation:
 
     @property
     def blocked_on(self) -> list[int]:
-        """Those, and in the place of who has said that it waits itself, whom that one waits for."""
+        """The ranks that block it; a rank that reported to be waiting is replaced by those it waits for."""
         part: Operation = self.fused or self
         behind = part.stage.behind if part.stage is not None else {}
         waiting = self.waiting_for
@@ -389,39 +388,39 @@ class Operation:
 
     @property
     def moves(self) -> bool:
-        """A carrier has been asked to move its tensors, and has not."""
+        """A backend has been asked to move its tensors and has not finished."""
         stage = (self.fused or self).stage
         return stage is not None and stage.to_move and stage.asked_for
 
     @property
     def has_entered(self) -> bool:
-        """It has come to a stage, by itself or with others."""
+        """It has reached a stage, by itself or fused with others."""
         part: Operation = self.fused or self
         return part.next_stage > 0
 
     @property
     def is_started(self) -> bool:
-        """It is on its way, by itself or with others."""
+        """It has begun, by itself or fused with others."""
         return self.generator is not None or self.fused is not None
 
     @property
     def is_runnable(self) -> bool:
-        """It has all messages of its stage and waits for nobody."""
+        """It has all messages of its stage and waits for no agent."""
         part: Operation = self.fused or self
         return part.stage is not None and part.stage.complete and not part.waiting_more
 
 
 INTERNAL: Final = "~shoal "
-"""Before the names of calls that Shoal makes for a caller."""
+"""Prefix of the names of calls that Shoal makes for a caller."""
 
 
 def needed_by(ranks: Sequence[int], moves: bool) -> str:
-    """For whom a call waits, as it is said of it; ``moves``: :attr:`Operation.moves` of it."""
+    """The ranks that a call waits for, as text for messages; ``moves`` is its :attr:`Operation.moves`."""
     return f" for ranks {list(ranks)}" if ranks else ", to which all have come, until its tensors are moved" * moves
 
 
 def describe(op: str, name: str, round_: int) -> str:
-    """How an operation is called in messages to people."""
+    """The name of an operation in messages to users."""
     name = name.removeprefix("~window ").removeprefix(INTERNAL)
     if name.startswith("~"):
         return f"{op}{''.join(name.partition(' of ')[1:])} round {round_}"  # a group's ranks
@@ -429,7 +428,7 @@ def describe(op: str, name: str, round_: int) -> str:
 
 
 class HandleDriver(Protocol):
-    """What a handle waits through: the engine of its agent."""
+    """The interface through which a handle waits: the engine of its agent."""
 
     lock: RLock
 
@@ -439,7 +438,7 @@ class HandleDriver(Protocol):
 
 
 class Handle(Generic[T]):
-    """The promise of a result. Every ``_nonblocking`` operation returns one."""
+    """The future of a result. Every ``_nonblocking`` operation returns one."""
 
     __slots__ = ("_callbacks", "_driver", "_error", "_result", "done", "operation")
 
@@ -488,11 +487,11 @@ class Handle(Generic[T]):
 
     @property
     def has_callbacks(self) -> bool:
-        """Somebody is called when it ends."""
+        """Whether callbacks will run when it ends."""
         return bool(self._callbacks)
 
     def end(self, result: T | None, error: BaseException | None) -> list[Callable[[Handle[T]], None]]:
-        """Keep the promise. For the lifecycle, under the engine's lock; returns whom to call back."""
+        """Set the result or the error. For the lifecycle, under the engine's lock; returns the callbacks to run."""
         self._result, self._error, self.done = result, error, True
         callbacks, self._callbacks = self._callbacks, []
         return callbacks
