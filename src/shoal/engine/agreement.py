@@ -1,23 +1,22 @@
-"""With ``on_loss="continue"``: the agents that are left agree on who is gone, and from which round on.
+"""With ``on_loss="continue"``, the survivors agree which agents are lost, and from which round on.
 
-A loss is noticed by each agent at another moment, and meanwhile some have begun rounds that others have not. Were each
-to go on by itself, one would count the lost agent in a round and another would not, or would wait for whoever had made
-a new plan already. So every agent that is left stops beginning anything, and tells all others whom it misses and which
-rounds it has begun. Whoever has heard the same from all that are left decides, and all decide the same, without a
-leader and without the store:
+Each agent notices a loss at another moment, and some have then begun rounds that others have not. Without an agreement
+one agent would count the lost agent in a round and another would not, or would wait for an agent with a newer plan. So
+every survivor stops beginning operations, and sends to all others the ranks that it misses and the rounds that it has
+begun. An agent that has received equal reports from all survivors decides. All decide the same, without a leader and
+without the store:
 
-- A round of an operation between neighbours that somebody had begun is completed by all as it was planned, without what
-  the lost agent has not sent; each edge counts for itself. Later rounds are planned among those that are left.
-- An operation of all agents that gives all the same result ends with it where everybody has it. Who does not is handed
-  the result of one on which it has ended (``result_cache.py``, ``result_transfer.py``); and where it has ended on
-  nobody that is left, it begins anew among those. A large result is not kept to be handed on. So that nobody has it
-  alone, such an operation ends only when all have said that they have it (``discover`` of nobody, one small message in
-  ``ceil(log2 n)`` steps each).
+- Neighbour operations: a round that any agent had begun is completed by all as planned, without the missing messages of
+  the lost agent; edges are independent. Later rounds are planned among the survivors.
+- Collective operations, whose result is equal on all agents: if an agent has the result, it sends it to those that do
+  not (``result_cache.py``, ``result_transfer.py``). If no survivor has it, the operation restarts among them. Large
+  results are not cached. So that no agent has one alone, such an operation ends only when all have confirmed that they
+  have it (``discover`` without destinations, one small message in each of ``ceil(log2 n)`` steps).
 
-Who is lost meanwhile is added, and all tell each other again. What an agent said is matched by whom it misses, so that
-nobody decides on what was said before the last loss. This is virtual synchrony (Birman, Joseph, "Exploiting virtual
-synchrony in distributed systems", SOSP 1987), with a failure detector that only errs towards loss: who is taken for
-lost wrongly is told so, and ends.
+An agent that is lost during the agreement is added, and all report again. A report is matched by the ranks that it
+misses, so no agent decides on reports from before the last loss. This is virtual synchrony (Birman, Joseph, "Exploiting
+virtual synchrony in distributed systems", SOSP 1987). The failure detector errs only towards loss: an agent that is
+wrongly taken for lost is notified and ends.
 """
 
 from __future__ import annotations
@@ -52,13 +51,12 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """A new membership that the agents that are there have agreed on.
+    """A new membership, on which the members have agreed.
 
     Attributes:
-        lost: the ranks that are gone since the last one, died or left, ascending.
-        alive: those that are there.
-        entered: the ranks that have entered since the last one, in the place of those that were lost or for the first
-            time, ascending.
+        lost: The ranks that were lost or left since the last one, ascending.
+        alive: The members, ascending.
+        entered: The ranks that entered since the last one, in place of lost agents or for the first time, ascending.
     """
 
     lost: tuple[int, ...]
@@ -68,8 +66,9 @@ class MembershipChange:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was agreed on once: whom all is planned without, for each name the first round that is (0 for a name that is
-    not there), and who has entered with it, and takes part in no earlier round."""
+    """One agreement: the plan, the first round of each name that follows it (0 for a name that is not listed), and the
+    ranks that entered with it, which take part in no earlier round.
+    """
 
     plan: Plan
     begun: dict[str, int]
@@ -82,15 +81,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Report:
-    """What an agent says of a loss.
+    """One agent's report of a loss.
 
     Attributes:
-        plan: The ranks that it knows to be gone, and how many have entered.
+        plan: The ranks that it knows to be lost, and how many have entered.
         begun: How many rounds of each name it has begun.
-        open: What is open of operations of all, by name and round: the attempt that it has a result of, or None.
-        kept: The rounds of operations of all that have ended there, and whose results it can hand on, by name.
-        decisions: What it has agreed on with others so far.
-        out_of_reach: Those of the ranks that are gone of which it does not know that they have ended.
+        open: Its open collective operations, by name and round: the attempt whose result it has, or None.
+        kept: The rounds of ended collective operations whose results it can send, by name.
+        decisions: The agreements that it has taken part in.
+        out_of_reach: The lost ranks whose processes it does not know to have ended.
     """
 
     plan: Plan
@@ -101,11 +100,11 @@ class _Report:
     out_of_reach: frozenset[int]
 
     def has(self, name: str, round_: int, attempt: int) -> bool:
-        """The agent has the result of an operation of all, and by that attempt where it has not ended."""
+        """The agent has the result of a collective operation; of this attempt, if it is still open there."""
         return self.begun.get(name, 0) > round_ and self.open.get(name, {}).get(round_, attempt) == attempt
 
     def keeps(self, name: str, round_: int) -> bool:
-        """The operation has ended there, and the agent can hand on the result."""
+        """The operation has ended there, and the agent can send the result."""
         return round_ in self.kept.get(name, ())
 
     def lacks(self, name: str, round_: int) -> bool:
@@ -114,20 +113,20 @@ class _Report:
 
 
 class Agreement(MinimalService):
-    """One agent's part in it. Used under the engine's lock.
+    """One agent's part in agreements. Used under the engine's lock.
 
     Args:
         result_cache: The results that this agent keeps for others.
-        result_transfer: Gives them those.
-        send: Sends a peer what belongs to no operation; see :func:`~.outbox.send_alone`.
-        acknowledge: Says that a message has been read.
-        told: Takes what another agent says of a loss.
-        check_by: Has time looked at by then.
-        stop: Ends all operations of this agent, now and from now on.
+        result_transfer: Sends them.
+        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
+        acknowledge: Confirms that a message has been read.
+        told: Takes another agent's notice of a loss.
+        check_by: Requests a check by this time.
+        stop: Ends all operations of this agent, now and later.
 
     Attributes:
-        active: Losses are agreed on; else they end all operations, and nothing here is used.
-        listeners: Called with every change, by whoever drives.
+        active: Losses are agreed on. Otherwise a loss ends all operations, and this object is not used.
+        listeners: Called with every change, by the driving thread.
     """
 
     def __init__(
@@ -170,29 +169,30 @@ class Agreement(MinimalService):
         self._decisions: list[Decision] = []
 
     def activate(self, stops_as_minority: bool = False) -> None:
-        """Agree on losses, instead of ending all operations; or, where those that are out of reach may be more than
-        those that are left, end them all the same."""
+        """Agree on losses instead of ending all operations. With a partition policy, end them all the same if the
+        unreachable agents may be the majority.
+        """
         self.active, self._stops_as_minority = True, stops_as_minority
         self._lifecycle.missed.survive(self.missed)
 
     @property
     def gone(self) -> Ranks:
-        """The ranks that are gone, as all that are left have agreed, ascending."""
+        """The lost ranks, as all survivors have agreed, ascending."""
         return self._gate.gone
 
     @property
     def now(self) -> Plan:
-        """Whom what begins now is planned without."""
+        """The plan of operations that begin now."""
         return Plan(self._gate.gone, self._gate.entered)
 
     @property
     def alive(self) -> Ranks:
-        """The ranks that are left, as agreed on, ascending."""
+        """The surviving ranks, as agreed, ascending."""
         return tuple(rank for rank in range(self._size) if rank not in self.gone)
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have still to say that they miss whom this agent misses."""
+        """The ranks whose equal report is still missing."""
         plan = self._noticed
         return [
             rank
@@ -202,8 +202,7 @@ class Agreement(MinimalService):
 
     @property
     def out_of_reach(self) -> frozenset[int]:
-        """The ranks that are gone and of which this agent does not know that they have ended: they may go on
-        elsewhere."""
+        """The lost ranks whose processes are not known to have ended: they may run in another partition."""
         view = self._membership.view
         known = {*view.left, *view.died}.difference(view.out_of_reach)
         return frozenset(self._noticed.gone) - known
@@ -214,7 +213,7 @@ class Agreement(MinimalService):
         return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._gate.entered)
 
     def plan_of(self, name: str, round_: int, on_loss: FailurePolicy) -> Plan:
-        """Whom a round that begins now is planned without."""
+        """The plan of a round that begins now."""
         if on_loss is FailurePolicy.RETRY:
             return self._plan_of_all(name, round_)
         for decision in reversed(self._decisions):
@@ -223,22 +222,23 @@ class Agreement(MinimalService):
         return WHOLE
 
     def _plan_of_all(self, name: str, round_: int) -> Plan:
-        """Whom a round of an operation of all is with, which begins anew with every loss: all that are there, but those
-        who have entered since somebody began it."""
+        """The plan of a round of a collective operation, which restarts with every loss: all members, without those
+        that entered after an agent had begun it.
+        """
         gone, entered = self.now
         entries = {rank: decision for decision in self._decisions for rank in decision.entered}  # the last of each
         late = {rank for rank, entry in entries.items() if entry.begun.get(name, 0) > round_}.difference(gone)
         return Plan(tuple(sorted({*gone, *late})), entered - len(late)) if late else self.now
 
     def missed(self, rank: int) -> None:
-        """An agent that has left is needed here; what follows, follows when time is looked at."""
+        """An agent that has shut down is needed here; the next check handles it."""
         self._missed.add(rank)
         self._check_by(0.0)
 
     # Telling, and hearing
 
     def change(self) -> None:
-        """Somebody is gone, and is missed: stop, and tell all that are left."""
+        """An agent is lost and needed: pause, and report to all survivors."""
         if not self._gate.paused:
             self._fusion.split_all()
             self._gate.pause()
@@ -263,7 +263,7 @@ class Agreement(MinimalService):
         return _Report(self._noticed, self._matcher.all_begun(), open_, kept, self._decisions, self.out_of_reach)
 
     def _written(self, report: _Report) -> bytes:
-        """What is said of it to others: also how the loss of each showed, and whether it died."""
+        """This agent's report as bytes, with how each loss was noticed and whether the process died."""
         view = self._membership.view
         gone = [
             (rank, view.died.get(rank, "it left"), rank in view.died, rank in report.out_of_reach)
@@ -281,7 +281,7 @@ class Agreement(MinimalService):
         return json.dumps(said).encode()
 
     def serve(self, source: int, message: Message) -> None:
-        """An agent says whom it misses; see :class:`~.services.Service`."""
+        """Take another agent's report; see :class:`~.services.Service`."""
         when_complete(message, partial(self._heard, source, message))
 
     def _heard(self, source: int, message: Message, text: bytes) -> None:
@@ -337,7 +337,7 @@ class Agreement(MinimalService):
         self._hand_on(by_rank)
 
     def _hand_on(self, reports: dict[int, _Report]) -> None:
-        """Give results to those that lack them, where this agent is the first of those that have them."""
+        """Send results to agents that lack them, if this agent is the first that has them."""
         for name, round_ in self._result_cache.results:
             keepers = [rank for rank, report in reports.items() if report.keeps(name, round_)]
             if min(keepers, default=-1) == self._rank:
@@ -359,7 +359,7 @@ class Agreement(MinimalService):
             restart(self._lifecycle, operation, self._plan_of_all(operation.name, operation.round))
 
     def _stop_as_minority(self, beyond: list[int]) -> None:
-        """Those that are out of reach may go on without this part."""
+        """End this partition, because the unreachable agents may continue without it."""
         here = list(self._membership.view.alive)
         self.yield_to_majority(
             PeerLost(
@@ -370,7 +370,7 @@ class Agreement(MinimalService):
         )
 
     def yield_to_majority(self, why: PeerLost) -> None:
-        """End, as a part without which others go on; also where a loss is just being agreed on."""
+        """End as the smaller partition, also during an agreement."""
         self._gate.resume(self.gone)
         self._stop(why)
 
@@ -383,11 +383,11 @@ class Agreement(MinimalService):
 
     @property
     def decisions(self) -> list[Decision]:
-        """What has been agreed on so far, as far as it may still matter."""
+        """The agreements so far that may still matter."""
         return self._decisions
 
     def _let_in_now(self) -> None:
-        """Others have let somebody in. So the operation that does it has ended there, and all have its result."""
+        """Other agents have admitted one, so that operation has ended there and all have its result."""
         entered = self._gate.entered
         for operation in self._matcher.in_flight():
             if (
@@ -401,13 +401,13 @@ class Agreement(MinimalService):
         raise ProtocolError("it has let somebody in alone")
 
     def admit(self, ranks: Ranks, begun: dict[str, int]) -> None:
-        """Agents have entered: rounds that nobody had begun are planned with them.
+        """Agents have entered: rounds that no agent had begun are planned with them.
 
-        An agreement that is under way is about others now: :meth:`tell_again`, once those who have entered know.
+        If an agreement is in progress, :meth:`tell_again` has to follow once the new agents know of it.
 
         Args:
-            ranks: Who.
-            begun: How many rounds of each name somebody had begun, as all that were there have agreed.
+            ranks: The agents that have entered.
+            begun: For each name, how many rounds some agent had begun, as all members have agreed.
         """
         plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._gate.entered + len(ranks))
         self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
@@ -416,37 +416,37 @@ class Agreement(MinimalService):
         self._announce(entered=ranks)
 
     def tell_again(self) -> None:
-        """After :meth:`admit`: where an agreement is under way, say once more whom this agent misses."""
+        """After :meth:`admit`: if an agreement is in progress, send this agent's report again."""
         if self._gate.paused:
             self.change()
 
     def enter(self, plan: Plan, decisions: list[Decision]) -> None:
-        """This agent has entered, and begins with what the others have agreed on."""
+        """This agent has entered, and adopts the agreed state."""
         entered = tuple(sorted({self._rank, *self.gone} - set(plan.gone)))
         self._decisions = decisions
         self._gate.install_plan(plan)
         self._announce(entered=entered)
 
     def begin_without(self, ranks: Ranks) -> None:
-        """These have not come yet: all is planned without them, as if they had been lost before it began."""
+        """These agents have not started: plan everything without them, as if they had been lost before."""
         self._gate.install_plan(Plan(ranks))
         self._decisions = [Decision(self.now, {})]
 
     def stand_alone(self) -> None:
-        """This agent waits to enter. Until then what it does is with nobody."""
+        """This agent waits to rejoin. Until then its operations have no other participants."""
         self.begin_without(tuple(rank for rank in range(self._size) if rank != self._rank))
 
     # As a service
 
     def check(self, now: float) -> float:
-        """Begin what was put off; see :class:`~.services.Service`."""
+        """Begin deferred work; see :class:`~.services.Service`."""
         if not self._gate.paused and self._missed.difference(self.gone):
             self.change()
         return float("inf")
 
 
 def _parsed_report(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]], _Report]:
-    """What another agent said: how the loss of each showed, and its report. ProtocolError if it is nonsense."""
+    """Another agent's report, with how each loss was noticed. ProtocolError if it is malformed."""
     try:
         said: Any = json.loads(text)
         losses = [(int(rank), str(cause)[:1000], bool(died)) for rank, cause, died, _ in said["gone"]]
@@ -464,8 +464,9 @@ def _parsed_report(text: bytes, size: int) -> tuple[list[tuple[int, str, bool]],
 
 
 def partition_order(part: Collection[int]) -> tuple[int, int]:
-    """Which of several parts of a job is to go on: that of more agents, or of as many with the lowest rank; so that it
-    is exactly one. It has the greatest of these."""
+    """The order of partitions by which exactly one continues: the one with most agents, then with the lowest rank. The
+    greatest continues.
+    """
     return len(part), -min(part, default=0)
 
 
@@ -477,12 +478,12 @@ def _all_have_result(operation: Operation, reports: Mapping[int, _Report]) -> bo
 
 
 def decisions_as_data(decisions: list[Decision]) -> list[Any]:
-    """As they travel."""
+    """Decisions as JSON data."""
     return [(*one.plan, one.begun, one.entered) for one in decisions]
 
 
 def parsed_decisions(said: Any, size: int) -> list[Decision]:
-    """As they were before they travelled; one of :data:`NONSENSE` where they are no decisions."""
+    """Decisions from JSON data; raises one of :data:`NONSENSE` if they are malformed."""
     return [
         Decision(Plan(parsed_ranks(gone, size), int(entered)), parsed_counts(begun), parsed_ranks(ranks, size))
         for gone, entered, begun, ranks in said

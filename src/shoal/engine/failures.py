@@ -1,9 +1,9 @@
-"""Who is gone: suspected, reported, confirmed; and what cannot go on without them.
+"""The failure detector: agents are suspected, reported and confirmed as lost, and operations that need them end.
 
-A connection that ends, a process that ends, and the word of a third agent can all arrive before the last thing that the
-agent itself said, which may be a goodbye. So unless nothing of it can still come, an agent is a suspect for a moment,
-and only then, without a goodbye, a loss. News of a loss is passed on along all links; every agent has a link to the
-next rank, so it reaches everybody.
+The end of a connection, the end of a process, and a third agent's notice can all arrive before the last message of the
+agent itself, which may say that it shuts down. So an agent is first a suspect, unless nothing more of it can arrive. It
+counts as lost only if no shutdown message arrives within a short time. A notice of a loss is passed on along all links.
+Every agent has a link to the next rank, so the notice reaches all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNCONNECTED_GRACE = 5.0
 
 
 class FailureDetector:
-    """One agent's suspicions, each with the time at which it is confirmed."""
+    """The suspects of one agent, each with the time at which it is confirmed."""
 
     def __init__(self, rank: int, membership: Membership, router: Router) -> None:
         self._rank = rank
@@ -38,7 +38,7 @@ class FailureDetector:
         self._suspects: dict[int, tuple[float, Departure]] = {}
 
     def suspect(self, peer: int, cause: str, final: bool, certain: bool) -> float:
-        """An agent seems to be gone. Returns when that is confirmed, as ``clock.monotonic()``."""
+        """An agent seems to be lost. Returns the time of the confirmation, as ``clock.monotonic()``."""
         final = final or self._router.is_cut_off(peer)
         due = clock.monotonic() + (0.0 if final else GRACE if self._router.knows(peer) else UNCONNECTED_GRACE)
         known = self._suspects.get(peer)
@@ -57,7 +57,7 @@ class FailureDetector:
         return self._suspects[peer][0]
 
     def notice(self, source: int, message: Message) -> Departure | float:
-        """An agent says that it leaves, or that another is gone: a departure, or when to come back for it."""
+        """An agent reports that it shuts down, or that another is lost: the departure, or when to check again."""
         rank, died, certain = message.token, bool(message.flags & DIED), bool(message.flags & CERTAIN)
         because = -1 if died else message.digest - 1
         silent = bool(message.flags & SILENT)
@@ -71,15 +71,16 @@ class FailureDetector:
         return self.report(said)
 
     def _unless_lost_before(self, said: Departure) -> Departure:
-        """A goodbye. Where another has lost that agent for certain, and that waits here for a third to be confirmed
-        first, it stays the cause: whoever is shut out by one says goodbye to the others."""
+        """A shutdown message. If another agent is certainly lost and that is about to be confirmed, that loss stays the
+        cause: an agent that is shut out by one sends shutdown messages to the others.
+        """
         known = self._suspects.get(said.rank)
         if known is not None and known[1].died and known[1].certain and known[1].told_by != self._rank:
             return known[1]
         return said
 
     def _after_those_before(self, said: Departure) -> Departure | float:
-        """An agent goes. Where another is about to be counted as lost, that may be why, and comes first."""
+        """An agent leaves. If another is about to be confirmed as lost, that may be the cause and comes first."""
         due = max((due for due, one in self._suspects.values() if one.died and one.rank != said.rank), default=0.0)
         if not due:
             return said
@@ -88,11 +89,11 @@ class FailureDetector:
         return due
 
     def report(self, said: Departure) -> float:
-        """An agent is said to be gone, but not by itself, and we would notice. Returns when to come back for it.
+        """A third agent reports a loss that this agent would notice itself. Returns when to check again.
 
-        That it left, we hear from itself after all that it has sent to us, also where it is still connecting for that.
-        Its own goodbye on our link to it is kept until then: the end of that link is no death.
-        That it died, our own connections to it will show in a moment; where not, those two have lost each other.
+        If the agent shut down, its own message arrives after all its other messages, also while it is still connecting;
+        so its shutdown message on our link is kept until then. If it died, our own connections show it in a moment. If
+        they do not, only those two agents have lost each other.
         """
         rank, own = said.rank, said.told_by == said.rank
         hears = not said.died and self._router.hears(rank)
@@ -108,11 +109,11 @@ class FailureDetector:
         return due
 
     def confirmed(self, now: float) -> list[Departure]:
-        """The suspects whose time is up."""
+        """The suspects that are due."""
         return [departure for due, departure in self._suspects.values() if now >= due]
 
     def nothing_follows(self, rank: int) -> None:
-        """Nothing can come of an agent any more: where it is a suspect, that is confirmed now."""
+        """Nothing more can arrive from an agent: if it is a suspect, confirm it now."""
         if rank in self._suspects:
             self._suspects[rank] = (clock.monotonic(), self._suspects[rank][1])
 
@@ -126,10 +127,10 @@ class FailureDetector:
 
 
 class Failures:
-    """What one agent does about those that are gone. Used under the engine's lock.
+    """One agent's reaction to lost agents. Used under the engine's lock.
 
     Attributes:
-        deaf: This agent has lost track of what the others said; it must not judge them any more.
+        deaf: This agent has missed messages of the others, so it must not report losses any more.
     """
 
     def __init__(
@@ -181,19 +182,19 @@ class Failures:
             self._progress.check_by(self._detector.next)
 
     def on_shut_out(self, peer: int) -> None:
-        """An agent counts this one as lost, which has not heard of it: it was cut off meanwhile."""
+        """A peer counts this agent as lost, which was cut off and does not know of it."""
         if peer in self._membership.view.alive and not self._sender.said_goodbye:
             self.break_off(f"rank {peer} counts it as lost")
 
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
-        """An agent has said goodbye, because of the loss of another where that has a cause."""
+        """An agent has sent its shutdown message, because of the loss of another one if that has a cause."""
         if cause and 0 <= lost < self._size and lost != self._rank:
             self.told(Departure(lost, cause, True, peer))
         said = Departure(peer, "it called shoal.shutdown()", False, peer, because=-1 if cause else lost)
         self._progress.check_by(self._detector.report(said))
 
     def on_notice(self, source: int, message: Message) -> None:
-        """An agent says that it leaves, or that another is gone."""
+        """An agent reports that it shuts down, or that another is lost."""
         said = self._detector.notice(source, message)
         if isinstance(said, Departure):
             self._confirm(said)
@@ -201,29 +202,30 @@ class Failures:
             self._progress.check_by(said)
 
     def told(self, said: Departure) -> None:
-        """What another agent says of a third."""
+        """Take another agent's notice about a third."""
         if self._router.knows(said.rank):
             self._progress.check_by(self._detector.report(said))
         else:
             self._confirm(said)
 
     def give_up_on(self, rank: int, cause: str) -> None:
-        """An agent counts as lost, whatever its connections look like; it is told so, if it ever listens."""
+        """Count an agent as lost, whatever its connections look like; it is notified if it ever listens."""
         self._confirm(Departure(rank, cause, True, self._rank, certain=True, silent=True))
 
     def leave_behind(self, rank: int, why: str) -> bool:
-        """An agent's own call failed in a round that others have begun, and it will not catch up: where losses are
-        agreed on it counts as lost, whether its script ends of that or not. False where they are not."""
+        """An agent's own call failed in a round that others have begun, and it cannot catch up. With agreements it
+        counts as lost, whether its script ends or not. False without agreements.
+        """
         if self._agreement.active:
             self._confirm(Departure(rank, f"its own call failed: {why}", True, self._rank, certain=True))
         return self._agreement.active
 
     def forget(self, rank: int) -> None:
-        """An agent has entered: what was suspected of one that had its rank before says nothing of it."""
+        """An agent has entered: suspicions of an earlier agent of its rank are dropped."""
         self._detector.forget(rank)
 
     def check(self, now: float) -> float:
-        """Confirm what is due. Returns when to come back."""
+        """Confirm suspects that are due. Returns when to check again."""
         if self._sender.said_goodbye or self.deaf:
             return float("inf")
         for departure in self._detector.confirmed(now):
@@ -233,7 +235,7 @@ class Failures:
     # What follows
 
     def _confirm(self, gone: Departure) -> None:
-        """An agent died or left; tell the neighbours, and end what cannot be completed without it."""
+        """An agent died or left: notify the neighbours, and end operations that need it."""
         rank, cause, died, told_by, certain, because, silent = gone
         self._detector.forget(rank)
         if rank == self._rank:
@@ -277,13 +279,13 @@ class Failures:
             self._agreement.change()
 
     def _miss(self, gone: Departure) -> None:
-        """An agent that has left is needed, here or by others: a loss, which ends the same calls everywhere."""
+        """An agent that has shut down is needed, here or elsewhere: a loss, which ends the same calls on all agents."""
         if self._lifecycle.gate.ended is None:
             self._sender.pass_on(gone)
             self._lose(*self._explained(gone))
 
     def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:
-        """What is to be said of a loss, and the ranks that it is about."""
+        """The message about a loss, and the ranks that it names."""
         rank, cause, _, told_by, certain, _, _ = gone
         if cause == NEEDED:
             return f"rank {rank} {cause.removeprefix('it ')}", rank
@@ -295,7 +297,7 @@ class Failures:
         return f"rank {rank} was lost ({cause}, as rank {told_by} says)", rank
 
     def _lose(self, what: str, *ranks: int) -> None:
-        """Without these agents nothing goes on that needs all: end such operations, now and from now on."""
+        """End operations that need all agents, now and later."""
         gate, lifecycle = self._lifecycle.gate, self._lifecycle
         ended = gate.end(PeerLost(f"{what}; the agents that are left can shut down and start again", ranks))
         for operation in [one for one in self._matcher.in_flight() if not one.one_sided]:
@@ -303,12 +305,12 @@ class Failures:
         self._fusion.give_up(ended)
 
     def break_off(self, why: str) -> None:
-        """This agent must not judge the others any more: end all operations, now and from now on."""
+        """This agent must not report losses any more: end all operations, now and later."""
         self.deaf = True
         self.abort(ShoalError(f"rank {self._rank}: {why}; shut down and start again", (self._rank,)))
 
     def abort(self, error: ShoalError) -> None:
-        """End all operations, now and from now on, with ``error``. The others are not told."""
+        """End all operations with ``error``, now and later. The other agents are not notified."""
         self._lifecycle.gate.abort(error)
         self._lifecycle.fail_all(error)
         self._fusion.give_up(error)

@@ -406,8 +406,8 @@ class Lifecycle:
         return Mismatch(f"{what}: {reason}", (source, self._rank))
 
     def blame(self, source: int, name: str, error: ShoalError) -> None:
-        """A round that ended here did not match a peer: the operation that waits for that peer under the name raises, or
-        else the next call.
+        """A round that ended here did not match a peer: the operation that waits for it under the name raises, or else
+        the next call.
         """
         waiting = [operation for operation in self._matcher.under(name) if source in operation.waiting_for]
         for operation in waiting:

@@ -1,8 +1,8 @@
-"""Which message belongs to which operation, and whether the two agree.
+"""Matches messages with operations, and checks that the two agree.
 
-A message names its operation by (name, round, stage). A round is the sender's own count of calls under that name, so an
-agent that skips a call is noticed: its next message carries a number that does not fit. What comes before this agent
-has made the call waits; what comes for a call that has ended here without expecting it will never be expected.
+A message names its operation by (name, round, stage). A round is the sender's count of calls under that name. So an
+agent that skips a call is noticed: its next message has a round that does not match. Messages that arrive before this
+agent makes the call are kept. A message for a call that has ended here without expecting it is refused.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Ask = tuple[int, int, bool]
 
 
 class RoundFailure(NamedTuple):
-    """Why a round has failed here.
+    """The reason why a round failed here.
 
     Attributes:
-        reason: In words; empty where it has not failed, or that is long ago.
-        own: By an error of this agent's own, of which the others have none.
-        about: The ranks that its error names.
-        leaving: This agent leaves, and says goodbye.
+        reason: As text; empty if it has not failed, or failed long ago.
+        own: The error is this agent's own, and the others do not have it.
+        about: The ranks that the error names.
+        leaving: This agent shuts down.
     """
 
     reason: str = ""
@@ -52,7 +52,7 @@ NO_FAILURE = RoundFailure()
 
 
 class MatchResult(Enum):
-    """What becomes of a message."""
+    """The fate of a message."""
 
     NOW = auto()  # it is for the current stage of an operation in flight
     EARLY = auto()  # this agent is not there yet
@@ -61,7 +61,7 @@ class MatchResult(Enum):
 
 
 class Channel:
-    """The rounds of one name on this agent that are under way: in flight, or not yet read by all."""
+    """The rounds of one name in progress on this agent: in flight, or not yet read by all receivers."""
 
     __slots__ = ("active", "deferred", "name", "unacknowledged", "unread")
 
@@ -77,15 +77,15 @@ class Channel:
         return not (self.active or self.unacknowledged or self.deferred)
 
     def defer(self, operation: Operation, stage: Stage) -> None:
-        """Keep a stage until its receivers are near enough."""
+        """Keep a stage until its receivers have caught up."""
         self.deferred.append((operation, stage))
 
     def must_defer(self, operation: Operation, stage: Stage) -> bool:
-        """Whether others are before it, or its receivers are too far behind."""
+        """Whether other stages precede it, or its receivers are too far behind."""
         return bool(self.deferred and not operation.one_sided) or not self.may_send(operation, stage)
 
     def sendable(self) -> Iterator[tuple[Operation, Stage]]:
-        """Take out what may be sent now. Each is sent before the next is asked for: that may be one too many."""
+        """Yield stages that may be sent now. Each is sent before the next is requested, which may be one too many."""
         waiting, self.deferred = self.deferred, deque()
         while waiting:
             operation, stage = waiting.popleft()
@@ -100,7 +100,7 @@ class Channel:
                 return
 
     def may_send(self, operation: Operation, stage: Stage) -> bool:
-        """Whether the receivers are near enough for one more round."""
+        """Whether the receivers have caught up enough for one more round."""
         if not self.unacknowledged or not stage.exchange.sends:
             return True
         large = any(send.published.region is not None for send in stage.exchange.sends)
@@ -111,7 +111,7 @@ class Channel:
         return min(self.unacknowledged) > operation.round - (WINDOW if large else SMALL_WINDOW)
 
     def defers(self, operation: Operation) -> bool:
-        """Whether it waits here for its turn to send."""
+        """Whether a stage waits here for its turn to send."""
         return any(waiting is operation for waiting, _ in self.deferred)
 
     def sent(self, round_: int, receiver: int) -> None:
@@ -130,11 +130,11 @@ class Channel:
 class Matcher:
     """Matches messages with the rounds of one agent. Used under the engine's lock.
 
-    Of a name that is not in use only the number of its rounds is kept, for good: it tells an agent that has skipped a
-    call from one that has not made it yet.
+    An idle name costs only its round counter, which is kept for good. It distinguishes an agent that has skipped a call
+    from one that has not made it yet.
 
     Attributes:
-        ended_last: Operation, name and round of the one that ended last, and when; no operation if none has.
+        ended_last: Operation, name, round and time of the last operation that ended; no operation if none has.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Matcher:
         return dict(self._begun)
 
     def begin_at(self, begun: dict[str, int]) -> None:
-        """Count on from where the others are: what this agent did by itself is no round of theirs."""
+        """Continue at the others' counts: calls that this agent made in isolation are no rounds of theirs."""
         self._begun = dict(begun)
         self._tombstones.clear()
 
@@ -185,7 +185,7 @@ class Matcher:
         return self._channels[operation.name]
 
     def tidy(self, channel: Channel) -> None:
-        """Forget a name's channel when nothing is under way there."""
+        """Drop the channel of a name that has nothing in progress."""
         if channel.idle and self._channels.get(channel.name) is channel:
             del self._channels[channel.name]
 
@@ -198,7 +198,7 @@ class Matcher:
         return list(channel.active.values()) if channel else []
 
     def has_late(self, operation: Operation) -> bool:
-        """Messages have come that the operation, which wants no more, will not take up."""
+        """Messages have arrived for an operation that expects no more."""
         return bool(self._early.get((operation.name, operation.round)))
 
     def active(self, name: str, round_: int) -> Operation | None:
@@ -207,18 +207,18 @@ class Matcher:
         return channel.active.get(round_) if channel is not None else None
 
     def has_begun(self, name: str, round_: int) -> bool:
-        """This agent is at, or past, a round."""
+        """Whether this agent has reached a round."""
         if round_ >= self._begun.get(name, 0):
             return False
         operation = self.active(name, round_)
         return operation is None or operation.is_started
 
     def has_news(self, operation: Operation) -> bool:
-        """Messages for an operation have come before it began."""
+        """Messages for an operation have arrived before it began."""
         return (operation.name, operation.round) in self._early
 
     def match(self, message: Message) -> tuple[MatchResult, Operation | None]:
-        """What becomes of a message or a question, and the operation that it is about where that is in flight."""
+        """The fate of a message or a probe, and its operation if that is in flight."""
         if message.round >= self._begun.get(message.name, 0):
             return MatchResult.EARLY, None
         operation = self.active(message.name, message.round)
@@ -233,7 +233,7 @@ class Matcher:
         return (MatchResult.NOW if message.stage == stage.number else MatchResult.UNEXPECTED), operation
 
     def keep(self, source: int, message: Message) -> None:
-        """Keep a message until its stage begins. ProtocolError if that is more than its sender may have kept."""
+        """Keep a message until its stage begins. ProtocolError if its sender exceeds its quota."""
         key, place = (message.name, message.round), (message.stage, source)
         self.charge(source, message)
         before = self._early.setdefault(key, {}).pop(place, None)
@@ -242,22 +242,22 @@ class Matcher:
         self._early[key][place] = message
 
     def take_back(self, source: int, denial: Message) -> None:
-        """A peer takes back what it has announced for a stage that has not begun here."""
+        """A peer withdraws its announcement for a stage that has not begun here."""
         early = self._early.get((denial.name, denial.round), {})
         place = denial.stage, source
         if place in early and early[place].where is Where.CARRIED:
             self.release(source, early.pop(place))
 
     def charge(self, source: int, message: Message) -> None:
-        """A message is kept for a peer. ProtocolError if that is one too many."""
+        """Charge a kept message to a peer's quota. ProtocolError if it exceeds the quota."""
         self._kept[source].take(message_cost(message))
 
     def release(self, source: int, message: Message) -> None:
-        """It is not kept any more."""
+        """Return a message's share of the quota."""
         self._kept[source].release(message_cost(message))
 
     def give_up_early(self) -> list[tuple[int, Message]]:
-        """Take out the messages for calls that this agent has not made, and will not."""
+        """Take out the messages for calls that this agent has not made and will not make."""
         keys = [key for key in self._early if key[1] >= self._begun.get(key[0], 0)]
         found = [self._early.pop(key) for key in keys]
         return [self._out(source, message) for early in found for (_, source), message in early.items()]
@@ -267,7 +267,7 @@ class Matcher:
         return source, message
 
     def forget(self, rank: int) -> None:
-        """An agent is lost: drop what is kept for it."""
+        """An agent is lost: drop the messages that are kept for it."""
         for key in [key for key, early in self._early.items() if any(source == rank for _, source in early)]:
             early = {place: message for place, message in self._early.pop(key).items() if place[1] != rank}
             if early:
@@ -280,7 +280,7 @@ class Matcher:
         self._asked.pop(rank, None)
 
     def keep_ask(self, source: int, message: Message) -> None:
-        """Keep a question until its stage begins. ProtocolError if it is one too many."""
+        """Keep a probe until its stage begins. ProtocolError if it exceeds the quota."""
         key, ask = (message.name, message.round), (message.stage, source, bool(message.flags & HERE))
         if ask not in self._asks.get(key, ()):
             self._asked[source].take(0)
@@ -291,8 +291,7 @@ class Matcher:
         return any(round_ >= self._begun.get(name, 0) for name, round_ in self._asks)
 
     def came_early(self, operation: Operation, stage: int) -> Iterator[tuple[int, Message]]:
-        """Take out the messages that wait for a stage that begins, but for those that the caller's use of one takes out
-        or ends."""
+        """Yield the early messages of a stage that begins, without those that the caller's handling of one removes."""
         early = self._early.get((operation.name, operation.round))
         if early:
             for key in [key for key in early if key[0] == stage]:
@@ -300,12 +299,12 @@ class Matcher:
                     yield self._out(key[1], early.pop(key))
 
     def before(self, operation: Operation, stage: int) -> list[tuple[int, Message]]:
-        """Take out the messages that wait for stages that will not come any more."""
+        """Take out the messages of stages that will never begin."""
         early = self._early.get((operation.name, operation.round), {})
         return [self._out(key[1], early.pop(key)) for key in [key for key in early if key[0] < stage]]
 
     def asked_early(self, operation: Operation, stage: Stage) -> Iterator[tuple[int, bool]]:
-        """Take out who has asked for something from a stage that begins, or only whether it has."""
+        """Take out the ranks that have probed a stage that begins."""
         asks = self._asks.get((operation.name, operation.round))
         if asks:
             for ask in [ask for ask in asks if ask[0] == stage.number]:
@@ -314,11 +313,11 @@ class Matcher:
                 yield ask[1:]
 
     def failure_of(self, what: Operation | Message) -> RoundFailure:
-        """Why a round has failed here."""
+        """The reason why a round failed here."""
         return self._tombstones.get((what.name, what.round), NO_FAILURE)
 
     def end(self, operation: Operation, error: BaseException | None) -> tuple[list[tuple[int, Message]], list[Ask]]:
-        """Close the book on a round: the messages and the questions that nothing will take up any more."""
+        """Close a round: return the messages and probes that no operation will take."""
         key = (operation.name, operation.round)
         self.ended_last = operation.op, operation.name, operation.round, clock.monotonic()
         self._channels[operation.name].active.pop(operation.round, None)
@@ -342,7 +341,7 @@ def unexpected(source: int, rank: int) -> str:
 
 
 def disagreement(operation: Operation, stage: Stage, source: int, message: Message, rank: int) -> str:
-    """Why a message does not fit the stage that it is for; empty if it does."""
+    """The reason why a message does not match its stage; empty if it does."""
     exchange = stage.exchange
     if message.op != operation.op:
         return f"rank {source} called {message.op} and rank {rank} called {operation.op}"

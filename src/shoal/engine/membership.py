@@ -1,4 +1,4 @@
-"""Which agents are there. An epoch changes with every change, and nothing assumes that rank 0 is among them."""
+"""The members of the job. The epoch changes with every change, and no code assumes that rank 0 is a member."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEEDED = f"it {LEFT}, and is still needed"
 
 @dataclass(frozen=True)
 class View:
-    """The agents as this agent knows them at one epoch."""
+    """The members as this agent knows them at one epoch."""
 
     epoch: int
     alive: tuple[int, ...]
@@ -27,7 +27,7 @@ class View:
 
 
 class Plan(NamedTuple):
-    """Whom something is done with, as all agents that are there have agreed."""
+    """The ranks that an operation excludes, as all members have agreed."""
 
     gone: tuple[int, ...] = ()
     """The ranks that it is done without, ascending."""
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 
     @property
     def attempt(self) -> int:
-        """How many agents were lost so far: with every loss it is a larger number."""
+        """The number of losses so far, which grows with every loss."""
         return len(self.gone) + self.entered
 
 
@@ -45,7 +45,7 @@ WHOLE = Plan()
 
 
 class Departure(NamedTuple):
-    """An agent that is gone."""
+    """An agent that was lost or has shut down."""
 
     rank: int
     cause: str
@@ -61,7 +61,7 @@ class Departure(NamedTuple):
 
 
 class Membership:
-    """One agent's knowledge of the others. Changed by the engine under its lock; read by anybody."""
+    """One agent's knowledge of the others. The engine changes it under its lock; any thread may read it."""
 
     def __init__(self, size: int) -> None:
         self.view = View(0, tuple(range(size)), (), {})
@@ -72,8 +72,7 @@ class Membership:
         self._watchers.append(watcher)
 
     def remove(self, rank: int, cause: str, died: bool, out_of_reach: bool = False) -> bool:
-        """Take an agent out, which may be there all the same where it is only ``out_of_reach``; False if it was out
-        already."""
+        """Remove an agent, which may still run if it is only ``out_of_reach``; False if it was removed already."""
         old = self.view
         if rank not in old.alive:
             return False
@@ -86,7 +85,7 @@ class Membership:
         return True
 
     def add(self, rank: int) -> None:
-        """An agent has come, in the place of one that was lost or for the first time."""
+        """An agent has entered, in place of a lost one or for the first time."""
         old = self.view
         alive = tuple(sorted({*old.alive, rank}))
         left = tuple(other for other in old.left if other != rank)
@@ -95,13 +94,13 @@ class Membership:
         self._set(View(old.epoch + 1, alive, left, died, beyond))
 
     def begin_without(self, causes: dict[int, str]) -> None:
-        """These are not there, and it is certain that they are nowhere else; each with why."""
+        """These agents are not members and certainly run nowhere else; each with the reason."""
         old = self.view
         alive = tuple(rank for rank in old.alive if rank not in causes)
         self._set(View(old.epoch + 1, alive, old.left, {**old.died, **causes}, old.out_of_reach))
 
     def stand_alone(self, rank: int) -> None:
-        """This agent waits to enter, and is with nobody yet."""
+        """This agent waits to rejoin and has no other members yet."""
         self._set(View(self.view.epoch + 1, (rank,), (), {}))
 
     def _set(self, view: View) -> None:
@@ -110,7 +109,7 @@ class Membership:
             watcher(view)
 
     def describe(self, rank: int) -> str:
-        """What became of an agent, for an error message."""
+        """The fate of an agent, for an error message."""
         if self.view.died.get(rank) == NOT_YET:
             return f"rank {rank} has not come yet"
         if rank in self.view.died:

@@ -172,8 +172,9 @@ class Family(Protocol):
     """Operations that differ only in their tensors. Operations of equal families may be fused."""
 
     def together(self, operation: Operation, parts: list[FusionSpec], /) -> Steps[list[torch.Tensor | Exception]]:
-        """The steps of several operations as one, over all tensors joined. Stages, destinations and purposes must be those
-        of each by itself, so that one agent may fuse operations that another runs one by one.
+        """The steps of several operations as one, over all tensors joined.
+
+        Stages, destinations and purposes must be those of each by itself: one agent may fuse what another runs singly.
         """
         ...
 

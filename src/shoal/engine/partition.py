@@ -1,16 +1,16 @@
-"""Parts of a job that have gone on without each other come together where the network does: the smaller ones give way.
+"""Network partitions: when partitions can reach each other again, the smaller ones end.
 
-A network that has fallen apart leaves parts that count each other as lost (``agreement.py``), and send each other
-nothing any more: that they could, nobody would notice. So in a part that is smaller than what is out of its reach each
-agent asks one of those now and then, in turn (``transport/peer_probe.py``). Whoever lives, counts the one that asks as
-lost and has agreed with others to go on answers with how large its part is, and its lowest rank. Where the other part
-is the larger one, this one ends with :class:`~shoal.PeerLost`, and whoever hears of it first tells all of its part: an
-agent that is started again at once must not enter the part that gives way.
+After a partition of the network each side counts the other as lost (``agreement.py``) and sends it nothing, so neither
+would notice that the network has healed. Each agent of a partition that is smaller than the agents out of its reach
+therefore probes one of those now and then, in turn (``transport/peer_probe.py``). A live agent that counts the prober
+as lost, and that has agreed to continue, answers with the size and the lowest rank of its partition. If that partition
+is larger, the prober's ends with :class:`~shoal.PeerLost`. The first agent to learn it notifies its whole partition,
+because an agent that is restarted at once must not enter the partition that ends.
 
-Which part is larger is decided by what they are when they meet, and not by what was out of reach once. That is an
-order of all parts, so of any number of them the largest goes on; where each gave way to all that it could not reach,
-three parts of two would all end, and so would two that had both lost agents meanwhile. Who was stopped, and wakes, does
-not count the others as lost, and answers nothing.
+Partitions compare what they are when they meet, not what was once out of reach. This is a total order, so of any number
+of partitions the largest continues. If each yielded to all agents that it cannot reach, three partitions of two would
+all end, and so would two that had both lost agents meanwhile. An agent that was stopped and resumes does not count the
+others as lost, and answers nothing.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _SHIFT = 32
 
 
 class PartitionResolver(MinimalService):
-    """One agent's part in it. Used under the engine's lock.
+    """One agent's part in the resolution. Used under the engine's lock.
 
     Args:
-        send: Sends a peer what belongs to no operation; see :func:`~.outbox.send_alone`.
+        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class PartitionResolver(MinimalService):
 
     @property
     def _is_running(self) -> bool:
-        """This agent is in a part that goes on."""
+        """This agent is in a partition that continues."""
         return not (self._closed or self._entry.outside or self._gate.closing or self._gate.ended is not None)
 
     # Asking
 
     def check(self, now: float) -> float:
-        """Ask the next one, when it is time; see :class:`~.services.Service`."""
+        """Probe the next agent, when it is time; see :class:`~.services.Service`."""
         if now >= self._due:
             self._due = self._look(now)
         return self._due
@@ -113,7 +113,7 @@ class PartitionResolver(MinimalService):
         return now + EVERY
 
     def _larger_beyond(self) -> list[int]:
-        """Whom to ask, where those that are out of reach may be the larger part."""
+        """The agents to probe, if those out of reach may be the larger partition."""
         beyond = self._agreement.out_of_reach if self._is_running else frozenset()
         if not beyond or partition_order(self._membership.view.alive) > partition_order(beyond):
             return []
@@ -132,7 +132,7 @@ class PartitionResolver(MinimalService):
         self._sender.flush()  # now: what waits for this agent's operations may end it before anything else is sent
 
     def _yields_to(self, peer: int, count: int, lowest: int) -> bool:
-        """A part of so many agents can be reached again; whether this one ends because of that."""
+        """A partition of this size can be reached again; whether this one ends because of it."""
         here = self._membership.view.alive
         if not 0 < count < self._size or not self._is_running or partition_order(here) >= (count, -lowest):
             return False
@@ -149,7 +149,7 @@ class PartitionResolver(MinimalService):
     # Answering, and hearing
 
     def _answer(self, rank: int, incarnation: int) -> int:
-        """What this agent's part is, for one that it goes on without."""
+        """This agent's partition, for a prober that it counts as lost."""
         alive = self._membership.view.alive
         is_with_it = rank in alive and incarnation >= self._router.place_of(rank).incarnation
         if is_with_it or self._gate.paused or not self._is_running:
@@ -157,7 +157,7 @@ class PartitionResolver(MinimalService):
         return len(alive) << _SHIFT | min(alive)
 
     def serve(self, source: int, message: Message) -> None:
-        """An agent of this part has heard of a larger one; see :class:`~.services.Service`."""
+        """An agent of this partition has learnt of a larger one; see :class:`~.services.Service`."""
         when_complete(message, partial(self._heard, source, message))
 
     def _heard(self, source: int, message: Message, text: bytes) -> None:

@@ -1,11 +1,11 @@
-"""Agents enter a run that goes on: in the place of one that was lost, or for the first time.
+"""Agents enter a running job: in place of a lost agent, or for the first time.
 
-Who comes connects to all that it can reach, and asks to be let in. Until it is, it is alone: what it does is with
-nobody, and what others send to it waits (``transport/pending_peers.py``). The others let in who waits at a point that
-is the same line of the script for all of them, by an operation of all (``ops/state_transfer.py``): its end is the same
-for all, whoever dies meanwhile, and lets in the same agents everywhere. Each then tells those where all are and how
-many rounds of each name have begun, before anything else; the first word of it makes a newcomer one of them. From there
-on it is an agent as any other, and its death a loss as any other.
+A joining agent connects to all agents that it can reach and asks to enter. Until it is admitted it is isolated: its
+operations have no other participants, and messages for it are buffered (``transport/pending_peers.py``). The members
+admit it at the same line of the script, by a collective operation (``ops/state_transfer.py``). The result of that
+operation is equal on all of them, also if agents fail meanwhile, so all admit the same agents. Each member then sends
+the joining agents the addresses of all members and how many rounds of each name have begun. The first such message
+makes a joining agent a member, whose loss is handled like any other.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ T = TypeVar("T")
 
 
 class JoiningPeer(NamedTuple):
-    """An agent that asks to be let in."""
+    """An agent that asks to enter."""
 
     place: PeerId
     endpoint: Endpoint
 
     def as_data(self) -> list[dict[str, Any]]:
-        """As it travels."""
+        """The peer as JSON data."""
         return [asdict(self.place), asdict(self.endpoint)]
 
     def as_json(self) -> bytes:
@@ -56,7 +56,7 @@ class JoiningPeer(NamedTuple):
 
     @classmethod
     def of(cls, said: Any, rank: int) -> JoiningPeer:
-        """As it was before it travelled; one of :data:`NONSENSE` where it is none, or not of this rank."""
+        """The peer from JSON data; raises one of :data:`NONSENSE` if it is malformed or of another rank."""
         place, endpoint = said
         joining_peer = cls(_checked(PeerId, place), _checked(Endpoint, endpoint))
         if joining_peer.place.rank != rank or not 0 <= joining_peer.place.incarnation < 1 << 32:
@@ -65,7 +65,7 @@ class JoiningPeer(NamedTuple):
 
 
 def _checked(kind: type[T], said: Mapping[str, Any]) -> T:
-    """A place or an endpoint, whose fields are numbers and texts."""
+    """A peer address or an endpoint, whose fields must have their declared types."""
     for one in fields(kind):  # type: ignore[arg-type]
         if one.type != type(said[one.name]).__name__:
             raise TypeError(f"{one.name} is {said[one.name]!r}")
@@ -73,14 +73,14 @@ def _checked(kind: type[T], said: Mapping[str, Any]) -> T:
 
 
 class Rejoin(MinimalService):
-    """One agent's part in it, on either side of the door. Used under the engine's lock.
+    """One agent's part in admissions, as a member or as the joining agent. Used under the engine's lock.
 
     Args:
-        send: Sends a peer what belongs to no operation; see :func:`~.outbox.send_alone`.
+        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
 
     Attributes:
-        outside: This agent waits to be let in itself.
-        patience: Seconds for which it waits, if nothing else is said.
+        outside: This agent itself waits to be admitted.
+        patience: Default timeout of that wait, in seconds.
         on_entry: Called when agents have entered, or this one has.
     """
 
@@ -115,17 +115,17 @@ class Rejoin(MinimalService):
         self._send = send
 
     def extend_timeout(self, seconds: float) -> None:
-        """How long to wait for being let in."""
+        """Set how long to wait for admission."""
         self.rejoin_seconds = seconds
 
     # Inside
 
     def asking(self) -> dict[int, JoiningPeer]:
-        """Who asks to be let in, by rank, and is still connected."""
+        """The agents that ask to enter and are still connected, by rank."""
         return {rank: one for rank, one in self._asked.items() if self._router.waits(rank, one.place.incarnation)}
 
     def admit_after(self, operation: Operation) -> None:
-        """Its result is, on all agents, who enters and how many rounds of each name have begun."""
+        """The result of the operation is, on all agents, who enters and how many rounds of each name have begun."""
         operation.on_end = self._admit
 
     def begun(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ class Rejoin(MinimalService):
         self._progress.check_by(0.0)
 
     def _welcome(self, begun: dict[str, int]) -> dict[str, Any]:
-        """What a newcomer has to know."""
+        """The message that a joining agent needs: addresses, rounds and decisions."""
         router = self._router
         everybody = [JoiningPeer(*one).as_data() for one in zip(router.places, router.endpoints, strict=True)]
         decisions = decisions_as_data(self._agreement.decisions)
@@ -169,7 +169,7 @@ class Rejoin(MinimalService):
     # Outside
 
     def begin_waiting(self) -> None:
-        """Be alone, until the others have been asked, and let this agent in."""
+        """Isolate this agent until the members admit it."""
         self._membership.stand_alone(self._rank)
         self._agreement.stand_alone()
         self.outside = True
@@ -177,7 +177,7 @@ class Rejoin(MinimalService):
         self._router.begin_pending()
 
     def ask(self) -> None:
-        """Ask all agents to be let in; those that are there no more do not answer."""
+        """Ask all agents to admit this one; agents that have ended do not answer."""
         text = JoiningPeer(self._router.place, self._router.endpoints[self._rank]).as_json()
         for rank in (rank for rank in range(self._size) if rank != self._rank):
             message = Message(Kind.DATA, ENTRY, ENTRY, shape=(len(text),), nbytes=len(text), body=text)
@@ -190,17 +190,17 @@ class Rejoin(MinimalService):
             link.flush()
 
     def wait(self, seconds: float, says_so: float) -> None:
-        """Ask the others to let this agent in, and wait until they have, saying so in the log now and then.
+        """Ask the members to admit this agent, and wait until they have. Progress is logged.
 
         Takes the lock itself.
 
         Args:
-            seconds: For how long.
-            says_so: After how many seconds, again and again.
+            seconds: The timeout.
+            says_so: Seconds between log messages.
 
         Raises:
-            PeerLost: They have ended; or no connection to any of them can be opened.
-            DeadlineExceeded: They have not, for so many seconds.
+            PeerLost: The members have ended, or no connection to any of them can be opened.
+            DeadlineExceeded: They have not admitted it within the timeout.
         """
         progress, limit = self._progress, clock.monotonic() + seconds
         with deferred, progress.lock:
@@ -233,7 +233,7 @@ class Rejoin(MinimalService):
             raise self.nobody_left()
 
     def check_inside(self, what: str) -> None:
-        """ShoalError where this agent waits to be let in."""
+        """The ShoalError of a call while this agent waits to be admitted."""
         if self.outside:
             raise self.not_in_yet(what)
 
@@ -246,11 +246,11 @@ class Rejoin(MinimalService):
 
     @property
     def is_waiting(self) -> bool:
-        """It may still be let in."""
+        """Whether it may still be admitted."""
         return self.outside and bool(self._router.links)
 
     def rejoin_timeout(self, seconds: float) -> DeadlineExceeded:
-        """The others have not let this agent in."""
+        """The error if the members have not admitted this agent in time."""
         asked = sorted(self._router.links)
         problems = self._sender.problems_with(asked)
         return DeadlineExceeded(
@@ -260,7 +260,7 @@ class Rejoin(MinimalService):
         )
 
     def nobody_reached(self) -> PeerLost:
-        """No connection to any of the others can be opened, and so none of them knows that this agent waits."""
+        """The error if no connection to a member can be opened, so that none knows that this agent waits."""
         return PeerLost(
             f"rank {self._rank} was started later, and none of the others hears that it waits to be let in: "
             f"{self._sender.problems_with(self._unreachable)}. Open the data ports of one of them at least to this "
@@ -269,7 +269,7 @@ class Rejoin(MinimalService):
         )
 
     def nobody_left(self) -> PeerLost:
-        """The others have ended before they let this agent in."""
+        """The error if all members have ended before they admitted this agent."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         return PeerLost(
             f"rank {self._rank} came later, and nobody is there any more who could let it in: the others have ended",
@@ -304,7 +304,7 @@ class Rejoin(MinimalService):
     # As a service
 
     def serve(self, source: int, message: Message) -> None:
-        """An agent asks to be let in, or lets this one in; see :class:`~.services.Service`."""
+        """Take a request to enter, or the message that admits this agent; see :class:`~.services.Service`."""
         when_complete(message, partial(self._heard, source, message))
 
     def _heard(self, source: int, message: Message, text: bytes) -> None:
@@ -321,7 +321,7 @@ class Rejoin(MinimalService):
             self._failures.on_closed(source, "it has been started again", True, True)
 
     def check(self, now: float) -> float:
-        """Hear what those have said who were let in; see :class:`~.services.Service`."""
+        """Process the messages of admitted agents; see :class:`~.services.Service`."""
         self._router.admit_pending()
         if not self.outside or self._unreachable:
             return float("inf")

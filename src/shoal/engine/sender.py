@@ -1,4 +1,4 @@
-"""What this agent sends, and who has still to answer for what was sent."""
+"""The messages that this agent sends, and the receivers that still have to acknowledge them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONNECT = "~connect"
 
 
 class _Unacknowledged(NamedTuple):
-    """A message whose receiver has to answer, because it reads our memory, or to confirm that it expected it."""
+    """A message whose receiver has to acknowledge it: it reads our memory, or confirms that it expected it."""
 
     receiver: int
     operation: Operation
@@ -54,12 +54,12 @@ class _Unacknowledged(NamedTuple):
 
 
 def _bytes_of(send: Send) -> tuple[Published, int, int, tuple[int, ...]]:
-    """What a message to one destination must have in common with the one before, to be encoded once for both."""
+    """The properties that consecutive messages must share to be encoded once for several destinations."""
     return send.published, send.start, send.stop, send.shape
 
 
 class Sender:
-    """Used under the engine's lock."""
+    """The sending side of one agent. Used under the engine's lock."""
 
     def __init__(
         self, rank: int, router: Router, membership: Membership, events: Events, on_closed: Callable[[int, str], None]
@@ -81,7 +81,7 @@ class Sender:
         self._requests_seen: dict[tuple[int, int], int] = {}  # of others, by who asks whom: the last one's number
 
     def post(self, channel: Channel, operation: Operation, stage: Stage) -> None:
-        """Send what a stage wants sent."""
+        """Send the messages of a stage."""
         exchange = stage.exchange
         # Small messages lie in the receiver's memory until it takes them up. Now and then it says how far it is;
         # without that a sender could be any number of rounds ahead.
@@ -150,11 +150,11 @@ class Sender:
         stage.posted = True
 
     def keep_what_is_carried(self) -> None:
-        """Losses are survived: what a carrier has not brought may have to be sent by links."""
+        """Losses are survived: tensors that the backend has not moved may have to travel over links."""
         self.keeps_what_is_carried = True
 
     def send_by_links(self) -> None:
-        """Send what was to be carried and has not come, as far as this agent knows."""
+        """Send over links the tensors that the backend should have moved and has not, as far as this agent knows."""
         alive = self._membership.view.alive
         for sent in list(self._unacknowledged.values()):
             if sent.carried is None or sent.receiver not in alive:
@@ -167,7 +167,7 @@ class Sender:
                 link.post(message, sent.published, start, stop)
 
     def count(self, nbytes: int) -> None:
-        """So many bytes of tensors are sent in another way."""
+        """Count bytes of tensors that are sent by another way."""
         self.bytes_sent += nbytes
 
     def say(self, peer: int, message: Message) -> None:
@@ -178,13 +178,13 @@ class Sender:
                 link.post(message)
 
     def share(self, peer: int, ident: int, fd: int, lockable: bool) -> None:
-        """Let a peer on this machine map a memory file of ours; nothing for others, and for those that are gone."""
+        """Let a peer on this machine map one of our memory files; no effect for other or lost peers."""
         link = self._link(peer) if peer in self._membership.view.alive else None
         if isinstance(link, SharedMemoryLink):
             link.share(ident, fd, lockable)
 
     def acknowledge(self, source: int, message: Message) -> None:
-        """Tell a sender that it may have its memory back, once."""
+        """Allow a sender to reuse its memory, once."""
         if message.flags & WANTS_REPLY:
             message.flags &= ~WANTS_REPLY
             if self._is_last(message):
@@ -193,7 +193,7 @@ class Sender:
                 self.say(source, Message(Kind.DONE, message.op, message.name, message.round, token=message.token))
 
     def refuse(self, source: int, message: Message, text: str, lost: int | None = None) -> None:
-        """Tell a peer that its message does not fit, and why; ``lost``: the agent whose loss is the reason."""
+        """Notify a peer that its message does not match, and why; ``lost``: the agent whose loss is the reason."""
         answers = not message.flags & WANTS_REPLY or self._is_last(message)
         token, message.flags = message.token if answers else 0, 0  # a refusal is an answer
         refusal = Message(Kind.REFUSE, message.op, message.name, message.round, message.stage, token, text=text)
@@ -203,14 +203,14 @@ class Sender:
 
     @staticmethod
     def _is_last(message: Message) -> bool:
-        """Nothing that came with a message has still to be answered, once it is."""
+        """Whether all other parts of a message have been acknowledged."""
         parts = message.part_of
         if parts is not None:
             parts.left -= 1
         return parts is None or not parts.left
 
     def deny(self, peer: int, what: Operation | Message, stage: int, failure: RoundFailure = NO_FAILURE) -> None:
-        """Tell a peer that waits for a message of ours that none will come, and why where the call failed."""
+        """Notify a waiting peer that our message will not come, and why if the call failed."""
         if failure.leaving:
             return
         flags, about = DIED if failure.own else 0, failure.about[:MAX_DIMENSIONS]
@@ -219,29 +219,30 @@ class Sender:
         )
 
     def put_off(self, peer: int, what: Message, waiting_for: list[int]) -> None:
-        """Tell a peer that waits for a message of ours that we wait for others first."""
+        """Notify a waiting peer that we wait for other agents first."""
         shape = tuple(waiting_for[:MAX_DIMENSIONS])
         self.say(peer, Message(Kind.WAITS, what.op, what.name, what.round, what.stage, shape=shape))
 
     def answer(self, peer: int, operation: Operation, stage: Stage, only_if_here: bool) -> None:
-        """A peer asks for something of a stage in which this agent is, or only whether it is."""
+        """Answer a peer's probe of a stage that this agent has reached."""
         if only_if_here:
             self.say_here(peer, operation, stage.number)
         elif not stage.will_send(peer, stage.number):
             self.deny(peer, operation, stage.number)
 
     def say_here(self, peer: int, what: Operation | Message, stage: int) -> None:
-        """Tell a peer that asks that this agent has come to a stage, too, of which nothing comes by a link."""
+        """Notify a probing peer that this agent has reached a stage whose tensors do not travel over links."""
         self.say(peer, Message(Kind.DENY, what.op, what.name, what.round, stage, flags=HERE))
 
     def ask_to_connect(self, target: int) -> None:
-        """Have others ask a peer to connect to this agent, which cannot connect to it
-        (``transport/reverse_connections.py``)."""
+        """Have other agents ask a peer to connect to this agent, which cannot connect to the peer
+        (``transport/reverse_connections.py``).
+        """
         self._requests += 1
         self._pass_request_on(Message(Kind.ASK, CONNECT, CONNECT, self._requests, self._rank, target))
 
     def on_connect_request(self, request: Message) -> None:
-        """An agent wants another one to connect to it: do so, or pass the request on, once.
+        """An agent asks another one to connect to it: connect, or pass the request on, once.
 
         Raises:
             ProtocolError: There are no such agents.
@@ -258,7 +259,7 @@ class Sender:
             self._pass_request_on(replace(request, tail=b""))
 
     def _pass_request_on(self, request: Message) -> None:
-        """Over all links that are open: requests in a queue would only be late."""
+        """Over all links that are open, because a queued request would come too late."""
         for peer, link in list(self._router.links.items()):
             if not isinstance(link, Outgoing) or link.open:
                 self.say(peer, request)
@@ -267,13 +268,14 @@ class Sender:
             self.say(target, request)
 
     def problems_with(self, ranks: list[int]) -> str:
-        """Why this agent has no connection to some of these; empty where it has one to each, or needs none."""
+        """Why this agent has no connection to some of these ranks; empty if it has or needs none."""
         return "; ".join(filter(None, map(self._router.reversing.problem_with, ranks)))
 
     def pass_on(self, gone: Departure) -> None:
-        """Tell everybody that we have a link to, but those who know, that an agent is gone.
+        """Notify all linked peers, except those that know, that an agent is lost.
 
-        One that we count as lost may be alive, and shut out for what it said; it must not think that all others are.
+        An agent that we count as lost may be alive and shut out because of a message that it sent; it must not conclude
+        that all others are lost.
         """
         flags = (DIED if gone.died else 0) | (CERTAIN if gone.certain else 0) | (SILENT if gone.silent else 0)
         notice = Message(
@@ -290,12 +292,14 @@ class Sender:
             condemned.flush()
 
     def forget_news(self, ranks: tuple[int, ...]) -> None:
-        """Agents have entered: that they were lost before is no news any more."""
+        """Agents have entered: notices of earlier losses of their ranks are outdated."""
         self._news = [notice for notice in self._news if notice.token not in ranks]
 
     def say_goodbye(self, farewell: str, died: bool, ended: ShoalError | None, missed: int = -1) -> None:
-        """The last word to everybody who would miss one: first whom we have lost ourselves, if we leave after a loss,
-        so that nobody takes us for its cause; and whom we have ``missed`` in a one-sided call (-1: nobody)."""
+        """Send the shutdown message to every linked peer. It names first the agents that we have lost, if we leave
+        after a loss, so that no peer takes us for its cause; and the rank that we ``missed`` in a one-sided call (-1:
+        none).
+        """
         if not self._news and isinstance(ended, PeerLost) and min(ended.ranks, default=-1) >= 0:
             self.pass_on(Departure(ended.ranks[0], str(ended), True, self._rank, certain=True))
         lost, cause = (self._news[0].token, self._news[0].text) if self._news else (missed, "")
@@ -307,12 +311,13 @@ class Sender:
         self._router.say_goodbye(lost, cause)
 
     def reach(self, peer: int) -> bool:
-        """See to it that there is a link to a peer, or one is being made, which shows if its process has ended. False
-        where the link has ended before."""
+        """Ensure that a link to a peer exists or is being made; it then shows whether the peer's process has ended.
+        False if the link has ended before.
+        """
         return self._router.reaches(peer) if peer in self._router.links else self._link(peer) is not None
 
     def _link(self, peer: int) -> Link | None:
-        """The link to a peer, marked for flushing; None when it cannot be opened, or no more since we leave."""
+        """The link to a peer, marked for flushing; None if it cannot be opened, or not any more during shutdown."""
         if self.said_goodbye and peer not in self._router.links:
             return None
         known = peer in self._router.links
@@ -328,13 +333,13 @@ class Sender:
         return link
 
     def flush(self) -> None:
-        """Hand what is queued to the system."""
+        """Hand queued bytes to the operating system."""
         self._router.retire_memory()
         while self._dirty:
             self._dirty.popitem()[0].flush()
 
     def acknowledged(self, receiver: int, token: int) -> tuple[Operation, Channel] | None:
-        """A receiver has answered: give back what was held for it. Nobody can answer for another."""
+        """A receiver has acknowledged: free the memory that was held for it. No other agent can acknowledge for it."""
         sent = self._unacknowledged.get(token)
         if sent is None or sent.receiver != receiver:
             return None
@@ -346,7 +351,7 @@ class Sender:
         return sent.operation, sent.channel
 
     def confirmed_in_part(self, receiver: int, message: Message) -> Operation | None:
-        """A receiver expected one of several tensors that it was sent at once. Whose."""
+        """A receiver expected one of several tensors of a message. Returns its operation."""
         sent = self._unacknowledged.get(message.token)
         parts = sent.operation.parts if sent is not None and sent.receiver == receiver else ()
         for one in parts:
@@ -356,42 +361,43 @@ class Sender:
         return None
 
     def unacknowledged_by(self, rank: int) -> list[int]:
-        """The tokens that a peer has not answered."""
+        """The tokens that a peer has not acknowledged."""
         return [token for token, sent in self._unacknowledged.items() if sent.receiver == rank]
 
     def forget_failed(self) -> None:
-        """Wait no more for the answers to what was sent in rounds that have failed here, as one does that leaves. What
-        was sent stays where it is, for whoever comes to read it all the same."""
+        """Stop waiting for acknowledgements of rounds that failed here, during shutdown. The memory stays in place for
+        late readers.
+        """
         failed = [token for token, one in self._unacknowledged.items() if isinstance(one.operation.error, ShoalError)]
         for token in failed:
             del self._unacknowledged[token]
 
     def receivers_behind(self, name: str) -> list[int]:
-        """Who has not answered for what was sent under a name."""
+        """The receivers that have not acknowledged messages of a name."""
         return sorted({sent.receiver for sent in self._unacknowledged.values() if sent.operation.name == name})
 
     @property
     def drained(self) -> bool:
-        """Nobody has to answer any more."""
+        """No acknowledgement is outstanding."""
         return not self._unacknowledged
 
     @property
     def empty(self) -> bool:
-        """Everything has been handed to the system."""
+        """All bytes have been handed to the operating system."""
         return all(link.idle for link in self._router.links.values())
 
 
 def send_alone(
     publisher: Publisher, sender: Sender, peer: int, what: Message, tensor: torch.Tensor, *, background: bool = False
 ) -> None:
-    """Send a peer a copy of a tensor that belongs to no operation of this agent: an answer, or news.
+    """Send a peer a copy of a tensor outside of any operation of this agent: an answer, or a notice.
 
     Args:
-        publisher, outbox: This agent's.
-        peer: Who gets it.
-        what: Says the operation, name, round, stage and digest of the message.
+        publisher, outbox: This agent's publisher and sender.
+        peer: The destination.
+        what: Has the operation, name, round, stage and digest of the message.
         tensor: Any dtype.
-        background: Nobody's tensor, and not to be counted among what is sent.
+        background: The message is internal, and not counted as the caller's traffic.
     """
     alone = Operation(what.op, what.name, what.round, float("inf"))
     alone.background = background
