@@ -1,9 +1,9 @@
-"""Who names me? Finds the partners of a round in which only one side of each edge knows of it.
+"""Sender discovery: finds the partners of a round in which only one side of each edge knows of it.
 
-Each agent names some others (those it pushes to, or those it pulls from), and learns which name it. Notices travel in
-``ceil(log2 n)`` steps: in step k an agent passes on, to the agent 2^k ranks ahead, every notice whose way still has
-that power of two in it (Bruck's all-to-all, with only the notices that exist). So an agent sends and receives
-``ceil(log2 n)`` small messages whatever the graph, and every agent hears of every notice for it.
+Each agent names some others (destinations of a push, or sources of a pull), and learns which ranks name it. Notices
+travel in ``ceil(log2 n)`` steps. In step k an agent passes to the agent 2^k ranks ahead every notice whose remaining
+distance has that power of two in it (Bruck's all-to-all, with only the notices that exist). So an agent sends and
+receives ``ceil(log2 n)`` small messages whatever the graph is, and every notice reaches its agent.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ALL_HAVE_IT = 128
 def discover(
     engine: Engine, operation: Operation, named: Iterable[int], first_stage: int | None = None
 ) -> Generator[Exchange, Arrived, list[int]]:
-    """The ranks that name this agent, ascending, given the ranks that it names. Mismatch for what cannot be.
+    """The ranks that name this agent, ascending, given the ranks that it names. Mismatch for impossible ranks.
 
-    Among the agents that the operation is planned for: notices count these, and not all ranks. Where agents come to it
-    through different numbers of stages, ``first_stage`` is the number of its first.
+    It runs among the agents of the operation's plan: distances count these, not all ranks. If agents reach it after
+    different numbers of stages, ``first_stage`` is the number of its first.
     """
     gone, group = operation.excluded_ranks, operation.callers(engine.size)
     rank, size = group.index(engine.rank), len(group)
@@ -76,15 +76,16 @@ def submit_to_all(
     background: bool = False,
     among: Sequence[int] | None = None,
 ) -> Handle[T]:
-    """Begin an operation that gives all that call it the same; see :meth:`Engine.submit`.
+    """Begin a collective operation, whose result is equal on all its callers; see :meth:`Engine.submit`.
 
-    Where agents go on after a loss, it begins anew among those that are left, unless it has ended on one of them: then
-    the others have what that one has. It is handed on where ``take`` says how; else it ends only when all have it.
+    With ``on_loss="continue"`` it restarts among the survivors after a loss, unless it has ended on one of them: then
+    the others take that agent's result. The result is sent if ``take`` says how; else the operation ends only when all
+    have it.
 
     Args:
-        engine, op, name, steps, timeout, alone, background, among: As there.
-        take: Makes the result from that of another agent: a tensor, or of no numbers where there is nothing to hand on.
-            Only where nobody ends before all have begun; and there a result is that tensor, or None.
+        engine, op, name, steps, timeout, alone, background, among: See :meth:`Engine.submit`.
+        take: Computes the result from another agent's tensor, which is empty if there is nothing to send. Only for
+            operations that no agent ends before all have begun; their result is that tensor, or None.
     """
     if isinstance(steps, FusionSpec):  # only where no loss is survived
         return engine.submit(op, name, steps, timeout, alone, background=background, among=among)

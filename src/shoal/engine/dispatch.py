@@ -1,6 +1,7 @@
-"""What the others say, by its kind: a message for an operation, an answer, a question, a refusal, news of a departure.
+"""Dispatches received messages by kind: tensors for operations, acknowledgements, probes, refusals, notices of
+departures.
 
-Everything here runs in the thread that drives the exchange, under the engine's lock.
+All of it runs in the thread that drives the exchange, under the engine's lock.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Dispatch:
         self.take(source, message)
 
     def take(self, source: int, message: Message) -> None:
-        """Put a tensor where it belongs; also one that came in a fused message, and is taken apart from the others."""
+        """Deliver a tensor to its operation; also one of a fused message, which is then unpacked."""
         if message.name.startswith(PREFIX):
             self._fusion.came(source, message)
             return
@@ -146,7 +147,7 @@ class Dispatch:
 
     @staticmethod
     def _is_missing(source: int, result: MatchResult, operation: Operation | None) -> bool:
-        """What was to be carried has not come, and not by a link either."""
+        """The backend has not moved an announced tensor, and no link has brought it."""
         stage = operation.stage if operation is not None and result is MatchResult.NOW else None
         if stage is None:
             return False
@@ -154,7 +155,7 @@ class Dispatch:
         return source in stage.missing or (announced is not None and announced.where is Where.CARRIED and stage.to_move)
 
     def _on_refuse(self, source: int, message: Message) -> None:
-        """A peer says that our message, or our silence, did not fit; or that it cannot go on without somebody."""
+        """A peer reports that our message, or its absence, did not match; or that it cannot continue after a loss."""
         lost = bool(message.flags & DIED)
         error = PeerLost(message.text, (message.digest,)) if lost else Mismatch(message.text, (source, self._rank))
         result, operation = self._matcher.match(message)
@@ -244,7 +245,7 @@ class Dispatch:
         self._lifecycle.fail(operation, Mismatch(text, (source, self._rank, *message.shape)))
 
     def _of_moving(self, source: int, message: Message, operation: Operation, stage: Stage) -> None:
-        """An agent says what it has done of a stage whose tensors have still to be moved: it has come, or failed."""
+        """A peer reports on a stage whose tensors a backend is to move: it has reached it, or failed."""
         if not message.text:  # it is there, or has had all that it needs
             stage.confirmed_by(source)
             self._lifecycle.go_on(operation, stage)

@@ -1,19 +1,18 @@
-"""Moves every operation of one agent forward: composes the parts that do, drives them, and closes them.
+"""The engine of one agent: composes the parts that move its operations forward, drives them, and shuts them down.
 
-The problem: many operations in flight, submitted by several threads in any order, matched with those of other agents
-without a coordinator; no thread may spin, a call of four bytes must not pay for a thread switch, and nothing may wait
-for ever.
+The problem: several threads submit many operations in any order, which are matched with those of other agents without a
+coordinator. No thread may spin, a call of four bytes must not pay for a thread switch, and every wait has a deadline.
 
-How it works. ``lifecycle.py`` resumes an operation when the messages of its stage have come and posts what it wants
-sent. What nobody here will ever ask for is refused, and both sides raise. An agent that has waited a moment for a
-message asks the sender whether it will come (ASK), and one that will not send denies it (DENY): that finds a
-disagreement in milliseconds that would otherwise end in the deadline, and costs nothing in a round where everybody
-comes. Who drives all this is in ``progress.py``; what the others say, in ``dispatch.py``; who is gone, in
-``failures.py``; what travels together, in ``fusion.py``; what time says, in ``watchdog.py``. Imports go one way, in the
-order in which the parts are made below; the two that are told of what comes later are given a function for it.
+How it works. ``lifecycle.py`` resumes an operation when the messages of its stage have arrived and posts its sends. A
+message that no operation here will ever expect is refused, and both sides raise. An agent that has waited a moment for
+a message asks the sender whether it will come (ASK); a sender that will not send it denies it (DENY). So disagreements
+show in milliseconds instead of at the deadline, and a round in which all take part costs no extra message.
+``progress.py`` decides which thread drives, ``dispatch.py`` handles messages by kind, ``failures.py`` lost agents,
+``fusion.py`` fused operations, ``watchdog.py`` deadlines. Imports go one way, in the order in which the parts are
+created below; two parts that need a later one are given a function.
 
-Rejected: asyncio (a callback costs more than a small operation has), a thread for each operation, and doing all in one
-progress thread (two thread switches for each blocking call, under one interpreter lock).
+Rejected: asyncio (a callback costs more than a small operation), a thread for each operation, and a progress thread
+that does all the work (two thread switches for each blocking call, under one interpreter lock).
 """
 
 from __future__ import annotations
@@ -176,11 +175,11 @@ class Engine:
 
     @property
     def backend(self) -> CollectiveBackend | None:
-        """What moves tensors in the place of links, where something does."""
+        """The backend that moves tensors instead of links, if there is one."""
         return self.lifecycle.backend_stages.backend
 
     def _describe(self, within: float) -> dict[str, Any]:
-        """What this agent does, for another shell. From any thread of this process, which may have another's lock."""
+        """This agent's status, for `shoal status`. Called from any thread, which may hold another agent's lock."""
         if not self.lock.acquire(timeout=within):
             return self.status_reporter.busy
         try:
@@ -189,19 +188,21 @@ class Engine:
             self.lock.release()
 
     def is_far(self, rank: int) -> bool:
-        """What goes to an agent goes over the network, or is to be as short as if it did."""
+        """Whether messages to an agent travel over the network, or are to be compressed as if they did."""
         return self.compresses_locally or self.backend is not None or self.router.transport_to(rank) == "network"
 
     @property
     def can_fuse(self) -> bool:
-        """Operations that begin now may be fused: all travel over links, and are with all agents. After a loss the
-        rounds under way may be planned for different ones."""
+        """Whether operations that begin now may be fused: all of them travel over links, among all agents. After a
+        loss, rounds in progress may have different plans.
+        """
         return self.backend is None and not self.lifecycle.gate.gone
 
     @property
     def can_fuse_multistage(self) -> bool:
-        """So may those that would have to begin anew after a loss, since none is survived: agents that fuse and agents
-        that do not would come to another stage each."""
+        """Whether operations that restart after a loss may be fused too: only if losses are not survived, because
+        agents that fuse and agents that do not would restart at different stages.
+        """
         return self.can_fuse and not self.agreement.active
 
     @property
@@ -215,7 +216,7 @@ class Engine:
         return self.lifecycle.gate.ended
 
     def reason_against(self, one_sided: bool) -> ShoalError | None:
-        """Why operations are not possible any more; those that are ``one_sided`` may outlive others."""
+        """Why operations are not possible any more; ``one_sided`` ones may survive the loss of others."""
         return self.lifecycle.gate.reason_against(one_sided)
 
     # Operations
@@ -235,16 +236,16 @@ class Engine:
         """Begin an operation.
 
         Args:
-            op: What is called, for matching and for messages.
-            name: What it is matched by. Names beginning with ``~`` are Shoal's own.
-            steps: Makes the generator of the operation, which runs in the caller's thread until its first exchange; or
-                what an operation is about that may be fused, which begins with others when somebody drives.
+            op: The public name of the call, for matching and for messages.
+            name: The name that it is matched by. Names that begin with ``~`` are Shoal's own.
+            steps: Creates the generator of the operation, which runs in the caller's thread until its first exchange; or
+                describes an operation that may be fused, which begins together with others when a thread drives.
             timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
             alone: Refuse a second operation under the same name while one is in flight.
-            one_sided: The others need not call anything for it; so it goes on when one is lost that it does not need.
-            on_loss: With ``on_loss="continue"``, what becomes of it when an agent is lost that it needs.
-            background: It is nobody's call: nothing is said of how long it waits, and no error is kept for it.
-            among: Who calls it, if not all.
+            one_sided: The other agents need no matching call; it survives the loss of an agent that it does not need.
+            on_loss: With ``on_loss="continue"``, its fate when an agent is lost that it needs.
+            background: An internal operation: its waiting is not reported, and no error is kept for it.
+            among: The ranks that call it, if not all.
         """
         seconds = parse_timeout(timeout, self.timeout)
         if not self.agreement.active:
@@ -266,13 +267,13 @@ class Engine:
         return handle
 
     def plan(self, name: str) -> Plan:
-        """Whom the next round of a name, which this is, is planned without: for what takes several operations."""
+        """The plan of the next round of a name, for a call that consists of several operations."""
         if not self.agreement.active:
             return WHOLE
         return self.submit(PLAN, name, _planned, on_loss=FailurePolicy.SKIP_MISSING).wait()
 
     def _await_agreement(self, op: str, limit: float, seconds: float) -> None:
-        """Wait until the agents that are left have agreed on a loss."""
+        """Wait until the survivors have agreed on a loss."""
         lifecycle, progress = self.lifecycle, self.progress
         what = f"{op} on rank {self.rank}"
         if progress.mine:
@@ -293,7 +294,7 @@ class Engine:
                 )
 
     def survive_losses(self, stops_as_minority: bool = False) -> None:
-        """Let operations outlive a loss, but not in the smaller part of a partition. Before the exchange starts."""
+        """Let operations survive losses, except in a minority partition. Before the exchange starts."""
         self.agreement.activate(stops_as_minority)
         self.services.add(WORD, self.agreement)
         self.services.add(HAD, self.result_cache)
@@ -303,18 +304,18 @@ class Engine:
         self.partition_resolver.activate()
 
     def begin_without(self, ranks: tuple[int, ...]) -> None:
-        """These have not come yet, and may join. Before the exchange starts."""
+        """These agents have not started and may join later. Before the exchange starts."""
         self.membership.begin_without(dict.fromkeys(ranks, NOT_YET))
         self.agreement.begin_without(ranks)
 
     def finish(self, handle: Handle[T], result: T | None, error: BaseException | None) -> None:
-        """Keep the promise of something that a thread of this agent did by itself."""
+        """Set the outcome of a handle for work that a thread of this agent did by itself."""
         with deferred, self.lock:
             self.lifecycle.finish(handle, result, error)
             self.poller.wake()
 
     def wait_for(self, handle: Handle[Any], timeout: float | None = None) -> bool:
-        """Wait until an operation has ended, driving if nobody else does. False when ``timeout`` came first."""
+        """Wait until an operation has ended, and drive if no other thread does. False if ``timeout`` passed first."""
         if self.abandoned:
             raise NotInitialized(
                 f"waiting for {handle.operation}: this process was forked from that of rank {self.rank}, which goes on "
@@ -339,13 +340,13 @@ class Engine:
         return done
 
     def give_up(self, handle: Handle[Any], error: BaseException) -> None:
-        """End an operation of this agent that nobody waits for any more; others hear of it where they ask."""
+        """End an operation of this agent that no thread waits for any more; other agents learn it when they ask."""
         with deferred, self.lock:
             self.lifecycle.fail(handle.operation, error)
             self.poller.wake()
 
     def abort(self, error: ShoalError) -> None:
-        """End all operations, now and from now on, with ``error``. The others are not told."""
+        """End all operations with ``error``, now and later. The other agents are not notified."""
         with deferred, self.lock:
             self.failures.abort(error)
             self.poller.wake()
@@ -415,15 +416,15 @@ class Engine:
     # The end
 
     def check_may_close(self) -> None:
-        """RuntimeError in a callback, whose thread is driving the exchange that is to be closed."""
+        """Raise RuntimeError in a callback, whose thread drives the exchange that is to be closed."""
         if self.progress.mine:
             raise RuntimeError("shoal.shutdown() cannot be called from a callback of Shoal")
 
     def close(self, deadline: float, why: str = "", died: bool = False) -> None:
-        """Say goodbye, give others what they still wait for, and free everything.
+        """Send the shutdown message, deliver what other agents still wait for, and free all resources.
 
-        For the one thread that does it. What a signal's handler raises shortens it: then what is left to do is done, no
-        more is waited for, and it is raised at the end. Whatever else fails, nothing is left open.
+        Called by one thread. An exception of a signal handler shortens it: the remaining resources are freed without
+        waiting, and it is raised at the end. Whatever else fails, nothing is left open.
         """
         drain = ShutdownDrain(self.progress, self.lifecycle)
         with deferred, ExitStack() as last:
@@ -459,7 +460,7 @@ class Engine:
             raise drain.interrupt
 
     def _fail_what_is_in_flight(self, deadline: float, died: bool) -> bool:
-        """Refuse new operations, and end those that wait for others. False where that has been done."""
+        """Refuse new operations, and end those that wait for other agents. False if that has been done."""
         now = clock.monotonic()
         for service in self.services.all():  # the other half is for what the others still need
             service.close(now if died else now + (deadline - now) / 2)
@@ -479,9 +480,9 @@ class Engine:
         self.sender.flush()  # all that is done for it where the exchange has failed
 
     def abandon_in_child(self) -> None:
-        """In a forked child: close what would keep this agent's end from being noticed, and refuse whoever calls.
+        """In a forked child: close the descriptors that would hide this agent's end from others, and refuse all calls.
 
-        The threads that held its locks are not there to let go of them.
+        The threads that held the locks do not exist in the child and cannot release them.
         """
         self.lock._at_fork_reinit()  # type: ignore[attr-defined]
         self.abandoned = True

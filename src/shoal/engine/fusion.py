@@ -1,15 +1,14 @@
-"""Small operations that were submitted together are fused: one message to each neighbour, one sum.
+"""Fuses small operations that are submitted together: one message to each neighbour, one sum.
 
-A call of four kilobytes costs its bookkeeping, not its bytes. What waits to begin when somebody drives, and differs in
-nothing but its tensors, therefore becomes a :class:`FusedOperation`: they are joined, sent and summed as one, and cut
-apart again. The sum of a number does not depend on its neighbours in memory, so the bits are the same.
+A call of four kilobytes costs its bookkeeping, not its bytes. Operations that wait to begin when a thread drives, and
+that differ only in their tensors, therefore become a :class:`FusedOperation`: the tensors are joined, sent and summed
+as one, and split again. The sum of a number does not depend on its neighbours in memory, so the bits are the same.
 
-No agent has to agree with another on what is fused. The name of a fused operation says what is in it. From a neighbour
-that has fused the same, its message is summed where it lies; what others send, fused otherwise or one by one, is put in
-its place until everything is there. And whenever something does not fit, or does not come for a while, a fused
-operation is split: each of its members begins by itself, is given what has come so far for all stages, does not send
-again what has been sent, and from there on goes the ordinary way of matching, questions, refusals and deadlines, so
-that nothing here needs to know of errors.
+Agents do not have to agree on what is fused. The name of a fused operation lists its members. A message of a neighbour
+that has fused the same members is summed in place. Tensors of neighbours that have fused differently, or not at all,
+are copied to their place until all are there. If something does not match, or does not arrive for a while, the fused
+operation is split. Each member then begins by itself: it receives what has arrived for its stages, does not repeat
+sends, and follows the ordinary matching, probes, refusals and deadlines. So fusion needs no error handling of its own.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ SPLIT_AFTER = 0.1
 
 
 class _Split(Exception):
-    """What ended a fused operation whose members go on."""
+    """The reason why a fused operation ended whose members continue."""
 
 
 class Fusion:
-    """The fused operations of one agent, and the fused messages that came. Used under the engine's lock.
+    """The fused operations of one agent, and the fused messages that have arrived. Used under the engine's lock.
 
     Args:
-        deliver: Takes a message as if it had come by itself.
+        deliver: Takes a message as if it had arrived by itself.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Fusion:
     # Going out
 
     def begin(self) -> None:
-        """Begin what was submitted, fused where it may be. Takes the lock itself: it computes."""
+        """Begin submitted operations, fused if possible. Takes the lock itself, because it computes."""
         while self._lifecycle.unbegun:
             with self._lock:
                 name, members = take_fusible(self._lifecycle.unbegun)
@@ -98,7 +97,7 @@ class Fusion:
                 raise
 
     def _fuse(self, name: str, members: list[Operation]) -> FusedOperation | None:
-        """One operation of several, unless that would only be split."""
+        """Create one operation of several, unless it would have to be split at once."""
         self._unread = {one: nbytes for one, nbytes in self._unread.items() if one.unacknowledged}
         if len(self._unread) >= MOST_UNREAD or sum(self._unread.values()) >= MOST_UNREAD_BYTES:
             return None  # receivers are behind: by itself each of them waits for its turn to send
@@ -114,7 +113,7 @@ class Fusion:
         return fused
 
     def proceed(self, fused: FusedOperation, item: Yields | None, result: Any, error: BaseException | None) -> None:
-        """Do what a fused operation asked for when it stopped computing."""
+        """Do what a fused operation asked for when it yielded."""
         if fused.error is not None:  # it was split, or failed, meanwhile
             close_generator(fused)
             fused.release()
@@ -128,7 +127,7 @@ class Fusion:
                 self._conclude(operation, one, error)
 
     def _conclude(self, operation: Operation, result: Any, error: BaseException | None) -> None:
-        """End a member, or let it wait for those to whom the fused operation has sent."""
+        """End a member, or let it wait for the destinations of the fused operation."""
         own = result if isinstance(result, Exception) else error
         if operation.handle is None:  # it has failed meanwhile
             return
@@ -160,7 +159,7 @@ class Fusion:
             self._progress.check_by(clock.monotonic() + SPLIT_AFTER)
 
     def _take_early(self, fused: FusedOperation, stage: int) -> None:
-        """Take up what neighbours have sent for a stage of the members before it began."""
+        """Take messages that neighbours have sent for a stage of the members before it began."""
         for operation in fused.members:
             for received in self._came_early(operation, stage):
                 if received.message.name == fused.name:
@@ -177,7 +176,7 @@ class Fusion:
                         return
 
     def _end(self, fused: FusedOperation, error: BaseException | None) -> None:
-        """Give back what a fused operation holds."""
+        """Free the resources of a fused operation."""
         self._active.pop(fused.name, None)
         fused.error = error
         if self._events.active:
@@ -192,8 +191,7 @@ class Fusion:
             operation.fused = None
 
     def _split(self, fused: FusedOperation) -> None:
-        """Let every member go its own way, from the beginning. It finds there what has come, and does not send again
-        what has been sent."""
+        """Let every member begin by itself. It receives the messages that have arrived, and does not repeat sends."""
         stage = fused.stage
         had, fused.had = fused.had, []
         if stage is not None:
@@ -217,7 +215,7 @@ class Fusion:
                 self._lifecycle.begin(operation)
 
     def split_all(self) -> None:
-        """Let every operation go its own way, also those that have not begun."""
+        """Split all fused operations, also those that have not begun."""
         for fused in list(self._active.values()):
             if fused.stage is not None:
                 self._split(fused)
@@ -225,7 +223,7 @@ class Fusion:
             self._lifecycle.begin(self._lifecycle.unbegun.popleft())
 
     def split_those_without(self, rank: int) -> None:
-        """An agent has left: what waits for it has to say so for itself."""
+        """An agent has left: each operation that waits for it has to report that by itself."""
         for fused in list(self._active.values()):
             if fused.stage is not None and rank in fused.stage.missing:
                 self._split(fused)
@@ -238,20 +236,20 @@ class Fusion:
             self._lifecycle.fail(operation, error)
 
     def give_up(self, error: BaseException) -> None:
-        """The members have been failed; forget what they shared."""
+        """The members have failed; drop their shared state."""
         for fused in list(self._active.values()):
             self._end(fused, error)
             close_generator(fused)
 
     def give_up_early(self) -> None:
-        """Nobody will begin what neighbours have fused; they may have their memory back."""
+        """Fused messages for operations that will not begin here: their senders may reuse the memory."""
         for received in self._all_early():
             self._matcher.release(*received)
             self._sender.acknowledge(*received)
         self._early.clear()
 
     def forget(self, rank: int) -> None:
-        """An agent is lost: drop what came from it."""
+        """An agent is lost: drop its messages."""
         for received in self._all_early():
             if received.source == rank:
                 self._forget(received)
@@ -261,7 +259,7 @@ class Fusion:
         return list({id(one): one for several in self._early.values() for one in several}.values())
 
     def check(self, now: float) -> float:
-        """Split what has waited long enough. Returns when to come back."""
+        """Split operations that have waited long enough. Returns when to check again."""
         following = float("inf")
         for fused in list(self._active.values()):
             if fused.stage is None or not fused.stage.missing:
@@ -276,7 +274,7 @@ class Fusion:
     # Coming in
 
     def came(self, source: int, message: Message) -> None:
-        """A fused message from a neighbour."""
+        """Take a fused message of a neighbour."""
         received = UnpackedMessage(source, message)
         fused = self._active.get(message.name)
         if fused is not None and fused.stage is not None and message.stage <= fused.stage.number:
@@ -310,7 +308,7 @@ class Fusion:
             self._lifecycle.accept(fused, stage, source, message)
 
     def put(self, operation: Operation, source: int, message: Message) -> None:
-        """A neighbour has sent by itself what is a part of a fused operation here."""
+        """A neighbour has sent by itself a tensor of a fused operation here."""
         assert message.payload is not None
         fused: FusedOperation | None = operation.fused
         if _is_ahead(fused, message):
@@ -324,31 +322,30 @@ class Fusion:
             self._deliver(source, message)
 
     def begins(self, operation: Operation) -> None:
-        """An operation begins a stage by itself; fused messages that hold one for it are of no use as they are."""
+        """An operation begins a stage by itself; fused messages that contain one for it have to be unpacked."""
         if self._early:
             for received in self._came_early(operation):
                 self._unpack(received)
 
     def _came_early(self, operation: Operation, stage: int | None = None) -> Iterator[UnpackedMessage]:
-        """The fused messages that hold one for an operation, or for a stage of it. What is done with one may have dealt
-        with others."""
+        """Yield the fused messages that contain one for an operation, or a stage of it. Handling one may remove others."""
         key = operation.name, operation.round
         while several := [one for one in self._early.get(key, ()) if stage is None or one.message.stage <= stage]:
             yield several[0]
 
     def _more_came(self, received: UnpackedMessage) -> None:
-        """More of a message that is to be unpacked is here."""
+        """More of a message that is to be unpacked has arrived."""
         payload = received.message.payload
         if payload is not None and payload.complete:
             self._coming = [one for one in self._coming if one is not received]
             self._unpack(received)
 
     def is_coming(self, source: int, key: tuple[str, int]) -> bool:
-        """A message for an operation is on its way from a neighbour, in a fused one of which not all is here."""
+        """Whether a message for an operation is part of a fused message that has arrived only in part."""
         return any(one.source == source and key in keys(runs_of(one.message)) for one in self._coming)
 
     def _unpack(self, received: UnpackedMessage) -> None:
-        """Put what is in a fused message into fused operations of ours, or make single messages of it."""
+        """Put the tensors of a fused message into fused operations here, or deliver them as single messages."""
         self._forget(received)
         source, message = received
         payload = message.payload
@@ -381,8 +378,9 @@ class Fusion:
     def _place(
         self, operation: Operation, source: int, message: Message, shape: tuple[int, ...], data: torch.Tensor
     ) -> bool:
-        """Put a tensor from a neighbour where it belongs in a fused operation. False where there is no such place; one
-        in which it does not fit is split."""
+        """Copy a neighbour's tensor to its place in a fused operation. False if there is no such place; an operation in
+        which the tensor does not match is split.
+        """
         fused: FusedOperation | None = operation.fused
         if fused is None or _is_ahead(fused, message):
             return False
@@ -412,7 +410,7 @@ class Fusion:
         return True
 
     def _count(self, fused: FusedOperation, stage: Stage, partial: Partial, operation: Operation, source: int) -> None:
-        """A tensor has been put in its place; with the last one, a source has sent all."""
+        """A tensor has been copied to its place; after the last one, the source is complete."""
         partial.here.add(operation)
         if len(partial.here) < len(fused.members):
             return
@@ -422,7 +420,7 @@ class Fusion:
             self._lifecycle.make_ready(fused)
 
     def _forget(self, received: UnpackedMessage) -> None:
-        """Take a message out of the list of those that came early."""
+        """Remove a message from the list of early ones."""
         if not self._early:
             return
         kept = False
@@ -439,5 +437,5 @@ class Fusion:
 
 
 def _is_ahead(fused: FusedOperation | None, message: Message) -> bool:
-    """A message is for a stage to which a fused operation has still to come."""
+    """Whether a message is for a stage that a fused operation has not reached."""
     return fused is not None and (fused.stage is None or message.stage > fused.stage.number)

@@ -1,9 +1,9 @@
-"""Who drives the exchange of an agent: one thread at a time polls the sockets and resumes what can go on.
+"""The progress engine of an agent: one thread at a time polls the sockets and resumes operations.
 
-A caller that waits drives itself, so that a small blocking operation involves no other thread. Otherwise the progress
-thread does, so that nonblocking operations go on while the caller computes. The progress thread steps aside
-for a moment whenever a caller submits or drives, since the next call is probably near: a burst of submissions leaves in
-few packets, and two threads do not pass the interpreter lock back and forth for each of them.
+A waiting caller drives by itself, so a small blocking operation involves no other thread. Otherwise the progress thread
+drives, so nonblocking operations advance while the caller computes. The progress thread pauses for a moment whenever a
+caller submits or drives, because the next call probably follows: a burst of submissions leaves in few packets, and two
+threads do not pass the interpreter lock back and forth for each of them.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ of is taken in between two."""
 
 
 class Driven(Protocol):
-    """What is driven."""
+    """The interface of a driven object."""
 
     def advance(self) -> None:
-        """Resume all operations that can go on, and hand what they send to the sockets. Without the lock."""
+        """Resume all operations that are ready, and hand their messages to the sockets. Without the lock."""
 
     def handle(self, due: list[tuple[Callable[[int], None], int]]) -> None:
-        """Take what came. With the lock."""
+        """Take received messages. With the lock."""
 
     def check(self, now: float) -> float:
-        """Look at the clock. With the lock. Returns when to look again, as ``clock.monotonic()``."""
+        """Check deadlines. With the lock. Returns when to check again, as ``clock.monotonic()``."""
 
     def after(self) -> None:
-        """Call back whoever asked for it. Without the lock."""
+        """Run callbacks. Without the lock."""
 
     def break_off(self, error: Exception) -> None:
-        """It cannot be driven any more: end what waits for it. With the lock."""
+        """It cannot be driven any more: end operations that wait for it. With the lock."""
 
 
 class Progress:
-    """Turn-taking between the callers and the progress thread. ``lock`` guards the tables of what is driven, too."""
+    """Turn-taking between callers and the progress thread. ``lock`` also guards the tables of the driven objects."""
 
     def __init__(self, driven: Driven, poller: Poller, name: str) -> None:
         self.lock = threading.RLock()
@@ -110,34 +110,35 @@ class Progress:
 
     @property
     def stopped(self) -> bool:
-        """Nobody drives any more."""
+        """No thread drives any more."""
         return self._closing
 
     @property
     def somebody_waits(self) -> bool:
-        """A thread of the script stands still for an operation."""
+        """A thread of the script is blocked in an operation."""
         return bool(self.waiters) or self._driver not in (0, self._thread.ident)
 
     @property
     def awaited(self) -> object:
-        """What the calling thread drives for, without a time limit: the owner of the method that says when it is there.
-        None where that is the progress thread, or another thread waits as well."""
+        """The object that the calling thread waits for without a time limit: the owner of its ``done`` method. None if
+        the caller is the progress thread, or if another thread waits as well.
+        """
         if self._driver != threading.get_ident() or self._driver == self._thread.ident or self.waiters:
             return None
         return getattr(self._done, "__self__", None)
 
     @property
     def mine(self) -> bool:
-        """The calling thread is driving right now."""
+        """Whether the calling thread is driving."""
         return self._driver == threading.get_ident()
 
     def check_by(self, when: float) -> None:
-        """Look at the clock by then at the latest. With the lock, or from what drives."""
+        """Check deadlines by this time at the latest. With the lock, or from a driven object."""
         if when < self.next_check:
             self.next_check = when
 
     def submitted(self, away: float = AFTER_SUBMITTING) -> None:
-        """Something new is to be driven, soon. With the lock."""
+        """New work is to be driven soon. With the lock."""
         if self._driver in (0, self._thread.ident):
             soon = clock.monotonic() + away
             if self._driver and not self._aside:
@@ -149,18 +150,19 @@ class Progress:
             self._poller.wake()
 
     def wake(self) -> None:
-        """Something can go on. From any thread."""
+        """Work is ready. From any thread."""
         self._poller.wake()
 
     def notify(self) -> None:
-        """Something ended that a waiting thread may wait for. With the lock."""
+        """An operation has ended for which a thread may wait. With the lock."""
         if self.waiters:
             self._turn.notify_all()
 
     def drive_until(self, done: Callable[[], bool], limit: float = FOREVER) -> bool:
-        """Drive, or let others drive, until ``done()`` or the time ``limit``. Not for a thread that drives already.
+        """Drive, or let another thread drive, until ``done()`` or the time ``limit``. Not for a thread that drives
+        already.
 
-        In the main thread it returns also when a signal came, driving no more, so that it can be handled.
+        In the main thread it returns also when a signal arrived, without driving, so that the signal can be handled.
         """
         with deferred:
             if self._take(done, limit):
@@ -185,7 +187,7 @@ class Progress:
             return done()
 
     def _take(self, done: Callable[[], bool], limit: float) -> bool:
-        """Wait until nobody drives, and take over; False where there is nothing to drive for any more."""
+        """Wait until no thread drives, and take over; False if there is nothing left to drive for."""
         slice_ = SLICE if deferred.here else 60.0  # a signal would not end it
         with self.lock:
             self.waiters += 1
@@ -232,10 +234,10 @@ class Progress:
             driven.after()
 
     def _take_backlog(self) -> None:
-        """Take all that has come, before a deadline is judged.
+        """Take all messages that have arrived, before a deadline is judged.
 
-        The last poll may have returned long ago, to a thread that could not run because another held the interpreter
-        lock. A goodbye, or the loss that explains it, may lie unread since.
+        The last poll may have returned long ago to a thread that could not run because another held the interpreter
+        lock. A shutdown message, or the notice of the loss that explains the delay, may be unread since.
         """
         for _ in range(BACKLOG):
             due = self._poller.poll(0.0)
