@@ -238,8 +238,8 @@ class Engine:
         Args:
             op: The public name of the call, for matching and for messages.
             name: The name that it is matched by. Names that begin with ``~`` are Shoal's own.
-            steps: Creates the generator of the operation, which runs in the caller's thread until its first exchange; or
-                describes an operation that may be fused, which begins together with others when a thread drives.
+            steps: Creates the generator of the operation, which runs in the caller's thread until its first exchange;
+                or describes an operation that may be fused, which begins together with others when a thread drives.
             timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
             alone: Refuse a second operation under the same name while one is in flight.
             one_sided: The other agents need no matching call; it survives the loss of an agent that it does not need.

@@ -328,7 +328,7 @@ class Fusion:
                 self._unpack(received)
 
     def _came_early(self, operation: Operation, stage: int | None = None) -> Iterator[UnpackedMessage]:
-        """Yield the fused messages that contain one for an operation, or a stage of it. Handling one may remove others."""
+        """Yield the fused messages that contain one for an operation, or a stage of it. Handling may remove others."""
         key = operation.name, operation.round
         while several := [one for one in self._early.get(key, ()) if stage is None or one.message.stage <= stage]:
             yield several[0]
