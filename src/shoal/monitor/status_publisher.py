@@ -1,9 +1,9 @@
-"""What an agent tells its launcher where somebody looks on (``shoal run --watch``): a summary, twice a second.
+"""Sends this agent's status to the launcher of ``shoal run --watch``, twice a second.
 
-The launcher listens on a Unix socket that only its user can reach (``transport/listeners.py``), and says in ``SHOAL_WATCH`` where.
-What is said is what ``shoal status`` is told, with what has been sent on each edge. A thread of its own makes and sends
-it, so that nothing that is wrong with it ends an exchange; it never waits for the launcher: a summary for which there
-is no room is dropped, as the next one says all of it. Without the variable there is no thread, and nothing is counted.
+The launcher listens on a Unix socket that only its user can reach (``transport/listeners.py``); ``SHOAL_WATCH`` names
+it. A message has the content of ``shoal status`` and the bytes sent on each edge. A thread of its own builds and sends
+it, so an error there ends no exchange. It never waits for the launcher: a message for which there is no room is
+dropped, because the next one replaces it. Without the variable there is no thread, and nothing is counted.
 """
 
 from __future__ import annotations

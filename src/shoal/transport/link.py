@@ -1,9 +1,8 @@
-"""One protocol for all transports: what a link does, and what it tells the agent that owns it.
+"""The protocol of all transports: the operations of a link, and its notifications to the agent that owns it.
 
-A link is one-way: from this agent to one peer. Answers come back over the peer's link to this agent. So nobody has to
-agree on who connects to whom, and the order of messages is kept in each direction, which is all that matching needs.
-Where a firewall lets connections through in one direction only, the peer opens the connection
-(``reverse_connections.py``).
+A link is one-way: from this agent to one peer. Replies travel over the peer's link to this agent. So agents need not
+agree on which of them connects, and messages keep their order in each direction, which is all that matching needs. If a
+firewall lets connections through in one direction only, the peer opens the connection (``reverse_connections.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .wire import Message
 
 
 class Published:
-    """A tensor where others can read it: flat and contiguous, in a region of the arena when it is large.
+    """A tensor that other agents can read: flat and contiguous, in a region of the arena if it is large.
 
     It is a copy, or, with ``zero_copy``, the tensor itself: its owner must not change it until all have read it.
     """
@@ -39,19 +38,19 @@ class Published:
 
     @property
     def on_cpu(self) -> torch.Tensor:
-        """Its numbers where the CPU reads them."""
+        """The numbers in memory that the CPU reads."""
         return self.data
 
     def part(self, start: int, stop: int) -> torch.Tensor:
         return self.data[start:stop] if stop - start != self.data.numel() else self.data
 
     def copy(self, start: int, stop: int) -> bytes:
-        """Elements ``start`` to ``stop`` as bytes of their own."""
+        """A copy of elements ``start`` to ``stop``, as bytes."""
         size, address = self.data.element_size(), self.on_cpu.data_ptr()
         return ctypes.string_at(address + start * size, (stop - start) * size) if stop > start else b""
 
     def bytes(self, start: int, stop: int) -> memoryview:
-        """Elements ``start`` to ``stop`` as bytes, where they lie."""
+        """Elements ``start`` to ``stop`` as bytes, in place."""
         if self._bytes is None:
             flat = self.on_cpu.view(torch.uint8) if self.data.numel() else torch.empty(0, dtype=torch.uint8)
             self._bytes = memoryview(flat.numpy())  # type: ignore[arg-type]
@@ -59,7 +58,7 @@ class Published:
         return self._bytes[start * size : stop * size]
 
     def check_of(self, start: int, piece: memoryview, check: Callable[[memoryview], str]) -> str:
-        """What the bytes from ``start`` on come to, which are ``piece``: found once for all that they are sent to."""
+        """The checksum of the bytes ``piece`` from ``start`` on: computed once for all destinations."""
         place = start, len(piece)
         found = self._checks.get(place)
         if found is None:
@@ -68,7 +67,7 @@ class Published:
 
 
 class Lease:
-    """Counts who still needs a region: the operation itself, and every destination that has not answered."""
+    """Counts the users of a region: the operation itself, and every destination that has not acknowledged."""
 
     __slots__ = ("_arena", "_count", "_lock", "region")
 
@@ -91,32 +90,32 @@ class Lease:
 
 
 class Receiver(Protocol):
-    """What a transport tells its agent. Called by the thread that drives the agent's progress, one call at a time."""
+    """The notifications of a transport. Called by the thread that drives the agent's progress, one at a time."""
 
     def on_message(self, source: int, message: Message) -> None: ...
 
     def on_arrived(self, source: int, message: Message) -> None:
-        """More of a message's payload is here, which comes in pieces."""
+        """More of a message's payload has arrived."""
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
-        """The peer seems to be gone; ``cause`` says how it showed.
+        """The peer seems to be lost; ``cause`` is the evidence.
 
         Args:
-            final: Nothing that it said before can still come, as at the end of what it sends to us.
-            certain: Its process has ended, or it ended the connection itself; else it may be the network that failed.
+            final: No earlier message of it can still arrive, as at the end of its stream.
+            certain: Its process has ended, or it closed the connection itself; else the network may have failed.
         """
 
     def on_cut(self, peer: int, cause: str) -> None:
-        """What a peer sends comes no more, and it may be there all the same: then it connects once more."""
+        """The peer's connection was cut although the peer may live: then it connects again."""
 
     def on_shut_out(self, peer: int) -> None:
-        """The peer counts this agent as lost, and hears it no more."""
+        """The peer counts this agent as lost, and ignores its messages."""
 
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
-        """The peer has said goodbye where it only listens; what it has sent to us may still be under way.
+        """A peer to which we only send has sent its shutdown message; its other messages may still be in transit.
 
-        It left because it had lost rank ``lost`` (-1: for reasons of its own), for ``cause``; without a cause it has
-        only missed that rank in a one-sided call.
+        It left because it had lost rank ``lost`` (-1: for other reasons), for ``cause``; without a cause it only missed
+        that rank in a one-sided call.
         """
 
 
@@ -137,16 +136,16 @@ class NullReceiver:
 
 
 class Link(Protocol):
-    """The way from this agent to ``peer``. No method blocks."""
+    """The connection from this agent to ``peer``. No method blocks."""
 
     peer: int
     transport: str
 
     def post(self, message: Message, published: Published | None = None, start: int = 0, stop: int = 0) -> None:
-        """Queue a message, with elements ``start`` to ``stop`` of what was published as its payload."""
+        """Queue a message, with elements ``start`` to ``stop`` of the published tensor as its payload."""
 
     def flush(self) -> None:
-        """Hand what is queued to the system, as much as it takes."""
+        """Hand queued bytes to the system, as many as it takes."""
 
     @property
     def idle(self) -> bool:

@@ -1,10 +1,10 @@
-"""The listeners of an agent: how much of its time those have who come, and a way in that others cannot fill.
+"""Rate-limited listeners, with separate accept queues for agents of the job.
 
-To connect costs nobody anything, so it must not cost the agent much: a :class:`RateLimitedListener` is looked at for a
-small share of the time, and shut for the rest of it. Meanwhile others queue in the kernel, and where a flood keeps that
-queue full an agent would hardly get into it. So the agents of the job have queues of their own: on one machine a socket
-that only this user can reach, and on the network a second listener at the same port, to which the kernel gives those
-who come from addresses of the job's agents. Where a system has neither, all queue together, and the agents try again.
+A connection attempt costs a stranger nothing, so it must not cost the agent much. A :class:`RateLimitedListener` is
+polled for a small share of the time and not polled for the rest. Meanwhile connections queue in the kernel, and a flood
+would keep that queue full. So agents of the job have queues of their own: on one machine a socket that only this user
+can reach; on the network a second listener at the same port, to which the kernel assigns connections from known
+addresses. If a system has neither, all share one queue, and agents retry.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _SOURCE_IN_IPV4, _SOURCE_IN_IPV6 = 12, 8
 
 
 class RateLimitedListener:
-    """A listener, which is looked at as long as that takes no more than its share of the time.
+    """A listener that is polled only while it takes less than its share of the time.
 
     Args:
-        sock: Listens.
-        poller: The agent's.
-        let_in: Takes a connection, and the address that it comes from.
+        sock: The listening socket.
+        poller: The agent's poller.
+        let_in: Called with an accepted connection and its address.
     """
 
     def __init__(self, sock: socket.socket, poller: Poller, let_in: Callable[[socket.socket, Any], None]) -> None:
@@ -79,7 +79,7 @@ class RateLimitedListener:
             self.next_turn = self._counted + pause
 
     def _take_turn(self) -> tuple[int, bool]:
-        """Let in whoever is there: how many came, and False where the system gives no connection."""
+        """Accept queued connections: how many, and False if the system cannot give one."""
         for came in range(A_TURN):
             try:
                 sock, address = self.sock.accept()
@@ -95,7 +95,7 @@ class RateLimitedListener:
         return A_TURN, True
 
     def check(self, now: float) -> None:
-        """Open it again, if it is time to."""
+        """Poll it again, if it is time to."""
         if now >= self.next_turn:
             self.next_turn = float("inf")
             self._poller.add(self.sock.fileno(), self._on_event)
@@ -109,7 +109,7 @@ class Listeners:
     """The listeners of one agent.
 
     Attributes:
-        private: The descriptor by which processes of this user find the one that is for them; -1 where there is none.
+        private: The descriptor by which processes of this user find the private listener; -1 if there is none.
     """
 
     def __init__(self, poller: Poller) -> None:
@@ -118,24 +118,24 @@ class Listeners:
         self._open: list[RateLimitedListener] = []
 
     def open(self, sock: socket.socket, let_in: Callable[[socket.socket, Any], None]) -> None:
-        """Have a listener looked at."""
+        """Poll a listener."""
         self._open.append(RateLimitedListener(sock, self._poller, let_in))
 
     def open_private(self, let_in: Callable[[socket.socket, Any], None]) -> None:
-        """One for processes of this user, if the system allows."""
+        """Open a listener for processes of this user, if the system allows."""
         private = listen_privately()
         if private is not None:
             sock, self.private = private
             self.open(sock, let_in)
 
     def check(self, now: float) -> None:
-        """Open again those that are due."""
+        """Poll again those that are due."""
         for listener in self._open:
             listener.check(now)
 
     @property
     def next_check(self) -> float:
-        """When the first of them is."""
+        """When the first of them is due."""
         when = float("inf")
         for listener in self._open:
             if listener.next_turn < when:
@@ -154,9 +154,10 @@ class Listeners:
 
 
 def listen_privately() -> tuple[socket.socket, int] | None:
-    """A Unix socket that processes of other users cannot connect to, and the descriptor by which others find it.
+    """A Unix socket that processes of other users cannot connect to, and the descriptor by which peers find it.
 
-    It has no name any more when this returns: whoever may look into this process opens ``/proc/<pid>/fd/<descriptor>``.
+    It has no name any more when this returns: a process that may inspect this one opens
+    ``/proc/<pid>/fd/<descriptor>``.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -174,7 +175,7 @@ def listen_privately() -> tuple[socket.socket, int] | None:
 
 
 def listen_for(known: Iterable[str], beside: socket.socket) -> socket.socket | None:
-    """A second listener at the port of one, to which the kernel gives those who come from known addresses."""
+    """A second listener at the port of the first, to which the kernel assigns connections from known addresses."""
     name = beside.getsockname()
     program = _program(sorted(set(known)), beside.family)
     if len(program) > _MOST_INSTRUCTIONS:
@@ -195,7 +196,7 @@ def listen_for(known: Iterable[str], beside: socket.socket) -> socket.socket | N
 
 
 def _program(known: list[str], family: int) -> list[bytes]:
-    """Which of two listeners a packet is for, for the kernel: 1 where its source is one of these, else 0."""
+    """The kernel's filter that chooses between two listeners: 1 if a packet's source is one of these, else 0."""
     ipv6 = family == socket.AF_INET6
     at, width = (_SOURCE_IN_IPV6, 16) if ipv6 else (_SOURCE_IN_IPV4, 4)
     program = []

@@ -1,8 +1,8 @@
-"""Agents on different machines: TCP, with large tensors in chunks so that summing overlaps receiving.
+"""Links between machines: TCP, with large tensors in chunks so that summing overlaps receiving.
 
-Control messages and small tensors go first; the payloads of large ones follow chunk by chunk, in turn when there are
-several, so that a large tensor never blocks another name. A chunk is received straight into its place in memory. Where
-the connection is cut, the next one goes on behind what had come (``retransmit.py``).
+Control messages and small tensors go first. The payloads of large ones follow chunk by chunk, several in turn, so that
+a large tensor never blocks another name. A chunk is received in place. After a cut the next connection continues after
+the bytes that had arrived (``retransmit.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ALL_BITS = (1 << 32) - 1
 
 
 class Guard(NamedTuple):
-    """What keeps others out of the connections of an agent, beside their seals."""
+    """Protects an agent's connections against strangers, in addition to message authentication."""
 
     certificates: Certificates | None  # there is TLS
     check: Check  # of each chunk of a tensor
@@ -59,7 +59,7 @@ class _OutgoingTensor:
 
 
 class _Piece(NamedTuple):
-    """Of a tensor: a chunk."""
+    """A chunk of a tensor."""
 
     token: int
     data: memoryview
@@ -68,7 +68,7 @@ class _Piece(NamedTuple):
 
 
 class NetworkLink(Outgoing):
-    """To a process on another machine."""
+    """A link to a process on another machine."""
 
     transport = "network"
     resumes = True
@@ -117,7 +117,7 @@ class NetworkLink(Outgoing):
 
     @property
     def is_connected(self) -> bool:
-        """There is a connection, or has been one; whether the peer has proved itself or not."""
+        """A connection exists or has existed, whether the peer is authenticated or not."""
         if self.has_been_open or self._tls is not None:
             return True
         try:
@@ -157,7 +157,7 @@ class NetworkLink(Outgoing):
         self._want_write(False)
 
     def _send_some(self) -> bool:
-        """Hand the system what is in line; False where it had room for a part of it, and so has none now."""
+        """Hand queued bytes to the system; False if it took only a part, and so has no room now."""
         sent = self.sock.sendmsg(self._sending)
         while sent:
             first = self._sending[0]
@@ -169,7 +169,7 @@ class NetworkLink(Outgoing):
         return self._tls is not None or not self._sending
 
     def _fill(self) -> bool:
-        """Put the next bytes in line: what was cut, messages, then a chunk of the stream whose turn it is."""
+        """Queue the next bytes: retransmissions, then messages, then a chunk of the stream whose turn it is."""
         if self._sending:
             return True
         again = self._sent.next_to_resend()
@@ -192,8 +192,9 @@ class NetworkLink(Outgoing):
         return True
 
     def _send(self, unit: bytes | _Piece) -> None:
-        """Put a unit in line. Its memory stays as it is until the receiver has answered for it (``sender.py``), so for
-        as long as it may have to be sent once more."""
+        """Queue a unit. Its memory must not change until the receiver has acknowledged it (``sender.py``), because it
+        may have to be sent again.
+        """
         self._sent.keep(unit)
         if isinstance(unit, bytes):
             self._sending.append(self._sealed(unit))
@@ -221,7 +222,7 @@ class NetworkLink(Outgoing):
 
 @dataclass(slots=True)
 class _Arriving:
-    """A tensor that comes in chunks. Only what has been checked counts as come."""
+    """A tensor that arrives in chunks. Only verified bytes count as arrived."""
 
     message: Message
     payload: Payload
@@ -239,7 +240,7 @@ def _bytes_of(data: torch.Tensor) -> memoryview:
 
 
 class NetworkIncoming(Incoming):
-    """From a process on another machine."""
+    """A connection from a process on another machine."""
 
     seal_of = MacSeal
     resumes = True
@@ -274,7 +275,7 @@ class NetworkIncoming(Incoming):
     def over(
         cls, link: NetworkLink, incarnation: int, poller: Poller, receiver: Receiver, pool: ResultPool
     ) -> NetworkIncoming:
-        """Hear a peer over a reversed connection, which this agent has opened as ``link``."""
+        """Receive from a peer over a reverse connection, which this agent has opened as ``link``."""
         sock, link.sock = link.sock, detached(link.sock, poller)
         met = Established(link._greeting.keys, link.peer, incarnation)
         incoming = cls(sock, met, poller, receiver, pool, link._guard)
@@ -282,13 +283,13 @@ class NetworkIncoming(Incoming):
         return incoming
 
     def give_to(self, link: NetworkLink, keys: Keys, welcome: bytes) -> None:
-        """Have a link send over this connection, a reversed one, from now on."""
+        """Let a link send over this reverse connection from now on."""
         sock, self.sock = self.sock, detached(self.sock, self._poller)
         link.take_over(sock, keys, self._tls)
         sock.send(welcome)
 
     def say_count(self) -> None:
-        """End the handshake of a reversed connection: how many units had come over another one."""
+        """End the handshake of a reverse connection: how many units had arrived over the previous one."""
         self._say(HAD, self._had.said())
 
     @property
@@ -296,7 +297,7 @@ class NetworkIncoming(Incoming):
         return self._had.count
 
     def go_on_from(self, before: NetworkIncoming) -> None:
-        """Take the place of a connection that was cut, in the middle of whatever it was."""
+        """Replace a connection that was cut, in whatever state it was."""
         before.close()
         self._receiver = before._receiver
         self._frames, self._had = before._frames, before._had
@@ -327,7 +328,7 @@ class NetworkIncoming(Incoming):
             self._say_when_to_wake()
 
     def _say_when_to_wake(self) -> None:
-        """In the middle of a chunk, not for less of it than ``WAKE_BYTES``, or its end; else for any byte."""
+        """Within a chunk, wake for no less than ``WAKE_BYTES`` or its end; else for any byte."""
         wakes_at = 1 if self._chunk is None else min(self._chunk.rest, WAKE_BYTES)
         if self._tls is not None:
             wakes_at = max(1, wakes_at - RECORD_BYTES)  # so much of it may have come already, and wait for the rest
@@ -371,14 +372,14 @@ class NetworkIncoming(Incoming):
         self._has_come(one.at - one.begin)
 
     def _has_come(self, nbytes: int) -> None:
-        """One unit more; now and then its sender is told, which has kept it until then."""
+        """Count a unit; now and then acknowledge to the sender, which keeps it until then."""
         if self._had.one_more(nbytes):
             self._say(HAD, self._had.said())
 
     def _parse(self) -> None:
-        """Take the whole packets out of the buffer; the start of a chunk's bytes may lie behind its header.
+        """Take whole packets out of the buffer; the first bytes of a chunk may follow its header.
 
-        What is taken is gone from the buffer before it is acted on: that may be interrupted.
+        A packet is removed from the buffer before it is handled, because handling may be interrupted.
         """
         while self._chunk is None:
             if self._frames:
@@ -435,7 +436,7 @@ class NetworkIncoming(Incoming):
 
 
 def goes_on(connection: Incoming, before: Incoming) -> bool:
-    """Whether a connection takes the place of one that was cut; that may be noticed late here."""
+    """Whether a connection replaces one that was cut; this side may notice the cut late."""
     if not isinstance(connection, NetworkIncoming) or not isinstance(before, NetworkIncoming):
         return False
     connection.go_on_from(before)

@@ -1,7 +1,7 @@
-"""Agents that are not let in yet: what they say waits, so that nobody hears of a round from whom it does not know.
+"""Buffers the messages of agents that are not admitted yet, so that no agent receives messages from a non-member.
 
-An agent that has been started again connects to the others long before they let it in, and these let it in each at
-another moment. The same for itself: until it has entered, what others send is kept.
+A restarted agent connects to the others long before they admit it, and each of them admits it at another moment. The
+same holds for a joining agent itself: until it is admitted, messages of the others are buffered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ENTRY = "~entry"
 
 
 class BufferingReceiver:
-    """The :class:`Receiver` of a connection that leads into the lobby."""
+    """The :class:`Receiver` of a connection from an agent that is not admitted."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -40,16 +40,16 @@ class BufferingReceiver:
         self._closed = (peer, cause, final, certain)
 
     def on_cut(self, peer: int, cause: str) -> None:
-        """Whoever waits connects once more."""
+        """A waiting agent connects again."""
 
     def on_shut_out(self, peer: int) -> None:
-        """Only connections that lead away are told."""
+        """Never called: only outgoing connections are notified."""
 
     def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
-        """Only connections that lead away hear a goodbye."""
+        """Never called: only outgoing connections receive a shutdown message."""
 
     def open(self) -> None:
-        """Hand on what was kept, in its order."""
+        """Deliver the buffered messages in their order."""
         for source, message in self._kept:
             self._receiver.on_message(source, message)
         self._kept = []
@@ -58,7 +58,7 @@ class BufferingReceiver:
 
 
 class PendingPeers:
-    """The connections from agents that are not let in yet, and from all while this agent itself is not."""
+    """The connections from agents that are not admitted, and from all while this agent itself is not."""
 
     def __init__(self) -> None:
         self._waiting: dict[Incoming, BufferingReceiver] = {}
@@ -69,25 +69,25 @@ class PendingPeers:
         connection.deliver_to(threshold)
 
     def remove(self, connection: Incoming) -> bool:
-        """It has ended. False where it was not here."""
+        """A connection has ended. False if it was not pending."""
         return self._waiting.pop(connection, None) is not None
 
     def replace(self, before: Incoming, connection: Incoming) -> None:
-        """One connection has taken the place of another, if that was here."""
+        """One connection has replaced another, if that was pending."""
         if before in self._waiting:
             self._waiting[connection] = self._waiting.pop(before)
         self._let_in = [(connection if one is before else one, threshold) for one, threshold in self._let_in]
 
     def of(self, rank: int, incarnation: int) -> list[Incoming]:
-        """The connections of an agent."""
+        """The pending connections of an agent."""
         return [one for one in self._waiting if (one.peer, one.incarnation) == (rank, incarnation)]
 
     def admit(self, connection: Incoming) -> None:
-        """It is as any other from now on; what it has said follows with :meth:`open`."""
+        """It is a member from now on; its buffered messages follow with :meth:`open`."""
         self._let_in.append((connection, self._waiting.pop(connection)))
 
     def open(self, receiver: Receiver) -> None:
-        """Hand on what those have said that were let in. For the thread that drives."""
+        """Deliver the buffered messages of admitted agents. For the driving thread."""
         while self._let_in:
             connection, threshold = self._let_in.pop(0)
             connection.deliver_to(receiver)

@@ -1,7 +1,7 @@
-"""How much of an agent another one may use up: messages that it keeps, memory, mappings, descriptors.
+"""Quotas: how much of an agent each peer may use: kept messages, memory, mappings, descriptors.
 
-No agent that runs this code comes near to these, whatever its script does; who passes one is lost, by name, and what
-was kept for it is free again. Tensors that lie in the sender's own memory cost the receiver nothing and do not count.
+No agent that runs this code reaches them, whatever its script does. A peer that exceeds one counts as lost, by name,
+and its share is freed. Tensors in the sender's own memory cost the receiver nothing and do not count.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ time, and of each its peer has a descriptor open, of which a process has some th
 
 
 def descriptor_limit() -> int:
-    """Descriptors of one peer's windows that are kept. For each this agent has one of its own, so that of an agent that
-    does as this one they cannot be more than half of what the process may have."""
+    """How many descriptors of one peer's windows are kept. This agent has one of its own for each, so the descriptors
+    of a peer that behaves like this agent cannot exceed half of the process's limit.
+    """
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 class Quota:
-    """What is kept of one kind for one peer."""
+    """The use of one kind by one peer."""
 
     __slots__ = ("_what", "count", "nbytes")
 
@@ -44,7 +45,7 @@ class Quota:
         self.nbytes = 0
 
     def take(self, nbytes: int) -> None:
-        """One more, of so many bytes. ProtocolError if that is more than a peer may have."""
+        """Charge one more, of this many bytes. ProtocolError if it exceeds the quota."""
         if self.count >= MESSAGES or self.nbytes + nbytes > KEPT_BYTES:
             raise ProtocolError(
                 f"it has passed its budget of {MESSAGES:,} {self._what}, or {KEPT_BYTES:,} bytes of them: there are "
@@ -59,5 +60,5 @@ class Quota:
 
 
 def message_cost(message: Message) -> int:
-    """Bytes of a message's tensor that lie here."""
+    """Bytes of a message's tensor that are kept here."""
     return message.nbytes if message.where is Where.INLINE or message.where is Where.STREAM else 0

@@ -1,9 +1,9 @@
-"""What outlives a connection that was cut: what was sent and is not known to have come, and how much has come.
+"""Retransmission after a cut connection: the units that are sent and not acknowledged, and the count of received ones.
 
-A router may forget a connection, or a firewall reset it, while both agents live. The one that connects does so again,
-is told how much of what it sent has come, and sends the rest once more: so every message comes exactly once, in order.
-The same where a bit was turned on the way: the receiver ends the connection.
-What is sent is counted in units: a packet, or a chunk of a tensor with the packet that announces it.
+A router may drop a connection, or a firewall reset it, while both agents live. The connecting agent then connects
+again, learns how many of its units have arrived, and sends the rest again: every message arrives exactly once, in
+order. The same happens after a corrupted unit: the receiver ends the connection. A unit is a packet, or a chunk of a
+tensor with the packet that announces it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ MOST_SPOILED = 3
 
 
 class ConnectionCut(ProtocolError):
-    """The other side has closed the connection, or somebody between."""
+    """The other side, or a device on the path, has closed the connection."""
 
 
 def is_connection_cut(error: Exception) -> bool:
-    """Whether an error may mean no more than that the connection is gone. One that is silent for too long is another
-    thing: its host is gone."""
+    """Whether an error may only mean that the connection is gone. A connection that is silent for too long does not
+    count: its host is gone.
+    """
     return isinstance(error, ConnectionCut | ConnectionResetError | ConnectionAbortedError | BrokenPipeError) or (
         isinstance(error, OSError) and error.errno == errno.ENOTCONN
     )
 
 
 class SendBuffer(Generic[T]):
-    """What one agent has sent to another, until that has said that it came."""
+    """The units that one agent has sent to another and that are not acknowledged."""
 
     def __init__(self) -> None:
         self._acknowledged = 0
@@ -43,11 +44,11 @@ class SendBuffer(Generic[T]):
         self._again: deque[T] = deque()  # of those before a cut, what is to be sent once more
 
     def keep(self, unit: T) -> None:
-        """It is sent now."""
+        """A unit is being sent."""
         self._kept.append(unit)
 
     def acknowledge(self, count: int) -> None:
-        """The receiver has ``count`` units in all. Raises :class:`ProtocolError` where that cannot be."""
+        """The receiver has ``count`` units in all. Raises :class:`ProtocolError` if that is impossible."""
         news = count - self._acknowledged
         if not 0 <= news <= len(self._kept):
             most = self._acknowledged + len(self._kept)
@@ -57,18 +58,18 @@ class SendBuffer(Generic[T]):
         self._acknowledged = count
 
     def resend_after(self, count: int) -> None:
-        """Another connection is there, and ``count`` units had come before it."""
+        """A new connection exists, and ``count`` units had arrived before it."""
         self._kept.extend(self._again)
         self.acknowledge(count)
         self._kept, self._again = deque(), self._kept
 
     def next_to_resend(self) -> T | None:
-        """What is to be sent once more, in its order, before anything new."""
+        """The next unit to send again, in order, before any new one."""
         return self._again.popleft() if self._again else None
 
     @property
     def idle(self) -> bool:
-        """Nothing is to be sent once more."""
+        """Nothing has to be sent again."""
         return not self._again
 
     def clear(self) -> None:
@@ -77,7 +78,7 @@ class SendBuffer(Generic[T]):
 
 
 class ReceivedOffset:
-    """How much one agent has had from another, and when to say so."""
+    """The count of units that one agent has received from another, and when to acknowledge them."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -86,18 +87,18 @@ class ReceivedOffset:
         self._spoiled = 0
 
     def one_more(self, nbytes: int) -> bool:
-        """A unit has come; whether it is time to say so."""
+        """Count a unit; whether it is time to acknowledge."""
         self.count += 1
         self._nbytes += nbytes
         self._spoiled = 0
         return self.count - self._said >= SAY_AFTER_UNITS or self._nbytes >= SAY_AFTER_BYTES
 
     def add_corrupt(self) -> bool:
-        """A unit was changed on the way; whether that was too often."""
+        """Count a corrupted unit; whether that was too often."""
         self._spoiled += 1
         return self._spoiled >= MOST_SPOILED
 
     def said(self) -> int:
-        """The count, which is being said now."""
+        """The count, which is being acknowledged now."""
         self._said, self._nbytes = self.count, 0
         return self.count

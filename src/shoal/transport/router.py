@@ -1,8 +1,8 @@
-"""Which transport leads to which agent, and the links and listeners of one agent.
+"""Chooses the transport to each peer, and owns the links and listeners of one agent.
 
-Threads of one process talk through memory they share anyway; processes of one machine through shared memory; the rest
-through the network. "One machine" means one boot of one kernel, one network namespace and one user; it is about how
-bytes can move, and has nothing to do with ``SHOAL_AGENTS_PER_MACHINE``, which only groups ranks.
+Threads of one process exchange objects through their memory, processes of one machine through shared memory, all others
+through the network. "One machine" means one boot of one kernel, one network namespace and one user: it decides how
+bytes can move, and is unrelated to ``SHOAL_AGENTS_PER_MACHINE``, which only groups ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOUD = 15
 
 
 class Router:
-    """The links of one agent. Made before anybody is known: ``deliver_to``, ``listen``, ``meet`` complete it."""
+    """The links of one agent. Created before any peer is known: ``deliver_to``, ``listen``, ``meet`` complete it."""
 
     def __init__(self, rank: int, poller: Poller, arena: Arena, pool: ResultPool, incarnation: int = 0) -> None:
         self.rank = rank
@@ -78,19 +78,19 @@ class Router:
         self._processes = ProcessWatch(poller, self._on_process_end)
 
     def deliver_to(self, receiver: Receiver) -> None:
-        """Who is told of what comes; before anything can."""
+        """Set the receiver of all messages; called before any can arrive."""
         self._receiver = receiver
 
     def answer_by(self, answer: Callable[[int, int], int]) -> None:
-        """What to say to an agent that only asks, by its rank and incarnation; see :mod:`~.peer_probe`."""
+        """Set the answer to a peer that only probes, by its rank and incarnation; see :mod:`~.peer_probe`."""
         self._answer = answer
 
     def ask_others_by(self, ask: Callable[[int], None]) -> None:
-        """How to have other agents ask a peer for a reversed connection; see :mod:`~.reverse_connections`."""
+        """Set how other agents ask a peer for a reverse connection; see :mod:`~.reverse_connections`."""
         self._ask_others = ask
 
     def describe_by(self, describe: Callable[[float], dict[str, Any]]) -> None:
-        """What this agent does, for another shell; see :mod:`~.status_socket`."""
+        """Set the function that gives this agent's status; see :mod:`~.status_socket`."""
         self.describe = describe
 
     def listen(
@@ -102,9 +102,9 @@ class Router:
         reached: list[str],
         ports: range = range(1),
     ) -> Endpoint:
-        """Open what this agent needs to be reached, and nothing more.
+        """Open the listeners that this agent needs, and no more.
 
-        ``reached`` are the addresses at which the agents, by rank, have reached the rendezvous; empty where unknown.
+        ``reached`` are the addresses from which the agents, by rank, have reached the rendezvous; empty if unknown.
         ``ports`` are those to listen on for agents of other machines; 0 is one that the system picks.
         """
         self._places = places
@@ -127,20 +127,20 @@ class Router:
 
     @property
     def has_private_listener(self) -> bool:
-        """Processes of this user find a socket that is for them."""
+        """Processes of this user can find a private listener."""
         return self.acceptor.private >= 0
 
     def open_private_listener(self) -> None:
-        """Open that socket, if the system allows."""
+        """Open the private listener, if the system allows."""
         self.acceptor.listen_privately()
 
     def meet(self, endpoints: list[Endpoint], secret: bytes, is_private: bool = False) -> None:
-        """Learn where everybody listens, and watch the processes of this machine.
+        """Set the endpoints of all agents, and watch the processes of this machine.
 
         Args:
             endpoints: By rank.
-            secret: What agents prove that they know.
-            is_private: Nobody else can know it.
+            secret: The shared secret that agents prove to know.
+            is_private: No other user can know it.
         """
         self._endpoints = endpoints
         self._secret = secret
@@ -168,7 +168,7 @@ class Router:
         return self._places
 
     def link(self, peer: int) -> Link:
-        """The link to a peer, opened when it is first needed."""
+        """The link to a peer, opened at its first use."""
         link = self.links.get(peer)
         if link is None:
             link = self._open(peer)
@@ -189,7 +189,7 @@ class Router:
         return link
 
     def outgoing(self, peer: int, receiver: Receiver, asks: bool = False, purpose: int = MESSAGES) -> Outgoing:
-        """A connection to a peer in another process; where it only ``asks``, for that."""
+        """A connection to a peer in another process; ``asks``: only for a probe."""
         sock, greeting = self._connect(peer, QUESTION if asks else purpose)
         if self._kinds[peer] == "shared_memory":
             return shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, receiver)
@@ -211,12 +211,12 @@ class Router:
         return sock, Connecting(self._secret, self.rank, peer, self.place.incarnation, place.incarnation, purpose)
 
     def address_of(self, peer: int) -> tuple[str, int]:
-        """Where a peer listens for agents of other machines, as seen from here."""
+        """The address at which a peer listens for agents of other machines, as seen from here."""
         endpoint = self._endpoints[peer]
         return beside(endpoint.host, self._host), endpoint.port
 
     def _connect_here(self, place: PeerId, endpoint: Endpoint) -> socket.socket:
-        """To an agent of this machine; where this process may look into its, by the way that others cannot flood."""
+        """Connect to an agent of this machine; if permitted, by its private listener, which others cannot flood."""
         if endpoint.listener >= 0 and (place.rank in self._processes or place.process == self.place.process):
             try:
                 return unix_sockets.connect(f"/proc/{place.pid}/fd/{endpoint.listener}")
@@ -225,10 +225,10 @@ class Router:
         return unix_sockets.connect("\0" + endpoint.unix)
 
     def _cut(self, link: Outgoing, cause: str, at_once: bool) -> None:
-        """A link was cut, as by a peer that has no room while it begins: try again, until an operation's deadline.
+        """A link was cut, for example by a peer without a free slot at start-up: retry until an operation's deadline.
 
-        What is queued stays there. Where nobody listens any more, the next try says so. A peer that has heard our
-        goodbye is through with us: what it does not remember would all come to it once more.
+        Queued messages stay. If no process listens any more, the next attempt shows it. A peer that has received our
+        shutdown message has forgotten its count, and would receive messages again.
         """
         if self._leaving and link.idle:
             link.fail(cause, certain=True)
@@ -257,7 +257,7 @@ class Router:
     # Reversed connections
 
     def ask_to_connect(self, peer: int) -> None:
-        """Ask a peer to open a reversed connection: over one of its own, or through other agents."""
+        """Ask a peer to open a reverse connection: over one of its own, or through other agents."""
         own = [*self.incoming.get(peer, ()), *self._pending_peers.of(peer, self._places[peer].incarnation)]
         direct = next((one for one in own if one.resumes and not one.is_reversed), None)
         if direct is not None:
@@ -266,11 +266,11 @@ class Router:
             self._ask_others(peer)
 
     def may_open_for(self, peer: int) -> bool:
-        """This agent may open a reversed connection to a peer."""
+        """Whether this agent may open a reverse connection to a peer."""
         return self._kinds[peer] == "network" and not self._leaving and peer not in self._shut_out
 
     def hear_over(self, link: network_link.NetworkLink) -> None:
-        """A reversed connection is open: its peer sends over it from now on."""
+        """A reverse connection is open: its peer sends over it from now on."""
         incarnation = self._places[link.peer].incarnation
         connection = network_link.NetworkIncoming.over(link, incarnation, self.poller, self._receiver, self._pool)
         self._attend_to(connection)
@@ -300,7 +300,7 @@ class Router:
             connection.on_reversed = self.reversing.send_over
 
     def _introduce(self, connection: Incoming) -> None:
-        """A connection has proved to be an agent's; move it to where that agent's connections are."""
+        """A connection is authenticated; file it under its agent."""
         self.acceptor.unauthenticated.remove(connection)
         self.reversing.ask_soon(connection.peer)
         incarnation = self._places[connection.peer].incarnation
@@ -328,7 +328,7 @@ class Router:
         return not self.outside and (incarnation < now or (incarnation == now and rank in self._shut_out))
 
     def _hear_no_more(self, connection: Incoming, cause: str) -> None:
-        """What comes from an agent was cut. If it lives, it goes on over another connection."""
+        """The incoming connection of an agent was cut. If it lives, it connects again."""
         connection.close()
         known = self.incoming.get(connection.peer, [])
         if connection in known:
@@ -347,19 +347,19 @@ class Router:
     # Those who enter
 
     def begin_pending(self) -> None:
-        """This agent waits to enter. What others send is kept until then."""
+        """This agent waits to rejoin. Messages of others are buffered until then."""
         self.outside = True
 
     def end_pending(self) -> None:
-        """It has entered; :meth:`admit` whom it is with."""
+        """This agent has rejoined; :meth:`admit` its members."""
         self.outside = False
 
     def waits(self, rank: int, incarnation: int) -> bool:
-        """An agent is connected, and waits to be let in."""
+        """Whether an agent is connected and waits to be admitted."""
         return bool(self._pending_peers.of(rank, incarnation))
 
     def admit(self, place: PeerId, endpoint: Endpoint) -> None:
-        """An agent has entered, and this is where it is. What it has said so far follows with :meth:`open_lobby`."""
+        """An agent has entered, with this address. Its buffered messages follow with :meth:`open_lobby`."""
         rank = place.rank
         if self._places[rank] != place:
             self.drop(rank)
@@ -376,7 +376,7 @@ class Router:
             self.incoming.setdefault(rank, []).append(connection)
 
     def admit_pending(self) -> None:
-        """Hear what those have said who were let in. For the thread that drives."""
+        """Deliver the buffered messages of admitted agents. For the driving thread."""
         self._pending_peers.open(self._receiver)
 
     @property
@@ -384,7 +384,7 @@ class Router:
         return self._endpoints
 
     def check(self, now: float) -> None:
-        """Whatever is due: connections that say nothing, doors that open, links that are tried again."""
+        """Do due work: close silent connections, reopen listeners, retry links."""
         self.acceptor.check(now)
         self.reversing.check(now)
         for peer in [peer for peer, at in self._again.items() if now >= at]:
@@ -392,13 +392,15 @@ class Router:
 
     @property
     def next_check(self) -> float:
-        """When something is due."""
+        """When work is due."""
         when = min(self.acceptor.next_check, self.reversing.due)
         return min(when, *self._again.values()) if self._again else when
 
     def say_goodbye(self, lost: int = -1, cause: str = "", to_all: bool = False) -> None:
-        """Tell those that connected to us that we leave, because rank ``lost`` (-1: nobody) was lost for ``cause``; at
-        first only those to whom nothing is on its way, as others would count as missed what comes after it."""
+        """Send the shutdown message to connected agents: we leave because rank ``lost`` (-1: none) was lost for
+        ``cause``. At first only to those for which nothing is in transit, since they would count later messages as
+        missing.
+        """
         self._leaving = True
         self.inbox.last_word = lost, cause
         for peer, connections in self.incoming.items():
@@ -408,7 +410,7 @@ class Router:
 
     @property
     def heard(self) -> bool:
-        """Somebody is still connected to us."""
+        """Whether any agent is still connected to us."""
         return any(self.incoming.values())
 
     def knows(self, rank: int) -> bool:
@@ -416,22 +418,22 @@ class Router:
         return rank in self.links or self.hears(rank)
 
     def hears(self, rank: int) -> bool:
-        """A connection from this rank is open, so that its goodbye or its end will be noticed there."""
+        """A connection from this rank is open, so that its shutdown message or its end will be noticed."""
         return bool(self.incoming.get(rank))
 
     def is_cut_off(self, rank: int) -> bool:
-        """What this rank sends was cut, and has not come over another connection yet."""
+        """The incoming connection of this rank was cut, and no other has replaced it yet."""
         return rank in self._cut_off and not self.hears(rank)
 
     def reaches(self, rank: int) -> bool:
-        """There is a link to this rank, or one is being made: if that agent has ended, it will show there."""
+        """A link to this rank exists or is being made: if that agent has ended, it will show there."""
         link = self.links.get(rank)
         if not isinstance(link, Outgoing):
             return link is not None
         return link.sock.fileno() >= 0 and not self.reversing.is_refused(rank)
 
     def shared_by(self, peer: int, ident: int) -> tuple[torch.Tensor, int]:
-        """A memory file that a peer has shared, and its descriptor, -1 if it is not to be locked."""
+        """A memory file that a peer has shared, and its descriptor, -1 if it must not be locked."""
         for connection in self.incoming.get(peer, ()):
             if isinstance(connection, shared_memory.SharedMemoryIncoming):
                 found = connection.memory.segment(ident)
@@ -440,11 +442,11 @@ class Router:
         raise KeyError(f"rank {peer} has shared no memory {ident}")
 
     def inbox_of(self, peer: int) -> str:
-        """Where a peer that is a thread of this process hears."""
+        """The inbox of a peer that is a thread of this process."""
         return self._endpoints[peer].inbox
 
     def retire_memory(self) -> None:
-        """Tell everybody which memory files of ours are gone."""
+        """Notify all peers of our memory files that are gone."""
         while self.arena.retired:
             ident = self.arena.retired.pop()
             for link in self.links.values():
@@ -452,12 +454,12 @@ class Router:
                     link.forget(ident)
 
     def shut_out(self, peer: int) -> None:
-        """A peer was lost. Should it live, it is told when it connects, instead of being heard."""
+        """A peer was lost. If it lives, it is notified when it connects, and its messages are ignored."""
         self._shut_out.add(peer)
         self.drop(peer)
 
     def drop(self, peer: int) -> None:
-        """Close what leads to and from a peer that is gone."""
+        """Close the connections to and from a lost peer."""
         link = self.links.pop(peer, None)
         self._again.pop(peer, None)
         self._cut_off.pop(peer, None)
@@ -488,7 +490,7 @@ class Router:
         self._pending_peers = PendingPeers()
 
     def descriptors(self) -> list[int]:
-        """Every descriptor that a forked child must close, or this agent's end would not be noticed."""
+        """The descriptors that a forked child must close, because they would hide this agent's end."""
         socks = [getattr(link, "sock", None) for link in self.links.values()]
         socks += [connection.sock for connection in self._connections()]
         found = [sock.fileno() for sock in socks if sock is not None]

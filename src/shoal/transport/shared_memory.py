@@ -1,17 +1,17 @@
-"""Agents that are processes of one machine: headers over Unix sockets, numbers read where they lie.
+"""Links between processes of one machine: headers over Unix sockets, numbers read in place.
 
-The usual way to move a tensor between processes copies it into a shared buffer and out of it again, once for each
-neighbour. Here a sender copies once into its own arena, whatever its degree, and each neighbour reads that memory while
-it sums: with d neighbours an agent writes its tensor once and its result once and reads d + 2 tensors, which is the
-least that a publishing copy allows. What goes through the socket is a header of about a hundred bytes, or the tensor
-itself where it is so small that a header and an acknowledgement cost more than its bytes.
+Usually a tensor is copied into a shared buffer and out of it again, once for each neighbour. Here the sender copies
+once into its own arena, whatever its degree, and each neighbour reads that memory while it sums. With d neighbours an
+agent writes its tensor once and its result once and reads d + 2 tensors, which is the least that a publishing copy
+allows. The socket carries a header of about a hundred bytes, or the tensor itself if it is so small that a header and
+an acknowledgement cost more than its bytes.
 
 Rejected: named shared memory (``/dev/shm`` fills up, names clash and outlive a killed process); a ring buffer for each
 pair (memory and copies grow with the degree); ``process_vm_readv`` (needs ptrace rights in containers).
 
-The sockets are SOCK_SEQPACKET: a packet is whole or absent, also when its sender is killed, and descriptors of new
-memory files travel with it. Nothing of them stays in the file system. The kernel tells the peer's uid, and another
-user's connection is closed unheard, where it can be made at all (``listeners.py``).
+The sockets are SOCK_SEQPACKET: a packet is whole or absent, also if its sender is killed, and descriptors of new memory
+files travel with it. No name stays in the file system. The kernel gives the peer's uid, and a connection of another
+user is closed unread, if it can be made at all (``listeners.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CLOSE = int(socket.MSG_CMSG_CLOEXEC)
 
 
 class SharedMemoryLink(Outgoing):
-    """To a process of the same machine."""
+    """A link to a process of the same machine."""
 
     transport = "shared memory"
 
@@ -133,7 +133,7 @@ class SharedMemoryLink(Outgoing):
 
 
 class SharedMemoryIncoming(Incoming):
-    """From a process of the same machine."""
+    """A connection from a process of the same machine."""
 
     seal_of = staticmethod(lambda _key: ChecksumSeal())
 

@@ -1,8 +1,8 @@
-"""What agents say to each other: the messages, and their form as bytes.
+"""The messages between agents, and their encoding.
 
-A :class:`TracedMessage` is handed over as an object between threads and as bytes between processes. Nothing in it is
-executable and nothing is unpickled: fixed fields, a name, a shape, and raw numbers. :func:`decode` trusts nobody: a
-length, a code or an offset that cannot be is a :class:`ProtocolError`, which ends the connection and not the process.
+A :class:`Message` is passed as an object between threads and as bytes between processes. Nothing in it is
+executable and nothing is unpickled: fixed fields, a name, a shape, and raw numbers. :func:`decode` trusts no peer: an
+impossible length, code or offset is a :class:`ProtocolError`, which ends the connection and not the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .protocol import ProtocolError as ProtocolError
 
 
 class Kind(IntEnum):
-    """What a message is for."""
+    """The purpose of a message."""
 
     DATA = 1  # a tensor of a round; its payload is inline, in shared memory, or follows in chunks
     CHUNK = 2  # part of the payload of an earlier DATA (network only)
@@ -105,7 +105,7 @@ CERTAIN = 8
 
 @dataclass(slots=True)
 class Payload:
-    """The numbers of one message as the receiver sees them: ``data`` is flat; its first ``available`` elements came."""
+    """The numbers of one message at the receiver: ``data`` is flat; its first ``available`` elements have arrived."""
 
     data: torch.Tensor
     available: int
@@ -116,20 +116,20 @@ class Payload:
         return self.available == self.data.numel()
 
     def is_whole(self) -> None:
-        """All of it is here now."""
+        """Mark all of it as arrived."""
         self.available = self.data.numel()
 
 
 @dataclass(slots=True)
 class Parts:
-    """Of a message that holds several tensors: how many of them have still to be answered for."""
+    """For a message with several tensors: how many are not acknowledged yet."""
 
     left: int
 
 
 @dataclass(slots=True)
 class Message:
-    """One message on one directed edge. Which fields mean something depends on ``kind``."""
+    """One message on one directed edge. Its ``kind`` determines which fields are used."""
 
     kind: Kind
     op: str = ""
@@ -157,7 +157,7 @@ class Message:
 
     @property
     def nothing(self) -> bool:
-        """It says "nothing this round": a header whose scale is no number."""
+        """It announces that no tensor is sent in this round: a header whose scale is NaN."""
         return self.scale != self.scale
 
 
