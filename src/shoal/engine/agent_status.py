@@ -1,7 +1,7 @@
-"""What an agent does, as it says itself: to others that wait for it, and to whoever asks from another shell.
+"""The status of an agent, for agents that wait for it and for ``shoal status``.
 
-It waits in calls, or in none; what ended last and when; how far it is. All of it is there anyway: nothing is done
-for it while nobody asks.
+It has the calls that it waits in, the call that ended last, and its training steps. All of this exists anyway: no work
+is done while no one asks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _LONGEST = 200
 
 @dataclass(frozen=True)
 class WaitStatus:
-    """A call that waits for others.
+    """A call that waits for other agents.
 
     Attributes:
-        call: What, under which name, in which round.
-        ranks: For whom; none where all have come, and something has still to move its tensors.
+        call: Operation, name and round.
+        ranks: The ranks that it waits for; empty if all have arrived and a backend still has to move its tensors.
         seconds: Since it was submitted.
-        gives_up: In how many seconds it does, where that is known.
+        gives_up: Seconds until its deadline, if known.
     """
 
     call: str
@@ -52,14 +52,14 @@ class WaitStatus:
 
 @dataclass(frozen=True)
 class AgentStatus:
-    """What an agent does.
+    """The status of one agent.
 
     Attributes:
-        waiting: Its calls that wait for others, the oldest first.
-        stands_still: A thread of its script does nothing but wait.
-        agrees_with: The ranks from which it has still to hear that they know of a loss: until then nothing begins.
+        waiting: Its waiting calls, the oldest first.
+        stands_still: A thread of its script is blocked in a call.
+        agrees_with: The ranks that have not confirmed a loss; until they do no operation begins.
         ended: The call that ended last; empty if none has.
-        seconds_ago: When.
+        seconds_ago: When it ended.
     """
 
     waiting: tuple[WaitStatus, ...]
@@ -83,7 +83,7 @@ class AgentStatus:
 
 
 class StatusReporter:
-    """Of one agent. Used under the engine's lock."""
+    """Builds the status of one agent. Used under the engine's lock."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class StatusReporter:
         self._gate, self._services, self._steps, self._measured = gate, services, steps, measured
 
     def waited_for(self, operation: Operation) -> list[int]:
-        """The ranks that keep an operation from going on; those, too, that have not read what it sent before."""
+        """The ranks that block an operation, including those that have not read its earlier messages."""
         stage = (operation.fused or operation).stage
         waiting = operation.blocked_on
         if not waiting and stage is not None and not stage.posted:
@@ -114,7 +114,7 @@ class StatusReporter:
 
     @property
     def doing(self) -> AgentStatus:
-        """What it does now."""
+        """The current status."""
         now = clock.monotonic()
         waiting = [
             WaitStatus(str(one)[:_LONGEST], tuple(ranks), now - one.started, one.deadline - now)
@@ -137,7 +137,7 @@ class StatusReporter:
 
     @property
     def busy(self) -> dict[str, Any]:
-        """What it tells another shell while it has no time for more: who it is."""
+        """The short status for another process while the engine's lock is taken: the agent's identity."""
         router = self._router
         first = router.places[0] if router.places else router.place
         return {
@@ -152,7 +152,7 @@ class StatusReporter:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """All that it tells another shell."""
+        """The full status for another process."""
         doing, view = self.doing, self._membership.view
         said = asdict(doing)
         said["waiting"] = [asdict(one) for one in doing.waiting[:MOST]]

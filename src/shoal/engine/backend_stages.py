@@ -1,4 +1,4 @@
-"""Stages whose tensors a carrier moves: what has to be said and heard before, and what becomes of them after a loss."""
+"""Stages whose tensors a backend moves: the messages that must be exchanged before, and their fate after a loss."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .submission_gate import SubmissionGate
 
 
 class BackendStages:
-    """Of one agent; of most, nothing: then all tensors travel by links. Used under the engine's lock.
+    """The backend stages of one agent; without a backend all tensors travel over links. Used under the engine's lock.
 
     Args:
-        go_on: Told of a stage of which something has come.
+        go_on: Called when tensors of a stage have arrived.
 
     Attributes:
-        backend: What moves the tensors of those exchanges that may travel by other ways than links.
+        backend: Moves the tensors of exchanges that do not have to travel over links.
     """
 
     def __init__(
@@ -42,30 +42,30 @@ class BackendStages:
         self._go_on = go_on
 
     def carry_with(self, backend: CollectiveBackend) -> None:
-        """Have tensors moved by something else than links. Before the exchange starts."""
+        """Set the backend. Before the exchange starts."""
         self.backend = backend
 
     def carries(self, operation: Operation, exchange: Exchange) -> bool:
-        """The tensors of an exchange do not travel over links: nobody was lost since it was planned."""
+        """The backend moves the tensors of an exchange: no agent was lost since it was planned."""
         known = operation.plan.attempt == self._gate.plan.attempt
         return self.backend is not None and exchange.carried is not None and known
 
     def check(self, message: Message) -> None:
-        """Raise :class:`~.wire.ProtocolError` for one that announces what cannot come."""
+        """Raise :class:`~.wire.ProtocolError` for a message that announces an impossible transfer."""
         if self.backend is None:
             raise ProtocolError("a tensor that travels over an engine that there is not")
         if message.nbytes > MACHINE_BYTES:
             raise ProtocolError(f"a tensor of {message.nbytes:,} bytes, more than this machine has")
 
     def ask_if_agreed(self, operation: Operation, stage: Stage) -> None:
-        """Have the tensors of a stage moved, once all has been said and heard that has to be before."""
+        """Ask the backend to move the tensors of a stage, once all agents have agreed on it."""
         if stage.to_move and not stage.asked_for and stage.posted and not stage.missing and not stage.unconfirmed:
             assert self.backend is not None
             stage.asked_for = True
             self.backend.ask(operation, stage)
 
     def moved(self, operation: Operation, stage: Stage) -> None:
-        """The tensors of a stage are where they belong."""
+        """The backend has moved the tensors of a stage."""
         stage.to_move, stage.transferred_with = False, set()
         for message in stage.arrived.values():
             if message.payload is not None:
@@ -75,13 +75,13 @@ class BackendStages:
             self._progress.notify()
 
     def leave(self, operation: Operation, stage: Stage) -> None:
-        """An operation is done with a stage, perhaps before its tensors were moved."""
+        """An operation has finished a stage, perhaps before its tensors were moved."""
         withdrawn = stage.to_move and self.backend is not None and self.backend.withdraw(operation, stage)
         if withdrawn and operation.error is not None:
             self.say_withdrawn(operation, stage)
 
     def say_withdrawn(self, operation: Operation, stage: Stage) -> None:
-        """A stage will not be completed here, and its tensors do not move: tell those that would wait for that."""
+        """A stage fails here and its tensors do not move: notify the agents that would wait for them."""
         if self._gate.ended is not None or isinstance(operation.error, PeerLost):
             return  # of which they hear anyway
         carried, alive = stage.exchange.carried, self._membership.view.alive
@@ -92,8 +92,9 @@ class BackendStages:
             self._sender.deny(rank, operation, stage.number, failure)
 
     def go_by_links(self) -> Iterator[Operation]:
-        """An agent was lost. What is under way between those that are left goes by links, as far as it has not been
-        moved on all of them; what begins anew is carried again. Yields those for which all has come."""
+        """An agent was lost. Tensors in transit between survivors travel over links, unless they have been moved on all
+        of them; operations that restart use the backend again. Yields the stages that are complete.
+        """
         if self.backend is None:
             return
         self.backend.reset()

@@ -1,7 +1,7 @@
-"""What moves tensors in the place of Shoal's own links, where something does: an engine that needs one order.
+"""The interface of a backend that moves tensors instead of Shoal's links and needs one order of operations.
 
-The links still carry every header, so agents that disagree find out as ever, and nothing moves before they agree. The
-stage of an operation whose headers have all come then waits until its carrier has moved its tensors.
+Links still carry every header, so disagreements are found as usual, and no tensor moves before the agents agree. The
+stage of an operation whose headers have all arrived then waits until the backend has moved its tensors.
 """
 
 from __future__ import annotations
@@ -12,44 +12,47 @@ from .operation import Operation, Stage
 
 
 class CollectiveBackend(Protocol):
-    """Used under the engine's lock, but for :meth:`begin`."""
+    """Used under the engine's lock, except for :meth:`begin`."""
 
     @property
     def due(self) -> bool:
-        """:meth:`begin` has something to do."""
+        """Whether :meth:`begin` has work to do."""
 
     def ask(self, operation: Operation, stage: Stage) -> None:
-        """All that a stage has to say is said, and what it heard agrees: move its tensors, as soon as all that take
-        part have come so far. :meth:`~.carrying.BackendStages.moved` is called when that is done."""
+        """All headers of a stage are exchanged and match: move its tensors as soon as all members have asked.
+        :meth:`~.backend_stages.BackendStages.moved` is called afterwards.
+        """
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
-        """A stage has failed here, asked for or not. False where its tensors move all the same, since all have come;
-        else the others must hear of it."""
+        """A stage has failed here, asked for or not. False if its tensors move all the same, since all members have
+        asked; else the others have to be notified.
+        """
 
     def begin(self) -> None:
-        """Do what is due. Not under the lock: it computes."""
+        """Do the work that is due. Not under the lock, because it computes."""
 
     def reset(self) -> None:
-        """An agent was lost, and those that are left have agreed on it: forget what was asked for and is under way."""
+        """The survivors have agreed on a loss: forget all requests and transfers."""
 
     def quiesce(self, until: int = 0) -> int:
-        """Agents are about to enter, and what goes on without them has to be over: begin no round but those before a
-        number, which all of the others have begun, and those even if nothing is asked for. Returns how many are to have
-        begun."""
+        """Agents are about to enter, and transfers without them must be finished: begin no round from this number on,
+        and all earlier ones even without requests, because all others have begun them. Returns how many rounds are to
+        have begun.
+        """
 
     @property
     def is_quiescent(self) -> bool:
-        """They have, and nothing is under way."""
+        """Those rounds have begun, and no transfer is in progress."""
 
     def resume(self) -> None:
-        """Nobody is about to enter any more."""
+        """No agent is about to enter any more."""
 
     def leave(self) -> None:
-        """This agent leaves in good order: the others must not wait for it."""
+        """This agent shuts down: the others must not wait for it."""
 
     @property
     def left(self) -> bool:
-        """They know, and nothing moves any more."""
+        """The others know, and no transfer is in progress."""
 
     def stop(self) -> None:
-        """Nothing moves any more, whatever was under way. Not under the lock."""
+        """End all transfers at once. Not under the lock."""

@@ -64,7 +64,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 
 
 class _WaitEdge(NamedTuple):
-    """An agent on the way of a probe: it waits in a call for the next one."""
+    """An agent on the path of a probe, which waits in a call for the next one."""
 
     rank: int
     op: str
@@ -73,10 +73,10 @@ class _WaitEdge(NamedTuple):
 
 
 class Deadlocks:
-    """One agent's part in the search. Used under the engine's lock, by the thread that drives.
+    """One agent's part in the search. Used under the engine's lock, by the driving thread.
 
     Attributes:
-        bystanders: Threads that are known to call nothing for this agent.
+        bystanders: Threads that are known not to call Shoal.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Deadlocks:
         self._passed_on: OrderedDict[tuple[int, int], None] = OrderedDict()  # by first agent, and its number
 
     def look(self, operation: Operation) -> None:
-        """An operation has waited for a while: send a probe, if the only calling thread waits for it."""
+        """An operation has waited for a while: send a probe if the only calling thread waits for it."""
         if self._stuck_in() is operation:
             self._probes += 1
             self._send(operation, [], self._probes)
@@ -105,8 +105,9 @@ class Deadlocks:
     # When this agent can make no call
 
     def _stuck_in(self) -> Operation | None:
-        """The operation for which the only thread waits that could make a call of this agent; None if others could, or
-        it may go on by itself."""
+        """The operation in which the only thread that could make a call of this agent waits; None if others could, or
+        if it may continue by itself.
+        """
         handle = self._progress.awaited
         gate = self._lifecycle.gate
         if not isinstance(handle, Handle) or handle.done or gate.paused or gate.closing or gate.ended is not None:
@@ -138,7 +139,7 @@ class Deadlocks:
     # Probes
 
     def _send(self, operation: Operation, way: Sequence[_WaitEdge], number: int) -> None:
-        """Ask all that an operation waits for whether they can go on."""
+        """Probe all ranks that an operation waits for."""
         stage = (operation.fused or operation).stage  # None where only confirmations are waited for
         at = 0 if stage is None else stage.number
         here = _WaitEdge(self._rank, operation.op, operation.name, operation.round)
@@ -170,7 +171,7 @@ class Deadlocks:
         self._send(operation, way, message.token)
 
     def _what_keeps(self, message: Message) -> Operation | None:
-        """The operation that has to go on here before what a probe asks about can be sent; None if it is being sent."""
+        """The operation that must end here before the awaited message can be sent; None if it is being sent."""
         if message.round >= self._matcher.begun(message.name):
             return self._stuck_in()
         operation = self._matcher.active(message.name, message.round)
@@ -181,19 +182,20 @@ class Deadlocks:
     # The verdict
 
     def _pronounce(self, circle: list[_WaitEdge]) -> None:
-        """A probe of this agent came back, so all on its way wait for each other."""
+        """A probe of this agent came back, so all agents on its path wait for each other."""
         self._condemn(circle, 0)
 
     def judge(self, source: int, message: Message) -> None:
-        """An agent for which this one waits knows of a circle."""
+        """An agent that this one waits for has found a circle."""
         circle = _read(message.text)
         at = next((at for at, one in enumerate(circle) if one.rank == self._rank), 0)
         if at and circle[(at + 1) % len(circle)].rank == source:
             self._condemn(circle, at)
 
     def _condemn(self, circle: list[_WaitEdge], at: int) -> None:
-        """Fail this agent's call of a circle. The one that waits for it hears of that first: before anything that this
-        agent sends when its script goes on, which may be what that one waits for."""
+        """Fail this agent's call in a circle. The agent that waits for it is notified first, before any later message
+        of this agent's script, which may be the awaited one.
+        """
         mine, before = circle[at], circle[at - 1].rank
         operation = self._matcher.active(mine.name, mine.round)
         if operation is None or operation.error is not None:
@@ -205,8 +207,9 @@ class Deadlocks:
 
 
 def _is_of_a_library(thread: threading.Thread, frame: FrameType | None) -> bool:
-    """Whether an installed package has started a thread, and the thread runs none of the script's code now: the monitor
-    of a progress bar, or what feeds a data loader's workers."""
+    """Whether an installed package started the thread, and it runs no code of the script now: the monitor of a progress
+    bar, or the feeder of a data loader.
+    """
     kind = type(thread)
     begins = getattr(thread, "_target", None) if kind.run is threading.Thread.run else kind.run
     module = str(getattr(begins, "__module__", ""))
@@ -225,7 +228,7 @@ def _is_installed(file: str | None) -> bool:
 
 
 def _read(text: str, source: int | None = None) -> list[_WaitEdge]:
-    """The way of a probe, which ``source`` has sent; ProtocolError for what is none."""
+    """The path of a probe that ``source`` has sent; ProtocolError if it is malformed."""
     try:
         way = [_WaitEdge(int(rank), str(op), str(name), int(round_)) for rank, op, name, round_ in json.loads(text)]
         if not 0 < len(way) <= LONGEST_CIRCLE or (source is not None and way[-1].rank != source):
@@ -236,7 +239,7 @@ def _read(text: str, source: int | None = None) -> list[_WaitEdge]:
 
 
 def _explained(circle: list[_WaitEdge]) -> str:
-    """Who waits for whom, in the same words on all agents."""
+    """The circle in words, equal on all agents."""
     first = min(range(len(circle)), key=lambda at: circle[at].rank)
     waits = circle[first:] + circle[:first]
     said = [

@@ -1,4 +1,4 @@
-"""What callers asked to be told, until somebody drives who may tell them."""
+"""Callbacks of callers, kept until a driving thread may run them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Callbacks:
-    """Those of one agent. They are added under the engine's lock, and run without it.
+    """The callbacks of one agent. They are added under the engine's lock, and run without it.
 
     Attributes:
-        due: What is to be called, with what, and whose it is. Looked at after every call, so it is no property.
+        due: Function, argument and owner of each. Read after every call, so it is no property.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,15 @@ class Callbacks:
 
     @property
     def pending(self) -> bool:
-        """A callback is due, or has not returned: it may still submit an operation."""
+        """A callback is due or has not returned: it may still submit an operation."""
         return bool(self.due or self._running)
 
     def add(self, callback: Callable[[T], None], argument: T, what: object) -> None:
-        """Have ``callback(argument)`` called; ``what`` says in the log whose it was, if it fails."""
+        """Run ``callback(argument)`` later; ``what`` names its owner in the log if it fails."""
         self.due.append((callback, argument, what))
 
     def run(self) -> None:
-        """Call those that are due. What they raise is logged."""
+        """Run the callbacks that are due. Exceptions are logged."""
         while self.due:
             self._running.append(None)  # before it is taken out, or there is a moment in which it does not count
             try:

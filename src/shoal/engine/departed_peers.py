@@ -1,4 +1,4 @@
-"""Agents that have left in good order, and are needed all the same: that makes it a loss, of which all must hear."""
+"""Agents that shut down while others still need them, which counts as a loss that all agents must learn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class DepartedPeerPolicy:
     """Used under the engine's lock.
 
     Attributes:
-        survived: The loss of an agent does not end what needs everybody.
+        survived: The loss of an agent does not end collective operations.
     """
 
     def __init__(self, rank: int, gate: SubmissionGate, sender: Sender, membership: Membership) -> None:
@@ -24,20 +24,20 @@ class DepartedPeerPolicy:
         self._on_missed: Callable[[int], None]
 
     def survive(self, on_missed: Callable[[int], None]) -> None:
-        """A loss does not end what needs everybody; ``on_missed`` is told when somebody is missed who has left."""
+        """Losses are survived; ``on_missed`` is called when an agent is needed that has shut down."""
         self.survived, self._on_missed = True, on_missed
 
     def lose_by(self, lose: Callable[[int], None]) -> None:
-        """``lose`` ends what needs everybody, here and on all others, when an agent is missed that has left."""
+        """``lose`` ends collective operations here and on all others, if a departed agent is needed."""
         self._lose = lose
 
     def error(self, operation: Operation, ranks: Sequence[int]) -> PeerLost:
-        """A one-sided operation needs agents that are gone, and ends; nobody else takes part in it."""
+        """A one-sided operation needs lost agents, and ends; no other agent takes part in it."""
         what = "; ".join(self._membership.describe(one) for one in ranks)
         return PeerLost(f"{operation} on rank {self._rank} needs agents that are gone: {what}", ranks)
 
     def announce(self, ranks: Sequence[int]) -> None:
-        """Agents that have left are missed, by what is not one-sided: all others must hear of it."""
+        """Departed agents are needed by an operation that is not one-sided: notify all others."""
         if not self.survived:
             self._lose(ranks[0])
             return

@@ -1,9 +1,9 @@
-"""What an agent does on a device: copies to where others can read, and sums, each in a stream of its own.
+"""An agent's work on a device: copies to memory that other agents can read, and sums, each in a stream of its own.
 
-The host stays in charge between agents: a message goes out when what it names is written, and memory is given back when
-it has been read, as on the CPU. So a killed agent leaves nobody's stream waiting for a signal that never comes, and a
-sum is never taken of what was half written. What the host does not do is wait: a thread for each stream waits for the
-places in it (:class:`DeviceLane`), while the caller goes on and others drive.
+The host stays in charge between agents: a message is sent when its tensor is written, and memory is freed when it has
+been read, as on the CPU. So a killed agent leaves no stream waiting for its signal, and no sum reads a half-written
+tensor. The host does not block: a thread for each stream waits for its events (:class:`DeviceLane`), while callers
+continue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Told = Callable[[BaseException | None], None]
 
 
 class DeviceFuture:
-    """Work in a lane. Operations wait for it: it is a :class:`~.later.Future`."""
+    """Work in a lane. Operations wait for it: it is a :class:`~.future.Future`."""
 
     def __init__(self, mark: Mark) -> None:
         self._mark = mark
@@ -44,13 +44,13 @@ class DeviceFuture:
 
     @property
     def done(self) -> bool:
-        """It is done. What went wrong on the device is raised."""
+        """The work is done. Raises the device's error."""
         if self._error is not None:
             raise self._error
         return self._ended
 
     def add_done_callback(self, then: Told) -> None:
-        """Call ``then`` when it is done, or now if it is, with what went wrong."""
+        """Call ``then`` with the error, if any, when it is done, or now if it is."""
         with self._lock:
             if not self._ended:
                 self._told.append(then)
@@ -58,7 +58,7 @@ class DeviceFuture:
         then(self._error)
 
     def wait(self) -> None:
-        """Until it is done; for the lane's thread."""
+        """Block until it is done; for the lane's thread."""
         error = None
         try:
             self._mark.wait()
@@ -72,7 +72,7 @@ class DeviceFuture:
 
 
 class DeviceLane:
-    """A stream of this agent's, and a thread that waits for what is queued, there or in a caller's."""
+    """A stream of this agent, and a thread that waits for work queued there or in a caller's stream."""
 
     def __init__(self, stream: Stream, name: str) -> None:
         self.stream = stream
@@ -81,7 +81,7 @@ class DeviceLane:
         self._thread.start()
 
     def queued(self, stream: Stream | None = None) -> DeviceFuture:
-        """All that is queued so far, in its own stream if not given."""
+        """A future of all work queued so far, in its own stream by default."""
         one = DeviceFuture((stream or self.stream).mark())
         self._waiting.put(one)
         return one
@@ -106,8 +106,9 @@ class DeviceContext:
         self.sums = DeviceLane(device.stream(), f"shoal-{rank}-sums")
 
     def publish(self, operation: Operation, tensor: torch.Tensor) -> PublishedOnDevice:
-        """Queue a copy of a tensor to where others can read it, in the caller's stream: what the caller queues
-        afterwards may change it. For agents of other machines there is one in memory of the CPU, too."""
+        """Queue a copy of a tensor to memory that others can read, in the caller's stream: work that the caller queues
+        afterwards may change the tensor. For agents of other machines a second copy is made in CPU memory.
+        """
         caller = self.device.current()
         region = self.arena.allocate(tensor.nbytes)
         lease = Lease(self.arena, region)
@@ -129,11 +130,11 @@ class DeviceContext:
 
 
 class PublishedOnDevice(Published):
-    """A tensor in memory of its device, which is written some time after it was published.
+    """A tensor in device memory, which is written some time after it was published.
 
     Attributes:
         place: Its device.
-        caller: The stream that it comes from, and that its average goes to.
+        caller: The stream of its source, which also receives the average.
     """
 
     __slots__ = ("_copied", "_staging", "caller", "place")
@@ -164,15 +165,15 @@ class PublishedOnDevice(Published):
 
 
 class Devices:
-    """The devices that an agent's tensors are on.
+    """The devices of an agent's tensors.
 
     Args:
-        rank: Of the agent.
+        rank: The agent's rank.
         arena: Its memory on the CPU.
-        staged: Says whether there are agents that read no memory of this machine.
+        staged: Whether there are agents on other machines.
 
     Attributes:
-        wanted: Tensors there stay there, instead of going through the CPU.
+        wanted: Tensors are exchanged on their device, instead of through the CPU.
     """
 
     def __init__(self, rank: int, arena: Arena, staged: Callable[[], bool]) -> None:
@@ -182,7 +183,7 @@ class Devices:
         self._places: dict[torch.device, DeviceContext | None] = {}
 
     def place_of(self, tensor: torch.Tensor) -> DeviceContext | None:
-        """Where a tensor can be exchanged; None where it goes through the CPU."""
+        """The device on which a tensor is exchanged; None if it goes through the CPU."""
         if not self.wanted or tensor.device.type == "cpu" or tensor.nbytes <= FEWEST_BYTES:
             return None
         with deferred, self._lock:

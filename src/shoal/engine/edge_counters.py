@@ -1,6 +1,6 @@
-"""Which edges an agent sends on, and how much: for whoever looks on. Nothing is counted while nobody does.
+"""Counts messages and bytes by edge, only while they are observed.
 
-An edge is counted where it begins. What comes in on it is what its other end has sent, so once is enough.
+An edge is counted at its source. The destination receives the same, so once is enough.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ NEIGHBOURS = ("neighbor", "hierarchical", "pair")
 
 
 class EdgeCounters:
-    """That of one agent. Used under the engine's lock.
+    """The counters of one agent. Used under the engine's lock.
 
     Attributes:
-        counts: Somebody looks on.
+        counts: The counters are observed.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class EdgeCounters:
         self._edges: set[int] = set()
 
     def count_from_now_on(self, counts: bool) -> None:
-        """Begin, or stop."""
+        """Start or stop counting."""
         self.counts = counts
 
     def sent(self, op: str, name: str, round_: int, destination: int, nbytes: int) -> None:
-        """An operation has sent a tensor of so many bytes."""
+        """An operation has sent a tensor of this size."""
         self._sent[destination] += nbytes
         if op.startswith(NEIGHBOURS):
             if self._last != (name, round_):
@@ -39,10 +39,10 @@ class EdgeCounters:
 
     @property
     def bytes_to(self) -> dict[int, int]:
-        """Bytes of tensors that were sent, by destination."""
+        """Bytes of tensors sent, by destination."""
         return dict(self._sent)
 
     @property
     def edges(self) -> list[int]:
-        """To whom the last exchange between neighbours has sent."""
+        """The destinations of the last exchange between neighbours."""
         return sorted(self._edges)

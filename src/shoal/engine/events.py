@@ -1,7 +1,7 @@
-"""What the engine tells whoever listens: an operation was submitted, sent, received, summed, waited for.
+"""Events of the engine for listeners: an operation was submitted, sent, received, summed, waited for.
 
-Nothing is built and nothing is called while nobody listens. Listeners run in the thread in which the thing happened and
-must be quick; what they raise is logged once and otherwise ignored, since it must not end an exchange.
+No event is built while there is no listener. Listeners run in the thread of the event and must be quick. Their
+exceptions are logged once and otherwise ignored, since they must not end an exchange.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LONG_NS = 50_000
 
 
 class Event(NamedTuple):
-    """One thing that happened. Times are ``clock.perf_counter_ns()``; ``end`` equals ``start`` where it took no time.
+    """One event. Times are ``clock.perf_counter_ns()``; ``end`` equals ``start`` if it took no time.
 
-    Small calls that travel together are each ``submitted``, ``finished`` or ``failed``, and waited for; their messages
-    and their sum are one, whose :attr:`calls` says of which.
+    Fused calls are each ``submitted``, ``finished`` or ``failed``, and waited for. Their messages and their sum are one
+    event, whose :attr:`calls` names them.
     """
 
     kind: str
@@ -59,8 +59,7 @@ class Event(NamedTuple):
 
     @property
     def calls(self) -> list[FusedRounds]:
-        """Of which calls it is: their names, the first round of each, and how many rounds. One, unless small calls
-        travel together."""
+        """Its calls: names, the first round of each, and how many rounds. One call, unless calls are fused."""
         return (
             list(decode_fused_name(self.name))
             if self.name.startswith(PREFIX)
@@ -74,7 +73,7 @@ Fields = tuple[str, str, str, int, int, int, int, int, str, int]
 
 
 class Recording(NamedTuple):
-    """Where all that happens is put, for somebody to read later."""
+    """A queue of events, to be read later."""
 
     queue: deque[Fields]
     limit: int
@@ -94,11 +93,11 @@ class Events:
 
     @property
     def has_listeners(self) -> bool:
-        """Somebody is called when something happens, and may begin operations then."""
+        """There are listeners, which may begin operations."""
         return bool(self._listeners)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with every event from now on. Returns what ends that."""
+        """Call ``listener`` with every event from now on. Returns a function that ends it."""
         self._listeners = (*self._listeners, listener)
         self.active = True
 
@@ -109,7 +108,7 @@ class Events:
         return unsubscribe
 
     def record(self, recording: Recording) -> Callable[[], None]:
-        """Put every event into a queue from now on: less than half of what a listener costs. Returns what ends that."""
+        """Queue every event from now on, at less than half the cost of a listener. Returns a function that ends it."""
         self._recordings = (*self._recordings, recording)
         self.active = True
 
@@ -132,8 +131,9 @@ class Events:
         stage: int = 0,
         end: int = 0,
     ) -> None:
-        """Tell the listeners. ``start`` is given for what took time; it ends now, if no ``end`` is given. Call only if
-        somebody listens."""
+        """Notify the listeners. ``start`` is given for an event with a duration; it ends now if ``end`` is not given.
+        Call it only if there are listeners.
+        """
         now = end or clock.perf_counter_ns()
         fields = kind, operation, name, round_, start or now, now, peer, nbytes, detail, stage
         for queue, limit, full in self._recordings:

@@ -1,4 +1,4 @@
-"""What is in a fused operation, written as its name: operations of one name in successive rounds are one run."""
+"""The members of a fused operation, encoded as its name: successive rounds of one name are one run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class FusedRounds(NamedTuple):
 
 
 def encode_fused_name(runs: list[FusedRounds]) -> str:
-    """The name of the fused operation that consists of these."""
+    """The name of a fused operation with these members."""
     return PREFIX + json.dumps(runs, separators=(",", ":"))
 
 
 @lru_cache(32)  # a message that is kept or taken apart is looked at several times
 def decode_fused_name(name: str) -> tuple[FusedRounds, ...]:
-    """What such a name says; nothing if it is nonsense."""
+    """The members of a fused operation by its name; empty if the name is malformed."""
     try:
         said = json.loads(name[len(PREFIX) :])
         runs = tuple(FusedRounds(one, first, length, tuple(shape)) for one, first, length, shape in said)
@@ -41,7 +41,7 @@ def decode_fused_name(name: str) -> tuple[FusedRounds, ...]:
 
 
 def runs_of(message: Message) -> Sequence[FusedRounds]:
-    """What is in a fused message; nothing if its name is nonsense or does not add up to its tensor."""
+    """The members of a fused message; empty if its name is malformed or does not match its tensor."""
     runs, payload = decode_fused_name(message.name), message.payload
     total = sum(run.length * math.prod(run.shape) for run in runs)
     adds_up = payload is not None and (message.flags & COMMON or total == payload.data.numel())

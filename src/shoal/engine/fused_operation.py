@@ -1,4 +1,4 @@
-"""Several operations as one, and what neighbours have sent for them in other pieces."""
+"""Several operations as one, and the tensors that neighbours have sent for them in other pieces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOOKED_THROUGH = 4 * MOST_OPERATIONS
 
 
 class FusedMover(Protocol):
-    """What moves fused operations forward."""
+    """The interface by which a fused operation reaches fusion."""
 
     def proceed(
         self, fused: FusedOperation, item: Yields | None, result: Any, error: BaseException | None, /
@@ -32,7 +32,7 @@ class FusedMover(Protocol):
 
 @dataclass(slots=True)
 class Partial:
-    """What one source has sent for a stage of a fused operation, fused otherwise or one by one."""
+    """Tensors that one source has sent for a stage of a fused operation, fused differently or not at all."""
 
     data: torch.Tensor
     like: Message
@@ -40,7 +40,7 @@ class Partial:
 
     @property
     def common(self) -> bool:
-        """It is the same for each of the operations."""
+        """The property that all members share."""
         return bool(self.like.flags & COMMON)
 
 
@@ -52,11 +52,11 @@ class UnpackedMessage(NamedTuple):
 
 
 class FusedOperation(Operation):
-    """Several operations as one. It is in nobody's book: its members are, and stand for it where it fails.
+    """Several operations as one. The matcher knows its members, which replace it if it fails.
 
     Attributes:
-        had: What has come for its stages before this one. It is kept: where it is split, its members begin anew.
-        sent: The stages that have been sent, which the members need not send any more.
+        had: Messages of earlier stages, kept because its members begin again after a split.
+        sent: The stages that have been sent, which the members need not repeat.
         places: Where each tensor begins and ends.
     """
 
@@ -76,7 +76,7 @@ class FusedOperation(Operation):
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors, joined."""
+        """Bytes of its joined tensors."""
         return self.places[self.members[-1]][1] * fusible(self.members[0]).flat.element_size()
 
     def proceed(self, mover: Mover, item: Yields | None, result: Any, error: BaseException | None) -> None:
@@ -99,13 +99,13 @@ class FusedOperation(Operation):
 
 
 def fusible(operation: Operation) -> FusionSpec:
-    """What an operation is about that may be fused."""
+    """The fusion spec of an operation that may be fused."""
     assert operation.fusible is not None
     return operation.fusible
 
 
 def _go_together(first: Operation, other: Operation) -> bool:
-    """Also where agents were lost, or have entered, between their submissions or just before these."""
+    """Whether two operations may be fused, also after losses or entries between their submissions."""
     planned_alike = not (first.excluded_ranks or other.excluded_ranks)
     return planned_alike and first.op == other.op and fusible(first).may_go_with(fusible(other))
 

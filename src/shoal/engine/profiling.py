@@ -1,7 +1,7 @@
-"""What Shoal does, under the names of the timeline, in ``torch.profiler`` while that records: submit, sum, wait.
+"""Shows Shoal's work in ``torch.profiler`` under the names of the timeline: submit, sum, wait.
 
-Whether it records is a flag of torch's, and to look at it is all that is done otherwise. A profiler follows the thread
-that started it: sums that the progress thread takes are in its trace with
+Without a profiler the only cost is a look at a flag of torch. A profiler follows the thread that started it: sums in
+the progress thread are recorded with
 ``experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)``.
 """
 
@@ -25,7 +25,7 @@ _NOTHING = nullcontext()
 
 
 def span(op: str, name: str, what: str) -> AbstractContextManager[Any]:
-    """A span of its trace, if it records: ``shoal neighbor_allreduce layer1: sum``."""
+    """A span of the profiler's trace, if it records: ``shoal neighbor_allreduce layer1: sum``."""
     if not profiler._is_profiler_enabled:
         return _NOTHING
     if name.startswith(PREFIX):
@@ -38,7 +38,7 @@ def span(op: str, name: str, what: str) -> AbstractContextManager[Any]:
 
 
 def resumed(operation: Operation, generator: Steps[Any], arrived: Arrived | None) -> Yields:
-    """Resume what computes an operation: to its first exchange, or with what has come for the last."""
+    """Resume the generator of an operation: to its first exchange, or with the messages of the last one."""
     if arrived is None:
         return next(generator)
     if profiler._is_profiler_enabled:

@@ -1,6 +1,6 @@
-"""Puts tensors where other agents can read them: as copies, or without one where they lie in such memory already.
+"""Makes tensors readable for other agents: as copies, or in place if they lie in the arena already.
 
-With ``SHOAL_CHECK_FINITE`` each is looked at first: NaN of one agent would be in everybody's parameters a step later.
+With ``SHOAL_CHECK_FINITE`` each tensor is checked first: NaN of one agent would be in all parameters a step later.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ PUBLISH_BYTES = 1 << 14
 
 
 class Publisher:
-    """Of one agent.
+    """The publisher of one agent.
 
     Args:
-        rank: Its rank.
+        rank: The agent's rank.
         arena: The memory that others can read.
-        devices: Those that its tensors are on.
+        devices: The devices of its tensors.
     """
 
     def __init__(self, rank: int, arena: Arena, devices: Devices) -> None:
@@ -43,17 +43,16 @@ class Publisher:
         pieces: int = 1,
         on_device: bool = False,
     ) -> Published:
-        """Copy a tensor to where other agents can read it, flat, until they all have and the operation has ended.
+        """Copy a tensor to memory that other agents can read, flat, until all have read it and the operation has ended.
 
         Args:
-            operation: What it is published for.
+            operation: The operation that publishes it.
             tensor: Any strides, on any device.
-            zero_copy: Let them read it where it lies, if it is large, contiguous and in memory of ``arena.empty``; any
-                other is copied all the same. Nobody may change it meanwhile. The operation then ends only when all
-                others have read it; one that fails may leave readers behind, and the tensor must not change any more.
-            pieces: In how many messages it goes; small ones travel inside them.
-            on_device: A tensor on a device may stay there: then it is a :class:`~.devices.PublishedOnDevice`, which has
-                still to be written.
+            zero_copy: Publish it in place, if it is large, contiguous and in memory of ``arena.empty``; other tensors
+                are copied all the same. No one may change it meanwhile. The operation then ends only when all others
+                have read it. A failed one may leave readers behind, and the tensor must not change any more.
+            pieces: The number of messages that it is split into; small ones carry it inline.
+            on_device: A device tensor may stay there: a :class:`~.devices.PublishedOnDevice`, not written yet.
         """
         recovery = operation.recovery
         if recovery is None:
@@ -86,20 +85,20 @@ class Publisher:
         return published
 
     def keep(self, operation: Operation, tensor: torch.Tensor) -> Published:
-        """A tensor that no other agent reads, where it lies, with the checks of one that is published."""
+        """A tensor that no other agent reads, in place, with the checks of a published one."""
         spoiled = self.problem(operation, tensor)
         if spoiled is not None:
             raise spoiled
         return Published(tensor.detach().view(-1))
 
     def room(self, operation: Operation, numel: int, dtype: torch.dtype) -> Published:
-        """Uninitialised numbers, flat, that others can read once they have been written."""
+        """Uninitialized memory, flat, that others can read once it has been written."""
         if numel * dtype.itemsize <= PUBLISH_BYTES:
             return Published(torch.empty(numel, dtype=dtype))
         return self._room(operation, numel, dtype)
 
     def publish_joined(self, operation: Operation, parts: list[torch.Tensor]) -> Published:
-        """Copy flat tensors of one dtype, one behind the other, to where other agents can read them."""
+        """Copy flat tensors of one dtype, concatenated, to memory that other agents can read."""
         dtype, total = parts[0].dtype, sum(part.numel() for part in parts)
         if total * dtype.itemsize <= PUBLISH_BYTES:
             return Published(torch.cat(parts))
@@ -108,7 +107,7 @@ class Publisher:
         return published
 
     def problem(self, operation: Operation, tensor: torch.Tensor) -> NotFinite | None:
-        """That there is NaN or infinity in a tensor, if it is to be looked at. One pass: such numbers stay in a sum."""
+        """The error if a tensor has NaN or infinity, if tensors are checked. One pass: such numbers survive a sum."""
         if not self.finite or operation.one_sided or not (tensor.is_floating_point() or tensor.is_complex()):
             return None
         with torch.no_grad():

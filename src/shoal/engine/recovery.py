@@ -1,6 +1,6 @@
-"""What becomes of an operation in flight when the agents that are left have agreed on a loss.
+"""Recovery of an operation in flight after the survivors have agreed on a loss.
 
-One thread drives, and it is here: no generator is running but those whose first step another thread takes, and these
+Called by the driving thread: no generator is running, except those whose first step another thread takes, and these
 have no stage yet.
 """
 
@@ -16,7 +16,7 @@ from .operation import Operation
 
 
 def go_on_without(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, ...]) -> None:
-    """Complete a round between neighbours without what those that are gone have not sent, or sent in part."""
+    """Complete a round between neighbours without messages of lost agents that are missing or incomplete."""
     stage, recovery = operation.stage, operation.recovery
     if stage is None or recovery is None or operation.error is not None:  # what it enters, it enters without them
         return
@@ -36,7 +36,7 @@ def go_on_without(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, .
 
 
 def conclude(lifecycle: Lifecycle, operation: Operation) -> None:
-    """All that are left have the result of an operation of all: it ends, whoever has not said so."""
+    """All survivors have the result of a collective operation: it ends, without further confirmations."""
     recovery = operation.recovery
     assert recovery is not None and recovery.result is not None
     result = recovery.result
@@ -50,13 +50,13 @@ def conclude(lifecycle: Lifecycle, operation: Operation) -> None:
 
 
 def await_result(lifecycle: Lifecycle, operation: Operation) -> None:
-    """Some that are left have the result of an operation of all, and hand it on: wait for that alone."""
+    """Some survivors have the result of a collective operation and send it: wait only for that."""
     _stop(lifecycle, operation)
     lifecycle.forget_before(operation, LAST_STAGE)
 
 
 def take_result(lifecycle: Lifecycle, operation: Operation, result: torch.Tensor) -> None:
-    """Another agent has handed on the result of an operation of all."""
+    """Another agent has sent the result of a collective operation."""
     recovery = operation.recovery
     if recovery is None or recovery.take is None:
         return
@@ -71,7 +71,7 @@ def take_result(lifecycle: Lifecycle, operation: Operation, result: torch.Tensor
 
 
 def restart(lifecycle: Lifecycle, operation: Operation, plan: Plan) -> None:
-    """Begin an operation of all anew among the agents that are left."""
+    """Restart a collective operation among the survivors."""
     recovery = operation.recovery
     assert recovery is not None
     _stop(lifecycle, operation)
@@ -81,7 +81,7 @@ def restart(lifecycle: Lifecycle, operation: Operation, plan: Plan) -> None:
 
 
 def _stop(lifecycle: Lifecycle, operation: Operation) -> None:
-    """This attempt is over."""
+    """End this attempt."""
     lifecycle.leave_stage(operation)
     close_generator(operation)
     operation.generator, operation.waiting_more = None, False
@@ -89,6 +89,6 @@ def _stop(lifecycle: Lifecycle, operation: Operation) -> None:
 
 
 def _make_ready_once(lifecycle: Lifecycle, operation: Operation) -> None:
-    """It may wait already for whoever drives, for a reason that counts no more."""
+    """It may be queued for the driving thread already, for an outdated reason."""
     if operation not in lifecycle.ready:
         lifecycle.make_ready(operation)

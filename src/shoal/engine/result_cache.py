@@ -1,10 +1,10 @@
-"""With ``on_loss="continue"``: results of operations of all, kept for those that may still lack them.
+"""With ``on_loss="continue"``: keeps results of collective operations for agents that may still lack them.
 
-Where an operation of all ends on one agent, another may not have all that it needs yet; and if what it lacks is lost
-with an agent, it can get the result only from those that have it. So each keeps a copy of every small result until all
-that took part have said that they have theirs, which they say of many results at once. ``agreement.py`` says what is
-handed on after a loss. Where nothing is lost nobody waits for anything: it costs a copy of each result, and a message
-for each ``TELL_AFTER`` of them.
+When a collective operation ends on one agent, another may still miss messages. If these are lost with an agent, it can
+get the result only from agents that have it. So each agent keeps a copy of every small result until all participants
+have confirmed that they have theirs; one message confirms many results. ``agreement.py`` decides which results are sent
+after a loss. Without a loss no agent waits: the cost is a copy of each result, and a message for each ``TELL_AFTER`` of
+them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TELL_AFTER_BYTES = 1 << 22
 
 @dataclass(slots=True)
 class CachedResult:
-    """A result that somebody may lack.
+    """A result that some agent may lack.
 
     Attributes:
         result: A copy, on the CPU.
-        without: The ranks that have not said that they have it.
+        without: The ranks that have not confirmed that they have it.
     """
 
     result: torch.Tensor
@@ -50,8 +50,8 @@ class ResultCache(MinimalService):
     """The results that one agent keeps. Used under the engine's lock.
 
     Args:
-        send: Sends a peer what belongs to no operation; see :func:`~.outbox.send_alone`.
-        acknowledge: Says that a message has been read.
+        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
+        acknowledge: Confirms that a message has been read.
 
     Attributes:
         results: By name and round.
@@ -77,7 +77,7 @@ class ResultCache(MinimalService):
         self._hurried = False  # somebody leaves, and waits for being told
 
     def ended(self, operation: Operation, result: torch.Tensor | None) -> None:
-        """An operation of all has ended here; with a result to keep, or None."""
+        """A collective operation has ended here, with a result to keep, or None."""
         key = operation.name, operation.round
         ahead = self._ahead.pop(key, ())
         if result is None:
@@ -93,7 +93,7 @@ class ResultCache(MinimalService):
             self.tell()
 
     def tell(self, leaving: bool = False) -> None:
-        """Say which results are here. Who is ``leaving`` asks the others to say at once what they have."""
+        """Send which results are here. An agent that is ``leaving`` asks the others to confirm theirs at once."""
         if not self._untold and not leaving:
             return
         data = as_tensor(json.dumps({"had": _runs(self._untold), "leaving": leaving}).encode())
@@ -103,7 +103,7 @@ class ResultCache(MinimalService):
                 self._send(peer, Message(Kind.DATA, HAD, HAD), data)
 
     def serve(self, source: int, message: Message) -> None:
-        """An agent says which results it has; see :class:`~.services.Service`."""
+        """An agent confirms results; see :class:`~.services.Service`."""
         when_complete(message, partial(self._heard, source, message))
 
     def _heard(self, source: int, message: Message, text: bytes) -> None:
@@ -131,13 +131,13 @@ class ResultCache(MinimalService):
                 self._ahead.setdefault(key, set()).add(source)
 
     def _drop(self, key: Key, kept: CachedResult, rank: int) -> None:
-        """An agent does not lack a result any more."""
+        """An agent has a result."""
         kept.without.discard(rank)
         if not kept.without:
             del self.results[key]
 
     def on_gone(self, rank: int, because: int | None) -> None:
-        """Who is gone needs nothing; see :class:`~.services.Service`."""
+        """A lost agent needs no results; see :class:`~.services.Service`."""
         for key, kept in list(self.results.items()):
             self._drop(key, kept, rank)
 
@@ -155,7 +155,7 @@ def _runs(keys: Iterable[Key]) -> dict[str, list[list[int]]]:
 
 
 def copy_for_cache(result: object, pool: ResultPool) -> torch.Tensor | None:
-    """A copy of a result, or of nothing, to be handed on, in a pool's memory; None where it is too large to be kept."""
+    """A copy of a result, in a pool's memory, or of an empty one; None if it is too large to keep."""
     if not isinstance(result, torch.Tensor):
         return _NOTHING
     if result.nbytes > MOST_BYTES:

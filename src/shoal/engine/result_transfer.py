@@ -1,4 +1,4 @@
-"""After a loss: gives the result of an operation of all to those that lack it, by those on which it has ended."""
+"""After a loss: agents on which a collective operation has ended send its result to those that lack it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RESULT = "~result"
 
 
 class ResultTransfer(MinimalService):
-    """One agent's part in it. Used under the engine's lock.
+    """One agent's part in transfers. Used under the engine's lock.
 
     Args:
-        send: Sends a peer what belongs to no operation; see :func:`~.outbox.send_alone`.
-        acknowledge: Says that a message has been read.
+        send: Sends a peer a message outside of any operation; see :func:`~.sender.send_alone`.
+        acknowledge: Confirms that a message has been read.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class ResultTransfer(MinimalService):
         self._acknowledge = acknowledge
 
     def send(self, rank: int, name: str, round_: int) -> None:
-        """Give an agent a result that is kept here."""
+        """Send an agent a cached result."""
         result = self._result_cache.results[name, round_].result
         self._send(rank, Message(Kind.DATA, RESULT, f"{RESULT} {name}", round_), result)
 
     def serve(self, source: int, message: Message) -> None:
-        """An agent hands on a result; see :class:`~.services.Service`."""
+        """An agent sends a result; see :class:`~.services.Service`."""
         when_arrived(message, partial(self._take, source, message))
 
     def _take(self, source: int, message: Message, data: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What answers messages that belong to no operation of this agent, such as its windows."""
+"""Services: handlers of messages that belong to no operation of this agent, such as those of windows."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from ..transport.wire import Message, Payload, ProtocolError
 
 
 class Service(Protocol):
-    """Called under the engine's lock, but for ``close``."""
+    """Called under the engine's lock, except for ``close``."""
 
     def serve(self, source: int, message: Message) -> None:
-        """A neighbour asks for something: a first message under a name that begins with this service's word."""
+        """Handle a peer's first message under a name that begins with this service's prefix."""
 
     @property
     def cause(self) -> int | None:
-        """Whose loss is the reason where this agent leaves now; itself, or None, where nobody's is."""
+        """The rank whose loss is the cause if this agent leaves now; this agent's own, or None if there is none."""
 
     def on_gone(self, rank: int, because: int | None) -> None:
-        """An agent is gone, because of the loss of another if that is known."""
+        """An agent is lost, because of the loss of another if that is known."""
 
     def check(self, now: float) -> float:
-        """Do what is due; returns when to come back."""
+        """Do due work; returns when to check again."""
 
     def descriptors(self) -> list[int]:
-        """What a forked child must close."""
+        """The descriptors that a forked child must close."""
 
     def holds_topology(self) -> list[str]:
-        """The names of what keeps the topology from being changed."""
+        """The names of the objects that depend on the current topology."""
 
     def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
-        """The calls in which threads of this agent may wait for others, and no operation does: what they are, for which
-        ranks, and since when (``clock.monotonic()``). From any thread."""
+        """The calls without an operation in which threads of this agent may wait: description, ranks, and since when
+        (``clock.monotonic()``). From any thread.
+        """
 
     def close(self, deadline: float) -> None:
-        """Not under the lock: end what is under way, by itself until the deadline."""
+        """Not under the lock: end all work, by itself until the deadline."""
 
 
 class MinimalService(Service):
-    """A service with nothing that others could hold on to: what it need not do."""
+    """A service that holds no resources: the optional methods do nothing."""
 
     @property
     def cause(self) -> int | None:
@@ -66,13 +67,13 @@ class MinimalService(Service):
 
 
 class Services:
-    """Those of one agent, by the word that the names of their messages begin with."""
+    """The services of one agent, by the prefix of their messages' names."""
 
     def __init__(self) -> None:
         self._by_word: dict[str, Service] = {}
 
     def add(self, word: str, service: Service) -> None:
-        """Let a service answer what is asked for under ``"word name"``; the word begins with ``~``."""
+        """Let a service handle messages under ``"prefix name"``; the prefix begins with ``~``."""
         self._by_word[word] = service
 
     def get(self, word: str) -> Service | None:
@@ -89,19 +90,19 @@ class Services:
 
 
 def as_tensor(text: bytes) -> torch.Tensor:
-    """A text as it is sent."""
+    """A text as the tensor that is sent."""
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def when_complete(message: Message, then: Callable[[bytes], None]) -> None:
-    """Call ``then`` with the text of a message, when all of it is here. ProtocolError if it has none."""
+    """Call ``then`` with the text of a message, when all of it has arrived. ProtocolError if it has none."""
     if message.dtype != torch.uint8:
         raise ProtocolError("what was said is no text")
     when_arrived(message, lambda data: then(bytes(data.numpy())))
 
 
 def when_arrived(message: Message, then: Callable[[torch.Tensor], None]) -> None:
-    """Call ``then`` with the numbers of a message, flat, when all of them are here. ProtocolError if it has none."""
+    """Call ``then`` with the numbers of a message, flat, when all have arrived. ProtocolError if it has none."""
     payload = message.payload
     if payload is None:
         raise ProtocolError("what was said is nothing")

@@ -1,4 +1,4 @@
-"""How an agent that leaves waits for what the others still need of it."""
+"""The shutdown of an agent waits until the others have received what they still need from it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LAST_WORD_SECONDS = 2.0
 
 
 class ShutdownDrain:
-    """Drives until the others have what they need, unless the exchange has failed or a signal asks for an end.
+    """Drives until the others have what they need, unless the exchange has failed or a signal requests an end.
 
     Attributes:
-        interrupt: What a signal's handler has raised meanwhile.
+        interrupt: An exception of a signal handler meanwhile.
     """
 
     def __init__(self, progress: Progress, lifecycle: Lifecycle) -> None:
@@ -50,7 +50,7 @@ class ShutdownDrain:
     def disconnect(
         self, sender: Sender, router: Router, last_word: float, deadline: float, deaf: Callable[[], bool]
     ) -> None:
-        """After the goodbye: until all has been handed to the system, and whoever connected here has heard it."""
+        """Tell the backend's members that this agent leaves, so that they do not wait, and take their messages."""
         self(lambda: sender.empty, last_word, deaf)
         with self._progress.lock:
             router.say_goodbye(*router.inbox.last_word, to_all=True)
@@ -58,8 +58,9 @@ class ShutdownDrain:
         self(lambda: not router.heard, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
 
     def leave(self, backend: CollectiveBackend, matcher: Matcher, deadline: float) -> None:
-        """Take leave of those whose tensors a carrier moves: they must not wait for this agent, which takes what they
-        have sent before."""
+        """Tell the members of the backend that this agent leaves, so that they do not wait for it, and receive their
+        messages.
+        """
 
         def nothing_to_move() -> bool:  # for which others may still come
             stages = [operation.stage for operation in matcher.in_flight()]

@@ -1,7 +1,7 @@
-"""Who waits for long says so in the log: in what, for whom, since when, and what those do meanwhile, by their own word.
+"""Logs calls that wait for long: the call, the ranks that it waits for, since when, and the status of those agents.
 
-The thread that drives answers such a question, whatever the script does. So an agent that computes, or waits for
-another, says that; one that is stopped, hung or cut off says nothing, and that is a finding, too.
+The driving thread answers such a request whatever the script does. So an agent that computes, or waits for another,
+reports that; an agent that is stopped, hung or cut off does not answer, which is reported as well.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ _LONGEST = 400
 
 
 class _Stalled(NamedTuple):
-    """A call that has waited for long, perhaps only until its tensors are moved; None where it is not known when it
-    gives up."""
+    """A call that has waited for long, perhaps only for its transfer; the deadline is None if it is not known."""
 
     call: str
     ranks: Sequence[int]
@@ -50,7 +49,7 @@ class Stalls:
     """The reports of one agent. Used under the engine's lock.
 
     Attributes:
-        after: Seconds for which an operation waits before it is reported.
+        after: Seconds after which a waiting operation is reported.
     """
 
     def __init__(
@@ -74,14 +73,14 @@ class Stalls:
         self._told: set[tuple[str, float]] = set()  # of their calls, which have been reported
 
     def begins_to_wait(self, since: float) -> None:
-        """A thread may come to wait in a call that no operation does. From any thread; not under the lock."""
+        """A thread may begin to wait in a call without an operation. From any thread; not under the lock."""
         if since + self.after < self._look_at_services:
             with self._progress.lock:
                 self._look_at_services = min(self._look_at_services, since + self.after)
                 self._progress.check_by(self._look_at_services)
 
     def check(self, now: float) -> float:
-        """Look at all operations. Returns when to come back, as ``clock.monotonic()``."""
+        """Check all operations. Returns when to check again, as ``clock.monotonic()``."""
         following, stalled = float("inf"), list[_Stalled]()
         for operation in self._matcher.in_flight():
             if operation.stalled or operation.background:
@@ -111,7 +110,7 @@ class Stalls:
         return following
 
     def _of_services(self, now: float) -> list[_Stalled]:
-        """Calls that no operation does, as on windows, and that have waited for so long."""
+        """Calls without an operation, as on windows, that have waited for so long."""
         self._look_at_services = float("inf")  # before looking: who comes meanwhile sets it anew
         calls = [one for service in self._services.all() for one in service.calls_that_wait()]
         self._told &= {(call, since) for call, _, since in calls}
@@ -128,7 +127,7 @@ class Stalls:
         return stalled
 
     def _report(self, stalled: list[_Stalled], now: float) -> None:
-        """One report of all that have waited for so long now; whoever they wait for is asked what it does."""
+        """Log one report of all calls that have waited for so long, and request the status of the awaited agents."""
         first = min(stalled, key=lambda one: one.since)
         others = f" and {len(stalled) - 1} more" if len(stalled) > 1 else ""
         ranks = sorted({rank for one in stalled for rank in one.ranks})
@@ -149,18 +148,18 @@ class Stalls:
     # Others ask
 
     def answer(self, rank: int) -> None:
-        """Tell another what this agent does."""
+        """Send this agent's status to another."""
         self._sender.say(rank, Message(Kind.DENY, DOING, DOING, text=str(self._about.doing)))
 
     def on_answer(self, rank: int, text: str) -> None:
-        """What another does, which was asked."""
+        """Take the requested status of another agent."""
         if self._asked.pop(rank, None) is not None:
             answer = " ".join(text.split())[:_LONGEST]
             self._answers[rank] = clock.monotonic(), answer
             log.warning("rank %d, for which rank %d waits: %s", rank, self._rank, answer)
 
     def last_answer(self, ranks: Sequence[int], since: float) -> str:
-        """What the first of some ranks that has answered since a time said that it does, for an error; else empty."""
+        """The status of the first of some ranks that has answered since a time, for an error; else empty."""
         for rank in ranks:
             when, answer = self._answers.get(rank, (0.0, ""))
             if when > since:

@@ -1,4 +1,4 @@
-"""Steps of training, counted: for whoever asks from another shell, and as marks in a trace."""
+"""Counts training steps, for ``shoal status`` and as marks in a trace."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class _Counted:
 
 
 class StepCounter:
-    """Those of one agent. An optimizer belongs to one thread, which counts its steps."""
+    """The counters of one agent. An optimizer belongs to one thread, which counts its steps."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
         self._of: dict[str, _Counted] = {}
 
     def ended(self, name: str, began: int) -> None:
-        """An optimizer has ended a step that it was asked for at ``began`` (``clock.perf_counter_ns()``).
+        """An optimizer has ended a step that was called at ``began`` (``clock.perf_counter_ns()``).
 
-        What a trace shows as the step began when the step before it ended: it holds the forward and backward passes.
+        In a trace a step begins when the previous one ended, so it includes the forward and backward passes.
         """
         known = self._of.get(name)
         if known is None:
@@ -36,11 +36,11 @@ class StepCounter:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many there were, by optimizer."""
+        """The number of steps, by optimizer."""
         return {name: one.count for name, one in list(self._of.items())}
 
     @property
     def seconds_ago(self) -> float | None:
-        """When the last ended; None where there was none."""
+        """When the last step ended; None if there was none."""
         last = max((one.ended for one in list(self._of.values())), default=None)
         return None if last is None else (clock.perf_counter_ns() - last) / 1e9

@@ -1,6 +1,5 @@
-"""What may begin on one agent: it has met and not shut down, no loss has ended it, and none is just being agreed on.
-
-Whom all that begins is with, as those that are there have agreed, is here, too.
+"""Decides which operations may begin: the agent is initialized and not shut down, no loss has ended it, and no
+agreement is in progress. It also holds the plan of operations that begin.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ class SubmissionGate:
     """Used under the engine's lock.
 
     Args:
-        opened: Told when what had to wait may begin.
+        opened: Called when waiting operations may begin.
 
     Attributes:
         ended: Why no operation is possible any more.
-        aborted: Not even a one-sided one, which the loss of others does not end.
+        aborted: Not even a one-sided operation, which the loss of others does not end.
         closing: This agent has shut down, or is about to.
-        frozen: Those that are left agree on a loss. Nothing begins until they have, and no operation of all goes on.
-        plan: Whom what begins now is planned without, as all that are there have agreed.
+        paused: The survivors agree on a loss. Until they have, no operation begins and no collective one continues.
+        plan: The plan of operations that begin now, as all members have agreed.
     """
 
     def __init__(self, opened: Callable[[], None]) -> None:
@@ -35,16 +34,16 @@ class SubmissionGate:
 
     @property
     def gone(self) -> tuple[int, ...]:
-        """The ranks that are gone, ascending."""
+        """The lost ranks, ascending."""
         return self.plan.gone
 
     @property
     def entered(self) -> int:
-        """How many agents have entered since the run began."""
+        """How many agents have entered since the job began."""
         return self.plan.entered
 
     def check_open(self, op: str, one_sided: bool) -> None:
-        """Raise why an operation cannot begin."""
+        """Raise the reason why an operation cannot begin."""
         if self.closing:
             raise NotInitialized(f"{op}: this agent has shut down; call shoal.init() first")
         ended = self.reason_against(one_sided)
@@ -52,37 +51,37 @@ class SubmissionGate:
             raise type(ended)(f"{op}: {ended}", ended.ranks)
 
     def reason_against(self, one_sided: bool) -> ShoalError | None:
-        """Why operations are not possible any more; those that are ``one_sided`` may outlive others."""
+        """Why operations are not possible any more; ``one_sided`` ones may survive the loss of others."""
         return self.ended if self.aborted or not one_sided else None
 
     def end(self, error: ShoalError) -> ShoalError:
-        """What needs all is not possible any more. Returns why: the first reason stays."""
+        """Collective operations are not possible any more. Returns the reason: the first one stays."""
         self.ended = self.ended or error
         return self.ended
 
     def abort(self, error: ShoalError) -> None:
-        """Nothing is possible any more."""
+        """No operation is possible any more."""
         self.end(error)
         self.aborted = True
 
     def refuse_all(self) -> None:
-        """Take no more operations."""
+        """Accept no more operations."""
         self.closing = True
 
     def pause(self) -> None:
-        """Begin nothing, and let no operation of all go on, until the agents that are left agree."""
+        """Begin no operation and continue no collective one, until the survivors agree."""
         self.paused = True
 
     def resume(self, gone: tuple[int, ...]) -> None:
-        """The agents that are left have agreed on who is gone: what waits may begin."""
+        """The survivors have agreed on a loss: waiting operations may begin."""
         self.paused, self.plan = False, Plan(gone, self.entered)
         self._opened()
 
     def install_plan(self, plan: Plan) -> None:
-        """Agents have entered: whom all begins with from here on."""
+        """Agents have entered: set the plan of later operations."""
         self.plan = plan
 
 
 def cannot_go_on(what: object, gone: tuple[int, ...]) -> PeerLost:
-    """Why an operation fails for which there is no way to go on."""
+    """The error of an operation that cannot continue after a loss."""
     return PeerLost(f"{what} cannot go on without ranks {list(gone)}, which are gone; see docs/survival.md", gone)

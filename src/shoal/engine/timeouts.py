@@ -1,4 +1,4 @@
-"""Seconds: how many a caller is ready to wait, as it says it, and how people read them."""
+"""Parses, applies and formats timeouts in seconds."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .._signals import slices
 
 
 def parse_timeout(timeout: Any, default: float, *, zero: bool = False, what: str = "timeout") -> float:
-    """A ``timeout`` as a number of seconds, which may be infinite.
+    """A ``timeout`` argument as seconds, which may be infinite.
 
     Args:
-        timeout: Anything that is a number; ``default`` if not given.
-        zero: Also no time at all, to look only.
-        what: What it is called where it was given.
+        timeout: Any number; ``default`` if not given.
+        zero: Whether 0 is allowed, which only looks.
+        what: The name of the argument.
 
     Raises:
         TypeError: It is no number.
-        ValueError: It is not a number, negative, or zero where that would leave no time.
+        ValueError: It is NaN, negative, or a zero that is not allowed.
     """
     if timeout is None:
         return default
@@ -35,10 +35,10 @@ def parse_timeout(timeout: Any, default: float, *, zero: bool = False, what: str
 
 
 def acquire_with_deadline(lock: threading.Lock | threading.RLock, deadline: float) -> bool:
-    """Take a lock of this process if it is free by ``deadline`` (``clock.monotonic()``), which may be infinite."""
+    """Take a lock of this process by ``deadline`` (``clock.monotonic()``), which may be infinite."""
     return any(lock.acquire(timeout=seconds) for seconds in slices(deadline))
 
 
 def format_seconds(count: float) -> str:
-    """Three digits of a short time, and whole seconds of a long one."""
+    """A short time with three digits, a long one in whole seconds."""
     return f"{count:.3g} s" if count < 100 else f"{count:.0f} s"

@@ -1,6 +1,6 @@
-"""What a script has measured of its training, as its last word: for whoever asks from another shell or looks on, and as
-graphs in a trace. Nothing is computed for it: :func:`shoal.metrics` and :func:`shoal.consensus_distance` note what they
-have found anyway."""
+"""The latest training metrics of a script, for ``shoal status``, the live page and traces. Nothing is computed for it:
+:func:`shoal.metrics` and :func:`shoal.consensus_distance` record their results.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LONGEST = 80
 
 
 class MetricValue(NamedTuple):
-    """One number of all agents.
+    """One metric over all agents.
 
     Attributes:
         times: How often it has been measured.
-        own: This agent's.
-        mean, worst: Of all agents.
-        worst_rank: Whose value the worst is; -1 where nobody's is worse than another's.
+        own: This agent's value.
+        mean, worst: Over all agents.
+        worst_rank: The rank of the worst value; -1 if all are equal.
     """
 
     times: int
@@ -33,19 +33,19 @@ class MetricValue(NamedTuple):
     worst_rank: int
 
     def as_json(self) -> dict[str, Any]:
-        """The same with texts where JSON has no numbers: ``nan``, ``inf``."""
+        """The same with strings for values that JSON lacks: ``nan``, ``inf``."""
         return {name: one if math.isfinite(one) else str(one) for name, one in self._asdict().items()}
 
 
 class TrainingMetrics:
-    """The numbers of one agent. Noted by its script's threads, read by any."""
+    """The metrics of one agent. Recorded by its script's threads, read by any."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
         self._of: dict[str, MetricValue] = {}
 
     def note(self, name: str, own: float, mean: float, worst: float, worst_rank: int = -1) -> None:
-        """It has been measured once more."""
+        """Record a measurement."""
         name = name[:_LONGEST]
         before = self._of.get(name)
         if before is None and len(self._of) >= MOST_NAMES:
@@ -57,5 +57,5 @@ class TrainingMetrics:
 
     @property
     def values(self) -> dict[str, MetricValue]:
-        """The last of each, by name."""
+        """The last value of each metric, by name."""
         return dict(self._of)

@@ -1,9 +1,8 @@
-"""How long an operation waits, and what it does meanwhile: it asks, and then it gives up (``stalls.py`` reports it).
+"""Deadlines of operations, and the probes before them (``stalls.py`` logs long waits).
 
-Where agents are to be dropped that do not answer (``SHOAL_DROP_AFTER``), it also asks whoever is waited for whether it
-lives. The thread that drives answers that whatever the script does, so that a long evaluation is waited for; who is
-stopped, hung up or cut off answers nothing. An agent that itself waits for one that is stopped answers, and is not
-blamed for it.
+With ``SHOAL_DROP_AFTER`` it also probes awaited agents and drops those that do not answer. The driving thread answers
+whatever the script does, so a long evaluation is waited for; an agent that is stopped, hung or cut off does not answer.
+An agent that itself waits for a stopped one answers, and is not blamed.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ LATE = 1.0
 
 
 class Watchdog:
-    """Of all operations of one agent. Used under the engine's lock.
+    """The deadlines of one agent's operations. Used under the engine's lock.
 
     Attributes:
-        drop_after: Seconds after which an agent that does not answer, and is waited for, counts as lost.
+        drop_after: Seconds after which an awaited agent that does not answer counts as lost.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Watchdog:
         self._sender = sender
 
     def check(self, now: float) -> float:
-        """Look at all operations. Returns when to come back, as ``clock.monotonic()``."""
+        """Check all operations. Returns when to check again, as ``clock.monotonic()``."""
         following = float("inf")
         operations = self._matcher.in_flight()
         if self._looked:
@@ -78,14 +77,13 @@ class Watchdog:
         return following if self.drop_after == float("inf") else min(following, self._drop_who_is_silent(now))
 
     def on_answer(self, rank: int) -> None:
-        """An agent says that it lives."""
+        """An agent has answered a probe."""
         asked = self._asked.pop(rank, None)
         if asked is not None:
             self._answered[rank] = asked
 
     def _drop_who_is_silent(self, now: float) -> float:
-        """Ask those who have been waited for half of the time whether they live, and give up who has not said so in
-        the other half."""
+        """Probe agents that were awaited for half of the time, and drop those that do not answer in the other half."""
         half, following = self.drop_after / 2, float("inf")
         alive = self._membership.view.alive
         since = dict(
@@ -106,7 +104,7 @@ class Watchdog:
         return following
 
     def _waited_for(self) -> Iterator[tuple[int, float]]:
-        """Who is waited for, and since when."""
+        """The awaited ranks, and since when."""
         for operation in self._matcher.in_flight():
             stage = (operation.fused or operation).stage
             start = operation.started if stage is None else stage.started
@@ -118,8 +116,9 @@ class Watchdog:
                 yield rank, 0.0
 
     def _ask(self, operation: Operation, now: float) -> float:
-        """Ask those who have not sent whether they will, and again whenever the wait has doubled: they may have to
-        wait themselves, and for others than before."""
+        """Ask silent sources whether they will send, and again whenever the wait has doubled, because they may wait for
+        others by then.
+        """
         stage = operation.stage
         if stage is None or not (stage.missing or stage.absent):
             return self._look_for_circle(operation, now)
@@ -137,8 +136,9 @@ class Watchdog:
         return 2 * now - stage.started
 
     def _look_for_circle(self, operation: Operation, now: float) -> float:
-        """It has all that it needs, and perhaps waits until others confirm what it sent. Such a wait may be part of a
-        circle, too: look for one after a while, and again whenever the wait has doubled."""
+        """The operation has all its messages and perhaps waits for confirmations. Such a wait may be part of a circle,
+        too: look for one after a while, and again whenever the wait has doubled.
+        """
         stage = (operation.fused or operation).stage
         if not (operation.unconfirmed or (stage is not None and stage.unconfirmed)):
             return operation.deadline
@@ -151,7 +151,7 @@ class Watchdog:
         return 2 * now - operation.started
 
     def _overdue(self, operation: Operation) -> DeadlineExceeded:
-        """The error of an operation that has waited long enough: who did not do what."""
+        """The error of an operation whose deadline has passed: which agents did not send what."""
         waiting, part = operation.blocked_on, operation.fused or operation
         stage = part.stage
         if stage is not None and stage.missing:
