@@ -50,7 +50,7 @@ class ShutdownDrain:
     def disconnect(
         self, sender: Sender, router: Router, last_word: float, deadline: float, deaf: Callable[[], bool]
     ) -> None:
-        """Tell the backend's members that this agent leaves, so that they do not wait, and take their messages."""
+        """After the shutdown message: wait until all bytes are handed over and connected peers have read it."""
         self(lambda: sender.empty, last_word, deaf)
         with self._progress.lock:
             router.say_goodbye(*router.inbox.last_word, to_all=True)
