@@ -1,7 +1,7 @@
-"""Who am I: the agent that the caller is, its rank, its machine and its topology.
+"""The caller's agent: its rank, its machine and its topology.
 
-In a process there is one agent; in a :class:`~shoal.Fleet` each thread is one. ``current()`` finds it, through a
-context variable, so that every public function is the same in both.
+A process has one agent; in a :class:`~shoal.Fleet` each thread has one. ``current()`` finds it through a context
+variable, so every public function works alike in both.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Machines:
         return tuple(self.of.count(machine) for machine in range(self.count))
 
     def equal_parts(self, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Some ranks by machine, if these are several with equally many of them, and with more than one; else none."""
+        """Some ranks by machine, if they are on several machines with equally many, more than one each; else empty."""
         return _equal_parts(self.of, tuple(ranks)) if self.count > 1 else ()
 
     @property
@@ -68,7 +68,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class StaticTopology:
-    """A graph that is set for all agents, and this agent's view of it."""
+    """The graph that is set for all agents, and this agent's view of it."""
 
     graph: nx.DiGraph
     weighted: bool
@@ -86,8 +86,7 @@ class StaticTopology:
         return StaticTopology(graph, weighted, Mixing.from_graph(graph, rank, weighted=weighted), digest)
 
     def members(self, there: Sequence[int]) -> tuple[int, ...]:
-        """Who takes part in a round on it, by any number of edges, ascending; ``()`` where those are all that are
-        there."""
+        """The ranks with at least one edge, ascending; ``()`` if these are all members."""
         connected = self._connected
         return () if len(connected) >= len(there) else connected
 
@@ -96,7 +95,7 @@ class StaticTopology:
         return tuple(sorted(nx.node_connected_component(self.graph.to_undirected(as_view=True), self.mixing.rank)))
 
     def without(self, gone: tuple[int, ...]) -> StaticTopology:
-        """What is left of it when agents are gone: see :class:`shoal.topology.Without`. Kept."""
+        """The topology without lost agents: see :class:`shoal.topology.Without`. Cached."""
         if not gone:
             return self
         if gone not in self._without:
@@ -110,7 +109,7 @@ class Agent:
     """One agent of a running fleet.
 
     Attributes:
-        grouping: How ranks are grouped into machines; None where that cannot be known of all of them.
+        grouping: How ranks are grouped into machines; None if that cannot be known of all of them.
         topology_is_default: The script has set no static topology.
     """
 
@@ -137,7 +136,7 @@ class Agent:
         """How ranks are grouped into machines.
 
         Raises:
-            ValueError: Agents may still come, to machines that nobody knows.
+            ValueError: Agents may still join, on unknown machines.
         """
         if self.grouping is None:
             raise ValueError(
@@ -163,7 +162,7 @@ class Agent:
             warn_about_dropped_weights(graph, self.rank)
 
     def has_topology(self, graph: nx.DiGraph, weighted: bool) -> bool:
-        """Whether that is what is set."""
+        """Whether this topology is set."""
         check_graph(graph, self.size, "agents")
         other = StaticTopology.of(graph, weighted, self.rank)
         return (other.weighted, other.digest) == (self.topology.weighted, self.topology.digest)
@@ -191,7 +190,7 @@ _warned = False
 
 
 def warn_about_dropped_weights(graph: nx.DiGraph, rank: int) -> None:
-    """Say once that uniform weights replace a graph's own where that biases the average."""
+    """Warn once if uniform weights replace a graph's own and bias the average."""
     global _warned
     carried = nx.get_edge_attributes(graph, "weight")
     if _warned or rank != 0 or not carried:
@@ -209,7 +208,7 @@ def warn_about_dropped_weights(graph: nx.DiGraph, rank: int) -> None:
 
 @dataclass
 class AgentContext:
-    """What a process or a thread of a fleet has before it has an agent, and keeps after."""
+    """The state of a process, or of a thread of a fleet, before it has an agent and after."""
 
     launch: Launch | None = None
     store: Store | None = None
@@ -241,12 +240,12 @@ def process_context() -> AgentContext:
 
 
 def enter_context(one: AgentContext) -> None:
-    """Make the caller's context that of one agent of a fleet."""
+    """Make one agent of a fleet the caller's context."""
     _context.set(one)
 
 
 def current(what: str = "this") -> Agent:
-    """The caller's agent. Raises :class:`~shoal.NotInitialized` where there is none."""
+    """The caller's agent. Raises :class:`~shoal.NotInitialized` if there is none."""
     mine = _context.get(_process_context)
     agent = mine.agent
     if agent is None and mine.forked_from is not None:
@@ -260,7 +259,7 @@ def current(what: str = "this") -> Agent:
 
 
 def bind(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function act for the caller's agent wherever it runs; for helper threads of an agent of a fleet."""
+    """Make a function act for the caller's agent in any thread; for helper threads of an agent of a fleet."""
     mine = agent_context()
 
     def bound(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,7 +1,8 @@
-"""From a launched script to an agent that knows the others, and back.
+"""Bootstrap and shutdown of an agent.
 
-``init`` asks the environment who this is, finds the others through a store, and connects. The store serves ``init``
-only: afterwards every agent holds the addresses and the job's secret, and neither the store nor rank 0 is needed again.
+``init`` reads rank and size from the environment, finds the other agents through a store, and connects. The store
+serves ``init`` only: afterwards every agent holds the addresses and the job's secret, and neither the store nor rank 0
+is needed.
 """
 
 from __future__ import annotations
@@ -165,15 +166,15 @@ def _default_graph(size: int) -> nx.DiGraph:
 
 
 def shutdown() -> None:
-    """Say goodbye and free everything. ``init`` may be called again afterwards. Without an agent it does nothing.
+    """Leave the job and free all resources. ``init`` may be called again afterwards. Without an agent it does nothing.
 
-    It first lets other agents take what this one has sent and they still need, for up to ten seconds.
+    Other agents first receive the messages of this one that they still need, for up to ten seconds.
     """
     leave(agent_context())
 
 
 def leave(mine: AgentContext, farewell: str = "", died: bool = False) -> None:
-    """End the agent of a context. ``died`` tells the others that it did not leave in good order."""
+    """End the agent of a context. ``died`` tells the others that it did not shut down properly."""
     agent = mine.agent
     if agent is None:
         return
@@ -220,7 +221,7 @@ def _seconds_from_environment(variable: str, default: float) -> float:
 
 
 def _choice_from_environment(variable: str, *values: str) -> str:
-    """A variable's value; the first of these, if it is not set."""
+    """A variable's value; the first of the choices, if it is not set."""
     text = os.environ.get(variable, "") or values[0]
     if text not in values:
         raise ValueError(f"{variable}={text!r}: it must be {' or '.join(map(repr, values))}")
@@ -303,7 +304,7 @@ def _connect(mine: AgentContext, on_loss: str, mesh: Any) -> Agent:
 
 
 def _numbered(mine: AgentContext, launch: Launch, on_loss: str, deadline: float) -> tuple[Launch, dict[str, Any]]:
-    """The launch as the others are to know it, and what it says of its launcher; see :func:`numbered`."""
+    """The launch as the others are to know it, and its data about its launcher; see :func:`numbered`."""
     may_be = launch.store_is_served and not launch.joins and not mine.has_met and mine.store is None
     if not (may_be and on_loss == CONTINUE and os.environ.get(LAUNCHER) and os.environ.get("SHOAL_SECRET")):
         return launch, {}
@@ -312,7 +313,7 @@ def _numbered(mine: AgentContext, launch: Launch, on_loss: str, deadline: float)
 
 
 def _process_group(mine: AgentContext, launch: Launch, forced: str) -> BackendOptions | None:
-    """What is to move the tensors, if not links."""
+    """The backend that moves tensors, if it is not links."""
     given = mine.process_group
     if (forced != PROCESS_GROUP and given is None) or launch.size == 1:
         return None
@@ -339,7 +340,7 @@ def _rejoin(
     deadline: float,
     wanted: BackendOptions | None,
 ) -> Agent:
-    """The others have met and go on: ask them to let this agent in."""
+    """The others run already: ask them to admit this agent."""
     with contextlib.closing(open_store(launch, deadline)) as store:
         met = directory(store, launch, deadline)
         _check_agreement(met.said, said["alike"])
@@ -364,7 +365,7 @@ def _free(mine: AgentContext) -> None:
 
 
 def _await_links(agent: Agent, deadline: float) -> None:
-    """Everybody is here. It also opens each agent's link to rank + 1, so that news of a death reaches all."""
+    """Wait for all connections. It also opens each agent's link to rank + 1, so that notices of a loss reach all."""
     from ..engine.discovery import discover, submit_to_all
 
     def steps(operation: Operation) -> Steps[list[int]]:
@@ -385,7 +386,7 @@ def _check_agreement(found: list[dict[str, Any]], alike: dict[str, Any]) -> None
 
 
 def _check_room(mine: AgentContext, launch: Launch, on_loss: str) -> None:
-    """Refuse a run that agents may join where none could."""
+    """Refuse a job that others may join, where none could."""
     if launch.begins == launch.size:
         return
     what = f"{BEGIN_WITH}={launch.begins} of {launch.size} agents, so others may join"
@@ -404,7 +405,7 @@ def _check_room(mine: AgentContext, launch: Launch, on_loss: str) -> None:
 
 
 def _check_reachable(engine: Engine, launch: Launch, met: PeerDirectory) -> None:
-    """Refuse to wait for those that listen only for agents of their own machine and user."""
+    """Refuse to wait for agents that listen only for their own machine and user."""
     known = [place.rank for place in met.places if place.known and place.rank != launch.rank]
     far = [rank for rank in known if engine.router.transport_to(rank) == "network" and not met.endpoints[rank].port]
     if far:
@@ -441,8 +442,8 @@ atexit.register(_at_exit)
 def _in_child() -> None:
     """A forked child is no agent; its copies of our sockets must not hide the end of this one.
 
-    Its engines are kept as they are: their sockets and locks belong to threads that are not there to let go of them,
-    and the numbers of their descriptors to whatever the child opens next.
+    Its engines are kept as they are: their sockets and locks belong to threads that do not exist in the child, and the
+    numbers of their descriptors to files that the child opens next.
     """
     for mine in _taken.values():
         engine = mine.engine

@@ -1,12 +1,12 @@
-"""How the agents of a job find each other in a store, also where some of them have to try more than once.
+"""The barrier in a store at which the agents of a job meet, also if some of them have to retry.
 
-Rank 0 begins an attempt: it makes up a name for it and writes that down where all look. The others join it, and tell
-rank 0 something about themselves; when all have, rank 0 tells everybody what all have said. An agent that gave up may
-come again meanwhile: what it said last counts. When the attempt is over, well or badly, whoever comes waits for rank 0
-to begin another one. So nobody has to have called ``init`` as often as the others.
+Rank 0 begins an attempt: it chooses a name for it and stores the name. The others join it and send rank 0 their data.
+When all have, rank 0 publishes the data of all. An agent that gave up may come again meanwhile: its latest data count.
+When the attempt is over, successful or not, later agents wait for rank 0 to begin another one. So agents need not have
+called ``init`` equally often.
 
-What several launchers were told differently is found here, because each agent would wait for others that nobody starts:
-a number of agents that is not that of rank 0, and a rank that another agent has, too.
+Contradictions between launchers are found here, because each agent would wait for agents that no launcher starts: a
+number of agents that differs from rank 0's, and a rank that another agent has as well.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ DIRECTORY = "directory"
 
 
 class AlreadyMet(Exception):
-    """The others have met, and go on; who was started again meanwhile finds them by what they have left."""
+    """The others have met and run; a restarted agent finds them in the directory."""
 
 
 class BootstrapBarrier:
-    """One attempt of one agent to meet the others; as a context it tells them when it fails."""
+    """One attempt of one agent; as a context it notifies the others when it fails."""
 
     def __init__(self, store: Store, launch: Launch, deadline: float, comes_back: bool = False) -> None:
         self.store = store
@@ -66,10 +66,10 @@ class BootstrapBarrier:
         self._done = False
 
     def join(self, said: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell the others something, and return what all have said, by rank.
+        """Publish this agent's data, and return the data of all, by rank.
 
         Raises:
-            PeerLost: One of them failed; or the store is gone.
+            PeerLost: One of them failed, or the store is gone.
         """
         self.said = said
         place = json.dumps({"by": self._me, "of": self._launch.size, "said": said}).encode()
@@ -83,11 +83,11 @@ class BootstrapBarrier:
 
     @property
     def came_late(self) -> bool:
-        """The attempt was over before this agent came, and rank 0 may have closed its store after it."""
+        """The attempt was over before this agent came, and rank 0 may have closed its store since."""
         return not self._joined and self._launch.rank > 0 and not self._hopeless
 
     def gather(self, key: str, said: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell the others something more."""
+        """Publish more data."""
         self._set(f"{key}/{self._launch.rank}", json.dumps(said).encode())
         try:
             if self._launch.rank == 0:
@@ -99,7 +99,7 @@ class BootstrapBarrier:
         return found
 
     def forget(self, key: str) -> None:
-        """Take what all have read of :meth:`gather` out of the store, which others may read, too. Rank 0 does it."""
+        """Remove data of :meth:`gather` that all have read: others may read the store, too. Called by rank 0."""
         if self._launch.rank == 0:
             with contextlib.suppress(RuntimeError):  # not every store of a process group can; and it may be gone
                 for who in ("all", *range(self._launch.begins)):
@@ -107,18 +107,18 @@ class BootstrapBarrier:
 
     @property
     def attempt(self) -> str:
-        """Its name, which no other has had."""
+        """Its unique name."""
         return self._attempt
 
     def end(self) -> None:
-        """All has been said; what fails from here on, the agents tell each other themselves."""
+        """The barrier is complete; later failures are reported by the agents themselves."""
         self._need_no_store()
         self._done = True
 
     # Joining
 
     def _take_ticket(self) -> None:
-        """Tell who called ``init`` for this rank before. Who waits there still is another agent of the same rank."""
+        """Notify an earlier caller of ``init`` for this rank. One that still waits is another agent of that rank."""
         self._ticket = self.store.add(f"came/{self._launch.rank}", 1)
         if self._ticket > 1:
             self._tell_twin(self._ticket - 1)
@@ -152,7 +152,7 @@ class BootstrapBarrier:
         return found
 
     def _present(self, other: int) -> bytes:
-        """What another agent said when it joined; one that gave up has taken it back."""
+        """The data of another agent that has joined; one that gave up has withdrawn them."""
         while not (place := self._await(f"place/{other}")):
             if clock.monotonic() >= self._deadline:
                 raise DeadlineExceeded("it has given up")
@@ -160,7 +160,7 @@ class BootstrapBarrier:
         return place
 
     def _follow(self, place: bytes) -> list[dict[str, Any]]:
-        """Join the attempt of rank 0, and each that it begins instead, until all are in it."""
+        """Join the attempt of rank 0, and each later one, until all have joined."""
         self._attempt = self._first_of("attempt")[1].decode()
         self._check_size()
         while True:
@@ -184,7 +184,7 @@ class BootstrapBarrier:
             self._attempt = self._first("next")[1].decode()
 
     def _check_size(self) -> None:
-        """Refuse to be one of more, or fewer, agents than rank 0 waits for, and tell those that still wait."""
+        """Refuse a number of agents that differs from rank 0's, and notify the agents that still wait."""
         what, place = self._first("place/0", "next", "over")
         theirs = json.loads(place)["of"] if what == "place/0" else self._launch.size
         if theirs != self._launch.size:
@@ -207,16 +207,16 @@ class BootstrapBarrier:
         return self._read(self._key(key))
 
     def _read(self, key: str) -> bytes:
-        """The value of a key that is set: also at the deadline it takes a moment to read it."""
+        """The value of a key that is set: also at the deadline reading takes a moment."""
         return self.store.get(key, max(self._deadline, clock.monotonic() + LEAST_SECONDS))
 
     def _first(self, *keys: str) -> tuple[str, bytes]:
-        """The first of these that there is, and its value."""
+        """The first of these keys that is set, and its value."""
         key, value = self._first_of(*(self._key(key) for key in keys))
         return key.removeprefix(f"{self._attempt}/"), value
 
     def _first_of(self, *keys: str) -> tuple[str, bytes]:
-        """The same by their whole names, unless one of those who are waited for has ended, or this one has a twin."""
+        """The same by full key names, unless an awaited agent has ended, or this rank is taken twice."""
         comes_back = [DIRECTORY] if self._comes_back else []
         twin = self._twin(self._ticket)
         # Not before it has joined: with it fails the attempt, which the others must be told.
@@ -239,7 +239,7 @@ class BootstrapBarrier:
         return key, value
 
     def _first_at_last(self, keys: list[str]) -> tuple[str, bytes]:
-        """The same, and a word in the log where that takes long."""
+        """The same, with a log message if it takes long."""
         while True:
             until = min(self._deadline, self._report_at)
             try:
@@ -280,7 +280,7 @@ class BootstrapBarrier:
                 self._need_no_store()
 
     def _tell(self, error: BaseException) -> None:
-        """Say that this agent fails, and why, where the others would wait for it in vain."""
+        """Publish that this agent fails, and why, if the others would wait for it in vain."""
         gave_up = isinstance(error, DeadlineExceeded) and not self._complete
         rank = self._launch.rank
         if rank and gave_up:
@@ -298,12 +298,12 @@ class BootstrapBarrier:
             pause(_LOOK_AGAIN)
 
     def _need_no_store(self) -> None:
-        """Tell rank 0 that this agent has read all that it needs from the store, which rank 0 may close."""
+        """Notify rank 0 that this agent needs the store no longer, so that rank 0 may close it."""
         if self._launch.rank and self._ticket:
             self.store.set(f"read/{self._launch.rank}", str(self._ticket).encode())
 
     def _needs_store(self, other: int) -> bool:
-        """Another agent is connected and has not read why this attempt failed, whether it has joined it or not."""
+        """Another agent is connected and has not read why this attempt failed."""
         key = f"read/{other}"
         read = int(self._read(key)) if self.store.has(key) else 0
         return self.store.add(f"came/{other}", 0) > read
@@ -336,7 +336,7 @@ class BootstrapBarrier:
         )
 
     def _missing(self, key: str) -> tuple[list[int], list[int]]:
-        """Who has not said that yet, and who has taken it back, as far as that can be told."""
+        """The ranks that have not published this data, and those that have withdrawn it, as far as known."""
         if not self._joined:
             return [0], []
         with contextlib.suppress(ShoalError, OSError, RuntimeError):
@@ -347,7 +347,7 @@ class BootstrapBarrier:
 
 
 def ended_before(rank: int, said: bytes) -> PeerLost:
-    """An agent that the others cannot begin without has ended, as its launcher says."""
+    """An agent that the others need to begin has ended, as its launcher reports."""
     lost = json.loads(said)
     return PeerLost(
         f"shoal.init() on rank {rank}: an agent has ended ({lost['why']}), and all must have met before the others can "
@@ -357,7 +357,7 @@ def ended_before(rank: int, said: bytes) -> PeerLost:
 
 
 def given_up(rank: int, note: dict[str, Any]) -> DeadlineExceeded:
-    """Rank 0 ended an attempt, and began no other."""
+    """Rank 0 ended an attempt and began no other."""
     return DeadlineExceeded(
         f"shoal.init() on rank {rank}: the attempt of the others is over (rank {note['rank']}: {note['why']}), and "
         "rank 0 began no other one in time: all agents have to call init() again",
@@ -369,12 +369,13 @@ def given_up(rank: int, note: dict[str, Any]) -> DeadlineExceeded:
 def gather_agents(
     store: Store | None, launch: Launch, deadline: float, said: dict[str, Any], comes_back: bool = False
 ) -> Iterator[tuple[BootstrapBarrier, list[dict[str, Any]]]]:
-    """Meet the others in a store, this launch's own if None is given; yields what all have said, by rank.
+    """Meet the others in a store, by default this launch's own; yields the data of all, by rank.
 
-    The store is open within the context. Who ``comes_back`` to those who have met already is told so.
+    The store is open within the context. An agent that ``comes_back`` to a running job learns that from
+    :class:`AlreadyMet`.
 
     Raises:
-        AlreadyMet: They have.
+        AlreadyMet: The others have met.
     """
     note: dict[str, Any] | None = None
     while True:

@@ -1,9 +1,9 @@
-"""A run that others may join: what its launcher says of itself in the store, and how those who come claim their ranks.
+"""A job that others may join: the invitation that its launcher stores, and how joining launchers claim ranks.
 
-The store is the launcher's, and asks nobody who he is. So what is said there is signed with the job's secret, which is
-not: who joins knows it (``SHOAL_SECRET``), or is a process of the same user on the same machine and reads it out of the
-launcher, where no other user may look. Ranks are claimed by comparing and setting one value, so that of several who
-come at once each gets its own.
+The store is the launcher's, and authenticates no one. So the invitation is signed with the job's secret, which is not
+stored: a joining launcher knows it (``SHOAL_SECRET``), or is a process of the same user on the same machine and reads
+it out of the launcher, which no other user may inspect. Ranks are claimed by compare-and-set of one value, so launchers
+that join at the same time get different ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECRET_NAME = "shoal-secret"
 
 @dataclass(frozen=True)
 class Invitation:
-    """How many agents a run has room for, and where its secret is.
+    """How many agents a job has room for, and where its secret is.
 
     Attributes:
         name: The job's.
@@ -42,8 +42,8 @@ class Invitation:
         begins: How many of them it begins with.
         pid: Its launcher.
         descriptor: The memory file there that holds the secret.
-        attempt: How often the job had been begun again before.
-        watch_port: Where its launcher is told what the agents do of launchers that join; 0: nowhere.
+        attempt: How often the job had been restarted before.
+        watch_port: Where its launcher receives the status of joining launchers; 0: nowhere.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Invitation:
     watch_port: int = 0
 
     def written(self, secret: str) -> str:
-        """As it travels, signed."""
+        """The invitation as JSON, signed."""
         return json.dumps([asdict(self), self._proof(secret)])
 
     @classmethod
     def read(cls, text: str, environ: Mapping[str, str]) -> tuple[Invitation, str]:
-        """As it was before it travelled, and the secret that it is signed with.
+        """The invitation from JSON, and the secret that it is signed with.
 
         Raises:
             ShoalError: The caller does not know the secret.
-            ValueError, TypeError: It makes no sense.
+            ValueError, TypeError: It is malformed.
         """
         said, proof = json.loads(text)
         room = cls(str(said["name"]), *(int(said[one.name]) for one in fields(cls)[1:]))
@@ -86,7 +86,7 @@ class Invitation:
 
 
 def keep_secret(secret: str) -> int:
-    """A memory file that holds it, for processes of this user who look into this one."""
+    """A memory file that holds the secret, for processes of this user that may inspect this one."""
     descriptor = os.memfd_create(SECRET_NAME)
     os.fchmod(descriptor, 0o600)
     os.write(descriptor, secret.encode())
@@ -94,7 +94,7 @@ def keep_secret(secret: str) -> int:
 
 
 def _secret_in(pid: int, descriptor: int) -> str:
-    """What such a file of another process holds; empty where there is none, or it may not be read."""
+    """The content of such a file of another process; empty if there is none or it may not be read."""
     file = Path(f"/proc/{pid}/fd/{descriptor}")
     try:
         # A store may name any process, but none in which another user has made a file of this name.
@@ -106,10 +106,10 @@ def _secret_in(pid: int, descriptor: int) -> str:
 
 
 def claim(host: str, port: int, count: int, environ: Mapping[str, str], deadline: float) -> tuple[Invitation, str, int]:
-    """Claim so many ranks of the run whose store is there: the run, its secret, and the first of the ranks.
+    """Claim ranks of the job at this store: the job, its secret, and the first of the ranks.
 
     Raises:
-        ShoalError: It has not enough of them, or none to claim; or does not answer.
+        ShoalError: It has not enough free ranks, none to claim, or does not answer.
     """
     where = join_address(host, port)
     with contextlib.closing(_open(host, port, deadline)) as store:
@@ -168,7 +168,7 @@ def _claim(store: TcpStore, room: Invitation, count: int, deadline: float) -> in
 
 
 def main(arguments: list[str]) -> None:
-    """For a launcher, which does not import torch: claim, and say on stdout what came of it."""
+    """For a launcher, which does not import torch: claim, and print the result."""
     host, port, count = arguments[0], int(arguments[1]), int(arguments[2])
     said: dict[str, Any]
     try:

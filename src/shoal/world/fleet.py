@@ -74,10 +74,9 @@ class Fleet:
             The results, by rank.
 
         Raises:
-            Whatever the first failing agent raised, with its traceback; the others are ended, and the fleets that they
-            run. An agent that does not notice, because it is in a loop without any operation, is left to itself and
-            named in the log.
-            TypeError: A call of ``function`` would only make a generator or a coroutine, and run nothing.
+            The exception of the first agent that failed, with its traceback; the other agents are ended, and fleets
+            that they run. An agent in a loop without any operation does not notice; it is left running and named in the log.
+            TypeError: A call of ``function`` would only create a generator or a coroutine, and run nothing.
         """
         for kind, test in _UNRUN:
             if test(function):
@@ -126,7 +125,7 @@ class _FleetRun:
         ]
 
     def _agent(self, rank: int) -> None:
-        """The life of one agent. Whatever happens in it, the caller hears of its end."""
+        """The life of one agent. The caller is notified of its end, whatever happens."""
         try:
             self._live(rank)
         except BaseException as error:

@@ -1,12 +1,12 @@
-"""Where each agent listens, told through a store that others may read and write, too.
+"""The directory of the agents' addresses, exchanged through a store that others may read and write, too.
 
-Who has been given a secret (``SHOAL_SECRET``, which ``shoal run`` sets on one machine) never shows it: it signs what it
-says, and believes only what is signed. The signature covers the attempt, the rank and everybody's place, in which each
-looks for what it has said itself: so the places are believed, too, and a recording of another attempt is of no use.
-Without one, rank 0 makes a secret up and the store is trusted: who can read it while ``init`` runs can join the job.
+An agent with a given secret (``SHOAL_SECRET``, which ``shoal run`` sets on one machine) never shows it: it signs its
+data, and accepts only signed data. The signature covers the attempt, the rank and the addresses of all, in which each
+agent checks its own: so the addresses are trusted as well, and a replay of another attempt is useless. Without a given
+secret, rank 0 generates one and the store is trusted: a reader of the store during ``init`` can join the job.
 
-Either way what all have said goes into what agents prove to each other when they connect: agents that were told
-different things do not. Inside TLS nobody can answer for them, so then the store need not be trusted.
+In both cases the exchanged data are part of the proof by which agents authenticate each other: agents with different
+data do not connect. Inside TLS no other process can answer for them, so then the store need not be trusted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENDPOINT = "endpoint"
 
 
 class PeerDirectory(NamedTuple):
-    """What agents know of each other when they have met."""
+    """The agents' knowledge of each other after they have met."""
 
     attempt: str
     said: list[dict[str, Any]]
@@ -53,28 +53,29 @@ class PeerDirectory(NamedTuple):
         return [Endpoint(**one["endpoint"]) for one in self.reached_from]
 
     def written(self) -> bytes:
-        """For those who come later, and know the secret that was given."""
+        """For agents that join later and know the given secret."""
         return json.dumps([self.attempt, self.said[: self.begins], self.reached_from[: self.begins]]).encode()
 
 
 def with_absent(said: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """What has been said by rank, and the places of those who have not come yet."""
+    """The data by rank, with the addresses of agents that have not started yet."""
     return [*said, *({"place": asdict(unknown_peer_id(rank)), "reached": ""} for rank in range(len(said), size))]
 
 
 def _complete_directory(
     launch: Launch, attempt: str, said: list[dict[str, Any]], heard: list[dict[str, Any]], key: bytes, is_private: bool
 ) -> PeerDirectory:
-    """What agents know who have met, with those who have not come yet."""
+    """The directory of agents that have met, with those that have not started yet."""
     endpoints = [*heard, *({"endpoint": asdict(Endpoint())} for _ in range(len(heard), launch.size))]
     return PeerDirectory(attempt, with_absent(said, launch.size), endpoints, key, is_private, launch.begins)
 
 
 def directory(store: Store, launch: Launch, deadline: float) -> PeerDirectory:
-    """Where those are who have met, and those who have come since: for an agent that was given the job's secret.
+    """The addresses of agents that have met, and of those that have joined since: for an agent that was given the job's
+    secret.
 
     Raises:
-        Mismatch: The others do not know that secret; or somebody else has written it.
+        Mismatch: The others do not know that secret, or another process has written the directory.
     """
     given = os.environ.get("SHOAL_SECRET", "").encode()
     if not given:
@@ -98,7 +99,7 @@ def directory(store: Store, launch: Launch, deadline: float) -> PeerDirectory:
 
 
 def _directory_of(store: Store, launch: Launch, deadline: float) -> bytes:
-    """Who joins may be there before those who begin have met."""
+    """Joining agents may start before the first ones have met."""
     try:
         what, text = store.first([DIRECTORY, LOST], deadline)
     except DeadlineExceeded:
@@ -113,14 +114,13 @@ def _directory_of(store: Store, launch: Launch, deadline: float) -> bytes:
 
 
 def numbered(store: Store, launch: Launch, deadline: float) -> tuple[Launch, dict[str, Any]]:
-    """The launch of an agent that a new launcher may have started, where that of its machine before has ended.
+    """The launch of an agent that a new launcher may have started, after the earlier launcher of its machine has ended.
 
-    A launcher counts how often it has started an agent. One that takes the place of another, as in a pod that is
-    started anew, begins at 0 again, though the others know that agent. So the agents of a launcher count on from where
-    those of the one before have ended, and say so to those who come later.
+    A launcher counts how often it has started an agent. A replacement, as in a restarted pod, begins at 0 again, though
+    the others know that agent. So its agents continue the count of the earlier launcher, and publish it for later ones.
 
     Returns:
-        The launch as the others are to know it, and what is to be said of it.
+        The launch as the others are to know it, and the data to publish about it.
     """
     me = os.environ.get(LAUNCHER, "")
     base = 0
@@ -132,7 +132,7 @@ def numbered(store: Store, launch: Launch, deadline: float) -> tuple[Launch, dic
 
 
 def add_to_directory(store: Store, launch: Launch, met: PeerDirectory) -> None:
-    """Say to those who come later where this agent is."""
+    """Publish this agent's address for agents that join later."""
     given = os.environ.get("SHOAL_SECRET", "").encode()
     came = [met.said[launch.rank], met.reached_from[launch.rank]]
     text = json.dumps([*came, _verified_peer(given, met.attempt, launch.rank, came)])
@@ -146,13 +146,13 @@ def _verified_peer(secret: bytes, attempt: str, rank: int, came: list[Any]) -> s
 def introduce(
     meeting: BootstrapBarrier, launch: Launch, found: list[dict[str, Any]], endpoint: Endpoint
 ) -> PeerDirectory:
-    """Tell the others where this agent listens, and hear where they do.
+    """Exchange the addresses at which agents listen.
 
     Args:
         meeting: The attempt.
-        launch: Who this is.
-        found: What all have said when they joined it.
-        endpoint: Where this agent listens.
+        launch: This agent's launch.
+        found: The data of all agents at the barrier.
+        endpoint: The address at which this agent listens.
 
     Raises:
         Mismatch: An agent does not know the secret that this one was given, or this one was given none.
@@ -184,7 +184,7 @@ def introduce(
 def _check_proofs(
     given: bytes, attempt: str, launch: Launch, found: list[dict[str, Any]], heard: list[dict[str, Any]]
 ) -> None:
-    """Mismatch for those who cannot have said what they are said to have said."""
+    """Mismatch for agents whose data are not signed by them."""
     unproven = []
     for rank, one in enumerate(heard):
         proof = _proof(given, attempt, rank, found, one.get("endpoint"))

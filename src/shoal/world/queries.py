@@ -1,4 +1,4 @@
-"""What an agent can ask about itself and the others, and the topologies it sets."""
+"""Queries of an agent about itself and the others, and the topologies that it sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("shoal")
 
 
 def size() -> int:
-    """The number of agents; where others may join, with those that have not come: :func:`alive` says who is there."""
+    """The number of agents, including those that may still join: :func:`alive` has the current members."""
     return current("size()").size
 
 
@@ -60,21 +60,21 @@ def is_initialized() -> bool:
 
 
 def alive() -> tuple[int, ...]:
-    """The ranks that are there, ascending.
+    """The current members, ascending.
 
-    With ``init(on_loss="continue")`` it is what the agents that are left have agreed on, the same on all of them in the
-    same round; otherwise what this agent knows. Ranks and :func:`size` keep their values for the life of a run.
+    With ``init(on_loss="continue")`` they are those on which the survivors have agreed, equal on all of them in the
+    same round; otherwise those that this agent knows. Ranks and :func:`size` keep their values during a job.
     """
     engine = current("alive()").engine
     return engine.agreement.alive if engine.agreement.active else engine.membership.view.alive
 
 
 def is_entering() -> bool:
-    """Whether this agent was started again (``shoal run --on-failure restart``) or joins (``--join``), and the others
-    have not let it in yet.
+    """Whether this agent was restarted (``shoal run --on-failure restart``) or joins (``--join``), and is not admitted
+    yet.
 
-    Until its :meth:`shoal.Checkpoint.load`, which waits for that, it is alone: operations of all give it its own, and
-    those with neighbours raise :class:`~shoal.ShoalError`.
+    Until its :meth:`shoal.Checkpoint.load`, which waits for that, it is isolated: collective operations return its own
+    input, and those with neighbours raise :class:`~shoal.ShoalError`.
     """
     return current("is_entering()").engine.rejoin.outside
 
@@ -82,16 +82,16 @@ def is_entering() -> bool:
 def on_membership_change(listener: Callable[[MembershipChange], None]) -> Callable[[MembershipChange], None]:
     """Call ``listener(change)`` whenever agents were lost or have entered, as all agree; also as a decorator.
 
-    With ``init(on_loss="continue")``. ``change.lost`` are the ranks that are gone since the last one,
-    ``change.entered`` those that have come, ``change.alive`` those that are there. It runs in the thread that drives
-    the exchange, once the next operation may begin, and must be quick; what it raises is logged.
+    With ``init(on_loss="continue")``. ``change.lost`` are the ranks lost since the last change, ``change.entered``
+    those that have entered, ``change.alive`` the members. It runs in the thread that drives the exchange, before the
+    next operation begins, and must be quick; its exceptions are logged.
 
     Returns:
         ``listener``.
 
     Raises:
         NotInitialized: There is no agent.
-        ValueError: A loss ends this run.
+        ValueError: A loss ends this job.
     """
     engine = current("on_membership_change()").engine
     if not engine.agreement.active:
@@ -185,12 +185,12 @@ def out_neighbor_machine_ranks() -> list[int]:
 
 
 def membership() -> View:
-    """Which agents are alive, which have left and which were lost, at this epoch."""
+    """The ranks that are alive, have shut down, or were lost, at this epoch."""
     return current("membership()").engine.membership.view
 
 
 def events() -> Events:
-    """This agent's events; ``events().subscribe(listener)`` tells what the engine does."""
+    """This agent's events; ``events().subscribe(listener)`` reports the engine's work."""
     return current("events()").engine.events
 
 
@@ -200,17 +200,16 @@ def bytes_sent() -> int:
 
 
 def empty(*shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """An uninitialised tensor over memory that neighbours on this machine can read where it lies.
+    """An uninitialised tensor in memory that neighbours on this machine can read in place.
 
     Args:
         shape: Its dimensions one by one, or one sequence of them, such as ``x.shape``.
         dtype: Any dtype.
 
     Raises:
-        TypeError, ValueError: Dimensions that are no whole numbers, or negative ones.
+        TypeError, ValueError: Dimensions that are not integers, or negative.
 
-    Good as ``out=``, and for a window, which then needs no copy of it. The memory is used again once the tensor is
-    gone.
+    Use it as ``out=``, or for a window, which then needs no copy. The memory is reused once the tensor is deleted.
     """
     given: Iterable[object] = shape[0] if len(shape) == 1 and isinstance(shape[0], Iterable) else shape
     dimensions = tuple(as_int(one, "empty(): a dimension") for one in given)

@@ -1,7 +1,7 @@
-"""The stores in which agents meet: a few keys and values that all agents of a job see, used by ``init`` alone.
+"""Stores through which agents meet: a few keys and values that all agents of a job see, used by ``init`` alone.
 
-Agents that are threads share one object, agents that are processes a store of ``torch.distributed``. Which one a launch
-has, ``rendezvous.py`` finds.
+Agents that are threads share one object, agents that are processes a store of ``torch.distributed``. ``rendezvous.py``
+chooses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_PAUSE = 0.02
 
 
 class Store(Protocol):
-    """Keys and values that all agents of a job see. Every wait ends at its deadline and gives way to Ctrl-C."""
+    """Keys and values that all agents of a job see. Waits end at their deadline and at Ctrl-C."""
 
     address: str
     """Where this agent has reached it; empty where it was not reached over a network."""
@@ -57,10 +57,10 @@ class Store(Protocol):
         """Add ``amount`` to the counter ``key``, which starts at zero, and return its new value."""
 
     def delete(self, key: str) -> None:
-        """Forget ``key``, which nobody will ask for any more."""
+        """Delete ``key``, which no agent will read any more."""
 
     def close(self) -> None:
-        """Let go of the store; a second call does nothing. If this agent hosts it, its port is free afterwards."""
+        """Release the store; a second call does nothing. If this agent hosts it, its port is free afterwards."""
 
 
 class ThreadStore:
