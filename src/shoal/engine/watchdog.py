@@ -122,7 +122,8 @@ class Watchdog:
         stage = operation.stage
         if stage is None or not (stage.missing or stage.absent):
             return self._look_for_circle(operation, now)
-        first = ASK_AFTER if stage.missing else min(ASK_ALL_AFTER, operation.timeout / 2)
+        # Before the report of a stall and before the deadline: both name the ranks that the answers leave over.
+        first = ASK_AFTER if stage.missing else min(ASK_ALL_AFTER, operation.timeout / 2, self._stalls.after / 2)
         due = stage.started + max(first, 2 * (stage.asked - stage.started))
         if now < due:
             return due
