@@ -25,18 +25,8 @@ from .scheduler import Scheduler
 from .threads import namespace
 
 ROOMS = {
-    *(
-        "_signals",
-        "coordination",
-        "engine",
-        "fault_tolerance",
-        "operations",
-        "ops",
-        "rendezvous",
-        "runtime",
-        "transport",
-    ),
-    "windows",
+    *("_signals", "coordination", "engine", "fault_tolerance", "operations", "ops", "rendezvous", "runtime"),
+    *("transport", "windows"),
 }
 """Whose threads and clocks are simulated."""
 
