@@ -420,6 +420,13 @@ def needed_by(ranks: Sequence[int], moves: bool) -> str:
     return f" for ranks {list(ranks)}" if ranks else ", to which all have come, until its tensors are moved" * moves
 
 
+SAME_CALLS = (
+    "Make the same calls on all agents. A call in every k-th step needs a counter that is equal on all of them, also "
+    'after a restart: shoal.Checkpoint(state={"step": 0}) saves it and gives it to restarted agents'
+)
+"""The remedy where agents wait in different calls."""
+
+
 def describe(op: str, name: str, round_: int) -> str:
     """The name of an operation in messages to users."""
     name = name.removeprefix("~window ").removeprefix(INTERNAL)
