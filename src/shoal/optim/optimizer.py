@@ -25,6 +25,7 @@ from ..algorithms.needs import check, without
 from ..compression import Compressor
 from ..topology.schedule import Schedule
 from ..world.agent import current
+from ..world.torch_distributed import warn_of_process_group
 from .backward_counter import BackwardCounter
 from .bucket_exchange import BucketExchange
 from .buckets import checked_bucket_bytes
@@ -126,6 +127,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # Optimizer.__init__ would make groups, state and hooks of its own; they are the wrapped optimizer's.
         self._inner = _checked(optimizer)
+        warn_of_process_group(current("DecentralizedOptimizer"), stacklevel=4)
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
         numbers = sum(param.numel() for group in self._inner.param_groups for param in group["params"])
         static, topology = topology == STATIC, given(topology)

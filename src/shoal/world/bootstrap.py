@@ -39,6 +39,7 @@ from .queries import set_topology
 from .rendezvous import open_store
 from .replicas import among_counterparts, check_that_all_must_live
 from .script_end import failure
+from .torch_distributed import warn_of_process_group
 
 log = logging.getLogger("shoal")
 RAISE, CONTINUE, STOP = "raise", "continue", "stop"
@@ -69,8 +70,9 @@ def init(
 
     Who this is comes from the variables of torchrun, ``shoal run``, Open MPI, PMI or Slurm; with none of them it is a
     world of one agent, in which every operation works. A ``torch.distributed`` that is already initialised is left as
-    it is. Called again by an agent, it does nothing, or sets the topology that it is given, as
-    :func:`~shoal.set_topology` would: not while there are windows. After :func:`shutdown` all begins anew.
+    it is, with a warning where agents are to survive failures, since its process groups do not. Called again by an
+    agent, it does nothing, or sets the topology that it is given, as :func:`~shoal.set_topology` would: not while there
+    are windows. After :func:`shutdown` all begins anew.
 
     Args:
         topology_fn: Makes the static topology from the number of agents. If not given, it is the exponential graph, or,
@@ -157,6 +159,7 @@ def _init(
         hook(agent)
     agent.set_topology((topology_fn or _default_graph)(agent.size), is_weighted)
     agent.topology_is_default = topology_fn is None
+    warn_of_process_group(agent, stacklevel=5)
 
 
 def _default_graph(size: int) -> nx.DiGraph:
