@@ -17,7 +17,7 @@ from .events import Events
 from .fusion import Fusion
 from .lifecycle import Lifecycle
 from .matching import Matcher
-from .membership import NEEDED, Departure, Membership
+from .membership import NEEDED, UNEVEN, Departure, Membership
 from .progress import Progress
 from .sender import Sender
 from .services import Services
@@ -288,7 +288,7 @@ class Failures:
         """The message about a loss, and the ranks that it names."""
         rank, cause, _, told_by, certain, _, _ = gone
         if cause == NEEDED:
-            return f"rank {rank} {cause.removeprefix('it ')}", rank
+            return f"rank {rank} {cause.removeprefix('it ')}. {UNEVEN}", rank
         if told_by in (self._rank, rank):
             return f"rank {rank} was lost ({cause})", rank
         if not certain and self._router.knows(rank):

@@ -421,9 +421,9 @@ def needed_by(ranks: Sequence[int], moves: bool) -> str:
 
 
 SAME_CALLS = (
-    "Make the same calls on all agents, none inside `if shoal.rank() == 0`. A call in every k-th step needs a counter "
-    'that is equal on all of them, also after a restart: shoal.Checkpoint(state={"step": 0}) saves it and gives it to '
-    "restarted agents"
+    "Make the same calls on all agents: none inside `if shoal.rank() == 0`; with equal numbers of batches "
+    "(shoal.AgentSampler), or else inside `with optimizer.join():`; and with equal counters behind calls in every k-th "
+    'step, also after a restart (shoal.Checkpoint(state={"step": 0}) gives them to restarted agents)'
 )
 """The remedy where agents wait in different calls."""
 
