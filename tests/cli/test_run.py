@@ -241,6 +241,22 @@ def test_a_failure_that_is_due_to_another_machines_agents_is_reported_as_such(sc
     )
 
 
+def test_the_agent_that_another_waited_for_in_vain_is_named(script: Script) -> None:
+    body = """
+import torch, shoal
+shoal.init()
+if rank == 1:
+    wait_for("over")
+mark("ready") if rank else None
+shoal.allreduce(torch.ones(1), timeout=0.5)
+"""
+    status, _, err = shoal_run("-n", 2, script(body))
+    assert status == 1, err
+    assert re.search(
+        r"rank 0 \(pid \d+\) exited with code 1 after [\d.]+ s, because rank 1 did not come in time;", err
+    ), err
+
+
 LOSES_AN_AGENT = """
 import torch
 import shoal

@@ -432,7 +432,7 @@ def _machines(places: list[PeerId], per_machine: int | None, launch: Launch) -> 
 def _at_exit() -> None:
     failed = failure()
     # Before the goodbye: the launcher must not see those that fail because of it and know nothing of this one.
-    write_note(failed is not None and failed.is_peer_loss)
+    write_note(*((failed.is_peer_loss, failed.awaited) if failed is not None else (False,)))
     try:
         leave(process_context(), failed.text if failed is not None else "its process ended", died=failed is not None)
     except Exception:
