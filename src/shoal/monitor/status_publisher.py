@@ -94,7 +94,8 @@ class StatusPublisher:
     def summary(self) -> dict[str, Any]:
         """What is said now."""
         engine = self._agent.engine
-        said = engine.router.describe(WITHIN_SECONDS) | {"attempt": self._agent.launch.attempt}
+        said = engine.router.describe(WITHIN_SECONDS)
+        said |= {"attempt": self._agent.launch.attempt, "rejoins": engine.rejoin.outside}
         said.pop("here", None)
         if "steps" in said:  # else it has no time for more
             said |= self._step.of(said["steps"], said["stepped_ago"])

@@ -100,11 +100,7 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
     """
 
     def write(path: Path) -> None:
-        try:
-            with path.open("wb") as file:
-                torch.save(states, file)
-        except RuntimeError as error:  # what the system said is only its context
-            raise _of_the_system(error) from None
+        save_tensors(states, path)
         try:
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
@@ -115,6 +111,15 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
     path = _file_of(place, rank)
     write_whole(path, write)
     return _crc(path)
+
+
+def save_tensors(state: Any, path: Path) -> None:
+    """As ``torch.save``, with the system's own errors."""
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:  # what the system said is only its context
+        raise _of_the_system(error) from None
 
 
 def _of_the_system(error: BaseException) -> BaseException:

@@ -65,6 +65,7 @@ class StatusMessage:
         rank, size, incarnation, attempt: Whose.
         pid, host: Where it is.
         leaves: It has shut down.
+        rejoins: It was started again, and the others have not admitted it yet.
         work: None where it had no time for more.
     """
 
@@ -76,6 +77,7 @@ class StatusMessage:
     host: str
     leaves: bool
     work: WorkStatus | None = field(default=None)
+    rejoins: bool = False
 
     @staticmethod
     def of(said: dict[str, Any], size: int) -> StatusMessage:
@@ -86,9 +88,8 @@ class StatusMessage:
         """
         rank = _rank(said["rank"], size)
         who = (rank, _count(said["size"]), _count(said["incarnation"]), _count(said["attempt"]), _count(said["pid"]))
-        return StatusMessage(
-            *who, _text(said["host"]), bool(said.get("leaves")), _work(said, size) if "step" in said else None
-        )
+        work = _work(said, size) if "step" in said else None
+        return StatusMessage(*who, _text(said["host"]), bool(said.get("leaves")), work, bool(said.get("rejoins")))
 
 
 def _work(said: dict[str, Any], size: int) -> WorkStatus:
