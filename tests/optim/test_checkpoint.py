@@ -456,3 +456,18 @@ def test_data_that_became_something_else_is_named_when_it_is_saved(tmp_path: Pat
             checkpoint.save(tmp_path, 1)
 
     shoal.Fleet(1).run(run)
+
+
+def test_a_schedule_that_is_not_saved_is_noticed_once(tmp_path: Path) -> None:
+    def run() -> None:
+        model = weight(1.0)
+        optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        without = shoal.Checkpoint(model=model, optimizer=optimizer)
+        without.save(tmp_path, 1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        shoal.Checkpoint(model=model, optimizer=optimizer, schedule=schedule).save(tmp_path, 2)
+        with pytest.warns(UserWarning, match="a learning-rate schedule .* is not saved itself"):
+            without.save(tmp_path, 3)
+        without.save(tmp_path, 4)
+
+    shoal.Fleet(1).run(run)

@@ -46,7 +46,7 @@ while state["left"]:
             os.kill(os.getpid(), signal.SIGKILL)
     epoch += 1
     checkpoint.save(None, epoch)
-print("ended", state["step"], state["best"], len(state["means"]), state["means"][-1], flush=True)
+sys.stdout.write(f"ended {state['step']} {state['best']} {state['means']}\\n")
 """
 
 
@@ -68,3 +68,51 @@ def test_a_counter_outside_the_checkpoint_is_explained(tmp_path: Path) -> None:
     done = run(tmp_path, "own", 1)
     assert done.returncode != 0
     assert "equal counters" in done.stderr and "Checkpoint(state=" in done.stderr, done.stderr
+
+
+EPOCHS = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import shoal
+
+shoal.init()
+data = torch.utils.data.TensorDataset(torch.ones(35, 4))
+sampler = shoal.AgentSampler(data)
+loader = torch.utils.data.DataLoader(data, batch_size=1, sampler=sampler)
+model = torch.nn.Linear(4, 1)
+sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = shoal.DistributedAdaptThenCombineOptimizer(sgd, model)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000 * len(loader))
+died = Path(sys.argv[1])
+state = {"left": 3, "steps": []}
+checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer, schedule=schedule, sampler=sampler, state=state)
+checkpoint.load(None, missing_ok=True)
+while state["left"]:
+    if died.exists() and len(shoal.alive()) == 2:
+        state["left"] -= 1
+    steps = 0
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+        schedule.step()
+        steps += 1
+        if len(state["steps"]) == 2 and steps == 9 and shoal.rank() == 1 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    state["steps"].append(steps)
+    checkpoint.save(None, len(state["steps"]))
+counted = schedule.last_epoch == sum(state["steps"])
+sys.stdout.write(f"ended {set(state['steps'])} {counted} {schedule.get_last_lr()} {sampler.epoch}\\n")
+"""
+
+
+def test_epochs_keep_their_length_and_the_schedule_its_step_after_a_loss_and_a_rejoin(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(EPOCHS)
+    options = ["-n", "2", "--no-prefix", "--on-failure", "restart"]
+    command = [*RUN, *options, str(tmp_path / "script.py"), str(tmp_path / "died")]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    first, second = [line for line in done.stdout.splitlines() if line.startswith("ended")]
+    assert first == second and first.startswith("ended {17} True"), done.stdout

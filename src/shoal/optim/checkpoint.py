@@ -34,7 +34,7 @@ from .checkpoint_files import (
     withdraw,
     write_states,
 )
-from .checkpoint_parts import RandomState, Stateful, as_stateful
+from .checkpoint_parts import NO_SCHEDULES, RandomState, Stateful, as_stateful, is_scheduled
 from .optimizer import DecentralizedOptimizer
 from .state_trees import in_own_memory, mean_state
 
@@ -77,6 +77,7 @@ class Checkpoint:
         self._parts: dict[str, Stateful] = {}
         for name, part in parts.items():
             self._parts[name] = as_stateful(name, part)
+        self._warned_of_schedules = False
         # Models are loaded first: an optimizer may keep something that goes with their values.
         self._parts = dict(sorted(self._parts.items(), key=lambda item: not isinstance(item[1], torch.nn.Module)))
 
@@ -124,6 +125,7 @@ class Checkpoint:
         _check_that_agents_are_whole("Checkpoint.save")
         if step < 0 or (keep is not None and keep < 1):
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
+        self._warn_of_schedules()
         place = None
         while folder is not None and place is None:
             place = self._save_among(present_agents(timeout), Path(folder), step, keep, timeout)
@@ -131,6 +133,19 @@ class Checkpoint:
             hand_over(agent, lambda: self._handed_over(step), timeout)
             self._meet()
         return place
+
+    def _warn_of_schedules(self) -> None:
+        """A learning-rate schedule that is not saved would begin anew in a resumed run or a restarted agent."""
+        optimizers = [part for part in self._parts.values() if isinstance(part, torch.optim.Optimizer)]
+        has_schedule = not all(isinstance(part, NO_SCHEDULES) for part in self._parts.values())
+        if self._warned_of_schedules or has_schedule or not any(map(is_scheduled, optimizers)):
+            return
+        self._warned_of_schedules = True
+        warnings.warn(
+            "checkpoint: a learning-rate schedule of an optimizer that is saved is not saved itself. It would start "
+            "over when the run is resumed or an agent restarted. Add it: Checkpoint(..., schedule=schedule)",
+            stacklevel=3,
+        )
 
     def _meet(self) -> None:
         """Agents have entered, and have their state: do what all have to do together then."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ..data.sampler import AgentSampler
 from ..ops import safe_serialization
 
 
@@ -37,6 +38,12 @@ def as_stateful(name: str, part: Any) -> Stateful:
         f"checkpoint: {name} is a {type(part).__name__}, which load() cannot change in place. Give plain data in a "
         f'dict, state={{"{name}": ...}}, or an object with state_dict() and load_state_dict()'
     )
+
+
+def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """A learning-rate schedule of torch's has been made for this optimizer, or for the one that it wraps."""
+    wrapped = getattr(optimizer, "optimizer", None)  # torch marks the step of an optimizer for which one is made
+    return any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in (optimizer, wrapped))
 
 
 class RandomState:
@@ -98,3 +105,7 @@ def _with_python_numbers(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(_with_python_numbers(one) for one in value)
     return value
+
+
+NO_SCHEDULES = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, AgentSampler, PlainData, RandomState)
+"""Parts that have no learning-rate schedule in them. An object of the script's may have one."""
