@@ -634,6 +634,24 @@ def test_arguments_that_make_no_sense_are_refused(
     assert message.format(script=path) in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        ("rnu -n 2 x.py", "Did you mean: shoal run -n 2 x.py"),
+        ("train.py --lr 1", "Did you mean: shoal run train.py --lr 1"),
+        ("stat", "Did you mean: shoal status"),
+        ("frobnicate", "there is no command 'frobnicate'; there are run, bench, "),
+    ],
+)
+def test_an_unknown_command_is_refused_with_the_one_that_was_meant(
+    capfd: pytest.CaptureFixture[str], arguments: str, suggestion: str
+) -> None:
+    from shoal.cli import main
+
+    assert main(arguments.split()) == 2
+    assert suggestion in capfd.readouterr().err
+
+
 def test_code_the_standard_input_and_a_program_are_run_as_well(tmp_path: Path) -> None:
     code = "import os, sys; print(sys.argv[1:], os.environ['RANK'], os.environ['LR'], os.environ['SHOAL_RECORD'])"
     options = ["-n", 1, "--env", "LR=a=b", "--record", tmp_path]

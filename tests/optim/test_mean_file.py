@@ -44,3 +44,13 @@ def test_an_agent_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
             shoal.save(model(), tmp_path / "none" / "model.pt")
 
     shoal.Fleet(2).run(run)
+
+
+def test_a_call_on_rank_0_only_is_explained() -> None:
+    def run() -> None:
+        with pytest.raises(shoal.Mismatch, match=r"none inside `if shoal\.rank\(\) == 0`"):
+            if shoal.rank() == 0:
+                shoal.save(model(), "model.pt")
+            shoal.neighbor_allreduce(torch.ones(1))
+
+    shoal.Fleet(2).run(run)
