@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO
 
-from ..world.launch import LOOPBACK
+from ..rendezvous.launch import LOOPBACK
 from .core_wait import core_wait, is_starved
 from .self_test import FLEET_CHECKS, PAIR_CHECK
 

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..world.launch import parse_address
+from ..rendezvous.launch import parse_address
 
 AGENTS, NODES, NODE_RANK = "PET_NPROC_PER_NODE", "PET_NNODES", "PET_NODE_RANK"
 HOST, PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"

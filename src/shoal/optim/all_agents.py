@@ -11,7 +11,7 @@ from ..errors import ShoalError
 from ..ops.arguments import Internal
 from ..ops.collective import gather_by_rank
 from ..ops.objects import broadcast_object
-from ..world.agent import current
+from ..runtime.agent import current
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from ..errors import Mismatch, PeerLost, ShoalError
 from ..ops.arguments import Internal
 from ..ops.collective import gather_by_rank
 from ..ops.state_transfer import hand_over, let_in
-from ..world.agent import current
+from ..runtime.agent import current
 from .all_agents import Failures, all_try, from_one_agent, present_agents
 from .checkpoint_files import (
     Manifest,

@@ -10,7 +10,7 @@ import torch
 
 from ..dtensors import is_sharded
 from ..errors import PeerLost
-from ..world.agent import current
+from ..runtime.agent import current
 from .all_agents import from_one_agent, present_agents
 from .checkpoint_files import save_tensors, write_whole
 from .mean_model import consensus

@@ -13,12 +13,12 @@ import shoal.windows.worker  # noqa: F401 - all that is to be replaced has been 
 from shoal import clock
 from shoal._signals import deferred
 from shoal.engine import engine as engines
+from shoal.rendezvous.launch import Launch
+from shoal.rendezvous.store import ThreadStore
+from shoal.runtime import bootstrap
+from shoal.runtime.agent import AgentContext, enter_context
 from shoal.transport import listeners, router, tcp
 from shoal.transport.peer_address import PeerId
-from shoal.world import bootstrap
-from shoal.world.agent import AgentContext, enter_context
-from shoal.world.launch import Launch
-from shoal.world.store import ThreadStore
 
 from .network import Network, Poller, Weather
 from .scheduler import Scheduler

@@ -10,23 +10,34 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[3] / "src"
+AGREEMENT = "fault_tolerance/agreement.py"
 MUTATIONS = (
     ("resuming", "transport/retransmit.py", "        self._kept.extend(self._again)\n", ""),
     ("resuming", "transport/retransmit.py", "self._kept, self._again = deque(), self._kept", "self._kept = deque()"),
     ("resuming", "transport/network_link.py", "before._chunk.at, before._chunk.rest = before._chunk.begin, 0", "pass"),
-    ("matching", "engine/matching.py", "if message.round >= self._begun.get(message.name, 0):", "if False:"),
-    ("matching", "engine/matching.py", "if stage is None or message.stage > stage.number:", "if stage is None:"),
-    ("matching", "engine/matching.py", "early = self._early.pop(key, None)", "early = self._early.get(key)"),
-    ("matching", "engine/matching.py", "if key[0] == stage]", "if key[0] <= stage + 1]"),
-    ("fusion", "engine/fusion.py", "                operation.sent = fused.sent\n", ""),
-    ("fusion", "engine/fusion.py", "        for received in had:\n            self._unpack(received)\n", ""),
-    ("fusion", "engine/fusion.py", "if fused is None and any(", "if fused is None and False and any("),
-    ("agreement", "engine/agreement.py", "if not self._gate.paused or self.missing:", "if not self._gate.paused:"),
-    ("agreement", "engine/agreement.py", "begun[name] = max(count, begun.get(name, 0))", "begun[name] = count"),
-    ("agreement", "engine/agreement.py", "elif _all_have_result(operation, reports):", "elif False:"),
-    ("agreement", "engine/agreement.py", "if min(keepers, default=-1) == self._rank:", "if False:"),
-    ("failures", "engine/failures.py", "return self._after_those_before(said)", "return said"),
-    ("outbox", "engine/sender.py", "        del self._unacknowledged[token]\n", ""),
+    ("matching", "operations/matching.py", "if message.round >= self._begun.get(message.name, 0):", "if False:"),
+    ("matching", "operations/matching.py", "if stage is None or message.stage > stage.number:", "if stage is None:"),
+    ("matching", "operations/matching.py", "early = self._early.pop(key, None)", "early = self._early.get(key)"),
+    ("matching", "operations/matching.py", "if key[0] == stage]", "if key[0] <= stage + 1]"),
+    ("fusion", "operations/fusion.py", "                operation.sent = fused.sent\n", ""),
+    ("fusion", "operations/fusion.py", "        for received in had:\n            self._unpack(received)\n", ""),
+    ("fusion", "operations/fusion.py", "if fused is None and any(", "if fused is None and False and any("),
+    (
+        "agreement",
+        "fault_tolerance/agreement.py",
+        "if not self._gate.paused or self.missing:",
+        "if not self._gate.paused:",
+    ),
+    (
+        "agreement",
+        "fault_tolerance/agreement.py",
+        "begun[name] = max(count, begun.get(name, 0))",
+        "begun[name] = count",
+    ),
+    ("agreement", AGREEMENT, "elif _all_have_result(operation, reports):", "elif False:"),
+    ("agreement", AGREEMENT, "if min(keepers, default=-1) == self._rank:", "if False:"),
+    ("failures", "fault_tolerance/failures.py", "return self._after_those_before(said)", "return said"),
+    ("outbox", "operations/sender.py", "        del self._unacknowledged[token]\n", ""),
 )
 """What part, which file, what is replaced by what: once."""
 
