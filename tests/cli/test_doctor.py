@@ -16,18 +16,18 @@ import torch
 import shoal
 from shoal.cli import doctor, live_checks, main, self_test
 from shoal.cli.core_wait import core_wait, is_starved
-from shoal.cli.live_checks import LiveChecks, Result
+from shoal.cli.live_checks import CheckResult, LiveChecks
 from shoal.device.device import Unshareable
 
 # Longer than the doctor's own patience, which begins when it has imported torch.
-TIMEOUT = 50
+TIMEOUT = 200
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
 
 
 def run_doctor(environ: dict[str, str]) -> tuple[int, str]:
     """Exit status and stdout; nothing may be on stderr."""
     clean = {name: text for name, text in os.environ.items() if not name.startswith("SHOAL_")}
-    command = [sys.executable, "-W", "error", "-m", "shoal", "doctor"]
+    command = [sys.executable, "-W", "error", "-m", "shoal", "doctor", "--wait", "150"]
     done = subprocess.run(command, env=clean | environ, capture_output=True, text=True, timeout=TIMEOUT)
     assert not done.stderr
     return done.returncode, done.stdout
@@ -39,6 +39,7 @@ def init_report(capsys: pytest.CaptureFixture[str], environ: dict[str, str]) -> 
     return report, capsys.readouterr().out
 
 
+@pytest.mark.timeout(TIMEOUT + 20)
 def test_a_healthy_machine_is_ok_over_every_transport_and_a_secret_is_not_shown() -> None:
     code, output = run_doctor({"SHOAL_SECRET": "swordfish"})
     assert (code, output.splitlines()[-1]) == (0, "OK: agents can run on this machine")
@@ -208,14 +209,18 @@ def test_a_wrong_average_fails_the_check(
 
 def test_problems_that_several_checks_share_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     report = reported(
-        [Result("threads", "no luck", 0.0), Result("network", "no luck", 0.0), Result("two processes", "", 0.1)]
+        [
+            CheckResult("threads", "no luck", 0.0),
+            CheckResult("network", "no luck", 0.0),
+            CheckResult("two processes", "", 0.1),
+        ]
     )
     assert [problem.splitlines()[0] for problem in report.problems] == ["threads, network: no luck"]
 
 
-def reported(results: list[Result]) -> doctor.Report:
+def reported(results: list[CheckResult]) -> doctor.Report:
     class Checks(LiveChecks):
-        def results(self) -> Iterator[Result]:
+        def results(self) -> Iterator[CheckResult]:
             yield from results
 
     report = doctor.Report()
@@ -224,7 +229,7 @@ def reported(results: list[Result]) -> doctor.Report:
 
 
 def test_a_check_that_had_no_core_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    report = reported([Result("threads", "no luck", 9.0, True), Result("network", "", 0.1, True)])
+    report = reported([CheckResult("threads", "no luck", 9.0, True), CheckResult("network", "", 0.1, True)])
     assert not report.problems and len(report.unknown) == 1
     assert report.unknown[0].startswith("threads: too busy") and "--wait 60" in report.unknown[0]
     assert "not known: too busy (no luck)" in capsys.readouterr().out
@@ -240,8 +245,8 @@ def test_too_busy_has_an_exit_status_of_its_own(
             waited.append(self.patience)
             return self
 
-        def results(self) -> Iterator[Result]:
-            yield Result("threads", "no luck", 9.0, True)
+        def results(self) -> Iterator[CheckResult]:
+            yield CheckResult("threads", "no luck", 9.0, True)
 
     monkeypatch.setattr(doctor, "LiveChecks", Checks)
     monkeypatch.setattr(live_checks, "LiveChecks", Checks)

@@ -57,7 +57,7 @@ def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """How one check ended.
 
     Attributes:
@@ -124,7 +124,7 @@ class LiveChecks:
     def _scratch_file(self) -> IO[str]:
         return self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
 
-    def results(self) -> Iterator[Result]:
+    def results(self) -> Iterator[CheckResult]:
         """How each check ended."""
         for one in self._processes:
             if not one.checks:
@@ -139,9 +139,11 @@ class LiveChecks:
             said = {line["check"]: line for line in map(json.loads, _text(one.output).splitlines())}
             for check in one.checks:
                 if check in said:
-                    yield Result(check, said[check]["error"], said[check]["seconds"], said[check].get("starved", False))
+                    yield CheckResult(
+                        check, said[check]["error"], said[check]["seconds"], said[check].get("starved", False)
+                    )
                 else:
-                    yield Result(check, silence, 0.0, starved)
+                    yield CheckResult(check, silence, 0.0, starved)
 
 
 def _free_port() -> int:

@@ -57,14 +57,15 @@ def average() -> None:
 
 def _report(check: str, run: Callable[[], object], told: bool = True) -> None:
     start, waited = time.perf_counter(), core_wait()
-    error = ""
+    error, late = "", False
     try:
         run()
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
+        late = isinstance(problem, TimeoutError | ConnectionError)  # what else went wrong does not depend on time
     if told:
         seconds = time.perf_counter() - start
-        starved = is_starved(core_wait() - waited, seconds)
+        starved = late and is_starved(core_wait() - waited, seconds)
         print(json.dumps({"check": check, "error": error, "seconds": seconds, "starved": starved}), flush=True)
 
 

@@ -37,14 +37,14 @@ def from_one_agent(rank: int, name: str, ask: Callable[[], T], timeout: float | 
     return found
 
 
-class Failures(dict[int, str]):
+class AgentErrors(dict[int, str]):
     """The agents' errors by rank, the same on all agents."""
 
     def error(self, what: str) -> ShoalError:
         return ShoalError(f"{what}: " + "; ".join(f"at rank {rank}, {text}" for rank, text in self.items()), self)
 
 
-def all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tuple[Failures, T | None]:
+def all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tuple[AgentErrors, T | None]:
     """Call ``attempt`` on all agents: the errors of all, and this agent's result. No agent waits for a failed one."""
     made, said = None, ""
     try:
@@ -52,4 +52,4 @@ def all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tuple
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     texts = gather_by_rank(torch.tensor(list(said.encode()), dtype=torch.uint8), Internal(name), timeout=timeout)
-    return Failures({rank: bytes(text.tolist()).decode() for rank, text in texts.items() if len(text)}), made
+    return AgentErrors({rank: bytes(text.tolist()).decode() for rank, text in texts.items() if len(text)}), made

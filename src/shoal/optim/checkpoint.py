@@ -21,7 +21,7 @@ from ..ops.arguments import Internal
 from ..ops.collective import gather_by_rank
 from ..ops.state_transfer import hand_over, let_in
 from ..runtime.agent import current
-from .all_agents import Failures, all_try, from_one_agent, present_agents
+from .all_agents import AgentErrors, all_try, from_one_agent, present_agents
 from .checkpoint_files import (
     Manifest,
     complete,
@@ -34,7 +34,7 @@ from .checkpoint_files import (
     withdraw,
     write_states,
 )
-from .checkpoint_parts import NO_SCHEDULES, RandomState, Stateful, as_stateful, is_scheduled
+from .checkpoint_parts import NO_SCHEDULES, GeneratorState, Stateful, as_stateful, is_scheduled
 from .optimizer import DecentralizedOptimizer
 from .state_trees import in_own_memory, mean_state
 
@@ -157,7 +157,7 @@ class Checkpoint:
         """What an agent needs that enters now."""
         states = {}
         for name, part in self._parts.items():
-            if not isinstance(part, RandomState):  # agents that draw alike would be of little use to each other
+            if not isinstance(part, GeneratorState):  # agents that draw alike would be of little use to each other
                 state = part.hand_over() if isinstance(part, DecentralizedOptimizer) else part.state_dict()
                 states[name] = in_own_memory(dict(state) if isinstance(state, Mapping) else state)
         return {"step": step, "parts": states}
@@ -168,7 +168,7 @@ class Checkpoint:
         entry = agent.engine.rejoin
         entry.wait(entry.rejoin_seconds if timeout is None else timeout, agent.engine.stalls.after)
         state = hand_over(agent, None, timeout)
-        parts = {name: part for name, part in self._parts.items() if not isinstance(part, RandomState)}
+        parts = {name: part for name, part in self._parts.items() if not isinstance(part, GeneratorState)}
         if parts.keys() != state["parts"].keys():
             raise ValueError(
                 f"checkpoint: rank {agent.rank} was started again, and loads {', '.join(parts)}; the others save "
@@ -291,7 +291,7 @@ class Checkpoint:
             failures, states = self._read(place, manifest, way, there, timeout)
             if states is not None and not failures:
                 for part_name, part in self._parts.items():
-                    if way == "own" or not isinstance(part, RandomState):
+                    if way == "own" or not isinstance(part, GeneratorState):
                         part.load_state_dict(states[part_name])
                 return manifest.step
             errors.append(failures.error(f"{place} is not loaded"))
@@ -299,7 +299,7 @@ class Checkpoint:
 
     def _read(
         self, place: Path, manifest: Manifest, start: str, there: tuple[int, ...], timeout: float | None
-    ) -> tuple[Failures, dict[str, Any] | None]:
+    ) -> tuple[AgentErrors, dict[str, Any] | None]:
         """What each agent loads of one checkpoint, by part; and who could not read it."""
         agent = current("Checkpoint.load")
         if start == "own" and manifest.agents not in (agent.size, len(there)):

@@ -28,7 +28,7 @@ def as_stateful(name: str, part: Any) -> Stateful:
         TypeError: It has none, or is data that cannot be filled in place.
     """
     if isinstance(part, torch.Generator):
-        return RandomState(part)
+        return GeneratorState(part)
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
         found: Stateful = part
         return found
@@ -46,7 +46,7 @@ def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     return any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in (optimizer, wrapped))
 
 
-class RandomState:
+class GeneratorState:
     """The state of a generator."""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -107,5 +107,5 @@ def _with_python_numbers(value: Any) -> Any:
     return value
 
 
-NO_SCHEDULES = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, AgentSampler, PlainData, RandomState)
+NO_SCHEDULES = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, AgentSampler, PlainData, GeneratorState)
 """Parts that have no learning-rate schedule in them. An object of the script's may have one."""
