@@ -97,6 +97,7 @@ class StatusPublisher:
         said = engine.router.describe(WITHIN_SECONDS)
         said |= {"attempt": self._agent.launch.attempt, "rejoins": engine.rejoin.outside}
         said.pop("here", None)
+        said.pop("script", None)  # a command line may have what is not meant for the network between launchers
         if "steps" in said:  # else it has no time for more
             said |= self._step.of(said["steps"], said["stepped_ago"])
             with engine.lock:
