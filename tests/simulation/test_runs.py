@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shoal.ops import neighbor
+from shoal.transport import status_socket
 from support.simulation.network import Weather
 from support.simulation.programs import Call, Program
 from support.simulation.runs import Fault, Scenario, run, shrunk
@@ -60,6 +61,15 @@ def test_seeds(first: int) -> None:
 def test_many_seeds(first: int) -> None:
     for seed in range(first, first + 1000):
         check(seed)
+
+
+def test_agents_that_crash_leave_nothing_in_the_process() -> None:
+    scenario = next(
+        one for one in map(Scenario.draw, range(1000)) if any(fault.kind == "crash" for fault in one.faults)
+    )
+    before = list(status_socket.here._agents)
+    run(scenario)
+    assert status_socket.here._agents == before
 
 
 @pytest.mark.parametrize("what", FOUND)

@@ -1,4 +1,4 @@
-"""``python -m shoal.cli.self_test``: move tensors over every transport, and say how it went. For ``shoal doctor``.
+"""``python -m shoal.cli.self_test``: move tensors over every transport, and report the results. For ``shoal doctor``.
 
 The doctor runs this in processes of its own, because a check that hangs can only be ended from outside. Each check is a
 line of JSON on stdout, written as soon as it is known.
@@ -24,7 +24,7 @@ from shoal.transport.process_group import available
 FLEET_CHECKS = ("threads", "shared_memory", "network", *([PROCESS_GROUP] if "gloo" in available() else []))
 PAIR_CHECK = "two processes"
 _SIZES = (1, 1 << 18)
-"""Elements: what travels inside a message, and what is published or streamed."""
+"""Elements: of a tensor that is sent inside a message, and of one that is published or streamed."""
 
 
 def check_fleet(seconds: float) -> None:

@@ -17,14 +17,17 @@ from shoal.rendezvous.launch import Launch
 from shoal.rendezvous.store import ThreadStore
 from shoal.runtime import bootstrap
 from shoal.runtime.agent import AgentContext, enter_context
-from shoal.transport import listeners, router, tcp
+from shoal.transport import listeners, router, status_socket, tcp
 from shoal.transport.peer_address import PeerId
 
 from .network import Network, Poller, Weather
 from .scheduler import Scheduler
 from .threads import namespace
 
-ROOMS = ("engine", "transport", "windows", "coordination", "world", "ops", "interrupts")
+ROOMS = {
+    *("_signals", "coordination", "engine", "fault_tolerance", "operations", "ops", "rendezvous", "runtime"),
+    *("transport", "windows"),
+}
 """Whose threads and clocks are simulated."""
 
 
@@ -74,6 +77,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         put(engines, "Poller", lambda: Poller(network))
         put(router, "local_peer_id", here)
         put(router, "address_for_listening", lambda mine, *_: network.address(mine.rank))
+        put(status_socket, "here", status_socket.StatusSocket())  # agents that crash do not leave it
         put(listeners, "listen_for", lambda *_: None)
         put(listeners, "listen_privately", lambda: None)
         put(tcp, "listen", network.listen)
