@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def small_task() -> dict[str, Any]:
     dataset = torch.utils.data.TensorDataset(inputs, labels)
     loader = torch.utils.data.DataLoader(dataset, batch_size=2)
     return {
+        "math": math,
         "torch": torch,
         "shoal": shoal,
         "model": model,

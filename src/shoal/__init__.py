@@ -110,6 +110,7 @@ __all__ = [
     "pair_gossip",
     "pair_gossip_nonblocking",
     "rank",
+    "save",
     "set_machine_topology",
     "set_topology",
     "shutdown",

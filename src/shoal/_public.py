@@ -86,6 +86,7 @@ from .optim import Warmup as Warmup
 from .optim import consensus as consensus
 from .optim import consensus_distance as consensus_distance
 from .optim import metrics as metrics
+from .optim import save as save
 from .runtime.agent import bind as bind
 from .runtime.bootstrap import init as init
 from .runtime.bootstrap import shutdown as shutdown

@@ -7,25 +7,27 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import shoal
-from shoal.cli import doctor, main, self_test
+from shoal.cli import doctor, live_checks, main, self_test
+from shoal.cli.core_wait import core_wait, is_starved
+from shoal.cli.live_checks import CheckResult, LiveChecks
 from shoal.device.device import Unshareable
 
 # Longer than the doctor's own patience, which begins when it has imported torch.
-TIMEOUT = 50
+TIMEOUT = 200
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
 
 
 def run_doctor(environ: dict[str, str]) -> tuple[int, str]:
     """Exit status and stdout; nothing may be on stderr."""
     clean = {name: text for name, text in os.environ.items() if not name.startswith("SHOAL_")}
-    command = [sys.executable, "-W", "error", "-m", "shoal", "doctor"]
+    command = [sys.executable, "-W", "error", "-m", "shoal", "doctor", "--wait", "150"]
     done = subprocess.run(command, env=clean | environ, capture_output=True, text=True, timeout=TIMEOUT)
     assert not done.stderr
     return done.returncode, done.stdout
@@ -37,6 +39,7 @@ def init_report(capsys: pytest.CaptureFixture[str], environ: dict[str, str]) -> 
     return report, capsys.readouterr().out
 
 
+@pytest.mark.timeout(TIMEOUT + 20)
 def test_a_healthy_machine_is_ok_over_every_transport_and_a_secret_is_not_shown() -> None:
     code, output = run_doctor({"SHOAL_SECRET": "swordfish"})
     assert (code, output.splitlines()[-1]) == (0, "OK: agents can run on this machine")
@@ -169,10 +172,10 @@ def test_it_says_which_engines_there_are_and_which_moves_tensors(capsys: pytest.
 
 def results_of(script: str, monkeypatch: pytest.MonkeyPatch, patience: float) -> dict[str, str]:
     """The problem of each check when ``script`` runs in the place of the live checks."""
-    monkeypatch.setattr(doctor, "_LIVE_CHECK", (sys.executable, "-I", "-S", "-c", script))
-    with doctor.LiveChecks(time.monotonic() + patience) as checks:
+    monkeypatch.setattr(live_checks, "_COMMAND", (sys.executable, "-I", "-S", "-c", script))
+    with LiveChecks(patience) as checks:
         pids = [one.process.pid for one in checks._processes]
-        found = {check: problem for check, problem, _ in checks.results()}
+        found = {one.name: one.problem for one in checks.results()}
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     return found
 
@@ -205,13 +208,77 @@ def test_a_wrong_average_fails_the_check(
 
 
 def test_problems_that_several_checks_share_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    class Checks(doctor.LiveChecks):
-        def results(self):  # type: ignore[no-untyped-def]
-            yield from [("threads", "no luck", 0.0), ("network", "no luck", 0.0), ("two processes", "", 0.1)]
+    report = reported(
+        [
+            CheckResult("threads", "no luck", 0.0),
+            CheckResult("network", "no luck", 0.0),
+            CheckResult("two processes", "", 0.1),
+        ]
+    )
+    assert [problem.splitlines()[0] for problem in report.problems] == ["threads, network: no luck"]
+
+
+def reported(results: list[CheckResult]) -> doctor.Report:
+    class Checks(LiveChecks):
+        def results(self) -> Iterator[CheckResult]:
+            yield from results
 
     report = doctor.Report()
-    doctor.report_checks(report, Checks(0.0))
-    assert [problem.splitlines()[0] for problem in report.problems] == ["threads, network: no luck"]
+    doctor.report_checks(report, Checks(20.0))
+    return report
+
+
+def test_a_check_that_had_no_core_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    report = reported([CheckResult("threads", "no luck", 9.0, True), CheckResult("network", "", 0.1, True)])
+    assert not report.problems and len(report.unknown) == 1
+    assert report.unknown[0].startswith("threads: too busy") and "--wait 60" in report.unknown[0]
+    assert "not known: too busy (no luck)" in capsys.readouterr().out
+
+
+def test_too_busy_has_an_exit_status_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+
+    class Checks(LiveChecks):
+        def __enter__(self) -> LiveChecks:
+            waited.append(self.patience)
+            return self
+
+        def results(self) -> Iterator[CheckResult]:
+            yield CheckResult("threads", "no luck", 9.0, True)
+
+    monkeypatch.setattr(doctor, "LiveChecks", Checks)
+    monkeypatch.setattr(live_checks, "LiveChecks", Checks)
+    monkeypatch.setattr(doctor, "report_init", lambda *_: None)
+    assert main(["doctor", "--wait", "7"]) == doctor.TOO_BUSY == 3
+    assert "NOT KNOWN: threads: too busy" in capsys.readouterr().out
+    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0.0, 0.0))
+    main(["doctor"])
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    main(["doctor"])
+    assert waited == [7.0, live_checks.WHEN_BUSY, live_checks.CHECK_SECONDS]
+    assert main(["doctor", "--wait", "-1"]) == 2
+
+
+def test_a_process_that_has_no_core_is_told_from_one_that_sleeps() -> None:
+    """Three that want the one core that they may use, and one that wants none."""
+    core = min(os.sched_getaffinity(0))
+    busy = f"import os; os.nice(15); os.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    scripts = [busy] * 3 + ["import time; time.sleep(60)"]
+    processes = [subprocess.Popen([sys.executable, "-I", "-S", "-c", script]) for script in scripts]
+    try:
+        begun = time.monotonic()
+        while not all(is_starved(core_wait(one.pid), time.monotonic() - begun) for one in processes[:3]):
+            assert time.monotonic() < begun + 30.0
+            time.sleep(0.1)
+        while is_starved(core_wait(processes[3].pid), time.monotonic() - begun):
+            assert time.monotonic() < begun + 50.0
+            time.sleep(0.1)
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
 
 
 def test_devices_are_listed_with_the_way_that_their_tensors_take(monkeypatch: pytest.MonkeyPatch) -> None:

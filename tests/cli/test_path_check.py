@@ -117,13 +117,10 @@ def test_a_network_that_loses_all_packets_of_one_direction_is_told_from_one_that
     assert "what machine 0 says tells which direction is closed" in second
 
 
-def test_where_the_other_machine_does_not_come_it_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(path_check, "WAIT_SECONDS", 0.5)
+def test_where_the_other_machine_does_not_come_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     for node, word in ((0, "nobody has connected to"), (1, "cannot connect to")):
         where = f"127.0.0.1:{free_port()}"
-        assert cli.main(["doctor", "--rendezvous", where, "--node-rank", str(node)]) == 1
+        assert cli.main(["doctor", "--rendezvous", where, "--node-rank", str(node), "--wait", "0.5"]) == 1
         output = capsys.readouterr().out
         assert f"{word} {where}" in output and "same command" in output
 

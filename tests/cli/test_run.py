@@ -243,6 +243,22 @@ def test_a_failure_that_is_due_to_another_machines_agents_is_reported_as_such(sc
     )
 
 
+def test_the_agent_that_another_waited_for_in_vain_is_named(script: Script) -> None:
+    body = """
+import torch, shoal
+shoal.init()
+if rank == 1:
+    wait_for("over")
+mark("ready") if rank else None
+shoal.allreduce(torch.ones(1), timeout=0.5)
+"""
+    status, _, err = shoal_run("-n", 2, script(body))
+    assert status == 1, err
+    assert re.search(
+        r"rank 0 \(pid \d+\) exited with code 1 after [\d.]+ s, because rank 1 did not come in time;", err
+    ), err
+
+
 LOSES_AN_AGENT = """
 import torch
 import shoal
@@ -583,9 +599,19 @@ def test_the_scripts_arguments_are_its_own(script: Script, tmp_path: Path) -> No
     [
         ("-n 0 {script}", "-n 0: at least one agent"),
         ("-n two {script}", "invalid int value: 'two'"),
-        ("{script}", "required: -n"),
         ("-n 2", "required: script\n"),
-        ("", "required: -n/--nproc-per-node, script\n"),
+        ("", "required: script\n"),
+        ("-np 2 {script}", "-np is an option of mpirun: give -n N"),
+        ("-n gpu {script}", "leave -n out for all GPUs"),
+        ("--nproc_per_node 2 {script}", "Did you mean --nproc-per-node?"),
+        ("--max-restart 2 {script}", "Did you mean --max-restarts?"),
+        ("--rdzv_endpoint=a:1 {script}", "Instead of --rdzv_endpoint use --rendezvous HOST:PORT"),
+        ("--standalone {script}", "Leave --standalone out"),
+        ("-n 2 python {script} --lr 1", "leave 'python' out: shoal run -n 2 {script} --lr 1"),
+        ("-n 2 python3.11 -u -m train", "leave 'python3.11' out: shoal run -n 2 -m train"),
+        ("-n 2 ls -l", "shoal run -n 2 --no-python ls -l"),
+        ("-n 2 --no-python no-such-program", "--no-python: there is no program 'no-such-program'"),
+        ("-n 2 --env LR {script}", "--env LR: give NAME=VALUE"),
         ("-n 2 no/such/file.py", "there is no script 'no/such/file.py'"),
         ("-n 2 --nnodes 2 {script}", "--nnodes needs --rendezvous HOST:PORT"),
         ("-n 2 --nnodes 0 {script}", "--nnodes 0"),
@@ -607,7 +633,57 @@ def test_arguments_that_make_no_sense_are_refused(
     except SystemExit as stop:
         status = int(stop.code or 0)
     assert status == 2
-    assert message in capfd.readouterr().err
+    assert message.format(script=path) in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"),
+    [
+        ("rnu -n 2 x.py", "Did you mean: shoal run -n 2 x.py"),
+        ("train.py --lr 1", "Did you mean: shoal run train.py --lr 1"),
+        ("stat", "Did you mean: shoal status"),
+        ("frobnicate", "there is no command 'frobnicate'; there are run, bench, "),
+    ],
+)
+def test_an_unknown_command_is_refused_with_the_one_that_was_meant(
+    capfd: pytest.CaptureFixture[str], arguments: str, suggestion: str
+) -> None:
+    from shoal.cli import main
+
+    assert main(arguments.split()) == 2
+    assert suggestion in capfd.readouterr().err
+
+
+def test_code_the_standard_input_and_a_program_are_run_as_well(tmp_path: Path) -> None:
+    code = "import os, sys; print(sys.argv[1:], os.environ['RANK'], os.environ['LR'], os.environ['SHOAL_RECORD'])"
+    options = ["-n", 1, "--env", "LR=a=b", "--record", tmp_path]
+    printed = f"['-x'] 0 a=b {tmp_path}\n"
+    assert shoal_run(*options, "-c", code, "-x")[:2] == (0, printed)
+    assert shoal_run(*options, "-", "-x", input=code)[:2] == (0, printed)
+    assert shoal_run(*options, "--no-python", "sh", "-c", "echo $RANK $LR; exit 7")[:2] == (7, "0 a=b\n")
+
+
+def test_without_a_number_there_is_an_agent_for_each_gpu_or_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from shoal.cli import node_variables, run
+
+    def agents(environ: dict[str, str]) -> int:
+        parser = argparse.ArgumentParser()
+        run.add_arguments(parser)
+        args = parser.parse_args(["script.py"])
+        node_variables.fill_in(args, environ)
+        return int(args.agents)
+
+    monkeypatch.setattr(node_variables, "GPUS", tmp_path)
+    assert agents({}) == 1
+    for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
+        (tmp_path / name).mkdir()
+    assert agents({}) == 3
+    assert agents({"CUDA_VISIBLE_DEVICES": "0,2"}) == 2
+    assert agents({"CUDA_VISIBLE_DEVICES": ""}) == 1
+    assert agents({"CUDA_VISIBLE_DEVICES": "1,-1,0"}) == 1
+    assert agents({"PET_NPROC_PER_NODE": "4"}) == 4
 
 
 OF_KUBEFLOW = {"PET_NPROC_PER_NODE": "2", "PET_NNODES": "4", "PET_NODE_RANK": "1"}

@@ -503,7 +503,7 @@ def one_that_answers(
         os.close(descriptor)
 
 
-AGENT = {"rank": 0, "size": 1, "host": "here", "job": "here:1", "since": 0.0}
+AGENT = {"rank": 0, "size": 1, "host": "here", "job": "here:1", "script": "train.py", "since": 0.0}
 NONSENSE = [
     b"{",
     b"[]",
@@ -547,6 +547,27 @@ def test_an_agent_that_is_busy_says_who_it_is() -> None:
 def test_characters_that_a_terminal_obeys_are_not_printed() -> None:
     evil = AGENT | {"host": "here\x1b[2Jthere", "job": "\x1b[2J:1"}
     assert "\x1b" not in words([Process(1, "running", 0, (evil,), 1)])
+
+
+def test_the_script_the_job_and_its_start_are_printed() -> None:
+    now = time.time()
+    agents = [
+        AGENT | {"rank": rank, "size": 2, "script": "train.py --lr 1", "since": now - 65 + rank} for rank in (0, 1)
+    ]
+    said = words([Process(1, "running", 0, tuple(agents), 2)])
+    at = time.strftime("%H:%M:%S", time.localtime(now - 65))
+    assert f"2 of 2 agents of train.py --lr 1, job here:1, started {at} (1:05 ago)" in said or "started 20" in said
+
+
+def test_only_the_agents_of_a_job_are_told() -> None:
+    with World(2) as world:
+        [first, second] = status.look(pids(world))
+        name, script = first.agents[0]["job"], first.agents[0]["script"]
+        assert script and second.agents[0]["job"] == name
+        for job in (name, name.rpartition(":")[2], script):
+            assert set(pids(world)) <= {one.pid for one in status.look((), job)}
+        assert status.look(pids(world), "another") == []
+        assert main(["status", "--job", "another"]) == status.NONE_FOUND
 
 
 def test_what_was_lost_and_why_all_is_over_is_printed() -> None:

@@ -393,7 +393,9 @@ def test_a_name_in_flight_twice_is_refused_where_it_happens(fleet: Fleets) -> No
     assert fleet(2).run(run) == [0.5, 0.5]
 
 
-NEEDED = r"rank 2 has left \(it called shoal.shutdown\(\), or its script ended\), and is still needed; the agents"
+NEEDED = (
+    r"rank 2 has left \(it called shoal.shutdown\(\), or its script ended\), and is still needed. .*join.*; the agents"
+)
 
 
 def test_an_agent_that_has_left_is_named_by_those_that_still_need_it(fleet: Fleets) -> None:

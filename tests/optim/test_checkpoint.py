@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -376,7 +379,8 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_all(tmp_path: Path) -> None
     ("call", "error", "message"),
     [
         (lambda folder: shoal.Checkpoint(), ValueError, "a checkpoint of what"),
-        (lambda folder: shoal.Checkpoint(lr=0.1), TypeError, "lr is a float"),
+        (lambda folder: shoal.Checkpoint(lr=0.1), TypeError, r'lr is a float.* state=\{"lr": \.\.\.\}'),
+        (lambda folder: shoal.Checkpoint(state={"at": folder}), TypeError, r"state\['at'\] is a pathlib.*plain data"),
         (lambda folder: shoal.Checkpoint(model=MODEL).save(folder, -1), ValueError, "step=-1"),
         (lambda folder: shoal.Checkpoint(model=MODEL).save(folder, 1, keep=0), ValueError, "keep=0"),
         (lambda folder: shoal.Checkpoint(model=MODEL).load(folder, start="mean"), ValueError, "'own' or 'consensus'"),
@@ -388,5 +392,82 @@ def test_arguments_that_cannot_be_are_refused(
     def run() -> None:
         with pytest.raises(error, match=message):
             call(tmp_path)
+
+    shoal.Fleet(1).run(run)
+
+
+# The script's own numbers
+
+
+def test_plain_data_are_saved_and_filled_in_place(tmp_path: Path) -> None:
+    def run() -> None:
+        loss = (weight(2.0).weight * 3).sum()
+        inner = {"lists": [1, (2.5, None)], "text": "é", "loss": loss}
+        state = {"step": 7, "best": math.inf, "mean": np.float32(0.5), 3: True, "inner": inner}
+        shoal.Checkpoint(state=state, seen=[1.0, np.int64(2)]).save(tmp_path, 1)
+        other: dict[Any, Any] = collections.defaultdict(int, step=100, more=1)
+        seen = [9, 9, 9]
+        checkpoint = shoal.Checkpoint(state=other, seen=seen)
+        assert checkpoint.load(tmp_path) == 1
+        loaded = other["inner"].pop("loss")
+        assert other == {
+            "step": 7,
+            "best": math.inf,
+            "mean": 0.5,
+            3: True,
+            "inner": {"lists": [1, (2.5, None)], "text": "é"},
+        }
+        assert loaded.item() == 6.0 and seen == [1.0, 2]
+        other["step"] += 1
+        assert checkpoint.load(tmp_path) == 1 and other["step"] == 7
+
+    shoal.Fleet(2).run(run)
+
+
+def test_numbers_with_fractions_begin_at_their_mean_and_counters_at_agent_0s(tmp_path: Path) -> None:
+    def save() -> None:
+        state = {"step": 10 + shoal.rank(), "best": 1.0 + shoal.rank(), "worst": math.inf}
+        shoal.Checkpoint(state=state).save(tmp_path, 1)
+
+    def load() -> dict[str, float]:
+        state: dict[str, float] = {}
+        shoal.Checkpoint(state=state).load(tmp_path, start="consensus")
+        return state
+
+    shoal.Fleet(2).run(save)
+    assert shoal.Fleet(3).run(load) == [{"step": 10, "best": 1.5, "worst": math.inf}] * 3
+
+
+def test_another_kind_of_data_than_was_saved_is_an_error(tmp_path: Path) -> None:
+    def run() -> None:
+        shoal.Checkpoint(state={"step": 1}).save(tmp_path, 1)
+        with pytest.raises(ValueError, match="state is a list here, and a dict in the checkpoint"):
+            shoal.Checkpoint(state=[1]).load(tmp_path)
+
+    shoal.Fleet(1).run(run)
+
+
+def test_data_that_became_something_else_is_named_when_it_is_saved(tmp_path: Path) -> None:
+    def run() -> None:
+        state: dict[str, Any] = {"step": 1}
+        checkpoint = shoal.Checkpoint(state=state)
+        state["model"] = weight(1.0)
+        with pytest.raises(shoal.ShoalError, match=r"state\['model'\] is a torch.*Linear"):
+            checkpoint.save(tmp_path, 1)
+
+    shoal.Fleet(1).run(run)
+
+
+def test_a_schedule_that_is_not_saved_is_noticed_once(tmp_path: Path) -> None:
+    def run() -> None:
+        model = weight(1.0)
+        optimizer = shoal.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        without = shoal.Checkpoint(model=model, optimizer=optimizer)
+        without.save(tmp_path, 1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        shoal.Checkpoint(model=model, optimizer=optimizer, schedule=schedule).save(tmp_path, 2)
+        with pytest.warns(UserWarning, match="a learning-rate schedule .* is not saved itself"):
+            without.save(tmp_path, 3)
+        without.save(tmp_path, 4)
 
     shoal.Fleet(1).run(run)

@@ -159,3 +159,12 @@ def test_loggers_get_the_mean_the_worst_and_every_agents_number() -> None:
 
     for (had,) in shoal.Fleet(SIZE).run(run):
         assert sorted(had) == sorted((name, number, step) for step in (1, 5) for name, number in LOGGED.items())
+
+
+def test_a_loss_with_its_gradient_is_a_number(recwarn: pytest.WarningsRecorder) -> None:
+    def run() -> float:
+        loss = torch.tensor(0.5, requires_grad=True) * 2
+        return shoal.metrics({"loss": loss})["loss"].mean
+
+    assert shoal.Fleet(2).run(run) == [1.0, 1.0]
+    assert not recwarn.list

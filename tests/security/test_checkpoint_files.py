@@ -114,16 +114,16 @@ def test_a_name_from_rank_0_leads_nowhere_else(
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("all that I have")
-    honest = module._gather_from_all
+    honest = module.from_one_agent
     folder = tmp_path / "run"
 
     def lie(rank: int, what: str, ask: Callable[[], object], timeout: float | None) -> object:
         found = honest(rank, what, ask, timeout)
-        if what == "find":
+        if what == "checkpoint.find":
             return {"found": [(name, {"step": 1, "agents": 2, "parts": ["model"]})], "steps": [1]}
-        return name if what == "name" else found
+        return name if what == "checkpoint.name" else found
 
-    monkeypatch.setattr(module, "_gather_from_all", lie)  # as if rank 0 had said it
+    monkeypatch.setattr(module, "from_one_agent", lie)  # as if rank 0 had said it
 
     def run() -> list[str]:
         model, told = torch.nn.Linear(2, 2), []

@@ -152,8 +152,8 @@ def test_an_epoch_is_dealt_out_among_those_that_are_there(fleet: Fleets) -> None
     found = fleet(SIZE).run(run)
     assert sorted(index for first, _ in found for index in first) == list(range(20))
     later = [second for rank, (_, second) in enumerate(found) if rank != GONE]
-    assert [len(one) for one in later] == [6, 6, 6]
-    assert len({index for one in later for index in one}) == 18
+    assert [len(one) for one in later] == [5, 5, 5], "as many as before, so that schedules stay"
+    assert len({index for one in later for index in one}) == 15
 
 
 def test_unequal_shards_are_dealt_out_anew(fleet: Fleets) -> None:
@@ -172,7 +172,7 @@ def test_unequal_shards_are_dealt_out_anew(fleet: Fleets) -> None:
         return len(taken), sampler.weight, taken
 
     found = fleet(SIZE).run(run)
-    assert [found[rank][0] for rank in LEFT] == [8, 8, 8]  # of 22 samples
+    assert [found[rank][0] for rank in LEFT] == [7, 7, 7]  # as many as before, of 22 samples
     assert [found[rank][1] for rank in LEFT] == [3 * count / 22 for count in (4, 8, 10)]
 
 

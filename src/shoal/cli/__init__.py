@@ -7,13 +7,16 @@ the exit status.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol, cast
 
 from .standard_streams import run_with_streams
+from .suggestions import SuggestingParser
 
 COMMANDS = {
     "run": ("shoal.cli.run", "start the agents of a job on this machine"),
@@ -27,6 +30,7 @@ COMMANDS = {
     "topology": ("shoal.cli.topology", "list, show, draw and compare topologies, and say which one to take"),
     "notebook": ("shoal.cli.notebook", "start and stop agents behind a notebook, through ipyparallel"),
     "certificates": ("shoal.cli.certificates", "make, list and take back the certificates of a job, for TLS"),
+    "completion": ("shoal.cli.completion", "print the completion of this command for a shell"),
     "doctor": ("shoal.cli.doctor", "say what a bug report needs, and whether agents can run on this machine"),
 }
 
@@ -44,7 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0] in COMMANDS:
         return run_with_streams(partial(_run, arguments[0], arguments[1:]), f"shoal {arguments[0]}")
+    if arguments and not arguments[0].startswith("-"):
+        return run_with_streams(partial(_unknown, arguments), "shoal")
     return run_with_streams(partial(_overview, arguments), "shoal")
+
+
+def _unknown(arguments: list[str]) -> int:
+    """There is no such command: suggest one."""
+    name = arguments[0]
+    script = name.endswith(".py") or name.startswith("python")
+    commands = ["run"] if script else difflib.get_close_matches(name, COMMANDS, n=1)
+    rest = arguments if script else arguments[1:]
+    suggestion = f" Did you mean: shoal {shlex.join([commands[0], *rest])}" if commands else ""
+    print(f"shoal: error: there is no command {name!r}; there are {', '.join(COMMANDS)}.{suggestion}", file=sys.stderr)
+    return 2
 
 
 def _overview(arguments: list[str]) -> int:
@@ -63,9 +80,15 @@ def _overview(arguments: list[str]) -> int:
     return 0
 
 
-def _run(name: str, arguments: list[str]) -> int:
+def parser_of(name: str) -> tuple[Command, argparse.ArgumentParser]:
+    """A subcommand and its command line."""
     module_name, summary = COMMANDS[name]
     command = cast(Command, importlib.import_module(module_name))
-    parser = argparse.ArgumentParser(prog=f"shoal {name}", description=f"{summary[0].upper()}{summary[1:]}.")
+    parser = SuggestingParser(prog=f"shoal {name}", description=f"{summary[0].upper()}{summary[1:]}.")
     command.add_arguments(parser)
+    return command, parser
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    command, parser = parser_of(name)
     return command.run(parser.parse_args(arguments))

@@ -55,6 +55,7 @@ class AgentExit:
     Attributes:
         code: Its exit code, or minus the number of the signal that killed it.
         is_peer_loss: The agent failed because another agent was lost.
+        awaited: The ranks for which the agent waited until the deadline that ended it.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class AgentExit:
     code: int
     seconds: float
     is_peer_loss: bool = False
+    awaited: tuple[int, ...] = ()
 
     @property
     def exit_status(self) -> int:
@@ -71,6 +73,9 @@ class AgentExit:
     def __str__(self) -> str:
         how = f"exited with code {self.code}" if self.code >= 0 else f"was killed by {_signal_name(-self.code)}"
         why = ", because another agent was lost" if self.is_peer_loss else ""
+        if self.awaited and self.code > 0:
+            ranks = ", ".join(map(str, self.awaited))
+            why = f", because rank{'s' if len(self.awaited) > 1 else ''} {ranks} did not come in time"
         return f"rank {self.rank} (pid {self.pid}) {how} after {self.seconds:.1f} s{why}"
 
 
@@ -325,13 +330,13 @@ class AgentProcesses:
             agent.process.wait()
             self._living.remove(agent)
         now = time.monotonic()
-        losses = self._peer_losses() if ended else set()
-        outcomes = [
-            AgentExit(
-                agent.rank, agent.process.pid, code, now - agent.started, code > 0 and agent.process.pid in losses
-            )
-            for agent, code in ended
-        ]
+        notes = self._notes.read() if ended else {}
+        outcomes = []
+        for agent, code in ended:
+            pid = agent.process.pid
+            note = notes.get(pid, b"") if code > 0 else b""
+            is_loss, awaited = note == exit_notes.PEER_LOSS, exit_notes.awaited_ranks(note)
+            outcomes.append(AgentExit(agent.rank, pid, code, now - agent.started, is_loss, awaited))
         # Of agents reaped together, one that was killed did not fail because of another one's failure.
         for outcome in sorted(outcomes, key=lambda one: (one.is_peer_loss, one.code >= 0, one.rank)):
             self._outcomes[outcome.rank] = outcome
@@ -347,10 +352,6 @@ class AgentProcesses:
             if self._living and process.returncode is None and process.poll() is not None:
                 self.say(f"{name} has ended (code {process.returncode}): agents can no longer find each other")
 
-    def _peer_losses(self) -> set[int]:
-        """The pids of the agents whose scripts failed because another agent was lost."""
-        return {pid for pid, note in self._notes.read().items() if note == exit_notes.PEER_LOSS}
-
     def _report_peer_loss(self) -> None:
         """Report a peer loss as the job's failure if no cause is found: it is on another machine."""
         if self._peer_loss is None or self._steps is not None:
@@ -362,7 +363,9 @@ class AgentProcesses:
         """When to wait no longer for the failure that caused a peer loss, in ``time.monotonic()``."""
         assert self._peer_loss is not None
         notes = self._notes.read()
-        ending = any(notes.get(agent.process.pid) == exit_notes.OTHER for agent in self._living)
+        ending = any(
+            notes.get(agent.process.pid, exit_notes.PEER_LOSS) != exit_notes.PEER_LOSS for agent in self._living
+        )
         return self._peer_loss[1] + (CAUSE_EXIT_SECONDS if ending else CAUSE_SECONDS)
 
     def _take_failure(self, outcome: AgentExit) -> None:

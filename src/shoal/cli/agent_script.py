@@ -1,4 +1,4 @@
-"""Runs an agent's script as ``python script.py`` or ``python -m module`` does, and notes a ``SystemExit`` that ends it.
+"""Runs an agent's script as ``python script.py``, ``-m module`` or ``-c code`` does, and notes its ``SystemExit``.
 
 Python passes an uncaught exception to ``sys.excepthook``, but not ``SystemExit``, and exit handlers see neither. Every
 exception that ends the script passes through this file. So ``shoal run`` starts this file by its path, with the command
@@ -17,12 +17,14 @@ def main() -> None:
     if sets_path:
         del sys.path[0]
     arguments = sys.argv[1:]
-    if not arguments or arguments == ["-m"]:
+    if not arguments or arguments in (["-m"], ["-c"]):
         sys.exit("shoal: name a script, or -m and a module: python -m shoal.cli.agent_script train.py [arguments]")
     sys.excepthook = _excepthook
     try:
         if arguments[0] == "-m":
             _run_module(arguments[1:], sets_path)
+        elif arguments[0] == "-c":
+            _run_code(arguments[1:], sets_path)
         else:
             _run_file(arguments, sets_path)
     except SystemExit as error:
@@ -42,6 +44,13 @@ def _run_module(arguments: list[str], sets_path: bool) -> None:
     _new_main()
     # The interpreter itself calls this for -m. The public run_module() puts the old __main__ back at the end.
     runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
+
+
+def _run_code(arguments: list[str], sets_path: bool) -> None:
+    sys.argv = ["-c", *arguments[1:]]
+    if sets_path:
+        sys.path.insert(0, "")
+    exec(compile(arguments[0], "<string>", "exec", dont_inherit=True), _new_main())
 
 
 def _run_file(arguments: list[str], sets_path: bool) -> None:

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import queue
 import resource
 import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -41,11 +38,13 @@ from ..transport.addresses import address_towards, interface_address, is_loopbac
 from ..transport.process_group import MADE_HERE, available
 from ..transport.tls import certificates_of
 from . import path_check
-from .self_test import FLEET_CHECKS, PAIR_CHECK
+from .live_checks import CHECK_SECONDS, WHEN_BUSY, LiveChecks, launcher_variables, patience_here
+from .self_test import PAIR_CHECK
 
 T = TypeVar("T")
 
-CHECK_SECONDS = 20.0
+TOO_BUSY = 3
+"""The exit status where the machine was too busy to find out."""
 LOOKUP_SECONDS = 5.0
 SLOW_LOOKUP = 0.5
 """Seconds; a longer lookup means that the name server does not answer."""
@@ -79,30 +78,8 @@ VARIABLES = (
     "SHOAL_TRANSPORT",
     "SHOAL_WATCH",
 )
-_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL", "SLURM_", "PET_")
-_LAUNCHER_NAMES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "JOB_COMPLETION_INDEX",
-)
 # Slurm sets some forty.
 _SHOWN_SLURM = ("SLURM_JOB", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP", "SLURM_NODELIST")
-_LIVE_CHECK = (sys.executable, "-m", "shoal.cli.self_test")
-# A check starts its own agents, at an address of its own, and writes no trace; it sets their ranks itself.
-_NOT_FOR_CHECKS = (
-    "SHOAL_BEGIN_WITH",
-    "SHOAL_INCARNATION",
-    "SHOAL_LAUNCHER",
-    "SHOAL_RECORD",
-    "SHOAL_RENDEZVOUS",
-    "SHOAL_TIMELINE",
-    "SHOAL_TLS",
-    "SHOAL_WATCH",
-)
 _ADVICE = {
     "threads": "nothing of the system plays a part in it, so this is a bug in Shoal: report it with all of the above",
     "shared_memory": "it needs memfd_create, Unix sockets that pass descriptors, and /proc; a container's seccomp "
@@ -120,6 +97,7 @@ class Report:
     """Prints lines, and collects the problems to be printed at the end."""
 
     problems: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def section(self, title: str) -> None:
@@ -143,15 +121,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[0, 1],
         help="which of the two machines this is, if its addresses do not tell",
     )
-    parser.epilog = "The exit status is 0 if everything works here, else 1."
+    parser.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help=f"how long to wait for the checks ({CHECK_SECONDS:g}, on a busy machine {WHEN_BUSY:g}), or for the other "
+        f"machine ({path_check.WAIT_SECONDS:g})",
+    )
+    parser.epilog = (
+        f"The exit status is 0 if everything works here, 1 if something does not, and {TOO_BUSY} if that is not known "
+        "because the machine is too busy."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 0 if ``init`` would start and every transport works, else 1."""
+    """Print the report; 0 if ``init`` would start and every transport works, 1 if not, 3 if that is not known."""
     report = Report()
+    if args.wait is not None and not args.wait > 0:
+        print(f"shoal doctor: error: --wait {args.wait:g}: give seconds, more than 0", file=sys.stderr)
+        return 2
     if args.rendezvous is not None:
-        return run_path(report, args.rendezvous, args.node_rank)
-    with LiveChecks(time.monotonic() + CHECK_SECONDS) as checks:
+        return run_path(report, args.rendezvous, args.node_rank, args.wait or path_check.WAIT_SECONDS)
+    with LiveChecks(args.wait or patience_here()) as checks:
         print(f"shoal doctor, Shoal {__version__}")
         report_versions(report)
         report_machine(report)
@@ -162,19 +153,24 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {note}")
     for problem in report.problems:
         print(f"FAILED: {problem}")
-    if not report.problems:
-        print("OK: agents can run on this machine")
-    return 1 if report.problems else 0
+    for unknown in report.unknown:
+        print(f"NOT KNOWN: {unknown}")
+    if report.problems:
+        return 1
+    if report.unknown:
+        return TOO_BUSY
+    print("OK: agents can run on this machine")
+    return 0
 
 
-def run_path(report: Report, rendezvous: str, node: int | None) -> int:
+def run_path(report: Report, rendezvous: str, node: int | None, wait: float) -> int:
     """Print whether agents of two machines can connect; 0 if they can, also by one direction, else 1."""
     try:
         host, port = parse_address(rendezvous, "--rendezvous")
         here = node if node is not None else int(not is_own(host))
         print(f"shoal doctor, Shoal {__version__}")
         report.section(f"the path between two machines; this is machine {here}")
-        directions = path_check.check(host, port, here)
+        directions = path_check.check(host, port, here, wait)
     except (path_check.PathError, OSError, ValueError) as error:
         print(f"FAILED: {error}")
         return 1
@@ -306,20 +302,23 @@ def report_checks(report: Report, checks: LiveChecks) -> None:
     """Print the results of the live checks. A problem that several checks share is printed once."""
     report.section("live checks: two agents average a tensor")
     failed: dict[str, list[str]] = {}
-    for name, problem, seconds in checks.results():
-        report.line(name, f"FAILED: {problem}" if problem else f"OK, {1e3 * seconds:.0f} ms")
-        if problem:
-            failed.setdefault(problem, []).append(name)
+    starved = []
+    for one in checks.results():
+        if one.problem and one.starved:
+            report.line(one.name, f"not known: too busy ({one.problem})")
+            starved.append(one.name)
+            continue
+        report.line(one.name, f"FAILED: {one.problem}" if one.problem else f"OK, {1e3 * one.seconds:.0f} ms")
+        if one.problem:
+            failed.setdefault(one.problem, []).append(one.name)
+    if starved:
+        report.unknown.append(
+            f"{', '.join(starved)}: too busy. Other programs had the cores, at a load average of "
+            f"{os.getloadavg()[0]:.1f}. Try again later, or wait longer: shoal doctor --wait {3 * checks.patience:.0f}"
+        )
     for problem, names in failed.items():
         advice = _ADVICE[names[0]] if len(names) == 1 else "look at the variables and limits above"
         report.problems.append(f"{', '.join(names)}: {problem}\n  what to do: {advice}")
-
-
-def launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that launchers have set."""
-    return {
-        name: text for name, text in environ.items() if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
-    }
 
 
 def _agents(launch: Launch) -> str:
@@ -428,79 +427,3 @@ def _chosen(setting: str) -> str:
 
 def _limit(value: int, unit: int = 1, name: str = "") -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else f"{value // unit} {name}".strip()
-
-
-@dataclass(frozen=True)
-class _CheckProcess:
-    checks: tuple[str, ...]
-    """The names of the checks that this process makes."""
-    process: subprocess.Popen[bytes]
-    output: IO[str]
-    errors: IO[str]
-
-
-class LiveChecks:
-    """Two agents over each transport in one process, and two processes, all started at once.
-
-    Args:
-        deadline: In ``time.monotonic()``; what has not ended then is killed, and has failed.
-    """
-
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
-        self._processes: list[_CheckProcess] = []
-        self._files = contextlib.ExitStack()
-
-    def __enter__(self) -> LiveChecks:
-        taken = launcher_variables(os.environ)
-        environ = {k: v for k, v in os.environ.items() if k not in taken and k not in _NOT_FOR_CHECKS}
-        self._start("fleet", FLEET_CHECKS, environ)
-        pair = {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port())}
-        for rank, checks in enumerate([(PAIR_CHECK,), ()]):
-            # Its waits end before ours does, so that it can report the wait.
-            limits = {"RANK": str(rank), "SHOAL_TIMEOUT": f"{0.6 * CHECK_SECONDS:g}"}
-            self._start("pair", checks, environ | pair | limits)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for one in self._processes:
-            one.process.kill()
-            one.process.wait()
-        self._files.close()
-
-    def _start(self, what: str, checks: tuple[str, ...], environ: Mapping[str, str]) -> None:
-        output, errors = self._scratch_file(), self._scratch_file()
-        process = subprocess.Popen(
-            [*_LIVE_CHECK, what], env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
-        )
-        self._processes.append(_CheckProcess(checks, process, output, errors))
-
-    def _scratch_file(self) -> IO[str]:
-        return self._files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-
-    def results(self) -> Iterator[tuple[str, str, float]]:
-        """Each check, what was wrong (empty: nothing), and the seconds it took."""
-        for one in self._processes:
-            if not one.checks:
-                continue
-            try:
-                code = one.process.wait(timeout=max(0.1, self._deadline - time.monotonic()))
-                silence = f"its process ended with status {code}: {_text(one.errors)[-500:]}"
-            except subprocess.TimeoutExpired:
-                silence = f"it did not end in {CHECK_SECONDS:g} s, at a load average of {os.getloadavg()[0]:.1f}"
-            said = {line["check"]: line for line in map(json.loads, _text(one.output).splitlines())}
-            for check in one.checks:
-                if check in said:
-                    yield check, said[check]["error"], said[check]["seconds"]
-                else:
-                    yield check, silence, 0.0
-
-
-def _free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
-def _text(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read().strip()

@@ -168,6 +168,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "size": (int,),
     "host": (str,),
     "job": (str,),
+    "script": (str,),
     "since": (int, float),
 }
 _MORE_TYPES: dict[str, tuple[type, ...]] = {

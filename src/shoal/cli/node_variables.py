@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 
 from ..rendezvous.launch import parse_address
 
 AGENTS, NODES, NODE_RANK = "PET_NPROC_PER_NODE", "PET_NNODES", "PET_NODE_RANK"
 HOST, PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"
 INDEX = "JOB_COMPLETION_INDEX"
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""A folder of the driver with an entry for each of the machine's GPUs."""
 
 
 def fill_in(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
@@ -26,6 +29,8 @@ def fill_in(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """
     if args.agents is None:
         args.agents = _count(environ, AGENTS, "-n", "how many agents run on this machine")
+    if args.agents is None:
+        args.agents = gpus(environ) or 1
     if args.nnodes is None:
         args.nnodes = _count(environ, NODES, "--nnodes", "how many machines there are, which does not change") or 1
     if args.node_rank is None:
@@ -33,6 +38,15 @@ def fill_in(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     if args.node_rank is None and args.nnodes > 1:  # else the index is a sweep's, whose pods do not meet
         args.node_rank = _count(environ, INDEX, "--node-rank", "which of the machines this is")
     args.node_rank = args.node_rank or 0
+
+
+def gpus(environ: Mapping[str, str]) -> int:
+    """How many GPUs a process of this machine may use, without torch: importing it would take seconds."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        return next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
+    return sum(1 for _ in GPUS.glob("*"))
 
 
 def rendezvous(environ: Mapping[str, str]) -> tuple[str, int] | None:

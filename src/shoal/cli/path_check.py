@@ -57,12 +57,13 @@ class Direction:
         return f"open: {self.address}, {1e3 * self.seconds:.1f} ms"
 
 
-def check(host: str, port: int, node: int) -> list[Direction]:
+def check(host: str, port: int, node: int, wait: float = WAIT_SECONDS) -> list[Direction]:
     """Meet the other machine at the rendezvous and try both directions.
 
     Args:
         host, port: The rendezvous, which machine 0 listens at.
         node: The number of this machine, 0 or 1.
+        wait: Seconds for which each machine waits for the other one.
 
     Returns:
         The direction from machine 0 to machine 1, and the opposite one.
@@ -72,7 +73,7 @@ def check(host: str, port: int, node: int) -> list[Direction]:
         OSError: This machine cannot listen.
         ValueError: A variable is invalid.
     """
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + wait
     ports = parse_ports(*ports_of_environment())
     with (_accept if node == 0 else _connect)(host, port, deadline) as control:
         try:
@@ -122,7 +123,7 @@ def _accept(host: str, port: int, deadline: float) -> socket.socket:
                             "from machine 0 to machine 1 are lost, as by a firewall or a route that is missing there"
                         ) from None
         raise PathError(
-            f"nobody has connected to {join_address(host, port)} in {WAIT_SECONDS:g} s, and no request to connect has "
+            f"nobody has connected to {join_address(host, port)} in time, and no request to connect has "
             "come either. Run the same command on the other machine meanwhile; if that has no answer there, a firewall "
             "closes this port, or all packets from machine 1 to machine 0 are lost"
         )

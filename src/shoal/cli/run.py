@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ..observability.watch.live import Watch
 from ..rendezvous.bootstrap_barrier import LOST
@@ -27,11 +26,13 @@ from ..rendezvous.elastic_join import Invitation, keep_secret
 from ..rendezvous.launch import BEGIN_WITH, INCARNATION, LAUNCHER, LOOPBACK, WATCH, join_address, parse_address
 from ..rendezvous.rendezvous import listen
 from ..transport.addresses import parse_ports, ports_of_environment
-from . import agent_script, node_variables
+from . import node_variables
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses, JobExit
+from .agent_program import CODE, FILE, STDIN, check_program, command_of, variables, words_of
 from .launcher_signals import Signals
 from .rank_claim import claim
+from .run_arguments import add_arguments as add_arguments
 from .watch_setup import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
 
 # A process of its own, so that the launcher needs no torch and starts the agents at once, and no thread. torch would
@@ -120,90 +121,14 @@ class LaunchedJob:
         return found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line; what follows the script belongs to the script."""
-    parser.allow_abbrev = False
-    parser.add_argument(
-        "-n",
-        "--nproc-per-node",
-        type=int,
-        required=not os.environ.get(node_variables.AGENTS),
-        metavar="N",
-        dest="agents",
-        help=f"agents on this machine ({node_variables.AGENTS})",
-    )
-    parser.add_argument("--nnodes", type=int, metavar="K", help=f"machines in the job ({node_variables.NODES}, else 1)")
-    parser.add_argument(
-        "--node-rank",
-        type=int,
-        metavar="I",
-        help=f"which of them this is: 0 to K - 1 ({node_variables.NODE_RANK} or {node_variables.INDEX}, else 0)",
-    )
-    parser.add_argument(
-        "--rendezvous",
-        metavar="HOST:PORT",
-        help="where machine 0 is reached, and a free port there; needed for several machines (SHOAL_RENDEZVOUS, or "
-        f"{node_variables.HOST} and {node_variables.PORT})",
-    )
-    parser.add_argument(
-        "--ports",
-        metavar="FIRST-LAST",
-        help="the ports on which the agents of this machine listen for other machines, one for each agent: open them "
-        "in the firewall (SHOAL_PORTS, else any port)",
-    )
-    parser.add_argument(
-        "--max-agents",
-        type=int,
-        metavar="M",
-        help="room for so many agents in all: others may join while the run goes on, where the script loads and saves "
-        "a shoal.Checkpoint; the run says how when it starts. With --on-failure continue (the default then) or restart",
-    )
-    parser.add_argument(
-        "--join",
-        metavar="HOST:PORT",
-        help="join the run that goes on there and was started with --max-agents, with N agents more",
-    )
-    parser.add_argument(
-        "--on-failure",
-        choices=["stop", "continue", "restart"],
-        help="when an agent fails: end the others (stop, the default); let them go on (continue, the default with "
-        "--max-agents and --join); let them go on, and start it again to take its place, where the script loads and "
-        "saves a shoal.Checkpoint (restart). With restart on one machine a job of which no agent is left begins again, "
-        "from the files of its checkpoints",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=3,
-        metavar="K",
-        help="with restart: how often each agent is started again, and how often the whole job where none is left (3)",
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="how long agents may take to end after SIGINT or SIGTERM before the next, harder signal (10)",
-    )
-    parser.add_argument(
-        "--watch",
-        action="store_true",
-        help="show the run on a page on 127.0.0.1 while it goes on; its address, which nobody can guess, is printed",
-    )
-    parser.add_argument("--watch-port", type=int, default=0, metavar="PORT", help="the port of that page (any)")
-    parser.add_argument("--no-prefix", action="store_true", help="pass output through, without [rank] before each line")
-    parser.add_argument("-m", action="store_true", dest="is_module", help="the script is a module, as in python -m")
-    parser.add_argument("script", help="the Python script, or with -m the module, that every agent runs")
-    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
-    rest.required = False  # some versions of argparse would also demand them if the script is missing
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the job's agents of this machine; the exit status is described in docs/launching.md."""
     try:
         host, port = _checked(args)
     except ValueError as error:
         return _refused(error, 2)
+    if args.script == STDIN and args.kind == FILE:
+        args.kind, args.script = CODE, sys.stdin.read()
     return _join(args, host, port) if args.join is not None else _begin(args, host, port)
 
 
@@ -355,9 +280,7 @@ def _mind(
 ) -> JobExit:
     """Start the agents, supervise them until they end, and serve the store if it is to be here."""
     output = AgentOutput() if args.agents > 1 and not args.no_prefix else None
-    # Unbuffered: lines arrive when they are printed, and a killed agent's last output is not lost.
-    command = [sys.executable, "-u", agent_script.__file__, *(["-m"] if args.is_module else [])]
-    command += [args.script, *args.arguments]
+    command = command_of(args.kind, args.script, args.arguments)
     survive, restarts = args.on_failure != "stop", args.max_restarts if args.on_failure == "restart" else 0
     with AgentProcesses(
         output, signals, survive=survive, restarts=restarts, elsewhere=elsewhere, watch=watch, grace=args.grace
@@ -369,7 +292,8 @@ def _mind(
         if watch is not None and watch.address and not job.attempt:
             agents.say(f"watch the run at {watch.address}")
         defaults = {"SHOAL_ON_LOSS": "continue"} if survive else {}
-        given = {"SHOAL_PORTS": args.ports} if args.ports is not None else {}
+        options = {"SHOAL_PORTS": args.ports, "SHOAL_TIMELINE": args.timeline, "SHOAL_RECORD": args.record}
+        given = variables(args.env) | {name: value for name, value in options.items() if value is not None}
         for local_rank in range(args.agents):
             environ = job.environment(local_rank, {**defaults, **os.environ, **given})
             rank = int(environ["RANK"])
@@ -395,7 +319,7 @@ def _how_to_join(args: argparse.Namespace, room: Invitation, host: str, port: in
         return ""
     here = is_this_machine(host) or not os.environ.get("SHOAL_SECRET")
     where = "on this machine, by this user" if here else "on other machines with the same SHOAL_SECRET"
-    script = shlex.join([*(["-m"] if args.is_module else []), args.script, *args.arguments])
+    script = shlex.join(words_of(args.kind, args.script, args.arguments))
     return f"{more} more may join, {where}: shoal run --join {join_address(host, port)} -n K {script}"
 
 
@@ -453,8 +377,8 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
         raise ValueError("--join with --watch: that is for the run to show that is joined")
     if not args.grace >= 0:
         raise ValueError(f"--grace {args.grace}: seconds, zero or more")
-    if not args.is_module and not Path(args.script).exists():
-        raise ValueError(f"there is no script {args.script!r} in {Path.cwd()} (-m runs a module)")
+    check_program(args.kind, args.script, args.arguments, f"-n {args.agents}")
+    variables(args.env)
     if args.join is not None:
         return parse_address(args.join, "--join")
     if args.rendezvous is not None:

@@ -16,22 +16,21 @@ from functools import partial
 import torch
 
 import shoal
+from shoal.cli.core_wait import core_wait, is_starved
 from shoal.coordination.attach import PROCESS_GROUP
 from shoal.runtime.agent import current
 from shoal.transport.process_group import available
 
 FLEET_CHECKS = ("threads", "shared_memory", "network", *([PROCESS_GROUP] if "gloo" in available() else []))
 PAIR_CHECK = "two processes"
-FLEET_SECONDS = 4.0
-"""For every wait in one check of a fleet; the four of them fit into the doctor's patience."""
 _SIZES = (1, 1 << 18)
 """Elements: of a tensor that is sent inside a message, and of one that is published or streamed."""
 
 
-def check_fleet() -> None:
-    """Two agents in this process, over one transport after another."""
+def check_fleet(seconds: float) -> None:
+    """Two agents in this process, over one transport after another; each wait in a check may take so long."""
     for transport in FLEET_CHECKS:
-        fleet = shoal.Fleet(2, transport=transport, timeout=FLEET_SECONDS)
+        fleet = shoal.Fleet(2, transport=transport, timeout=seconds)
         _report(transport, partial(fleet.run, average))
 
 
@@ -57,19 +56,22 @@ def average() -> None:
 
 
 def _report(check: str, run: Callable[[], object], told: bool = True) -> None:
-    start = time.perf_counter()
-    error = ""
+    start, waited = time.perf_counter(), core_wait()
+    error, late = "", False
     try:
         run()
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
+        late = isinstance(problem, TimeoutError | ConnectionError)  # what else went wrong does not depend on time
     if told:
-        print(json.dumps({"check": check, "error": error, "seconds": time.perf_counter() - start}), flush=True)
+        seconds = time.perf_counter() - start
+        starved = late and is_starved(core_wait() - waited, seconds)
+        print(json.dumps({"check": check, "error": error, "seconds": seconds, "starved": starved}), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    check_pair() if sys.argv[1] == "pair" else check_fleet()
+    check_pair() if sys.argv[1] == "pair" else check_fleet(float(sys.argv[2]))
     # An agent that hangs, as a thread, must not keep the process.
     sys.stdout.flush()
     os._exit(0)

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ..operations.timeouts import format_seconds
@@ -27,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "something that lets no thread of Python run), and 2 if there are none."
     )
     parser.add_argument("pids", nargs="*", type=int, metavar="PID", help="only these processes")
+    parser.add_argument(
+        "--job",
+        metavar="JOB",
+        help="only the agents of this job: its name as this command prints it, the pid in that, or the script's name",
+    )
     parser.add_argument("--json", action="store_true", help="print what was found as one JSON array, a process each")
     parser.add_argument(
         "--watch",
@@ -44,21 +49,29 @@ def run(args: argparse.Namespace) -> int:
         print("shoal status: error: --watch is for people, --json for programs: give one of them", file=sys.stderr)
         return NONE_FOUND
     if args.watch is not None:
-        return _watch(args.pids, args.watch)
-    found = look(args.pids)
+        return _watch(args.pids, args.job, args.watch)
+    found = look(args.pids, args.job)
     if args.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
     else:
         from rich.console import Console
 
-        Console(width=None if sys.stdout.isatty() else 160).print(told(found, args.pids))
+        Console(width=None if sys.stdout.isatty() else 160).print(told(found, args.pids, args.job))
     return status_of(found)
 
 
-def look(pids: Sequence[int]) -> list[Process]:
-    """The processes that have agents, or those of these that do."""
+def look(pids: Sequence[int], job: str | None = None) -> list[Process]:
+    """The processes that have agents, or those of these that do; of one job, those that answer."""
     found = find()
-    return ask({pid: listeners for pid, listeners in found.items() if not pids or pid in pids})
+    answers = ask({pid: listeners for pid, listeners in found.items() if not pids or pid in pids})
+    if job is None:
+        return answers
+    of_job = [replace(one, agents=tuple(agent for agent in one.agents if _is_of(agent, job))) for one in answers]
+    return [one for one in of_job if one.agents]
+
+
+def _is_of(agent: dict[str, Any], job: str) -> bool:
+    return job in (agent["job"], agent["job"].rpartition(":")[2], agent["script"].partition(" ")[0], agent["script"])
 
 
 def status_of(found: Iterable[Process]) -> int:
@@ -67,27 +80,28 @@ def status_of(found: Iterable[Process]) -> int:
     return NONE_FOUND if not silent else SOME_DID_NOT if any(silent) else ALL_ANSWERED
 
 
-def _watch(pids: Sequence[int], interval: float) -> int:
+def _watch(pids: Sequence[int], job: str | None, interval: float) -> int:
     from rich.live import Live
 
-    found = look(pids)
+    found = look(pids, job)
     try:
-        with Live(told(found, pids), auto_refresh=False, screen=False) as live:
+        with Live(told(found, pids, job), auto_refresh=False, screen=False) as live:
             while True:
                 time.sleep(interval)
-                found = look(pids)
-                live.update(told(found, pids), refresh=True)
+                found = look(pids, job)
+                live.update(told(found, pids, job), refresh=True)
     except KeyboardInterrupt:
         return status_of(found)
 
 
-def told(found: Sequence[Process], pids: Sequence[int] = ()) -> RenderableType:
+def told(found: Sequence[Process], pids: Sequence[int] = (), job: str | None = None) -> RenderableType:
     """The found processes, formatted for people."""
     from rich.console import Group
     from rich.text import Text
 
     if not found:
         which = f" in the processes {', '.join(map(str, pids))}" if pids else " on this machine"
+        which = which if job is None else f" of the job {job}{which}"
         return Text(
             f"there are no agents of this user{which}. (They are found from the end of shoal.init() on; those of other "
             "users, and of other containers, are not.)"
@@ -113,9 +127,12 @@ def _job(agents: list[dict[str, Any]]) -> list[RenderableType]:
     from rich.text import Text
 
     first = agents[0]
-    host, _, pid = first["job"].rpartition(":")
     known = f"{len(agents)} of {first['size']} agents" if first["size"] > 1 else "one agent"
-    lines: list[RenderableType] = [Text(f"{known}, of the job whose rank 0 is pid {pid} on {_plain(host)}", "bold")]
+    script = f" of {_plain(first['script'])}" if first["script"] else ""
+    began = min(one["since"] for one in agents)
+    ago = _duration(time.time() - began)
+    head = f"{known}{script}, job {_plain(first['job'])}, started {_time(began)} ({ago} ago)"
+    lines: list[RenderableType] = [Text(head, "bold")]
     table = Table(box=None, pad_edge=False)
     for name in ("rank", "pid", "host", "up", "what it does", "steps", "calls", "sent", "ended last"):
         right = name in ("rank", "pid", "up", "steps", "calls", "sent")
@@ -177,6 +194,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _plain(text: str) -> str:
     """Text of an agent in a printable form: scripts choose names, and terminals obey some characters."""
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def _time(seconds: float) -> str:
+    """The time of day, with the date where it is not today's."""
+    at = time.localtime(seconds)
+    return time.strftime("%H:%M:%S" if at[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M:%S", at)
 
 
 def _duration(count: float) -> str:

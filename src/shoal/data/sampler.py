@@ -42,11 +42,16 @@ class AgentSampler(Sampler[int]):
                 loss = sampler.weight * criterion(model(inputs), labels)
 
     All agents create it together; it raises an error if their datasets or arguments differ. The order is a function of
-    ``seed``, epoch and rank. ``state_dict()`` belongs into the checkpoint, and resumes in the middle of an epoch. With
-    ``on_loss="continue"`` each epoch is distributed over the agents present at its begin, the same on all of them. A
-    lost agent's samples of that epoch are not seen again before the next, and a lost shard is gone. (A ``DataLoader``
-    with worker processes has taken more from the sampler than the model has seen; after loading, set the begin:
-    ``sampler.set_epoch(epoch, start=batches * batch_size)``.)
+    ``seed``, epoch and rank. ``state_dict()`` belongs into the checkpoint, and resumes in the middle of an epoch.
+
+    With ``on_loss="continue"`` an epoch has the same length for the whole job, so a learning-rate schedule that counts
+    steps keeps its meaning. Each epoch is distributed over the agents present at its begin, the same on all of them.
+    After a loss it covers a part of the dataset, a different part in each epoch, and a lost shard is gone. A restarted
+    or joining agent has the length and the position of the others if the sampler is a part of the
+    :class:`~shoal.Checkpoint`. With more agents than at the start, samples are used more than once in an epoch.
+
+    A ``DataLoader`` with worker processes has taken more from the sampler than the model has seen; after loading, set
+    the begin: ``sampler.set_epoch(epoch, start=batches * batch_size)``.
 
     Args:
         dataset: Anything with a length.
@@ -83,7 +88,12 @@ class AgentSampler(Sampler[int]):
         self._total = len(dataset if self._shard is None else self._shard)
         self._pad = pad
         self._asked = self._total, self._shard is not None, seed, shuffle, pad, timeout
-        self._totals, self._entered = _agreed(*self._asked), 0
+        self._totals, _ = _agreed(*self._asked, None)
+        self._entered = 0
+        self._is_outside = agent.engine.rejoin.outside
+        """The length is a guess until this agent has entered, or has loaded the others' state."""
+        begin = list(range(agent.launch.begins)) if self._is_outside else list(self._totals)
+        self._length, self._agents = self._length_for(begin), len(begin)
         self._deal(list(self._totals))
         empty = [rank for rank, total in self._totals.items() if not total]
         if empty or not self._length:
@@ -95,22 +105,25 @@ class AgentSampler(Sampler[int]):
         self.epoch = 0
         self._start = self._position = 0
 
-    def _deal(self, there: list[int]) -> None:
-        """Distribute the samples over these agents, which include this one."""
-        self._there, count = there, len(there)
+    def _length_for(self, there: list[int]) -> int:
+        """Samples of an agent in an epoch of a job that begins with these agents."""
         if self._shard is None:
-            self._length = -(-self._total // count) if self._pad else self._total // count
-            self.weight = 1.0
-        else:
-            samples = sum(self._totals[rank] for rank in there)
-            self._length = -(-samples // count)
-            self.weight = count * self._total / samples
+            return -(-self._total // len(there)) if self._pad else self._total // len(there)
+        return -(-sum(self._totals[rank] for rank in there) // len(there))
 
-    def _look_who_is_there(self) -> None:
+    def _deal(self, there: list[int]) -> None:
+        """Distribute the samples over these agents, which include this one. The length of an epoch stays."""
+        self._there = there
+        samples = sum(self._totals[rank] for rank in there)
+        self.weight = 1.0 if self._shard is None else len(there) * self._total / samples
+
+    def _update_members(self) -> None:
+        """At the begin of an epoch: distribute the samples over the current agents, the same on all of them."""
         agent = agent_context().agent
         gone, entered = WHOLE if agent is None else agent.engine.plan("~samples")
-        if entered != self._entered:  # all members learn it in the same epoch, and new agents have samples, too
-            self._totals, self._entered = _agreed(*self._asked), entered
+        if entered != self._entered:  # all agents see this in the same epoch
+            self._totals, length = _agreed(*self._asked, None if self._is_outside else self._length)
+            self._length, self._entered, self._is_outside = length or self._length, entered, False
         there = [rank for rank in self._totals if rank not in gone]
         if there != self._there:
             self._deal(there)
@@ -121,7 +134,8 @@ class AgentSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """The epoch from its begin, or from the position of a loaded state; at its end the next epoch follows."""
-        self._look_who_is_there()
+        if not self._start:  # in the middle of an epoch the others are not here
+            self._update_members()
         epoch, self._position, self._start = self.epoch, self._start, 0
         for index in self._epoch_of(epoch)[self._position :]:
             self._position += 1
@@ -148,7 +162,7 @@ class AgentSampler(Sampler[int]):
             "position": self._position,
             "seed": self._seed,
             "length": self._length,
-            "agents": len(self._there),
+            "agents": self._agents,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -159,7 +173,9 @@ class AgentSampler(Sampler[int]):
             ValueError: As many agents had more or fewer samples.
         """
         length, agents = state_dict["length"], state_dict["agents"]
-        if agents == len(self._there) and length != self._length:
+        if self._is_outside:  # of the agents that it joins
+            self._length, self._agents, self._is_outside = length, agents, False
+        if agents == self._agents and length != self._length:
             raise ValueError(
                 f"the state is of epochs of {length} samples for each agent, and now there are {self._length}: the "
                 "dataset or the shards are not the same. To use these, begin an epoch with set_epoch(epoch)."
@@ -185,16 +201,18 @@ class AgentSampler(Sampler[int]):
         return np.random.default_rng((self._seed, *which)).permutation(self._total)
 
 
-def _agreed(total: int, sharded: bool, seed: int, shuffle: bool, pad: bool, timeout: float | None) -> dict[int, int]:
-    """How many samples each agent has, if all else is the same."""
+def _agreed(
+    total: int, sharded: bool, seed: int, shuffle: bool, pad: bool, timeout: float | None, length: int | None
+) -> tuple[dict[int, int], int]:
+    """How many samples each agent has, and the length of an epoch (0 if no agent knows it), if all else is equal."""
     agent = current("AgentSampler")
     if agent.engine.rejoin.outside:  # the others' are known when it has entered; until then they are taken for as large
-        return dict.fromkeys(range(agent.size), total)
+        return dict.fromkeys({*range(agent.launch.begins), agent.rank}, total), 0
     here = agent.rank
-    own = torch.tensor([sharded, seed, shuffle, pad, total])
+    own = torch.tensor([sharded, seed, shuffle, pad, total, length or 0])
     found = {rank: row.tolist() for rank, row in gather_by_rank(own, Internal("AgentSampler"), timeout=timeout).items()}
     for rank, theirs in found.items():
-        for what, ours, other in zip(_AGREED, own.tolist(), theirs, strict=True):
+        for what, ours, other in zip(_AGREED, own.tolist()[:-1], theirs[:-1], strict=True):
             if ours != other and not (sharded and what == _AGREED[-1]):
                 raise Mismatch(f"AgentSampler: rank {here} has {what}: {ours}; rank {rank}: {other}", (here, rank))
-    return {rank: row[-1] for rank, row in found.items()}
+    return {rank: row[-2] for rank, row in found.items()}, max(row[-1] for row in found.values())

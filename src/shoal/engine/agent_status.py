@@ -7,7 +7,10 @@ is done while no one asks.
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from .. import clock
@@ -100,6 +103,7 @@ class StatusReporter:
         measured: TrainingMetrics,
     ) -> None:
         self._began = clock.time()
+        self._script = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])[:_LONGEST] if any(sys.argv) else ""
         self._rank, self._router, self._matcher, self._sender = rank, router, matcher, sender
         self._membership, self._progress, self._agreement = membership, progress, agreement
         self._gate, self._services, self._steps, self._measured = gate, services, steps, measured
@@ -148,6 +152,7 @@ class StatusReporter:
             "pid": os.getpid(),
             "host": router.place.host,
             "job": f"{first.host}:{first.pid}",
+            "script": self._script,
             "since": self._began,
         }
 

@@ -16,7 +16,7 @@ from ..operations.deadlock import LOOK_AFTER, Deadlocks
 from ..operations.lifecycle import ASK_AFTER, Lifecycle
 from ..operations.matching import Matcher
 from ..operations.membership import Membership
-from ..operations.operation import Operation
+from ..operations.operation import SAME_CALLS, Operation
 from ..operations.sender import Sender
 from ..transport.wire import HERE, Kind, Message
 from .stalls import Stalls
@@ -154,9 +154,11 @@ class Watchdog:
     def _overdue(self, operation: Operation) -> DeadlineExceeded:
         """The error of an operation whose deadline has passed: which agents did not send what."""
         waiting, part = operation.blocked_on, operation.fused or operation
+        remedy = "If they are only slow, raise SHOAL_TIMEOUT or pass timeout="
         stage = part.stage
         if stage is not None and stage.missing:
             what = "they did not answer" if operation.one_sided else "they did not take part"
+            remedy += "" if operation.one_sided else f". {SAME_CALLS}"
         elif stage is not None and stage.to_move and not (operation.unconfirmed or stage.unconfirmed):
             what = "they did not come to it" if waiting else "all have come to it, and its tensors have not been moved"
         elif part.waiting_more:
@@ -170,7 +172,7 @@ class Watchdog:
         why = self._sender.problems_with(waiting)
         return DeadlineExceeded(
             f"{operation} on rank {self._rank} waited {operation.timeout:g} s for ranks {waiting}: {what}. "
-            + (f"{why}" if why else "If they are only slow, raise SHOAL_TIMEOUT or pass timeout=")
+            + (why or remedy)
             + self._stalls.last_answer(waiting, operation.started),
             waiting,
         )

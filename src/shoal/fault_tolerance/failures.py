@@ -14,7 +14,7 @@ from ..operations.events import Events
 from ..operations.fusion import Fusion
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Matcher
-from ..operations.membership import NEEDED, Departure, Membership
+from ..operations.membership import NEEDED, UNEVEN, Departure, Membership
 from ..operations.progress import Progress
 from ..operations.sender import Sender
 from ..operations.services import Services
@@ -288,7 +288,7 @@ class Failures:
         """The message about a loss, and the ranks that it names."""
         rank, cause, _, told_by, certain, _, _ = gone
         if cause == NEEDED:
-            return f"rank {rank} {cause.removeprefix('it ')}", rank
+            return f"rank {rank} {cause.removeprefix('it ')}. {UNEVEN}", rank
         if told_by in (self._rank, rank):
             return f"rank {rank} was lost ({cause})", rank
         if not certain and self._router.knows(rank):

@@ -94,8 +94,10 @@ class StatusPublisher:
     def summary(self) -> dict[str, Any]:
         """The current status message."""
         engine = self._agent.engine
-        said = engine.router.describe(WITHIN_SECONDS) | {"attempt": self._agent.launch.attempt}
+        said = engine.router.describe(WITHIN_SECONDS)
+        said |= {"attempt": self._agent.launch.attempt, "rejoins": engine.rejoin.outside}
         said.pop("here", None)
+        said.pop("script", None)  # a command line may have what is not meant for the network between launchers
         if "steps" in said:  # else it has no time for more
             said |= self._step.of(said["steps"], said["stepped_ago"])
             with engine.lock:

@@ -44,7 +44,7 @@ from ..transport.wire import Kind, Message, ProtocolError
 from .events import Events
 from .lifecycle import Lifecycle
 from .matching import Matcher
-from .operation import Handle, Operation, describe
+from .operation import SAME_CALLS, Handle, Operation, describe
 from .progress import Progress
 from .sender import Sender
 
@@ -246,4 +246,4 @@ def _explained(circle: list[_WaitEdge]) -> str:
         f"rank {one.rank} waits in {describe(one.op, one.name, one.round)} for rank {after.rank}"
         for one, after in zip(waits, [*waits[1:], waits[0]], strict=True)
     ]
-    return f"agents wait for each other, and none can go on: {'; '.join(said)}. Make the same calls on all agents"
+    return f"agents wait for each other, and none can go on: {'; '.join(said)}. {SAME_CALLS}"

@@ -10,6 +10,11 @@ NOT_YET = "it has not come yet"
 LEFT = "has left (it called shoal.shutdown(), or its script ended)"
 NEEDED = f"it {LEFT}, and is still needed"
 """The cause of a loss where an agent left in good order. All agents give the same one, whoever noticed first."""
+UNEVEN = (
+    "If it had fewer batches, deal out equally many with shoal.AgentSampler, or put the loop inside `with "
+    "optimizer.join():`"
+)
+"""The usual reason of such a loss, and its remedy."""
 
 
 @dataclass(frozen=True)

@@ -420,6 +420,14 @@ def needed_by(ranks: Sequence[int], moves: bool) -> str:
     return f" for ranks {list(ranks)}" if ranks else ", to which all have come, until its tensors are moved" * moves
 
 
+SAME_CALLS = (
+    "Make the same calls on all agents: none inside `if shoal.rank() == 0`; with equal numbers of batches "
+    "(shoal.AgentSampler), or else inside `with optimizer.join():`; and with equal counters behind calls in every k-th "
+    'step, also after a restart (shoal.Checkpoint(state={"step": 0}) gives them to restarted agents)'
+)
+"""The remedy where agents wait in different calls."""
+
+
 def describe(op: str, name: str, round_: int) -> str:
     """The name of an operation in messages to users."""
     name = name.removeprefix("~window ").removeprefix(INTERNAL)

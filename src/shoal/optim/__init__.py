@@ -17,6 +17,7 @@ from .bluefog import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .bluefog import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .bluefog import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .checkpoint import Checkpoint as Checkpoint
+from .mean_file import save as save
 from .mean_model import consensus as consensus
 from .mean_model import consensus_distance as consensus_distance
 from .metric import Metric as Metric

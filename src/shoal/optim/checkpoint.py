@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -19,9 +19,9 @@ from ..dtensors import is_sharded, parts_of_state, spread_as
 from ..errors import Mismatch, PeerLost, ShoalError
 from ..ops.arguments import Internal
 from ..ops.collective import gather_by_rank
-from ..ops.objects import broadcast_object
 from ..ops.state_transfer import hand_over, let_in
 from ..runtime.agent import current
+from .all_agents import AgentErrors, all_try, from_one_agent, present_agents
 from .checkpoint_files import (
     Manifest,
     complete,
@@ -34,18 +34,9 @@ from .checkpoint_files import (
     withdraw,
     write_states,
 )
+from .checkpoint_parts import NO_SCHEDULES, GeneratorState, Stateful, as_stateful, is_scheduled
 from .optimizer import DecentralizedOptimizer
 from .state_trees import in_own_memory, mean_state
-
-T = TypeVar("T")
-
-
-class Stateful(Protocol):
-    """Models, optimizers, schedulers, samplers, scalers."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 class Checkpoint:
@@ -62,25 +53,31 @@ class Checkpoint:
     missing key, before anything is changed. To change the number, load with the old one and call :meth:`save`; then
     :meth:`load` with the new one and ``start="consensus"``.
 
+    A script's own counters are a dict, which ``load`` fills in place::
+
+        state = {"step": 0, "best": math.inf}
+        checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer, state=state)
+
     Args:
-        parts: Anything with ``state_dict`` and ``load_state_dict``, or a ``torch.Generator`` (such as
-            ``torch.default_generator``, which dropout draws from). The same names on all agents.
+        parts: The same names on all agents; each part is one of these:
+
+            - an object with ``state_dict`` and ``load_state_dict``: a model, an optimizer, a scheduler, a sampler;
+            - a dict or a list of plain data (numbers, strings, None, tensors, and collections of these), such as
+              counters: a loaded or rejoining agent has the values of the checkpoint or of the other agents in it;
+            - a ``torch.Generator``, such as ``torch.default_generator``, which dropout draws from.
 
     Raises:
-        TypeError: A part is neither.
+        TypeError: A part is none of these.
         ValueError: There is none.
     """
 
-    def __init__(self, **parts: Stateful | torch.Generator) -> None:
+    def __init__(self, **parts: Stateful | torch.Generator | dict[Any, Any] | list[Any]) -> None:
         if not parts:
             raise ValueError("a checkpoint of what? Name its parts: Checkpoint(model=model, optimizer=optimizer)")
         self._parts: dict[str, Stateful] = {}
         for name, part in parts.items():
-            if isinstance(part, torch.Generator):
-                part = _RandomState(part)
-            if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
-                raise TypeError(f"checkpoint: {name} is a {type(part).__name__}, which has no state to save and load")
-            self._parts[name] = part
+            self._parts[name] = as_stateful(name, part)
+        self._warned_of_schedules = False
         # Models are loaded first, because an optimizer may keep data that belongs to their values.
         self._parts = dict(sorted(self._parts.items(), key=lambda item: not isinstance(item[1], torch.nn.Module)))
 
@@ -128,13 +125,27 @@ class Checkpoint:
         _check_that_agents_are_whole("Checkpoint.save")
         if step < 0 or (keep is not None and keep < 1):
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
+        self._warn_of_schedules()
         place = None
         while folder is not None and place is None:
-            place = self._save_among(_present_agents(timeout), Path(folder), step, keep, timeout)
+            place = self._save_among(present_agents(timeout), Path(folder), step, keep, timeout)
         if agent.engine.agreement.active and let_in(agent, timeout):
             hand_over(agent, lambda: self._handed_over(step), timeout)
             self._meet()
         return place
+
+    def _warn_of_schedules(self) -> None:
+        """A learning-rate schedule that is not saved would begin anew in a resumed run or a restarted agent."""
+        optimizers = [part for part in self._parts.values() if isinstance(part, torch.optim.Optimizer)]
+        has_schedule = not all(isinstance(part, NO_SCHEDULES) for part in self._parts.values())
+        if self._warned_of_schedules or has_schedule or not any(map(is_scheduled, optimizers)):
+            return
+        self._warned_of_schedules = True
+        warnings.warn(
+            "checkpoint: a learning-rate schedule of an optimizer that is saved is not saved itself. It would start "
+            "over when the run is resumed or an agent restarted. Add it: Checkpoint(..., schedule=schedule)",
+            stacklevel=3,
+        )
 
     def _meet(self) -> None:
         """Agents have entered, and have their state: do what all have to do together then."""
@@ -146,7 +157,7 @@ class Checkpoint:
         """The state for an agent that is admitted now."""
         states = {}
         for name, part in self._parts.items():
-            if not isinstance(part, _RandomState):  # agents that draw alike would be of little use to each other
+            if not isinstance(part, GeneratorState):  # agents that draw alike would be of little use to each other
                 state = part.hand_over() if isinstance(part, DecentralizedOptimizer) else part.state_dict()
                 states[name] = in_own_memory(dict(state) if isinstance(state, Mapping) else state)
         return {"step": step, "parts": states}
@@ -157,7 +168,7 @@ class Checkpoint:
         entry = agent.engine.rejoin
         entry.wait(entry.rejoin_seconds if timeout is None else timeout, agent.engine.stalls.after)
         state = hand_over(agent, None, timeout)
-        parts = {name: part for name, part in self._parts.items() if not isinstance(part, _RandomState)}
+        parts = {name: part for name, part in self._parts.items() if not isinstance(part, GeneratorState)}
         if parts.keys() != state["parts"].keys():
             raise ValueError(
                 f"checkpoint: rank {agent.rank} was started again, and loads {', '.join(parts)}; the others save "
@@ -178,7 +189,7 @@ class Checkpoint:
         agent, place = current("Checkpoint.save"), None
         first, number = there[0], there.index(agent.rank)
         try:
-            name = _named(_gather_from_all(first, "name", lambda: next_name(folder, step), timeout))
+            name = _named(from_one_agent(first, "checkpoint.name", lambda: next_name(folder, step), timeout))
             path = place = folder / name
 
             def write() -> int:
@@ -189,7 +200,7 @@ class Checkpoint:
                     states = {part: _state_of_agent(state, number, len(there)) for part, state in states.items()}
                 return write_states(path, number, states)
 
-            failures, crc = _all_try("save", write, timeout)
+            failures, crc = all_try("checkpoint.save", write, timeout)
             if failures:
                 withdraw(place, number)
                 raise failures.error(f"{place} is not saved")
@@ -199,7 +210,10 @@ class Checkpoint:
                 crcs = tuple(int(one) for one in checksums.values())
                 manifest = Manifest(step, len(there), tuple(self._parts), crcs, agent.size)
                 remove_all_but(
-                    folder, _gather_from_all(first, "manifest", lambda: complete(folder, name, manifest, keep), timeout)
+                    folder,
+                    from_one_agent(
+                        first, "checkpoint.manifest", lambda: complete(folder, name, manifest, keep), timeout
+                    ),
                 )
                 return place
         except PeerLost as lost:
@@ -261,8 +275,8 @@ class Checkpoint:
                 return 0
             raise FileNotFoundError("checkpoint: folder=None has no files; missing_ok=True begins at step 0")
         folder = Path(folder)
-        there = _present_agents(timeout)
-        found = _gather_from_all(there[0], "find", lambda: find(folder, step), timeout)
+        there = present_agents(timeout)
+        found = from_one_agent(there[0], "checkpoint.find", lambda: find(folder, step), timeout)
         if not found["found"]:
             if missing_ok and not found["steps"]:
                 return 0
@@ -277,7 +291,7 @@ class Checkpoint:
             failures, states = self._read(place, manifest, way, there, timeout)
             if states is not None and not failures:
                 for part_name, part in self._parts.items():
-                    if way == "own" or not isinstance(part, _RandomState):
+                    if way == "own" or not isinstance(part, GeneratorState):
                         part.load_state_dict(states[part_name])
                 return manifest.step
             errors.append(failures.error(f"{place} is not loaded"))
@@ -285,7 +299,7 @@ class Checkpoint:
 
     def _read(
         self, place: Path, manifest: Manifest, start: str, there: tuple[int, ...], timeout: float | None
-    ) -> tuple[_Failures, dict[str, Any] | None]:
+    ) -> tuple[AgentErrors, dict[str, Any] | None]:
         """The state that each agent loads from one checkpoint, by part; and the agents that could not read it."""
         agent = current("Checkpoint.load")
         if start == "own" and manifest.agents not in (agent.size, len(there)):
@@ -308,7 +322,7 @@ class Checkpoint:
                 name: _state_for_new_agent(mean_state([file[name] for file in files], name)) for name in self._parts
             }
 
-        return _all_try("load", read, timeout)
+        return all_try("checkpoint.load", read, timeout)
 
     # torch.distributed.checkpoint
 
@@ -399,17 +413,6 @@ def _initial_state(start: str, place: Path, manifest: Manifest, there: int) -> s
     return "consensus"
 
 
-class _RandomState:
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"state": self._generator.get_state()}
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], /) -> None:
-        self._generator.set_state(state_dict["state"])
-
-
 def _state_for_new_agent(state: Any) -> Any:
     """A decentralized optimizer's state without the agent that it was of."""
     own = state.get("shoal") if isinstance(state, Mapping) else None
@@ -437,9 +440,6 @@ def _key_of_process() -> str:
     return f"{_key()}-process{launch.ranks[launch.rank]}of{launch.processes}" if launch.beside else _key()
 
 
-# What all agents do together
-
-
 def _named(name: Any) -> str:
     """The name of a checkpoint, as another agent sent it. It is checked, because it becomes a path below which files
     are written and removed.
@@ -447,46 +447,3 @@ def _named(name: Any) -> str:
     if not is_name(name):
         raise ShoalError(f"checkpoint: another agent says {name!r}, which is no checkpoint's name")
     return str(name)
-
-
-def _present_agents(timeout: float | None) -> tuple[int, ...]:
-    """The ranks that are there, the same on all of them."""
-    return tuple(gather_by_rank(torch.empty(0), Internal("checkpoint.agents"), timeout=timeout))
-
-
-def _gather_from_all(rank: int, name: str, ask: Callable[[], T], timeout: float | None) -> T:
-    """The result of ``ask`` on one rank, for all agents; an error there is raised on all, too."""
-    answer: dict[str, Any] = {}
-    failure = None
-    if current().rank == rank:
-        try:
-            answer = {"found": ask()}
-        except Exception as error:
-            failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
-    answer = broadcast_object(answer, rank, Internal(f"checkpoint.{name}"), timeout=timeout)
-    if "error" in answer:
-        raise ShoalError(f"checkpoint: at rank {rank}, {answer['error']}", (rank,)) from failure
-    found: T = answer["found"]
-    return found
-
-
-class _Failures(dict[int, str]):
-    """The agents' errors by rank, the same on all agents."""
-
-    def error(self, what: str) -> ShoalError:
-        return ShoalError(f"{what}: " + "; ".join(f"at rank {rank}, {text}" for rank, text in self.items()), self)
-
-
-def _all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tuple[_Failures, T | None]:
-    """The agents that failed, and this agent's result. A failed agent does not make the others wait until a
-    deadline.
-    """
-    made, said = None, ""
-    try:
-        made = attempt()
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    texts = gather_by_rank(
-        torch.tensor(list(said.encode()), dtype=torch.uint8), Internal(f"checkpoint.{name}"), timeout=timeout
-    )
-    return _Failures({rank: bytes(text.tolist()).decode() for rank, text in texts.items() if len(text)}), made

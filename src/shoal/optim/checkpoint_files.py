@@ -70,7 +70,7 @@ def complete(folder: Path, name: str, manifest: Manifest, keep: int | None) -> l
     """Make a checkpoint count, and of all only the last ``keep``; their names."""
     content = asdict(manifest)
     text = json.dumps(content | {"crc32": _crc_of(content)}, indent=1)
-    _write(folder / name / _MANIFEST, lambda path: path.write_text(text))
+    write_whole(folder / name / _MANIFEST, lambda path: path.write_text(text))
     _sync(folder)
     counting = [place for _, place in _begun(folder) if _manifest_of(place)]
     last = counting[-keep:] if keep else counting
@@ -100,11 +100,7 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
     """
 
     def write(path: Path) -> None:
-        try:
-            with path.open("wb") as file:
-                torch.save(states, file)
-        except RuntimeError as error:  # the system's error is only its context
-            raise _of_the_system(error) from None
+        save_tensors(states, path)
         try:
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
@@ -113,8 +109,17 @@ def write_states(place: Path, rank: int, states: dict[str, Any]) -> int:
 
     place.mkdir(parents=True, exist_ok=True)
     path = _file_of(place, rank)
-    _write(path, write)
+    write_whole(path, write)
     return _crc(path)
+
+
+def save_tensors(state: Any, path: Path) -> None:
+    """As ``torch.save``, with the system's own errors."""
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:  # the system's error is only its context
+        raise _of_the_system(error) from None
 
 
 def _of_the_system(error: BaseException) -> BaseException:
@@ -211,7 +216,7 @@ def _crc(path: Path) -> int:
     return crc
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that all of it is on the disk under its name, or nothing."""
     partial = _partial(path)
     write(partial)

@@ -147,7 +147,7 @@ def metrics(
         )
     agent = current("metrics")
     told = [f"{name} (worst: {ways[name].__name__})" for name in sorted(values)]
-    numbers = [float(values[name]) for name in sorted(values)]
+    numbers = [_number(values[name]) for name in sorted(values)]
     said = _exchange(_MetricReport(told, numbers, weight), timeout)
     for rank, theirs in ((rank, one.told) for rank, one in said.items()):
         if theirs != told:
@@ -172,6 +172,10 @@ def _metric(size: int, of: dict[int, float], weights: dict[int, float], largest:
 
     mean = sum(value * weights[rank] for rank, value in of.items()) / sum(weights.values())
     return Metric(tuple(of.get(rank, math.nan) for rank in range(size)), mean, max(of, key=badness))
+
+
+def _number(value: float | torch.Tensor) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)  # torch warns of one with a gradient
 
 
 class _MetricReport(NamedTuple):

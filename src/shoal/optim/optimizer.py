@@ -24,6 +24,7 @@ from ..algorithms.machines import OfMachines
 from ..algorithms.needs import check, without
 from ..compression import Compressor
 from ..runtime.agent import current
+from ..runtime.torch_distributed import warn_of_process_group
 from ..topology.schedule import Schedule
 from .backward_counter import BackwardCounter
 from .bucket_exchange import BucketExchange
@@ -124,6 +125,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # Optimizer.__init__ would make new groups, state and hooks; the wrapped optimizer's are used instead.
         self._inner = _checked(optimizer)
+        warn_of_process_group(current("DecentralizedOptimizer"), stacklevel=4)
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
         numbers = sum(param.numel() for group in self._inner.param_groups for param in group["params"])
         static, topology = topology == STATIC, given(topology)

@@ -23,6 +23,8 @@ from .memory_sharing import sharing
 
 _owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
 """By parameter: a weak reference to its decentralized optimizer. Not on the parameter, which may be saved."""
+STRIDES = " of strides"
+"""Before the strides of a parameter whose order in memory is not that of its shape."""
 _END = object()
 _requires_grad, _grad = attrgetter("requires_grad"), attrgetter("grad")
 
@@ -236,7 +238,7 @@ def check_that_models_agree(
     lines = [
         f"{called} {list(local(param).shape)} {str(param.dtype)[6:]}"
         + described(param)
-        + ("" if param.is_contiguous() or not is_dense(param) else f" of strides {list(param.stride())}")
+        + ("" if param.is_contiguous() or not is_dense(param) else f"{STRIDES} {list(param.stride())}")
         + ("" if param.requires_grad else ", frozen")
         + tied.get(param, "")
         + beside
@@ -255,8 +257,10 @@ def check_that_models_agree(
             strict=True,
         )
         ours, other = next(pair for pair in pairs if pair[0] != pair[1])
+        in_memory = STRIDES in ours or STRIDES in other
+        remedy = ". On both: param.data = param.data.contiguous(), before the optimizer is made" if in_memory else ""
         raise Mismatch(
-            f"{name}: the models differ: rank {here} has the parameter {ours} where rank {rank} has {other}",
+            f"{name}: the models differ: rank {here} has the parameter {ours} where rank {rank} has {other}{remedy}",
             (here, rank),
         )
 

@@ -111,6 +111,7 @@ class Agent:
     Attributes:
         grouping: How ranks are grouped into machines; None if that cannot be known of all of them.
         topology_is_default: The script has set no static topology.
+        warned_of_process_group: The script was warned of its process group (``torch_distributed.py``).
     """
 
     engine: Engine
@@ -119,6 +120,7 @@ class Agent:
     topology: StaticTopology = field(init=False)
     machine_topology: StaticTopology | None = None
     topology_is_default: bool = True
+    warned_of_process_group: bool = False
 
     def __post_init__(self) -> None:
         self.topology = StaticTopology.of(ExponentialTwoGraph(self.size), False, self.rank)

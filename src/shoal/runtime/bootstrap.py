@@ -47,6 +47,7 @@ from .agent import Agent, AgentContext, Machines, agent_context, process_context
 from .exit_notes import write_note
 from .queries import set_topology
 from .script_end import failure
+from .torch_distributed import warn_of_process_group
 
 log = logging.getLogger("shoal")
 RAISE, CONTINUE, STOP = "raise", "continue", "stop"
@@ -77,8 +78,9 @@ def init(
 
     Who this is comes from the variables of torchrun, ``shoal run``, Open MPI, PMI or Slurm; with none of them it is a
     world of one agent, in which every operation works. A ``torch.distributed`` that is already initialised is left as
-    it is. Called again by an agent, it does nothing, or sets the topology that it is given, as
-    :func:`~shoal.set_topology` would: not while there are windows. After :func:`shutdown` all begins anew.
+    it is, with a warning where agents are to survive failures, since its process groups do not. Called again by an
+    agent, it does nothing, or sets the topology that it is given, as :func:`~shoal.set_topology` would: not while there
+    are windows. After :func:`shutdown` all begins anew.
 
     Args:
         topology_fn: Makes the static topology from the number of agents. If not given, it is the exponential graph, or,
@@ -165,6 +167,7 @@ def _init(
         hook(agent)
     agent.set_topology((topology_fn or _default_graph)(agent.size), is_weighted)
     agent.topology_is_default = topology_fn is None
+    warn_of_process_group(agent, stacklevel=5)
 
 
 def _default_graph(size: int) -> nx.DiGraph:
@@ -437,7 +440,7 @@ def _machines(places: list[PeerId], per_machine: int | None, launch: Launch) -> 
 def _at_exit() -> None:
     failed = failure()
     # Before the goodbye: the launcher must not see those that fail because of it and know nothing of this one.
-    write_note(failed is not None and failed.is_peer_loss)
+    write_note(*((failed.is_peer_loss, failed.awaited) if failed is not None else (False,)))
     try:
         leave(process_context(), failed.text if failed is not None else "its process ended", died=failed is not None)
     except Exception:

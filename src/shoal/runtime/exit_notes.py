@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 
 VARIABLE = "SHOAL_EXIT_NOTES"
 _NAME = "shoal-exit-notes"
@@ -18,6 +19,8 @@ PEER_LOSS = b"peer-loss"
 """The note of an agent whose script failed because another agent was lost."""
 OTHER = b"other"
 """The note of any other agent."""
+TIMEOUT = b"timeout:"
+"""Before the ranks, separated by commas, for which an agent waited until a deadline that ended its script."""
 
 
 class ExitNotes:
@@ -37,14 +40,26 @@ class ExitNotes:
         os.close(self._file)
 
 
-def write_note(is_peer_loss: bool) -> None:
-    """Write the note of this process, if its launcher reads notes."""
+def awaited_ranks(note: bytes) -> tuple[int, ...]:
+    """The ranks of a note about a deadline; empty for any other note."""
+    ranks = note.removeprefix(TIMEOUT).split(b",") if note.startswith(TIMEOUT) else []
+    return tuple(int(rank) for rank in ranks if rank.isdigit())
+
+
+def write_note(is_peer_loss: bool, awaited: Sequence[int] = ()) -> None:
+    """Write the note of this process, if its launcher reads notes.
+
+    Args:
+        is_peer_loss: The loss of another agent ended the script.
+        awaited: The ranks for which it waited until the deadline that ended it.
+    """
+    other = TIMEOUT + b",".join(b"%d" % rank for rank in awaited) if awaited else OTHER
     path = os.environ.get(VARIABLE, "")
     with contextlib.suppress(OSError):
         # The launcher may be gone, and its pid another process's.
         if path and os.readlink(path) == f"/memfd:{_NAME} (deleted)":  # noqa: PTH115 - no path
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             try:
-                os.write(descriptor, b"%d %s\n" % (os.getpid(), PEER_LOSS if is_peer_loss else OTHER))
+                os.write(descriptor, b"%d %s\n" % (os.getpid(), PEER_LOSS if is_peer_loss else other))
             finally:
                 os.close(descriptor)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from ..errors import PeerLost
+from ..errors import DeadlineExceeded, PeerLost, ShoalError
+
+E = TypeVar("E", bound=ShoalError)
 
 _MOST = 500
 """Characters of one message."""
@@ -25,10 +27,12 @@ class ScriptFailure:
     Attributes:
         text: For the other agents.
         is_peer_loss: The loss of another agent caused it.
+        awaited: The ranks for which a call waited until its deadline, where that caused it.
     """
 
     text: str
     is_peer_loss: bool
+    awaited: tuple[int, ...] = ()
 
 
 _failures: list[ScriptFailure] = []
@@ -47,17 +51,28 @@ def failure() -> ScriptFailure | None:
 
 def is_peer_loss(error: BaseException) -> bool:
     """Whether an exception is a :class:`~shoal.PeerLost`, or was raised because of one or while one was handled."""
+    return _cause(error, PeerLost) is not None
+
+
+def awaited_ranks(error: BaseException) -> tuple[int, ...]:
+    """The ranks of the :class:`~shoal.DeadlineExceeded` that caused an exception; empty if none did."""
+    cause = _cause(error, DeadlineExceeded)
+    return () if cause is None else cause.ranks
+
+
+def _cause(error: BaseException, kind: type[E]) -> E | None:
+    """The first exception of a kind among an exception, its causes, and those that were handled when it was raised."""
     seen: set[int] = set()
     rest: list[BaseException | None] = [error]
     while rest:
         one = rest.pop()
         if one is None or id(one) in seen:
             continue
-        if isinstance(one, PeerLost):
-            return True
+        if isinstance(one, kind):
+            return one
         seen.add(id(one))
         rest += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]  # those of an exception group
-    return False
+    return None
 
 
 def note_exit(error: SystemExit) -> None:
@@ -70,7 +85,7 @@ def _note(error: BaseException) -> None:
     kind = type(error).__name__
     lines = str(error).splitlines()
     text = f"its script ended with {kind}{': ' + lines[0] if lines else ''}"
-    _failures.append(ScriptFailure(text[:_MOST], is_peer_loss(error)))
+    _failures.append(ScriptFailure(text[:_MOST], is_peer_loss(error), awaited_ranks(error)))
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

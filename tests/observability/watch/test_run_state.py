@@ -51,7 +51,7 @@ def test_each_agent_is_in_the_state_that_it_and_its_process_say() -> None:
     assert shown(state)[0] == row_of(0)  # dashes: nothing is known of it
 
 
-def test_who_is_killed_is_lost_at_once_and_stays_so_until_another_is_there() -> None:
+def test_who_is_killed_is_lost_at_once_and_then_rejoins() -> None:
     state = RunState(2, "two")
     state.process(1, 1001, "here", "S")
     state.take(summary(1, 2))
@@ -65,9 +65,15 @@ def test_who_is_killed_is_lost_at_once_and_stays_so_until_another_is_there() -> 
         "rank 1 is lost, as rank 0 knows",
     ]
     state.process(1, 2001, "here", "S")
-    assert states(state)[1] == "lost"  # the others have not let it in
+    assert states(state)[1] == "rejoining"  # the others have not admitted it
+    state.take(summary(1, 2, pid=2001, incarnation=1, rejoins=True))
+    state.take(summary(0, 2, lost=[1]))
+    assert states(state)[1] == "rejoining" and shown(state)[1]["again"] == 1
+    assert len([text for text in texts(state) if "is lost" in text]) == 1
     state.take(summary(1, 2, pid=2001, incarnation=1))
-    assert states(state)[1] == "computing" and shown(state)[1]["again"] == 1
+    assert states(state)[1] == "rejoining"
+    state.take(summary(0, 2))
+    assert states(state)[1] == "computing"
     state.take(summary(1, 2, incarnation=0, over="of the one that is gone"))
     assert states(state)[1] == "computing"
 

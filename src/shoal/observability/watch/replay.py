@@ -13,7 +13,8 @@ from ...operations.edge_counters import NEIGHBOURS
 from .. import clocks, membership_log, message_matching, traces
 from ..membership_log import CAME, LEFT, MembershipEvent
 from ..traces import Trace
-from .run_state import ABSENT, COMPUTING, LOST, STARTING, WAITING, loss_of
+from .edge_rates import window
+from .run_state import ABSENT, COMPUTING, LOST, REJOINING, STARTING, WAITING, loss_of
 from .run_state import LEFT as HAS_LEFT
 from .series import BYTES, STEP_TIME, History
 
@@ -70,7 +71,7 @@ class _TraceReplay:
         count = max(2, min(MOMENTS, MOST_CELLS // max(1, self._size + len(edges))))
         passed = max(1, self._end - self._begin)
         moments = [self._begin + passed * (k + 1) // count for k in range(count)]
-        frames = [self._frame(at, passed / count / SECOND) for at in moments]
+        frames = [self._frame(at) for at in moments]
         seconds = passed / SECOND
         return {
             "title": f"{self._size} agents, {seconds:.1f} s",
@@ -86,7 +87,7 @@ class _TraceReplay:
     def _since(self, at: int) -> float:
         return round((at - self._begin) / SECOND, 2)
 
-    def _frame(self, at: int, stretch: float) -> dict[str, Any]:
+    def _frame(self, at: int) -> dict[str, Any]:
         rows, edges = [], []
         there: dict[int, _TracedAgent | None] = {}
         for rank in range(self._size):
@@ -98,6 +99,9 @@ class _TraceReplay:
         for rank, agent in there.items():
             if agent is None:
                 continue
+            step = agent.step_at(at)
+            stretch = window(step.length / SECOND if step is not None else None)
+            stretch = max(1e-3, min(stretch, (at - agent.trace.start) / SECOND))
             now, before = agent.bytes_until(at), agent.bytes_until(at - round(stretch * SECOND))
             used = agent.edges_at(at) if at <= agent.trace.end else set()
             for peer in {*now, *used}:
@@ -287,7 +291,7 @@ class _LogReplay:
                 break
             again[one.rank] = max(again[one.rank], one.incarnation - first.setdefault(one.rank, one.incarnation))
             if one.what == CAME:
-                state[one.rank] = STARTING if one.incarnation else COMPUTING
+                state[one.rank] = COMPUTING if not one.incarnation else REJOINING if again[one.rank] else STARTING
             elif one.what == LEFT:
                 state[one.rank] = HAS_LEFT
             for rank in one.lost:

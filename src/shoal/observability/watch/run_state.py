@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from .edge_rates import EdgeRates
 from .series import BYTES, STEP_TIME, History
 from .status_message import NONSENSE, Number, StatusMessage
 
@@ -21,6 +22,7 @@ MOST_EVENTS = 200
 MOST_EDGES = 2048
 STARTING, COMPUTING, WAITING, STOPPED, SILENT = "starting", "computing", "waiting", "stopped", "silent"
 LOST, LEFT, FAILED, FINISHED, ABSENT = "lost", "left", "failed", "finished", "not there"
+REJOINING = "rejoining"
 GONE = (LOST, FAILED, FINISHED, ABSENT)
 _PROCESS_STOPPED = ("T", "t")
 
@@ -35,6 +37,7 @@ class _AgentView:
         said: Its last message, and its last message with its work.
         process: The state of its process, as the kernel's letter; empty if no launcher observes it.
         ended: How its process ended; and whether successfully.
+        restarted: Its process took the place of one that ended.
         rates: Bytes per second, by destination.
     """
 
@@ -47,7 +50,8 @@ class _AgentView:
     host: str = ""
     ended: str = ""
     ended_well: bool = False
-    rates: dict[int, float] = field(default_factory=dict)
+    restarted: bool = False
+    rates: EdgeRates = field(default_factory=EdgeRates)
 
 
 class RunState:
@@ -65,7 +69,8 @@ class RunState:
         self._began = time.monotonic()
         self._attempt = 0
         self._agents = {rank: _AgentView() for rank in range(size)}
-        self._lost: set[int] = set()
+        self._noted: set[tuple[int, int]] = set()
+        """The losses that are among the events: the rank, and how often it had been started again."""
         self._events: deque[tuple[float, str, str]] = deque(maxlen=MOST_EVENTS)
         self._history = History()
         self._ending: str | None = None
@@ -89,8 +94,8 @@ class RunState:
                 self.note(f"rank {said.rank} is there, started for the {_nth(again + 1)} time", "good")
             elif said.rank >= self._begins:
                 self.note(f"rank {said.rank} has joined", "good")
-            agent.incarnation, agent.known, agent.rates = said.incarnation, None, {}
-            self._lost.discard(said.rank)
+            agent.incarnation, agent.known, agent.rates = said.incarnation, None, EdgeRates()
+            agent.restarted = again > 0
         if said.work is not None:
             self._take_work(agent, said, now)
         if said.leaves and not (agent.said is not None and agent.said.leaves):
@@ -98,15 +103,14 @@ class RunState:
         agent.said, agent.heard, agent.pid, agent.host = said, now, said.pid, said.host
 
     def _take_work(self, agent: _AgentView, said: StatusMessage, now: float) -> None:
-        work, before = said.work, agent.known
+        work = said.work
         assert work is not None
-        if before is not None and before.work is not None:
-            passed = max(1e-3, now - agent.heard)
-            sent = before.work.sent
-            agent.rates = {peer: max(0, nbytes - sent.get(peer, 0)) / passed for peer, nbytes in work.sent.items()}
-        for rank in set(work.lost) - self._lost:
-            self._lost.add(rank)
-            self.note(f"rank {rank} is lost, as rank {said.rank} knows", "bad")
+        agent.rates.add(now, work.sent, work.step_seconds)
+        for rank in work.lost:
+            loss = rank, self._agents[rank].incarnation
+            if loss not in self._noted and not self._agents[rank].restarted:
+                self._noted.add(loss)
+                self.note(f"rank {rank} is lost, as rank {said.rank} knows", "bad")
         for name, one in work.measured.items():
             self._history.add_measured(name, one.times, (self._seconds, one.mean, one.worst))
         agent.known = said
@@ -122,7 +126,7 @@ class RunState:
         agent = self._agents.get(rank)
         if agent is not None:
             if pid != agent.pid and agent.ended:  # another has taken its place
-                self._agents[rank] = agent = _AgentView()
+                self._agents[rank] = agent = _AgentView(restarted=True)
             agent.pid, agent.host, agent.process = pid, host, state
 
     def ended(self, rank: int, how: str, well: bool) -> None:
@@ -140,7 +144,7 @@ class RunState:
         """All agents are restarted."""
         self._attempt = attempt
         self._agents = {rank: _AgentView() for rank in range(self._size)}
-        self._lost.clear()
+        self._noted.clear()
         self._history.begin_again()
         self.note(f"all agents begin again, for the {_nth(attempt + 1)} time", "bad")
 
@@ -220,6 +224,11 @@ class RunState:
             "received": total if work is not None else None,
         }
 
+    def _is_lost(self, rank: int) -> bool:
+        """Another agent, which is there itself, counts it as lost."""
+        others = (one.known for other, one in self._agents.items() if other != rank and not one.ended)
+        return any(known is not None and known.work is not None and rank in known.work.lost for known in others)
+
     def _state(self, rank: int, agent: _AgentView, now: float) -> tuple[str, str]:
         """In one word, and in a few more."""
         if agent.ended:
@@ -227,10 +236,13 @@ class RunState:
         if agent.process in _PROCESS_STOPPED:
             return STOPPED, f"(continue it with kill -CONT {agent.pid})"
         said, known = agent.said, agent.known
-        if rank in self._lost:
+        if (said is not None and said.rejoins) or (agent.restarted and self._is_lost(rank)):
+            return REJOINING, "when the others save their checkpoint"
+        if self._is_lost(rank):
             return LOST, "as the others know"
         if said is None:
-            return (STARTING, "") if agent.process else (ABSENT, "")
+            starting = REJOINING if agent.restarted else STARTING
+            return (starting, "") if agent.process else (ABSENT, "")
         if said.leaves:
             return LEFT, "and its process goes on"
         if now - agent.heard > SILENT_SECONDS:
@@ -248,7 +260,7 @@ class RunState:
 
 def _rates_of(agent: _AgentView, now: float) -> Mapping[int, float]:
     """Bytes per second by destination: none of an agent that has ended or is silent."""
-    return {} if agent.ended or now - agent.heard > SILENT_SECONDS else agent.rates
+    return {} if agent.ended or now - agent.heard > SILENT_SECONDS else agent.rates.by_destination
 
 
 def loss_of(measured: Mapping[str, Number]) -> Number | None:

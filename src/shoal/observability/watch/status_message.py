@@ -65,7 +65,8 @@ class StatusMessage:
         rank, size, incarnation, attempt: The identity of the agent.
         pid, host: Its process and its machine.
         leaves: The agent has shut down.
-        work: None if it had no time for more.
+        rejoins: The agent was restarted, and the others have not admitted it yet.
+        work: None where it had no time for more.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class StatusMessage:
     host: str
     leaves: bool
     work: WorkStatus | None = field(default=None)
+    rejoins: bool = False
 
     @staticmethod
     def of(said: dict[str, Any], size: int) -> StatusMessage:
@@ -86,9 +88,8 @@ class StatusMessage:
         """
         rank = _rank(said["rank"], size)
         who = (rank, _count(said["size"]), _count(said["incarnation"]), _count(said["attempt"]), _count(said["pid"]))
-        return StatusMessage(
-            *who, _text(said["host"]), bool(said.get("leaves")), _work(said, size) if "step" in said else None
-        )
+        work = _work(said, size) if "step" in said else None
+        return StatusMessage(*who, _text(said["host"]), bool(said.get("leaves")), work, bool(said.get("rejoins")))
 
 
 def _work(said: dict[str, Any], size: int) -> WorkStatus:

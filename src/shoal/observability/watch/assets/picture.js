@@ -95,21 +95,48 @@ export function graph(agents, edges, bytes) {
   return svg;
 }
 
-/** One number over time: the mean of all agents, and the worst of them. */
-export function chart(points) {
-  const svg = make("svg", { viewBox: "0 0 240 80", role: "img", preserveAspectRatio: "none" });
-  svg.append(make("rect", { class: "frame", x: 0.5, y: 0.5, width: 239, height: 79 }));
+/** Round numbers between two, three or four of them. */
+function ticks(low, high) {
+  const rough = (high - low) / 3;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough) ?? rough;
+  const first = Math.ceil(low / step - 1e-9);
+  const count = Math.floor(high / step + 1e-9) - first;
+  return Array.from({ length: count + 1 }, (_, k) => Number(((first + k) * step).toPrecision(12)));
+}
+
+const [LEFT, RIGHT, TOP, BOTTOM] = [58, 292, 8, 112];
+
+/** One number over time, with axes: the mean of all agents, and the worst of them. */
+export function chart(points, label, time) {
+  const svg = make("svg", { viewBox: "0 0 300 132", role: "img" });
+  svg.append(make("rect", { class: "frame", x: LEFT, y: TOP, width: RIGHT - LEFT, height: BOTTOM - TOP }));
   const numbers = points.filter((one) => typeof one[1] === "number");
   const values = numbers.flatMap((one) => [one[1], one[2]]).filter((one) => typeof one === "number");
   if (!numbers.length) return svg;
   const [first, last] = [numbers[0][0], numbers[numbers.length - 1][0]];
   let [low, high] = [Math.min(...values), Math.max(...values)];
-  if (high === low) [low, high] = [low - 1, high + 1];
-  const x = (time) => 4 + (232 * (time - first)) / (last - first || 1);
-  const y = (value) => 74 - (68 * (value - low)) / (high - low);
+  if (high - low <= 1e-9 * Math.abs(high)) {
+    const room = Math.abs(high) / 2 || 1;
+    [low, high] = [low - room, high + room];
+  }
+  const x = (at) => LEFT + ((RIGHT - LEFT) * (at - first)) / (last - first || 1);
+  const y = (value) => BOTTOM - 3 - ((BOTTOM - TOP - 6) * (value - low)) / (high - low);
+  for (const value of ticks(low, high)) {
+    const at = y(value).toFixed(1);
+    svg.append(make("line", { class: "tick", x1: LEFT, x2: RIGHT, y1: at, y2: at }));
+    svg.append(make("text", { class: "axis y", x: LEFT - 5, y: Number(at) + 3.5, "text-anchor": "end" }, label(value)));
+  }
+  const times = last > first ? ticks(first, last) : [first];
+  for (const at of times) {
+    const here = x(at).toFixed(1);
+    svg.append(make("line", { class: "tick", x1: here, x2: here, y1: BOTTOM, y2: BOTTOM + 3 }));
+    const anchor = Number(here) > RIGHT - 16 ? "end" : Number(here) < LEFT + 16 ? "start" : "middle";
+    svg.append(make("text", { class: "axis x", x: here, y: BOTTOM + 15, "text-anchor": anchor }, time(at)));
+  }
   for (const [column, kind] of [[2, "worst"], [1, "mean"]]) {
     const line = numbers.filter((one) => typeof one[column] === "number").map((one) => point([x(one[0]), y(one[column])]));
-    svg.append(make("polyline", { class: kind, points: line.join(" "), "vector-effect": "non-scaling-stroke" }));
+    svg.append(make("polyline", { class: kind, points: line.join(" ") }));
   }
   return svg;
 }

@@ -47,7 +47,9 @@ function figures(run) {
     const points = found ? found.points.filter((one) => run.at === undefined || one[0] <= run.at) : [];
     return points.length ? inUnit(points[points.length - 1][1], found.unit) : DASH;
   };
-  const going = run.agents.filter((one) => !["lost", "failed", "finished", "left", "not there"].includes(one.state));
+  const gone = ["lost", "failed", "finished", "left", "not there", "rejoining"];
+  const going = run.agents.filter((one) => !gone.includes(one.state));
+  const rates = run.agents.map((one) => one.out).filter((one) => one !== null);
   const steps = run.agents.map((one) => one.step).filter((one) => one !== null);
   const all = [
     ["agents", `${going.length} of ${run.agents.length}`],
@@ -55,7 +57,7 @@ function figures(run) {
     ["loss, mean", last("loss")],
     ["consensus distance", last("consensus distance")],
     ["a step", last("step time")],
-    ["sent", last("bytes per second")],
+    ["sent", rates.length ? perSecond(rates.reduce((a, b) => a + b)) : DASH],
   ];
   by("figures").replaceChildren(
     ...all.map(([name, value]) => {
@@ -67,9 +69,17 @@ function figures(run) {
   );
 }
 
-function row(cells) {
+/** A row of a table; a narrow page, which has no room for columns, shows the heading before each number. */
+function row(table, cells) {
   const made = document.createElement("tr");
-  made.append(...cells.map(([text, kind]) => element("td", text, kind)));
+  const headings = [...by(table).tHead.rows[0].cells].map((one) => one.textContent);
+  made.append(
+    ...cells.map(([text, kind], at) => {
+      const cell = element("td", text, kind);
+      cell.dataset.heading = headings[at];
+      return cell;
+    }),
+  );
   return made;
 }
 
@@ -78,7 +88,7 @@ function agents(run) {
     ...run.agents.map((one) => {
       const kind = one.state.replace(/ /g, "-");
       const where = [one.host, one.pid].filter((part) => part !== null).join(", ") || DASH;
-      const made = row([
+      const made = row("agents", [
         [one.again ? `${one.rank} (start ${one.again + 1})` : String(one.rank), ""],
         [`${one.state} ${one.words}`.trim(), `words ${kind}`],
         [number(one.step), "number"],
@@ -88,7 +98,6 @@ function agents(run) {
         [perSecond(one.in), "number"],
         [where, ""],
       ]);
-      made.cells[1].title = made.cells[1].textContent;
       made.dataset.rank = one.rank;
       made.dataset.state = one.state;
       return made;
@@ -99,7 +108,7 @@ function agents(run) {
 function edges(run) {
   by("edges").tBodies[0].replaceChildren(
     ...run.edges.slice(0, 200).map(([from, to, total, rate]) =>
-      row([[String(from), ""], [String(to), ""], [bytes(total), "number"], [perSecond(rate), "number"]]),
+      row("edges", [[String(from), ""], [String(to), ""], [bytes(total), "number"], [perSecond(rate), "number"]]),
     ),
   );
 }
@@ -113,10 +122,15 @@ function series(run) {
       const made = element("div", "", "chart");
       made.dataset.series = one.name;
       const head = element("p", "");
-      const most = one.unit === "B/s" ? "one agent" : "worst";
-      const more = last[1] === last[2] ? "" : `, ${most} ${inUnit(last[2], one.unit)}`;
-      head.append(element("b", one.name), element("span", `${inUnit(last[1], one.unit)}${more}`));
-      made.append(head, chart(one.points));
+      const [mean, most] = one.unit === "B/s" ? ["all agents", "one agent at most"] : ["mean", "worst"];
+      const label = (value) => inUnit(value, one.unit);
+      const short = (text) => text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
+      const unitOf = { s: " s", "B/s": " B/s" }[one.unit] ?? "";
+      const tick = (value) => (value === 0 ? `0${unitOf}` : short(label(value)));
+      const lines = [element("span", `${mean} ${label(last[1])}`, "line mean-key")];
+      if (one.points.some((each) => each[1] !== each[2])) lines.push(element("span", `${most} ${label(last[2])}`, "line worst-key"));
+      head.append(element("b", one.name), ...lines);
+      made.append(head, chart(one.points, tick, (at) => (at === 0 ? "0 s" : short(seconds(at)))));
       return made;
     }),
   );

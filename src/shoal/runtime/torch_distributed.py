@@ -1,0 +1,29 @@
+"""A process group of the script's next to agents that survive failures."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch.distributed as dist
+
+from .agent import Agent
+
+
+def warn_of_process_group(agent: Agent, stacklevel: int) -> None:
+    """Warn once where a failure would end the survivors: a script's process group needs all of its members.
+
+    Groups that were given to Shoal (``process_group=``, ``mesh=``) or that it made are not the script's.
+    """
+    mine = agent.launch.beside or agent.engine.backend is not None
+    if mine or agent.size == 1 or agent.warned_of_process_group or not agent.engine.agreement.active:
+        return
+    if dist.is_available() and dist.is_initialized():
+        agent.warned_of_process_group = True
+        warnings.warn(
+            f"rank {agent.rank}: torch.distributed is initialized, and agents are to survive failures. If an agent "
+            "fails, the process group's operations raise, hang or abort on the others, and a restarted agent cannot "
+            "join it. Remove dist.init_process_group() and replace the calls that use it: dist.get_rank() by "
+            "shoal.rank(), dist.all_reduce() by shoal.allreduce() or shoal.metrics(), dist.barrier() by "
+            "shoal.barrier(), DistributedSampler by shoal.AgentSampler (docs/training.md, From a DDP script)",
+            stacklevel=stacklevel,
+        )
