@@ -10,7 +10,8 @@ import torch
 from shoal.ops import neighbor
 from support.simulation.network import Weather
 from support.simulation.programs import Call, Program
-from support.simulation.runs import Fault, Scenario, run, shrunk
+from support.simulation.runs import run, shrunk
+from support.simulation.scenarios import Fault, Scenario
 
 FOUND = {
     "a root that only waits for confirmations passed no probe on": Scenario(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
@@ -18,12 +19,13 @@ from shoal.transport.peer_address import PeerId
 from shoal.world import bootstrap
 from shoal.world.agent import AgentContext, enter_context
 from shoal.world.launch import Launch
-from shoal.world.store import ThreadStore
 
 from .network import Network, Poller, Weather
 from .scheduler import Scheduler
+from .store import Store
 from .threads import namespace
 
+SECRET = "SHOAL_SECRET"
 ROOMS = ("engine", "transport", "windows", "coordination", "world", "ops", "interrupts")
 """Whose threads and clocks are simulated."""
 
@@ -35,6 +37,7 @@ class Simulated:
         self.scheduler = Scheduler(seed)
         self.network = Network(self.scheduler, weather or Weather())
         self.threading = namespace(self.scheduler)
+        self.store = Store(self.scheduler)
 
 
 @contextmanager
@@ -54,6 +57,8 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
+    secret = os.environ.get(SECRET)
+    os.environ[SECRET] = "of a simulated job"  # without one no agent is let in later
     try:
         for name, module in list(sys.modules.items()):
             room = ([*name.split("."), ""])[1]
@@ -71,6 +76,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         put(clock, "random_bytes", scheduler.chance.randbytes)
         put(clock, "uniform", scheduler.chance.uniform)
         put(deferred, "_main", -1)
+        put(bootstrap, "open_store", lambda *_: world.store)
         put(engines, "Poller", lambda: Poller(network))
         put(router, "local_peer_id", here)
         put(router, "address_for_listening", lambda mine, *_: network.address(mine.rank))
@@ -84,33 +90,62 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
     finally:
         for owner, name, value in reversed(replaced):
             setattr(owner, name, value)
+        os.environ.pop(SECRET)
+        if secret is not None:
+            os.environ[SECRET] = secret
 
 
 class Agents:
-    """The agents of one run, each with its program."""
+    """The agents of one run, each with its program.
 
-    def __init__(self, world: Simulated, size: int, timeout: float, on_loss: str) -> None:
+    Args:
+        begin_with: How many of them the run begins with; the others join.
+
+    Attributes:
+        contexts: One for each time that an agent was started.
+        done: Agents that have ended for good.
+        engines: Of the agents that have been through ``init()``, by rank.
+        failed: The errors that ended agents.
+    """
+
+    def __init__(self, world: Simulated, size: int, timeout: float, on_loss: str, begin_with: int = 0) -> None:
         self.world, self.size, self.on_loss = world, size, on_loss
-        self.store = ThreadStore()
-        self.contexts = [
-            AgentContext(Launch(rank, size, "fleet", None, None, False, 0), self.store, timeout=timeout)
-            for rank in range(size)
-        ]
+        self.contexts: list[AgentContext] = []
         self.done: set[int] = set()
         self.engines: dict[int, Any] = {}
         self.failed: dict[int, BaseException] = {}
+        self._timeout, self._begin_with = timeout, begin_with
+        self._starts = [0] * size
+        self._program: Callable[[int], None] = lambda rank: None
 
     def start(self, program: Callable[[int], None]) -> None:
-        for rank in range(self.size):
-            self.world.scheduler.spawn(lambda rank=rank: self._live(rank, program), rank, f"agent-{rank}")
+        self._program = program
+        for rank in range(self._begin_with or self.size):
+            self.start_one(rank)
 
-    def _live(self, rank: int, program: Callable[[int], None]) -> None:
-        mine = self.contexts[rank]
+    def start_one(self, rank: int) -> None:
+        """Start an agent, again if its process has ended, or as one that joins."""
+        joins = int(0 < self._begin_with <= rank)
+        launch = Launch(
+            rank,
+            self.size,
+            "fleet",
+            store_is_served=True,
+            incarnation=self._starts[rank] + joins,
+            begin_with=self._begin_with,
+        )
+        self._starts[rank] += 1
+        self.world.scheduler.dead.discard(rank)
+        mine = AgentContext(launch, self.world.store, timeout=self._timeout)
+        self.contexts.append(mine)
+        self.world.scheduler.spawn(lambda: self._live(mine, rank), rank, f"agent-{rank}")
+
+    def _live(self, mine: AgentContext, rank: int) -> None:
         enter_context(mine)
         try:
             bootstrap.init(on_loss=self.on_loss)
             self.engines[rank] = mine.engine
-            program(rank)
+            self._program(rank)
         except Exception as error:
             self.failed[rank] = error
         finally:
@@ -121,11 +156,21 @@ class Agents:
                     self.failed.setdefault(rank, error)
                 self.done.add(rank)
 
-    def crash(self, rank: int) -> None:
-        """An agent's process ends at once."""
-        self.world.scheduler.dead.add(rank)
+    def crash(self, rank: int, seconds: float | None = None) -> None:
+        """An agent's process ends at once; it is started again after so many seconds, or never."""
+        self.world.scheduler.crash(rank)
         self.world.network.crash(rank)
-        self.done.add(rank)
+        self.engines.pop(rank, None)
+        if seconds is None:
+            self.done.add(rank)
+        else:
+            self.world.scheduler.at(self.world.scheduler.now + seconds, lambda: self.start_one(rank))
+
+    @property
+    def members(self) -> list[int]:
+        """The agents that run and do not wait to be let in."""
+        dead = self.world.scheduler.dead
+        return [rank for rank, one in self.engines.items() if rank not in dead and not one.rejoin.outside]
 
     def run(self, seconds: float, most_steps: int = 400_000) -> None:
         self.world.scheduler.run(lambda: len(self.done) == self.size, 1000.0 + seconds, most_steps)
@@ -138,3 +183,4 @@ class Agents:
             if engine is not None:
                 with suppress(Exception):
                     engine.arena.close()
+                engine.rejoin.close(0.0)  # the memory file that tells the launcher that it waits
