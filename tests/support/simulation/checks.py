@@ -41,16 +41,26 @@ class Report:
         return self.steps, self.seconds, tuple(sorted(said.items())), tuple(sorted(of_steps.items()))
 
 
-def left_behind(rank: int, engine: Any) -> list[str]:
-    """What is there though nothing goes on."""
-    matcher, sender = engine.matcher, engine.sender
+def left_behind(rank: int, engines: dict[int, Any], failed: set[str]) -> list[str]:
+    """What an agent has though nothing goes on. A result is kept until all have told that they have it, too.
+
+    Args:
+        rank: The agent.
+        engines: Of all agents.
+        failed: The names of its calls that have raised, of which tombstones stay.
+    """
+    engine = engines[rank]
+    matcher, sender, cache = engine.matcher, engine.sender, engine.result_cache
+    untold = {other: set(one.result_cache._untold) for other, one in engines.items()}
     found = {
         "operations": matcher.in_flight(),
         "early messages": matcher._early,
         "questions": matcher._asks,
         "unanswered messages": sender._unacknowledged,
-        "tombstones": matcher._tombstones,
-        "results": engine.result_cache.results,
+        "tombstones": [key for key in matcher._tombstones if key[0] not in failed],
+        "results": [
+            key for key, one in cache.results.items() if any(key not in untold[other] for other in one.without)
+        ],
     }
     return [f"rank {rank} has {what} left: {one}" for what, one in found.items() if one]
 

@@ -14,7 +14,7 @@ import shoal.windows.worker  # noqa: F401 - all that is to be replaced has been 
 from shoal import clock
 from shoal._signals import deferred
 from shoal.engine import engine as engines
-from shoal.transport import listeners, router, tcp
+from shoal.transport import acceptor, listeners, router, tcp
 from shoal.transport.peer_address import PeerId
 from shoal.world import bootstrap
 from shoal.world.agent import AgentContext, enter_context
@@ -37,7 +37,7 @@ class Simulated:
         self.scheduler = Scheduler(seed)
         self.network = Network(self.scheduler, weather or Weather())
         self.threading = namespace(self.scheduler)
-        self.store = Store(self.scheduler)
+        self.store = Store(self.scheduler, self.network.address)
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
 
     def here(rank: int, incarnation: int = 0) -> PeerId:
         return PeerId(
-            rank, f"host{rank}", f"boot{rank}", rank, 0, f"process{rank}.{incarnation}", rank + 1, incarnation
+            rank, f"host{rank}", f"boot{rank}", rank, 0, f"process{rank}.{incarnation}", rank + 1, 1, incarnation
         )
 
     replaced: list[tuple[Any, str, Any]] = []
@@ -80,7 +80,8 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         put(engines, "Poller", lambda: Poller(network))
         put(router, "local_peer_id", here)
         put(router, "address_for_listening", lambda mine, *_: network.address(mine.rank))
-        put(listeners, "listen_for", lambda *_: None)
+        put(acceptor, "listen_for", lambda *_: None)
+        put(acceptor.Acceptor, "listen_here", lambda self: "")
         put(listeners, "listen_privately", lambda: None)
         put(tcp, "listen", network.listen)
         put(tcp, "start_connecting", network.start_connecting)

@@ -50,11 +50,11 @@ def run(scenario: Scenario) -> Report:
             if not live(rank):
                 return
             ended.add(rank)
-            while calm and len(ended) < program.size:
+            while calm and len(ended) + len(agents.failed) < program.size:
                 world.scheduler.sleep(0.1)
             world.scheduler.sleep(0.5)
             report.members[rank] = tuple(sorted(agents.engines[rank].membership.view.alive))
-            report.left += left_behind(rank, agents.engines[rank]) if calm else []
+            report.left += left_behind(rank, agents.engines, report.history.failed(rank)) if calm else []
             world.scheduler.sleep(0.5)
 
         agents.start(live_and_look)

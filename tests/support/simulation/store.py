@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.errors import DeadlineExceeded
 
@@ -12,12 +12,16 @@ from .scheduler import Scheduler, Task
 class Store:
     """See :class:`shoal.world.store.Store`."""
 
-    address = ""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, address_of: Callable[[int], str]) -> None:
+        self._scheduler, self._address_of = scheduler, address_of
         self._values: dict[str, bytes] = {}
         self._waiting: list[Task] = []
+
+    @property
+    def address(self) -> str:
+        me = self._scheduler.current
+        assert me is not None
+        return self._address_of(me.agent)
 
     def set(self, key: str, value: bytes) -> None:
         self._values[key] = value

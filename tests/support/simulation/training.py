@@ -27,9 +27,9 @@ KINDS = (
 )
 AFTER = 2
 """Steps that follow once all agents are there and no fault is to come."""
-PAUSE = 0.01
+PAUSE = 0.05
 """Seconds between steps until then: an agent that was started again needs some time to ask to enter."""
-MOST_STEPS = 3000
+MOST_STEPS = 1000
 
 
 @dataclass
@@ -56,13 +56,17 @@ class History:
     Attributes:
         there: By step: what each agent took for the members at its end.
         steps: By rank: the number of steps that it ended with.
-        entered: By rank: its plan at the end.
+        plans: By rank: its plan at the end.
     """
 
     entries: list[Entry] = field(default_factory=list)
     there: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
+
+    def failed(self, rank: int) -> set[str]:
+        """The names of the calls that have raised on an agent."""
+        return {one.call.name for one in self.entries if one.rank == rank and isinstance(one.result, Exception)}
 
 
 @dataclass
@@ -182,7 +186,5 @@ class _Agent:
         with torch.no_grad():
             model.x.copy_(torch.from_numpy(self._program.at(step, call, self._rank)))
         gradient = self._program.at(step, call, self._rank, 1)
-        optimizers.take_step(
-            self._optimizers[call.number], model, gradient, lambda: self._world.scheduler.sleep(0.0)
-        )
+        optimizers.take_step(self._optimizers[call.number], model, gradient, lambda: self._world.scheduler.sleep(0.0))
         return model.x.detach().clone()

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from shoal.engine.membership import Plan
 from shoal.errors import PeerLost
 
 from . import optimizers
 from .checks import SLACK, Report, alike
 from .optimizers import Style
-from .programs import Array, Call
+from .programs import Array
 from .training import Entry, Training
 
 STATIC = Style(adapts_first=True, one_peer=False)
@@ -52,11 +51,21 @@ def check(report: Report, program: Training) -> None:
             problems.append(f"step {step}, {entries[0].call}: {problem}")
 
 
+def _between(gone: list[tuple[int, ...]]) -> Iterable[tuple[int, ...]]:
+    """All sets between those that all plans are without and those that some are without, ascending."""
+    always = set(gone[0]).intersection(*gone)
+    sometimes = sorted(set().union(*gone) - always)
+    for count in range(len(sometimes) + 1):
+        for some in combinations(sometimes, count):
+            yield tuple(sorted(always | set(some)))
+
+
 class _Event:
     """One call of all agents at one step.
 
     Attributes:
         plans: All that an agent had before or after it.
+        gone: The ranks that it may have been without: in one of these plans, or in one that came between.
         calm: The plan was the same for all, and all agents that began have ended.
     """
 
@@ -66,6 +75,7 @@ class _Event:
         self.ended = [one for one in entries if one.after is not None]
         self.plans = {plan for one in entries for plan in (one.before, one.after) if plan is not None}
         self.calm = len(self.plans) == 1 and len(self.ended) == len(entries)
+        self.gone = list(_between([plan.gone for plan in self.plans]))
         self.x = program.at_all(step, self.call)
 
     def problems(self) -> Iterable[str]:
@@ -115,13 +125,13 @@ class _Event:
             right = total / len(took_part) if self.call.kind == "average" else total
         if not alike(found, right):
             yield f"the agents have {found[:8]}, not {right[:8]}, of ranks {took_part}"
-        if took_part not in {self._members(plan) for plan in self.plans}:
+        if took_part not in map(self._members, self.gone):
             yield f"ranks {took_part} took part, with the plans {sorted(self.plans)}"
         if not set(took_part) <= {one.rank for one in self.entries}:
             yield f"ranks {took_part} took part, and {[one.rank for one in self.entries]} called it"
 
-    def _members(self, plan: Plan) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.program.size) if rank not in plan.gone)
+    def _members(self, gone: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.program.size) if rank not in gone)
 
     def _average(self, one: Entry) -> Iterable[str]:
         size, rank = self.program.size, one.rank
@@ -133,13 +143,13 @@ class _Event:
             right = row @ self.x
         if not alike(one.result, right):
             yield f"rank {rank} has {one.result[:8]}, not {right[:8]}"
-        allowed = [row for plan in self.plans for row in self._rows(plan, rank)]
+        allowed = [row for gone in self.gone for row in self._rows(gone, rank)]
         if not any(alike(row, other) for other in allowed):
             yield f"rank {rank} has the weights {row}, and may have {sorted({tuple(map(float, a)) for a in allowed})}"
 
-    def _rows(self, plan: Plan, rank: int) -> Iterable[Array]:
+    def _rows(self, gone: tuple[int, ...], rank: int) -> Iterable[Array]:
         """The weights of an average, on one agent."""
-        whole = self._row(plan, rank)
+        whole = self._row(gone, rank)
         yield whole
         if self.calm:
             return
@@ -158,17 +168,17 @@ class _Event:
             return 0.0
         return self.call.sends[other][rank] if self.call.kind in ("pull", "push-pull") else float(whole[other])
 
-    def _row(self, plan: Plan, rank: int) -> Array:
+    def _row(self, gone: tuple[int, ...], rank: int) -> Array:
         kind, call = self.call.kind, self.call
         if kind == "optimizer":
-            return call.style.matrix(self.program.graph, self.step, plan.gone)[rank]
+            return call.style.matrix(self.program.graph, self.step, gone)[rank]
         if kind == "static":
-            return STATIC.matrix(self.program.graph, 0, plan.gone)[rank]
+            return STATIC.matrix(self.program.graph, 0, gone)[rank]
         row = np.zeros(self.program.size)
         row[rank] = 0.5
         for other, sends in enumerate(call.sends):
             weight = sends.get(rank)
-            if weight is not None and other in plan.gone:
+            if weight is not None and other in gone:
                 row[rank] += 0.0 if kind == "push" else weight
             elif weight is not None:
                 row[other] = weight**2 if kind == "push-pull" else weight
@@ -180,8 +190,8 @@ class _Event:
         ranks = {int(rank) for rank in found[:, : self.program.size].argmax(1)}
         if not alike(found, self.x[sorted(ranks)]):
             yield f"rank {one.rank} has other tensors than those of ranks {sorted(ranks)}"
-        for plan in self.plans:
-            sources = set(np.flatnonzero(STATIC.matrix(self.program.graph, 0, plan.gone)[one.rank])) - {one.rank}
+        for gone in self.gone:
+            sources = set(np.flatnonzero(STATIC.matrix(self.program.graph, 0, gone)[one.rank])) - {one.rank}
             if ranks == sources or (not self.calm and ranks <= sources and sources - ranks <= self.lost):
                 return
         yield f"rank {one.rank} has the tensors of ranks {sorted(ranks)}, with the plans {sorted(self.plans)}"
