@@ -106,6 +106,7 @@ class Agents:
         contexts: One for each time that an agent was started.
         done: Agents that have ended for good.
         engines: Of the agents that have been through ``init()``, by rank.
+        loaded: Agents that have the state of the run, and can hand it over.
         failed: The errors that ended agents.
     """
 
@@ -114,6 +115,7 @@ class Agents:
         self.contexts: list[AgentContext] = []
         self.done: set[int] = set()
         self.engines: dict[int, Any] = {}
+        self.loaded: set[int] = set()
         self.failed: dict[int, BaseException] = {}
         self._timeout, self._begin_with = timeout, begin_with
         self._starts = [0] * size
@@ -162,16 +164,11 @@ class Agents:
         self.world.scheduler.crash(rank)
         self.world.network.crash(rank)
         self.engines.pop(rank, None)
+        self.loaded.discard(rank)
         if seconds is None:
             self.done.add(rank)
         else:
             self.world.scheduler.at(self.world.scheduler.now + seconds, lambda: self.start_one(rank))
-
-    @property
-    def members(self) -> list[int]:
-        """The agents that run and do not wait to be let in."""
-        dead = self.world.scheduler.dead
-        return [rank for rank, one in self.engines.items() if rank not in dead and not one.rejoin.outside]
 
     def run(self, seconds: float, most_steps: int = 400_000) -> None:
         self.world.scheduler.run(lambda: len(self.done) == self.size, 1000.0 + seconds, most_steps)

@@ -99,8 +99,8 @@ class Faults:
 
     def _happen(self, fault: Fault) -> None:
         agents, rank = self._agents, fault.rank
-        if fault.kind == "returns" and not set(agents.members) - {rank}:
-            # Nobody could let it in, or not all have met.
+        if fault.kind == "returns" and not agents.loaded - {rank}:
+            # Nobody could hand over the state of the run, or not all have met.
             self._world.scheduler.at_step(self._world.scheduler.steps + LATER, lambda: self._happen(fault))
             return
         self._to_come.discard(fault)

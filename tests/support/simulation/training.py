@@ -112,6 +112,7 @@ def live_training(
         progress = _Progress()
         checkpoint = shoal.Checkpoint(progress=progress, **one.parts)
         step = checkpoint.load(None, missing_ok=True)
+        agents.loaded.add(rank)
         while progress.whole < AFTER:
             one.take(step)
             found = shoal.allgather(torch.tensor([[rank, over()]]), name="there").tolist()
