@@ -35,7 +35,7 @@ class Report:
     @property
     def digest(self) -> tuple[Any, ...]:
         """The same for every run of the same seed."""
-        history = {(one.rank, one.step, one.call.number): one.result for one in self.history.entries}
+        history = {(one.rank, one.start, one.step, one.call.number): one.result for one in self.history.entries}
         said = {at: one.tobytes() if isinstance(one, np.ndarray) else str(one) for at, one in self.results.items()}
         of_steps = {at: one.tobytes() if isinstance(one, np.ndarray) else str(one) for at, one in history.items()}
         return self.steps, self.seconds, tuple(sorted(said.items())), tuple(sorted(of_steps.items()))

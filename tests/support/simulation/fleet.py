@@ -106,6 +106,7 @@ class Agents:
         contexts: One for each time that an agent was started.
         done: Agents that have ended for good.
         engines: Of the agents that have been through ``init()``, by rank.
+        starts: How often each agent was started.
         loaded: Agents that have the state of the run, and can hand it over.
         failed: The errors that ended agents.
     """
@@ -118,7 +119,7 @@ class Agents:
         self.loaded: set[int] = set()
         self.failed: dict[int, BaseException] = {}
         self._timeout, self._begin_with = timeout, begin_with
-        self._starts = [0] * size
+        self.starts = [0] * size
         self._program: Callable[[int], None] = lambda rank: None
 
     def start(self, program: Callable[[int], None]) -> None:
@@ -134,10 +135,10 @@ class Agents:
             self.size,
             "fleet",
             store_is_served=True,
-            incarnation=self._starts[rank] + joins,
+            incarnation=self.starts[rank] + joins,
             begin_with=self._begin_with,
         )
-        self._starts[rank] += 1
+        self.starts[rank] += 1
         self.world.scheduler.dead.discard(rank)
         mine = AgentContext(launch, self.world.store, timeout=self._timeout)
         self.contexts.append(mine)

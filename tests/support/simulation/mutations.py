@@ -27,6 +27,14 @@ MUTATIONS = (
     ("agreement", "engine/agreement.py", "if min(keepers, default=-1) == self._rank:", "if False:"),
     ("failures", "engine/failures.py", "return self._after_those_before(said)", "return said"),
     ("outbox", "engine/sender.py", "        del self._unacknowledged[token]\n", ""),
+    ("engine", "engine/recovery.py", "        del stage.arrived[source]\n", "        pass\n"),
+    ("engine", "engine/recovery.py", "    stage.missing.difference_update(gone)\n", ""),
+    ("rejoin", "engine/rejoin.py", "        self._matcher.begin_at(begun)\n", ""),
+    ("rejoin", "engine/rejoin.py", "            self._failures.forget(rank)\n", ""),
+    ("rejoin", "engine/agreement.py", "        self._missed.difference_update(ranks)\n", ""),
+    ("rejoin", "engine/agreement.py", "if late else self.now", "if False else self.now"),
+    ("rejoin", "ops/state_transfer.py", "begun[name] = max(count, begun.get(name, 0))", "begun[name] = count"),
+    ("rejoin", "transport/pending_peers.py", "            self._kept.append((source, message))\n", ""),
 )
 """What part, which file, what is replaced by what: once."""
 

@@ -37,11 +37,13 @@ class Entry:
     """One call of one agent at one step.
 
     Attributes:
+        start: How often the agent had been started.
         before, after: The agent's plan when it made the call and when the call had ended.
         result: What it gave, or raised; None where the agent crashed before that.
     """
 
     rank: int
+    start: int
     step: int
     call: Call
     before: Plan
@@ -54,15 +56,24 @@ class History:
     """What the agents of a run saw.
 
     Attributes:
-        there: By step: what each agent took for the members at its end.
+        there: By step, and by rank and start: what each agent took for the members at its end.
+        reached: By rank and start: the last step that was begun, or one more where the agent has ended well.
         steps: By rank: the number of steps that it ended with.
         plans: By rank: its plan at the end.
     """
 
     entries: list[Entry] = field(default_factory=list)
-    there: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
+    there: dict[int, dict[tuple[int, int], tuple[int, ...]]] = field(default_factory=dict)
+    reached: dict[tuple[int, int], int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)
+
+    def agreed(self, rank: int, start: int, step: int) -> bool:
+        """Whether the agent went on to the next step: only with those that had ended this one, too.
+
+        What an agent has seen that crashed before may be seen by nobody else.
+        """
+        return self.reached.get((rank, start), -1) > step
 
     def failed(self, rank: int) -> set[str]:
         """The names of the calls that have raised on an agent."""
@@ -108,16 +119,18 @@ def live_training(
 
     def live(rank: int) -> bool:
         shoal.set_topology(TOPOLOGIES[program.topology](program.size))
-        one = _Agent(program, world, agents.engines[rank], history, rank)
+        me = rank, agents.starts[rank]
+        one = _Agent(program, world, agents.engines[rank], history, *me)
         progress = _Progress()
         checkpoint = shoal.Checkpoint(progress=progress, **one.parts)
         step = checkpoint.load(None, missing_ok=True)
         agents.loaded.add(rank)
         while progress.whole < AFTER:
+            history.reached[me] = step
             one.take(step)
             found = shoal.allgather(torch.tensor([[rank, over()]]), name="there").tolist()
             there = tuple(int(row[0]) for row in found)
-            history.there.setdefault(step, {})[rank] = there
+            history.there.setdefault(step, {})[me] = there
             whole = len(there) == program.size and all(row[1] for row in found)
             progress.whole = progress.whole + 1 if whole else 0
             step += 1
@@ -125,7 +138,7 @@ def live_training(
             if not progress.whole:
                 world.scheduler.sleep(PAUSE)
             assert step < MOST_STEPS, f"rank {rank} has taken {step} steps, and has {there}"
-        history.steps[rank] = step
+        history.steps[rank] = history.reached[me] = step
         history.plans[rank] = agents.engines[rank].agreement.now
         return True
 
@@ -135,8 +148,11 @@ def live_training(
 class _Agent:
     """One agent's calls. Each optimizer of the program lasts for the whole training."""
 
-    def __init__(self, program: Training, world: Simulated, engine: Any, history: History, rank: int) -> None:
-        self._program, self._world, self._engine, self._history, self._rank = program, world, engine, history, rank
+    def __init__(
+        self, program: Training, world: Simulated, engine: Any, history: History, rank: int, start: int
+    ) -> None:
+        self._program, self._world, self._engine, self._history = program, world, engine, history
+        self._rank, self._start = rank, start
         self._models: dict[int, optimizers.Point] = {}
         self._optimizers: dict[int, shoal.DecentralizedOptimizer] = {}
         self.parts: dict[str, Any] = {}
@@ -156,7 +172,7 @@ class _Agent:
                     entry, handle = handles.pop(call.number)
                     self._note(entry, handle.wait)
                 continue
-            entry = Entry(self._rank, step, call, self._engine.agreement.now)
+            entry = Entry(self._rank, self._start, step, call, self._engine.agreement.now)
             self._history.entries.append(entry)
             if call.kind == "optimizer":
                 self._note(entry, lambda step=step, call=call: self._optimize(step, call))

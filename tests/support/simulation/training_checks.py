@@ -40,14 +40,15 @@ def check(report: Report, program: Training) -> None:
     if len(set(history.plans.values())) != 1 or any(plan.gone for plan in history.plans.values()):
         problems.append(f"the agents ended with different plans: {history.plans}")
     for step, there in history.there.items():
-        if len(set(there.values())) > 1:
+        if len({ranks for me, ranks in there.items() if history.agreed(*me, step)}) > 1:
             problems.append(f"step {step}: the agents have different members: {there}")
     lost = {one.rank for one in report.scenario.faults if one.kind in ("returns", "joins")}
     by_call: dict[tuple[int, int], list[Entry]] = {}
     for entry in history.entries:
         by_call.setdefault((entry.step, entry.call.number), []).append(entry)
     for (step, _), entries in by_call.items():
-        for problem in _Event(program, step, entries, lost).problems():
+        agreed = [one for one in entries if history.agreed(one.rank, one.start, step)]
+        for problem in _Event(program, step, entries, agreed, lost).problems():
             problems.append(f"step {step}, {entries[0].call}: {problem}")
 
 
@@ -64,15 +65,16 @@ class _Event:
     """One call of all agents at one step.
 
     Attributes:
+        ended: What came of it on the agents that all agree with.
         plans: All that an agent had before or after it.
         gone: The ranks that it may have been without: in one of these plans, or in one that came between.
         calm: The plan was the same for all, and all agents that began have ended.
     """
 
-    def __init__(self, program: Training, step: int, entries: list[Entry], lost: set[int]) -> None:
+    def __init__(self, program: Training, step: int, entries: list[Entry], agreed: list[Entry], lost: set[int]) -> None:
         self.program, self.step, self.call, self.lost = program, step, entries[0].call, lost
         self.entries = entries
-        self.ended = [one for one in entries if one.after is not None]
+        self.ended = agreed
         self.plans = {plan for one in entries for plan in (one.before, one.after) if plan is not None}
         self.calm = len(self.plans) == 1 and len(self.ended) == len(entries)
         self.gone = list(_between([plan.gone for plan in self.plans]))
