@@ -8,13 +8,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import shoal.windows.worker  # noqa: F401 - all that is to be replaced has been imported
 from shoal import clock
 from shoal._signals import deferred
 from shoal.engine import engine as engines
-from shoal.transport import acceptor, listeners, router, tcp
+from shoal.transport import acceptor, listeners, router, shared_regions, tcp
 from shoal.transport.peer_address import PeerId
 from shoal.world import bootstrap
 from shoal.world.agent import AgentContext, enter_context
@@ -28,6 +30,15 @@ from .threads import namespace
 SECRET = "SHOAL_SECRET"
 ROOMS = ("engine", "transport", "windows", "coordination", "world", "ops", "interrupts")
 """Whose threads and clocks are simulated."""
+
+
+@lru_cache(maxsize=1)
+def _with_threads(_count: int) -> list[tuple[ModuleType, str]]:
+    """The modules of the core that use threads or queues, and what they call them; for so many loaded modules."""
+    core = [module for name, module in sys.modules.items() if name.startswith("shoal.") and name.split(".")[1] in ROOMS]
+    threads = [(module, "threading") for module in core if getattr(module, "threading", None) is threading]
+    queues = [(module, "SimpleQueue") for module in core if getattr(module, "SimpleQueue", None) is queue.SimpleQueue]
+    return threads + queues
 
 
 class Simulated:
@@ -60,13 +71,8 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
     secret = os.environ.get(SECRET)
     os.environ[SECRET] = "of a simulated job"  # without one no agent is let in later
     try:
-        for name, module in list(sys.modules.items()):
-            room = ([*name.split("."), ""])[1]
-            if name.startswith("shoal.") and room in ROOMS and module is not None:
-                if getattr(module, "threading", None) is threading:
-                    put(module, "threading", world.threading)
-                if getattr(module, "SimpleQueue", None) is queue.SimpleQueue:
-                    put(module, "SimpleQueue", world.threading.SimpleQueue)
+        for module, name in _with_threads(len(sys.modules)):
+            put(module, name, world.threading if name == "threading" else world.threading.SimpleQueue)
         put(clock, "monotonic", lambda: scheduler.now)
         put(clock, "monotonic_ns", lambda: int(scheduler.now * 1e9))
         put(clock, "perf_counter_ns", lambda: int(scheduler.now * 1e9))
@@ -80,6 +86,7 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         put(engines, "Poller", lambda: Poller(network))
         put(router, "local_peer_id", here)
         put(router, "address_for_listening", lambda mine, *_: network.address(mine.rank))
+        put(shared_regions, "_populate", lambda *_: None)  # a few pages of each area are touched
         put(acceptor, "listen_for", lambda *_: None)
         put(acceptor.Acceptor, "listen_here", lambda self: "")
         put(listeners, "listen_privately", lambda: None)

@@ -76,7 +76,7 @@ class Program:
     calls: list[Call]
     seed: int
     kinds: tuple[str, ...] = KINDS
-    weights: dict[int, float] = field(default_factory=dict)
+    _numbers: dict[tuple[int, int], Array] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def draw(chance: random.Random, size: int, length: int, kinds: tuple[str, ...] = KINDS) -> Program:
@@ -126,8 +126,12 @@ class Program:
         return [sorted(set(self.graph.predecessors(rank)) - {rank}) for rank in range(self.size)]
 
     def numbers(self, call: Call, rank: int) -> Array:
-        chance = np.random.default_rng((self.seed, call.number, rank))
-        return chance.integers(-8, 9, call.elements).astype(np.float64)
+        """The tensor that an agent gives to a call. To be read only."""
+        key = call.number, rank
+        if key not in self._numbers:
+            chance = np.random.default_rng((self.seed, call.number, rank))
+            self._numbers[key] = chance.integers(-8, 9, call.elements).astype(np.float64)
+        return self._numbers[key]
 
     def gradient(self, call: Call, rank: int, step: int) -> Array:
         chance = np.random.default_rng((self.seed, call.number, rank, step))

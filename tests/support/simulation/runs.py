@@ -139,7 +139,7 @@ def _calls(world: Simulated, agents: Agents, report: Report) -> Callable[[int], 
                 if fault == "missing call":
                     world.scheduler.sleep(2.0)
                     continue
-                numbers = program.numbers(call, rank)
+                numbers = program.numbers(call, rank).copy()
                 if fault == "shape":
                     numbers = np.append(numbers, 1.0)
                 if fault == "other call":
